@@ -1,0 +1,32 @@
+"""flowrl aligns diffusion and flow models with reinforcement learning.
+
+A prompt list and a reward go in; a LoRA that diffusers loads in one line comes out. The names
+below are loaded when first used, so that `import flowrl` stays light.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flowrl.config import Config, load_config
+    from flowrl.errors import UserError
+
+_HOMES = {
+    "Config": "flowrl.config",
+    "UserError": "flowrl.errors",
+    "load_config": "flowrl.config",
+}
+
+__all__ = ["Config", "UserError", "__version__", "load_config"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flowrl' has no attribute {name!r}; it has {sorted(_HOMES)}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,203 @@
+"""Recipes: YAML files with a parent and overrides on top, read into plain dictionaries."""
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.errors import UserError
+
+MAX_PARENTS = 2
+
+# The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `1e-4` is text, `no` is false
+# and `1:30` is ninety. The last field names the characters that a scalar may start with.
+_SCALARS = [
+    ("bool", r"true|false", "tf"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("merge", r"<<", "<"),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 scalars, and no key twice in one mapping."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is given twice", key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes exactly the text that `_Loader` would read as something else."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+        )
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    text = str(loader.construct_scalar(node))
+    return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+def load_yaml(text: str, where: str = "the text") -> Any:
+    """Parse YAML with 1.2 scalars. Raises UserError that names `where` and the line."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no Python objects
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise UserError(f"{where}{line} is not valid YAML: {error.problem}.") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where} is not valid YAML: {error}.") from error
+
+
+def dump_yaml(data: Any) -> str:
+    """YAML text that `load_yaml` reads back to an equal object."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+def preset_folder() -> Path:
+    """The packaged recipes; in a checkout, the `configs` folder beside the package."""
+    packaged = Path(str(files("flowrl"))) / "configs"
+    return packaged if packaged.is_dir() else packaged.parent.parent / "configs"
+
+
+def preset_names() -> list[str]:
+    """Names that `flowrl train` accepts; files that start with `_` are only parents."""
+    return sorted(p.stem for p in preset_folder().glob("*.yaml") if not p.name.startswith("_"))
+
+
+def find_recipe(source: str | Path, beside: Path | None = None) -> Path:
+    """The file of a preset name or a path; a path may be relative to the folder `beside`."""
+    for candidate in [beside / source] if beside else []:
+        if candidate.is_file():
+            return candidate
+    if Path(source).is_file():
+        return Path(source)
+    preset = preset_folder() / f"{source}.yaml"
+    if preset.is_file():
+        return preset
+    near = difflib.get_close_matches(str(source), preset_names(), 1, 0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UserError(
+        f"There is no recipe {str(source)!r}: expected a YAML file or one of the presets "
+        f"{', '.join(preset_names())}.{hint}"
+    )
+
+
+def merge(base: Any, over: Any) -> Any:
+    """`over` laid on `base`: mappings merge, anything else replaces.
+
+    A mapping whose `kind` changes replaces its parent whole, since the keys of one kind mean
+    nothing to another. A mapping of numbers on a list changes those items (`rewards.0.weight`).
+    """
+    if isinstance(base, list) and isinstance(over, dict) and over and all(map(_is_index, over)):
+        return _merge_items(base, over)
+    if not (isinstance(base, dict) and isinstance(over, dict)):
+        return over
+    if "kind" in over and over["kind"] != base.get("kind", over["kind"]):
+        return over
+    return {**base, **{key: merge(base.get(key), value) for key, value in over.items()}}
+
+
+def _is_index(key: Any) -> bool:
+    return isinstance(key, str) and key.isdecimal()
+
+
+def _merge_items(base: list[Any], over: dict[str, Any]) -> list[Any]:
+    items = list(base)
+    for key, value in over.items():
+        if int(key) >= len(items):
+            raise UserError(f"There is no item {key}: the list has {len(items)}, counted from 0.")
+        items[int(key)] = merge(items[int(key)], value)
+    return items
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """`["optim.lr=1e-4", "lora.rank=8"]` -> `{"optim": {"lr": 0.0001}, "lora": {"rank": 8}}`.
+
+    Values are read as YAML, so lists and mappings work; nothing after `=` is the empty text.
+    """
+    tree: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise UserError(f"Cannot read {override!r}: expected KEY=VALUE, as in optim.lr=1e-4.")
+        value = load_yaml(text, f"the value of {key}") if text.strip() else ""
+        node = tree
+        for part in parts[:-1]:
+            child = node.setdefault(part, {})
+            if not isinstance(child, dict):
+                child = node[part] = {}
+            node = child
+        node[parts[-1]] = merge(node.get(parts[-1]), value)
+    return tree
+
+
+def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a preset or file, its parents (`extends`, at most two deep), then the overrides.
+
+    `source` "" stands for an empty recipe. Raises UserError for unreadable files, duplicate
+    keys and circular parents.
+    """
+    data = _read(find_recipe(source), []) if source else {}
+    return merge(data, parse_overrides(overrides))
+
+
+def _read(path: Path, children: list[Path]) -> dict[str, Any]:
+    path = path.resolve()
+    if path in children:
+        raise UserError(f"{path.name} extends itself: {_chain([*children, path])}.")
+    if len(children) > MAX_PARENTS:
+        raise UserError(
+            f"{children[0].name} has more than {MAX_PARENTS} parents in a row "
+            f"({_chain([*children, path])}): shorten the chain of `extends`."
+        )
+    try:
+        data = load_yaml(path.read_text(encoding="utf-8"), path.name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the recipe {path}: {error}.") from error
+    data = {} if data is None else data
+    if not isinstance(data, dict):
+        raise UserError(f"{path.name} holds a {type(data).__name__}, expected keys and values.")
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    if not isinstance(parent, str):
+        raise UserError(f"`extends` in {path.name} is {parent!r}, expected one preset or file.")
+    return merge(_read(find_recipe(parent, path.parent), [*children, path]), data)
+
+
+def _chain(paths: list[Path]) -> str:
+    return " -> ".join(path.name for path in paths)
