@@ -1,0 +1,75 @@
+"""One diagonal Gaussian step: density, ratio to another mean, and divergence. All return (B,).
+
+Densities and ratios are *means* over the latent elements, as all published code has them, so a
+ratio here is the true one to the power 1/D; `kl_sum` alone is in nats of the whole latent.
+Shapes: x, mean, v: (B, *latent); std, dt: () or (B,). Every axis but the first is reduced.
+"""
+
+import math
+
+from torch import Tensor
+
+from flowrl.functional.flow import lift
+
+
+def log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of `x`, averaged over the latent. NaN where std = 0."""
+    z = (x - mean) / lift(std, x)
+    return -0.5 * _average(z.square()) - std.log() - 0.5 * math.log(2 * math.pi)
+
+
+def log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+    """log_prob(x, mean, std) - log_prob(x, mean_old, std), without the cancellation.
+
+    Exactly 0 when the means agree. The spread of true ratios is far below the rounding error
+    of two subtracted fp32 densities.
+    """
+    return _half_log_ratio(x, mean, mean_old) / std**2
+
+
+def cps_raw_log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor) -> Tensor:
+    """The ratio of the published Flow-CPS code, whose density lacks the factor 1 / (2 std^2)."""
+    return 2 * _half_log_ratio(x, mean, mean_old)
+
+
+def ratio_norm(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
+    """GRPO-Guard's normalised log-ratio (2510.22319), std * (log_ratio + latent_kl).
+
+    Under the old policy its average is 0 whatever the step, where `log_ratio` has -latent_kl.
+    Written so that it holds for every kernel; the published form is wrong for CPS.
+    """
+    return _average((x - mean_old) * (mean - mean_old)) / std
+
+
+def kl_sum(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
+    """Exact KL divergence of two steps of equal std, in nats: |mean - mean_ref|^2 / (2 std^2)."""
+    return latent_kl(mean, mean_ref, std) * mean[0].numel()
+
+
+def latent_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
+    """KL divergence averaged over the latent. Raises ValueError where std = 0."""
+    if not bool((std > 0).all()):
+        raise ValueError(
+            "a latent KL needs std > 0 at every trained step, got std = 0: "
+            "train stochastic steps only, or use the velocity KL"
+        )
+    return _average((mean - mean_ref).square()) / (2 * std**2)
+
+
+def latent_kl_no_dt(mean: Tensor, mean_ref: Tensor, std: Tensor, dt: Tensor) -> Tensor:
+    """The published form mean d^2 / (2 g^2): `latent_kl` times |dt|, as std = g sqrt|dt|."""
+    return latent_kl(mean, mean_ref, std) * dt.abs()
+
+
+def velocity_kl(v: Tensor, v_ref: Tensor) -> Tensor:
+    """Mean squared difference of velocities: a penalty with equal weight at every sigma."""
+    return _average((v - v_ref).square())
+
+
+def _half_log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor) -> Tensor:
+    delta = mean - mean_old
+    return _average(delta * (x - mean_old - delta / 2))
+
+
+def _average(value: Tensor) -> Tensor:
+    return value.flatten(1).mean(1)

@@ -1,0 +1,99 @@
+"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE and CPS kernels.
+
+Every step has the signature (x, v, sigma, sigma_next, g) -> (mean, std) with x, v: (B, *latent)
+in fp32 or wider; sigma, sigma_next, g: () or (B,); mean: (B, *latent); std: (B,). The next
+latent is mean + std * noise, and g = 0 makes every kernel the Euler step of diffusers, bit for
+bit. A noise law turns a schedule and a level into g, one value a step.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.functional.flow import lift, noise_from_velocity
+
+Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+NoiseLaw = Callable[[Tensor, float], Tensor]
+
+
+def ode_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Euler step of dx = v dsigma; `g` is ignored and std is 0."""
+    return x + lift(sigma_next - sigma, x) * v, x.new_zeros(len(x))
+
+
+def sde_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Euler-Maruyama step of the reverse SDE, equation 9 of Flow-GRPO (2505.05470).
+
+    dx = [v + g^2 / (2 sigma) * E[noise | x]] dsigma + g dw keeps the marginals of the flow for
+    any g >= 0 as the steps shrink. Flow-SDE and Dance-SDE differ only in g.
+    """
+    dt = sigma_next - sigma
+    drift = v + lift(g**2 / (2 * sigma), x) * noise_from_velocity(x, v, sigma)
+    return x + lift(dt, x) * drift, (g * (-dt).sqrt()).expand(len(x))
+
+
+def cps_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Coefficient-preserving step of Flow-CPS (2509.05952); `g` is its level in [0, 1].
+
+    mean = (1 - sigma_next) x0 + sigma_next cos(g pi/2) noise and std = sigma_next sin(g pi/2),
+    so that signal and noise keep their coefficients and nothing is left over at sigma_next = 0.
+    It does not keep the marginals: the variance of the data shrinks, whatever the step size.
+    """
+    euler, _ = ode_step(x, v, sigma, sigma_next, g)
+    # 1 - cos(g pi/2) by the half angle: exactly 0 at g = 0, and no cancellation near it.
+    dropped = sigma_next * 2 * (g * math.pi / 4).sin() ** 2
+    mean = euler - lift(dropped, x) * noise_from_velocity(x, v, sigma)
+    return mean, (sigma_next * (g * math.pi / 2).sin()).expand(len(x))
+
+
+def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
+    """Flow-GRPO's g = level * sqrt(sigma / (1 - sigma)). (T+1,) -> (T,)
+
+    At sigma = 1, where it diverges, the denominator takes the second entry of the schedule;
+    the first step's std is then `level`, for any number of steps.
+    """
+    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    room = 1 - torch.where(sigma == 1, sigma_next, sigma)
+    return _until_clean(level * (sigma / room).sqrt(), sigmas)
+
+
+def dance_noise(sigmas: Tensor, level: float) -> Tensor:
+    """DanceGRPO's constant g = level (2505.07818). (T+1,) -> (T,)"""
+    return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
+
+
+def cps_noise(sigmas: Tensor, level: float) -> Tensor:
+    """The same CPS level at every step. (T+1,) -> (T,)"""
+    if not 0 <= level <= 1:
+        raise ValueError(f"CPS noise level is {level}; it must lie in [0, 1]")
+    return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
+
+
+def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
+    """No noise in a step that ends at sigma = 0: it would be seen in the picture."""
+    return torch.where(sigmas[1:] > 0, g, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepKernel:
+    """A stochastic sampler: how it steps, and how much noise each step of a schedule gets."""
+
+    name: str
+    step: Step
+    noise: NoiseLaw
+
+
+KERNELS: dict[str, StepKernel] = {
+    "flow_sde": StepKernel(name="flow_sde", step=sde_step, noise=flow_sde_noise),
+    "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=dance_noise),
+    "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
+}
