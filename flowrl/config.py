@@ -1,0 +1,152 @@
+"""The whole configuration, and the rules between its sections."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from flowrl.complaints import complain
+from flowrl.errors import UserError
+from flowrl.fields import Section, option
+from flowrl.recipe import dump_yaml, load_recipe
+from flowrl.sections import Evaluation, Failures, Lora, Pipeline, Prompts, Reward, Run
+from flowrl.sections_learning import (
+    Ema,
+    FixedWindow,
+    Grpo,
+    Optim,
+    ProgressiveWindow,
+    RandomWindow,
+    Rollout,
+)
+
+
+class Config(Section):
+    """Everything that decides a training run."""
+
+    pipeline: Pipeline = option(Pipeline(), "The text-to-image pipeline that is aligned.")
+    lora: Lora = option(Lora(), "The adapter that is trained.")
+    prompts: Prompts = option(..., "What is drawn in training.")
+    rollout: Rollout = option(Rollout(), "How pictures to learn from are drawn.")
+    objective: Grpo = option(Grpo(), "What is minimised.")
+    optim: Optim = option(Optim(), "AdamW and the size of its steps.")
+    ema: Ema = option(Ema(), "A moving average of the adapter.")
+    rewards: list[Reward] = option(..., "What is scored: a list of {name, weight, args, held_out}.")
+    failures: Failures = option(Failures(), "What happens when rewards cannot be computed.")
+    evaluation: Evaluation = option(Evaluation(), "Scores on held-out prompts.")
+    run: Run = option(Run(), "Where a run lives and how long it lasts.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        _check_window(self.rollout)
+        _check_noise(self.rollout)
+        _check_groups(self.rollout, self.optim)
+        _check_clip(self.objective)
+        _check_rewards(self.rewards)
+        return self
+
+
+def _check_window(rollout: Rollout) -> None:
+    """The last step has no noise and is never trained, so windows end at steps - 1."""
+    last = rollout.steps - 1
+    if last < 1:
+        raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
+    window = rollout.window
+    if isinstance(window, (FixedWindow, RandomWindow, ProgressiveWindow)):
+        stop = last if isinstance(window, FixedWindow) or window.stop is None else window.stop
+        if stop > last:
+            raise ValueError(
+                f"rollout.window.stop is {stop}, but the window must end before the last of "
+                f"{rollout.steps} steps: the nearest valid value is {last}"
+            )
+        if window.start >= stop:
+            raise ValueError(
+                f"rollout.window.start is {window.start}, but the window must end at step {stop}: "
+                f"the nearest valid value is {max(stop - window.size, 0)}"
+            )
+        if window.size > stop - window.start:
+            raise ValueError(
+                f"rollout.window.size is {window.size}, but only {stop - window.start} steps lie "
+                f"from step {window.start} to {stop} (the last of {rollout.steps} steps has no "
+                f"noise): the nearest valid value is {stop - window.start}"
+            )
+
+
+def _check_noise(rollout: Rollout) -> None:
+    if rollout.kernel == "cps" and rollout.noise_level > 1:
+        raise ValueError(
+            f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
+            "replaces all noise: the nearest valid value is 1"
+        )
+
+
+def _check_groups(rollout: Rollout, optim: Optim) -> None:
+    """Updates take whole groups, and micro-batches of one update are equally large."""
+    if rollout.group_size < 2:
+        raise ValueError(
+            "rollout.group_size is 1, but a picture is judged against the others of its prompt: "
+            "the nearest valid value is 2"
+        )
+    updates = optim.updates_per_rollout
+    if rollout.prompts % updates:
+        raise ValueError(
+            f"optim.updates_per_rollout is {updates}, but an update takes whole groups and "
+            f"rollout.prompts is {rollout.prompts}: the nearest valid value is "
+            f"{_nearest_divisor(rollout.prompts, updates)}"
+        )
+    images = rollout.prompts // updates * rollout.group_size
+    if optim.micro_batch < images and images % optim.micro_batch:
+        raise ValueError(
+            f"optim.micro_batch is {optim.micro_batch}, which does not divide the {images} "
+            "pictures of an update (rollout.prompts * rollout.group_size / "
+            f"optim.updates_per_rollout): the nearest valid value is "
+            f"{_nearest_divisor(images, optim.micro_batch)}"
+        )
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    divisors = [d for d in range(1, total + 1) if total % d == 0]
+    return min(divisors, key=lambda d: (abs(d - wanted), d))
+
+
+def _check_clip(objective: Grpo) -> None:
+    if (objective.clip_nats is None) == (objective.clip_eps is None):
+        state = "neither is" if objective.clip_nats is None else "both are"
+        raise ValueError(
+            f"objective.clip_nats and objective.clip_eps: {state} set, expected one; to use "
+            "clip_eps, write objective.clip_nats=null beside it"
+        )
+
+
+def _check_rewards(rewards: list[Reward]) -> None:
+    names = [reward.name for reward in rewards]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"rewards lists {twice[0]!r} twice, expected every name once")
+    if not any(reward.weight and not reward.held_out for reward in rewards):
+        raise ValueError(
+            "rewards holds nothing to learn from, expected at least one reward with a weight "
+            "other than 0 that is not held_out, for example rewards=[{name: geneval}]"
+        )
+
+
+def parse_config(data: Mapping[str, Any]) -> Config:
+    """Validate a plain mapping. Raises UserError naming key, value and what was expected."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        raise UserError(complain(Config, error)) from error
+
+
+def load_config(source: str | Path = "", overrides: Sequence[str] = ()) -> Config:
+    """A preset name or YAML file plus `a.b=c` overrides -> a validated Config.
+
+    Raises UserError when the recipe cannot be read or an option is unknown or impossible.
+    """
+    return parse_config(load_recipe(source, overrides))
+
+
+def config_yaml(config: Config) -> str:
+    """Every option with its value, as YAML that `load_config` reads back to an equal object."""
+    return dump_yaml(config.model_dump(mode="json"))

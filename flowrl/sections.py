@@ -1,0 +1,129 @@
+"""The options of everything but learning itself, each with its meaning and source."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from flowrl.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    Text,
+    Whole,
+    option,
+)
+
+FLOW_GRPO_CODE = "Flow-GRPO's published settings"
+
+
+class Pipeline(Section):
+    """The text-to-image pipeline that is aligned."""
+
+    path: Text = option(
+        "tiny-sd3",
+        "A diffusers pipeline: a folder, a Hub name, or tiny-sd3 for the built-in one.",
+    )
+    backbone: Literal["sd3"] = option("sd3", "The family of the pipeline's transformer.")
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Number format of the frozen weights and the network's arithmetic; adapters, step "
+        "arithmetic and log-probabilities stay fp32.",
+        "published recipes use fp16 for SD3 and bf16 for FLUX",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = option(
+        "auto", "Where to compute; auto takes cuda, then mps, then cpu."
+    )
+    max_sequence_length: Count = option(
+        16,
+        "Text tokens given to the T5 encoder. Short captions need few, and at the tiny size the "
+        "text decides the cost.",
+        "16 holds every caption of the tiny world; diffusers' own default is 256",
+    )
+    height: Count | None = option(None, "Picture height in pixels; null is the pipeline's own.")
+    width: Count | None = option(None, "Picture width in pixels; null is the pipeline's own.")
+
+
+class Lora(Section):
+    """The adapter that is trained."""
+
+    rank: Count = option(16, "Rank of the update of each adapted layer.", "published: 32 at SD3.5")
+    alpha: Positive = option(
+        32, "Strength: the update is scaled by alpha / rank.", f"alpha = 2 rank, {FLOW_GRPO_CODE}"
+    )
+    targets: list[Text] | None = option(
+        None,
+        "Name endings of the adapted layers; null is the backbone's list.",
+        f"the attention projections, {FLOW_GRPO_CODE}",
+    )
+    init_from: Text | None = option(
+        None, "A LoRA file or folder to start from; null starts from no change."
+    )
+
+
+class Prompts(Section):
+    """What is drawn in training."""
+
+    train: Text = option(
+        ...,
+        "A .txt file (one prompt a line), a .jsonl file (`prompt` and metadata), or a built-in "
+        "split such as tiny:geneval:train.",
+    )
+    balance: Text | None = option(
+        None, "A metadata key, for example tag, whose values are drawn equally often."
+    )
+
+
+class Reward(Section):
+    """One thing that is scored."""
+
+    name: Text = option(
+        ..., "A built-in reward such as geneval or ocr, or your own module:attribute."
+    )
+    weight: Number = option(
+        1.0, "Weight in the sum that is learned; negative means less is better."
+    )
+    args: dict[str, Any] = option({}, "Arguments of the reward, for example {partial: true}.")
+    held_out: Flag = option(
+        False, "Only measure it in evaluation: a check on what the learned rewards miss."
+    )
+
+
+class Failures(Section):
+    """What happens when rewards cannot be computed."""
+
+    max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
+        0.1, "Pictures without a score are left out; above this share training stops."
+    )
+
+
+class Evaluation(Section):
+    """Scores on held-out prompts, before, during and after training."""
+
+    prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
+    images: Count = option(120, "Pictures drawn and scored at each evaluation.")
+    every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
+    steps: Count = option(8, "Denoising steps, without noise.", "published: 40 for SD3.5")
+    guidance: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
+    seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
+    batch_size: Count = option(60, "Most pictures that go through the network at once.")
+
+
+class Run(Section):
+    """Where a run lives and how long it lasts."""
+
+    output_dir: Text = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
+    seed: Whole = option(0, "Seed of everything random in training.")
+    iterations: Count = option(200, "Rollouts to learn from.")
+    max_minutes: Positive | None = option(
+        None, "Stop cleanly after this many minutes of training; null is no limit."
+    )
+    checkpoint_every: Count = option(50, "Iterations between checkpoints; the end always saves.")
+    keep: Count = option(2, "How many of the newest checkpoints to keep, besides the best.")
+    sample_every: Whole = option(25, "Iterations between sample pictures; 0 is never.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = option(
+        ["tensorboard"], "Where metrics go besides metrics.jsonl, which is always written."
+    )
+    threads: Count | None = option(None, "CPU threads; null leaves it to torch.")

@@ -1,0 +1,172 @@
+"""The options of rollouts, objective and optimiser, each with its meaning and source."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowrl.fields import Count, Flag, NonNegative, Number, Positive, Section, Whole, option
+
+FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+FLOW_GRPO_CODE = "Flow-GRPO's published settings"
+MIX_GRPO = "MixGRPO, arXiv 2507.21802"
+
+
+class AllSteps(Section):
+    """Noise in every step but the last."""
+
+    kind: Literal["all"] = option("all", "Every step but the last is stochastic.", FLOW_GRPO)
+
+
+class FixedWindow(Section):
+    """Noise in the same steps in every rollout."""
+
+    kind: Literal["fixed"] = option(
+        "fixed", "The window never moves.", "MixGRPO-Flash*, 2507.21802"
+    )
+    size: Count = option(..., "How many steps are stochastic and trained.")
+    start: Whole = option(0, "First stochastic step, counted from 0 at pure noise.")
+
+
+class RandomWindow(Section):
+    """Noise in a stretch that is drawn anew for every rollout."""
+
+    kind: Literal["random"] = option(
+        "random", "The window is drawn for every rollout.", "Flow-GRPO-Fast, second version"
+    )
+    size: Count = option(..., "How many steps are stochastic and trained.", "published: 2 or 3")
+    start: Whole = option(0, "First step that the window may cover.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is steps - 1, since the last step has no noise.",
+        "published: half of the steps",
+    )
+
+
+class ProgressiveWindow(Section):
+    """Noise in a stretch that moves from pure noise towards the picture."""
+
+    kind: Literal["progressive"] = option(
+        "progressive", "The window moves on as training goes.", MIX_GRPO
+    )
+    size: Count = option(4, "How many steps are stochastic and trained.", MIX_GRPO)
+    period: Count = option(25, "Iterations between two moves by one step.", MIX_GRPO)
+    start: Whole = option(0, "Where the window begins, and begins again after the end.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is steps - 1.",
+        "MixGRPO lets it shrink; here not",
+    )
+
+
+Window = Annotated[
+    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow, Field(discriminator="kind")
+]
+
+
+class Rollout(Section):
+    """How pictures to learn from are drawn."""
+
+    prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
+    group_size: Count = option(
+        12, "Pictures of one prompt that are compared with each other.", "published: 8 to 24"
+    )
+    steps: Count = option(8, "Denoising steps of a rollout.", "published: 10 for SD3.5")
+    guidance: NonNegative = option(
+        1.0,
+        "Classifier-free guidance in rollouts and training; 1 is none, and half the work.",
+        "4.5 in Flow-GRPO's base recipe; none in its fast recipe, which its authors now advise",
+    )
+    negative: str = option(
+        "", "Negative prompt of the prompts that bring none; used if guidance > 1."
+    )
+    kernel: Literal["flow_sde", "dance_sde", "cps"] = option(
+        "flow_sde",
+        "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise) or "
+        "cps (keeps the coefficients, no excess noise).",
+        "arXiv 2505.05470, 2505.07818, 2509.05952",
+    )
+    noise_level: Positive = option(
+        0.7,
+        "Strength of the noise: a for flow_sde, eta for dance_sde, a in (0, 1] for cps.",
+        "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
+    )
+    window: Window = option(
+        AllSteps(), "Which steps are stochastic and trained; kind: all, fixed, random, progressive."
+    )
+    batch_size: Count = option(96, "Most pictures that go through the network at once.")
+    merge_lora: Literal["auto"] | Flag = option(
+        "auto",
+        "Fold the adapter into the weights while drawing, which is faster; auto folds where that "
+        "is exact enough for the log-probabilities.",
+    )
+    same_noise: Flag = option(
+        False,
+        "Give the pictures of one group the same initial noise.",
+        "false in Flow-GRPO, true in DanceGRPO",
+    )
+
+
+class Grpo(Section):
+    """Group-relative policy optimisation with a clipped ratio."""
+
+    kind: Literal["grpo"] = option("grpo", "The objective.", FLOW_GRPO)
+    clip_nats: Positive | None = option(
+        6.5,
+        "How far one step's log-probability, summed over the latent, may move before its gradient "
+        "is cut, in nats; does not depend on the latent's size.",
+        "1e-4 times the 65,536 latent elements of SD3.5 at 512 px, Flow-GRPO's published clip",
+    )
+    clip_eps: Positive | None = option(
+        None,
+        "The clip as papers give it, on the ratio of latent-mean log-probabilities; set clip_nats "
+        "to null to use it.",
+        "published: 1e-4 or 1e-5, which mean something else at another resolution",
+    )
+    kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the base model; 0 is none.", "published: 0.01 to 0.04, or 0"
+    )
+    kl_form: Literal["velocity", "latent_dt", "latent_no_dt"] = option(
+        "velocity",
+        "What that pull measures: squared velocity difference, the exact Gaussian KL per latent "
+        "element, or the published code's form without the step length.",
+        "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
+    )
+    advantage_scope: Literal["group", "global"] = option(
+        "group",
+        "Divide advantages by the spread of the group, or of the whole iteration.",
+        "global in Flow-GRPO's SD3 settings, group in most later ones",
+    )
+    advantage_clip: Positive = option(5.0, "Largest advantage, either sign.", FLOW_GRPO_CODE)
+
+
+class Optim(Section):
+    """AdamW and the size of its steps."""
+
+    lr: Positive = option(3e-4, "Learning rate.", FLOW_GRPO_CODE)
+    betas: tuple[NonNegative, NonNegative] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
+    weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
+    max_grad_norm: Positive = option(
+        1.0, "Gradients longer than this are shortened.", FLOW_GRPO_CODE
+    )
+    updates_per_rollout: Count = option(
+        1,
+        "Optimiser steps for one rollout. With 1 the policy is its own old policy: the ratio is 1 "
+        "and the clip cannot bind.",
+        "2 in Flow-GRPO's published settings",
+    )
+    micro_batch: Count = option(
+        96, "Most pictures in one backward pass; smaller needs less memory, same gradient."
+    )
+    ratio_tolerance: Positive = option(
+        1e-4, "Training stops if the first ratio of an iteration is further than this from 1."
+    )
+
+
+class Ema(Section):
+    """A moving average of the adapter."""
+
+    decay: Annotated[Number, Field(gt=0, lt=1)] | None = option(
+        None,
+        "Share kept at every update; the average is then what is evaluated and saved. null is off.",
+        "0.9, warmed up, every 8 updates, in Flow-GRPO; 0.995 in DanceGRPO",
+    )
