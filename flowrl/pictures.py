@@ -1,0 +1,184 @@
+"""Pictures for people: from tensors, as data URLs, and laid out on sheets with captions."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont, features
+from torch import Tensor
+
+Color = tuple[int, int, int]
+
+PAPER: Color = (255, 255, 255)
+INK: Color = (31, 35, 40)
+GREY: Color = (101, 109, 118)
+GREEN: Color = (26, 127, 55)
+RED: Color = (207, 34, 46)
+
+SMALL = 256  # pixels: up to this side a picture is enlarged with hard edges, not blurred
+PAD = 12  # pixels between cells
+TEXT, NOTE = 15, 13  # pixels, text sizes on sheets
+LINE = 20  # pixels, distance of text lines
+CAPTION_LINES = 3
+PLAIN = str.maketrans(
+    {"→": "->", "–": "-", "—": "-", "−": "-"}
+)  # signs that Pillow's typeface lacks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """One column of a sheet: a caption, pictures under each other, then short notes."""
+
+    caption: str
+    pictures: Sequence[Image.Image]
+    notes: Sequence[tuple[str, Color]] = ()
+
+
+def to_pil(images: Tensor) -> list[Image.Image]:
+    """(B, 3, H, W) float in [0, 1] -> B RGB pictures, rounded to the nearest of 256 levels."""
+    levels = (images.detach().float().nan_to_num(0).clamp(0, 1) * 255).round()
+    rows = levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    return [Image.fromarray(row) for row in rows]
+
+
+def data_url(picture: Image.Image) -> str:
+    """The picture as a lossless `data:` URL: WebP, or PNG where Pillow was built without it."""
+    webp = features.check("webp") and max(picture.size) <= 16383  # the format's own limit
+    buffer = io.BytesIO()
+    if webp:
+        picture.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
+    else:
+        picture.convert("RGB").save(buffer, "PNG", optimize=True)
+    text = base64.b64encode(buffer.getvalue()).decode("ascii")
+    return f"data:image/{'webp' if webp else 'png'};base64,{text}"
+
+
+def png(picture: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()
+
+
+def fit(picture: Image.Image, side: int) -> Image.Image:
+    """The picture within a box of `side` pixels: enlarged by a whole factor, or reduced."""
+    longest = max(picture.size)
+    if longest <= side:
+        factor = side // longest
+        size = (picture.width * factor, picture.height * factor)
+        return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+    size = (
+        max(1, round(picture.width * side / longest)),
+        max(1, round(picture.height * side / longest)),
+    )
+    return picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+
+
+def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    """Pillow's own typeface, so that a sheet looks the same on every machine."""
+    return ImageFont.load_default(size)
+
+
+def wrap(text: str, width: int, *, size: int = TEXT, lines: int = CAPTION_LINES) -> list[str]:
+    """`text` in at most `lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
+    face = font(size)
+    found, rest = [], " ".join(text.split()).translate(PLAIN)
+    while rest and len(found) < lines:
+        last = len(found) == lines - 1
+        end = _fitting(rest, width, face, by_letter=last)
+        if last and end < len(rest):
+            found.append(rest[: max(1, end - 1)].rstrip() + "…")
+            break
+        found.append(rest[:end].rstrip())
+        rest = rest[end:].lstrip()
+    return found
+
+
+def _fitting(
+    text: str, width: int, face: ImageFont.FreeTypeFont | ImageFont.ImageFont, *, by_letter: bool
+) -> int:
+    """How many letters of `text` fit; whole words unless the first word alone is too long."""
+    if face.getlength(text) <= width:
+        return len(text)
+    # Bisect on a prefix that cannot be far longer than the line: prompts may have many pages.
+    low, high = 1, min(len(text), width)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if face.getlength(text[:middle] + "…" * by_letter) <= width:
+            low = middle
+        else:
+            high = middle - 1
+    space = text.rfind(" ", 0, low + 1)
+    return low if by_letter or space <= 0 else space
+
+
+def sheet(
+    stacks: Sequence[Stack],
+    *,
+    heading: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    across: int = 8,
+    side: int | None = None,
+) -> Image.Image:
+    """Stacks side by side, `across` in a line, lines under each other, a heading above.
+
+    `rows` names the rows of pictures in the left margin. `side` is a picture's box in pixels;
+    by default at least 192 and at most 320, and between them the pictures' own size.
+    """
+    if not stacks:
+        raise ValueError("a sheet needs at least one picture, got none")
+    side = side or min(320, max(192, *(max(p.size) for s in stacks for p in s.pictures)))
+    margin = PAD + max((round(font(TEXT).getlength(row)) + PAD for row in rows), default=0)
+    width = margin + min(across, len(stacks)) * (side + PAD)
+    head = [line for text in heading for line in wrap(text, width - 2 * PAD, lines=6)]
+    bands = [
+        _band(stacks[i : i + across], rows, margin, side) for i in range(0, len(stacks), across)
+    ]
+    top = PAD + len(head) * LINE + (PAD if head else 0)
+    canvas = Image.new("RGB", (width, top + sum(band.height for band in bands)), PAPER)
+    _lines(ImageDraw.Draw(canvas), (PAD, PAD), [(line, INK) for line in head])
+    for band in bands:
+        canvas.paste(band, (0, top))
+        top += band.height
+    return canvas
+
+
+def _band(stacks: Sequence[Stack], rows: Sequence[str], margin: int, side: int) -> Image.Image:
+    captions = [wrap(stack.caption, side) for stack in stacks]
+    notes = [_wrapped_notes(stack, side) for stack in stacks]
+    text = max(map(len, captions)) * LINE
+    row_height = side + PAD // 2
+    top = text + (PAD // 2 if text else 0)
+    below = top + max(len(stack.pictures) for stack in stacks) * row_height
+    size = (margin + len(stacks) * (side + PAD), below + max(map(len, notes)) * LINE + PAD)
+    band = Image.new("RGB", size, PAPER)
+    pen = ImageDraw.Draw(band)
+    for row, name in enumerate(rows):
+        pen.text((PAD, top + row * row_height + side // 2), name, GREY, font(TEXT), anchor="lm")
+    for column, stack in enumerate(stacks):
+        x = margin + column * (side + PAD)
+        caption = [(line, INK) for line in captions[column]]
+        _lines(pen, (x, text - len(caption) * LINE), caption)
+        for row, picture in enumerate(stack.pictures):
+            band.paste(fit(picture, side), (x, top + row * row_height))
+        _lines(pen, (x, below), notes[column], size=NOTE)
+    return band
+
+
+def _wrapped_notes(stack: Stack, side: int) -> list[tuple[str, Color]]:
+    return [
+        (line, color)
+        for text, color in stack.notes
+        for line in wrap(text, side, size=NOTE, lines=2)
+    ]
+
+
+def _lines(
+    pen: ImageDraw.ImageDraw,
+    corner: tuple[int, int],
+    lines: list[tuple[str, Color]],
+    *,
+    size: int = TEXT,
+) -> None:
+    for i, (text, color) in enumerate(lines):
+        pen.text((corner[0], corner[1] + i * LINE), text, color, font(size))

@@ -1,0 +1,153 @@
+"""The comparison page stands alone, escapes what it shows, and holds every picture."""
+
+import base64
+import io
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowrl.gallery import GalleryPair, SummaryRow, change, gallery_page, pair_grid, write_gallery
+
+HOSTILE = [
+    '<script>alert("x")</script>',
+    '" onload="alert(1)',
+    "'><img src=http://example.com/x.png>",
+    "</title></script><!-- {{ 7*7 }} {% raw %}",
+    "javascript:alert(1) & <b>bold</b>\n\nnew line",
+]
+
+
+class Page(HTMLParser):
+    """The tags with their attributes, and the text outside of style and script."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if not self.tags or self.tags[-1][0] not in ("style", "script"):
+            self.text += data
+
+
+def noise(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def pair(prompt: str = "a red circle", seed: int = 0, **scores) -> GalleryPair:
+    return GalleryPair(
+        prompt=prompt, seed=seed, base=noise(2 * seed), aligned=noise(2 * seed + 1), scores=scores
+    )
+
+
+def row(name: str = "geneval") -> SummaryRow:
+    return SummaryRow(name=name, base=0.481, aligned=0.623, change=0.142, low=0.101, high=0.183)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_from_outside_stays_text_wherever_it_is_shown(text):
+    plain = Page(gallery_page([pair(geneval=(0, 1))], title="t", summary=[row()], caption="c"))
+    page = Page(
+        gallery_page([pair(text, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text)
+    )
+    assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
+    assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]
+    assert page.text.count(text) >= 5  # title, heading, caption, table, prompt, reward
+
+
+def test_the_page_asks_for_nothing_from_outside():
+    html = gallery_page([pair(seed=i) for i in range(3)], title="t", summary=[row()])
+    tags = Page(html).tags
+    links = [v for _, attrs in tags for k, v in attrs.items() if k in ("src", "href", "srcset")]
+    assert links and all(link.startswith("data:image/") for link in links)
+    assert not re.search(r"url\(|@import|fetch\(|https?://", html)
+    assert not {"link", "iframe", "object", "embed", "base"} & {tag for tag, _ in tags}
+    policy = next(a["content"] for t, a in tags if a.get("http-equiv"))
+    assert "default-src 'none'" in policy
+
+
+def test_both_pictures_of_every_pair_are_in_the_page_without_loss():
+    pairs = [pair(seed=i) for i in range(3)]
+    images = [
+        a for t, a in Page(gallery_page(pairs, title="t")).tags if t == "img" and a.get("src")
+    ]
+    found = [Image.open(io.BytesIO(base64.b64decode(a["src"].split(",")[1]))) for a in images]
+    expected = [picture for p in pairs for picture in (p.base, p.aligned)]
+    assert len(found) == len(expected)
+    for picture, original in zip(found, expected, strict=True):
+        assert np.array_equal(np.asarray(picture.convert("RGB")), np.asarray(original))
+
+
+def test_only_small_pictures_are_enlarged_with_hard_edges():
+    small, large = (
+        pair(),
+        GalleryPair(
+            prompt="p", seed=1, base=noise(0, (300, 64)), aligned=noise(1, (300, 64)), scores={}
+        ),
+    )
+    images = [a for t, a in Page(gallery_page([small, large], title="t")).tags if t == "img"]
+    assert [a.get("class") for a in images[:4]] == ["small", "small", None, None]
+
+
+def test_a_missing_score_is_neither_zero_nor_a_change():
+    for missing in (None, math.nan):
+        assert change((missing, 1.0)) is None
+        page = Page(gallery_page([pair(geneval=(missing, 1.0))], title="t"))
+        card = next(a for _, a in page.tags if a.get("class") == "card")
+        assert card["data-changes"] == "[null]"
+        assert "geneval n/a → 1.000 n/a" in page.text
+
+
+def test_a_reward_that_says_nothing_about_a_pair_is_left_out_of_it():
+    page = Page(gallery_page([pair(ocr=(None, None), geneval=(0.0, 1.0))], title="t"))
+    assert "geneval 0.000 → 1.000 +1.000" in page.text
+    assert "n/a" not in page.text
+
+
+def test_the_grid_shows_base_over_aligned_at_a_whole_multiple():
+    white, black = (
+        Image.new("RGB", (64, 64), (255, 0, 255)),
+        Image.new("RGB", (64, 64), (0, 255, 255)),
+    )
+    one = GalleryPair(prompt="a cat", seed=0, base=white, aligned=black, scores={"geneval": (0, 1)})
+    grid = np.asarray(pair_grid([one] * 3, across=2))
+    tops = {}
+    for name, color in (("base", (255, 0, 255)), ("aligned", (0, 255, 255))):
+        spots = np.argwhere((grid == color).all(-1))
+        assert len(spots) == 3 * 192 * 192
+        tops[name] = spots[:, 0].min()
+    assert tops["aligned"] - tops["base"] >= 192
+
+
+def test_the_grid_grows_by_a_column_a_pair_and_then_by_bands():
+    widths = [pair_grid([pair()] * n, across=4).width for n in (1, 2, 3, 4, 5)]
+    heights = [pair_grid([pair()] * n, across=4).height for n in (4, 5, 8, 9)]
+    steps = {b - a for a, b in zip(widths[:3], widths[1:4], strict=True)}
+    assert len(steps) == 1 and steps.pop() >= 192
+    assert widths[4] == widths[3]
+    assert heights[0] < heights[1] == heights[2] < heights[3]
+
+
+def test_the_files_hold_all_pairs_and_the_first_of_them(tmp_path):
+    pairs = [pair(seed=i, geneval=(0.0, 1.0)) for i in range(5)]
+    html, grid = write_gallery(
+        tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_pairs=3
+    )
+    assert len(re.findall('class="card"', html.read_text("utf-8"))) == 5
+    alone = pair_grid(pairs[:3])
+    with Image.open(grid) as picture:
+        assert picture.width == alone.width and picture.height > alone.height
+
+
+def test_a_gallery_without_pairs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one pair"):
+        write_gallery(tmp_path, [], title="t")
