@@ -1,0 +1,230 @@
+"""Rewards at work: pictures are rounded once, every reward is asked, what fails is masked.
+
+A reward is a callable (images, prompts, metadata) -> scores, see the docstring of `rewards`.
+Executors that ask it elsewhere (a process pool, a server) will replace `_ask` and nothing else.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import UserError
+from flowrl.prompts import PromptRecord
+
+Reward = Callable[[Tensor, list[str], list[dict]], Any]  # -> (B,) tensor or list of floats
+
+BUILT_IN = {
+    "geneval": "rewards.geneval:GenEval",
+    "ocr": "rewards.ocr:OCR",
+    "compressibility": "rewards.jpeg:Compressibility",
+    "incompressibility": "rewards.jpeg:Incompressibility",
+    "brightness": "rewards.brightness:Brightness",
+}
+
+
+class RewardFailure(UserError):
+    """Too many scores are missing, or a reward's answer has the wrong form."""
+
+
+class SamplerFailure(UserError):
+    """The pictures themselves are broken: no reward is to blame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """A reward with its name and weight; a held-out one is reported and never trained on."""
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    held_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """Scores of L pictures by R rewards."""
+
+    scores: Tensor  # (L, R) float32, NaN = missing
+    valid: Tensor  # (L, R) bool, the score exists
+    applicable: Tensor  # (L, R) bool, the reward has something to say about this prompt
+    names: tuple[str, ...]
+    errors: dict[str, str] = field(default_factory=dict)  # reward name -> why scores are missing
+    seconds: dict[str, float] = field(default_factory=dict)  # reward name -> time it took
+
+
+def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
+    """The reward of that name in BUILT_IN, or of "module:attribute"; classes are called with args.
+
+    Raises UserError when there is none, saying where Python looked, or when args do not fit.
+    """
+    target = BUILT_IN.get(name, name)
+    module_name, colon, attribute = target.partition(":")
+    if not colon:
+        known = ", ".join(BUILT_IN)
+        raise UserError(
+            f"unknown reward {name!r}: use one of {known}, or your own as 'module:attribute'"
+        )
+    try:
+        found: Any = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        package = sys.modules.get(module_name.partition(".")[0])
+        where = list(getattr(package, "__path__", [])) or getattr(package, "__file__", None)
+        place = f"the package found lies at {where}" if where else "no such package was found"
+        raise UserError(f"cannot load reward {name!r} from {target}: {error} ({place})") from error
+    if not callable(found):
+        raise UserError(
+            f"reward {name!r} is a {type(found).__name__}; expected a class or function"
+        )
+    if not inspect.isclass(found):
+        return functools.partial(found, **args) if args else found
+    try:
+        return found(**(args or {}))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {name!r} does not accept {dict(args or {})}: {error}") from error
+
+
+def applies(reward: Reward, prompt: str, metadata: dict) -> bool:
+    """Whether a reward has something to say about a prompt: its metadata are there, it agrees."""
+    test = getattr(reward, "applies", None)
+    present = all(key in metadata for key in getattr(reward, "required_metadata", ()))
+    return present and (test is None or bool(test(prompt, metadata)))
+
+
+def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+    """Finds before training that a reward and the prompts do not fit.
+
+    Raises UserError when a reward applies to no prompt, or a prompt has no reward to train on.
+    """
+    fits = [[applies(s.reward, p.text, p.metadata) for s in specs] for p in prompts]
+    for column, spec in enumerate(specs):
+        if not any(row[column] for row in fits):
+            needs = ", ".join(getattr(spec.reward, "required_metadata", ())) or "something else"
+            raise UserError(
+                f"reward {spec.name!r} applies to none of the prompts: "
+                f"it needs {needs} in their metadata"
+            )
+    trained = [c for c, s in enumerate(specs) if s.weight and not s.held_out]
+    for row, prompt in zip(fits, prompts, strict=True):
+        if trained and not any(row[c] for c in trained):
+            raise UserError(
+                f"no reward applies to the prompt {prompt.text!r}: remove it or add a reward for it"
+            )
+
+
+def score(
+    specs: Sequence[RewardSpec], images: Tensor, prompts: list[str], metadata: list[dict]
+) -> RewardResult:
+    """Scores (L, 3, H, W) pictures in [0, 1] with every reward; rounds them to 8 bits first.
+
+    A reward that raises leaves NaN and its error; rewards only see pictures they apply to.
+    Raises SamplerFailure for pictures that are not finite, RewardFailure for malformed answers.
+    """
+    rows = len(images)
+    if not len(prompts) == len(metadata) == rows:
+        raise ValueError(f"got {rows} images, {len(prompts)} prompts, {len(metadata)} metadata")
+    images = quantise(images)
+    scores = torch.full((rows, len(specs)), math.nan)
+    errors: dict[str, str] = {}
+    seconds: dict[str, float] = {}
+    pairs = list(zip(prompts, metadata, strict=True))
+    fits = [[applies(s.reward, p, m) for s in specs] for p, m in pairs]
+    applicable = torch.tensor(fits, dtype=torch.bool).reshape(rows, len(specs))
+    for column, spec in enumerate(specs):
+        index = applicable[:, column].nonzero().flatten()
+        if not len(index):
+            continue
+        at = index.tolist()
+        start = time.perf_counter()
+        answer = _ask(spec, images[index], [prompts[i] for i in at], [metadata[i] for i in at])
+        seconds[spec.name] = time.perf_counter() - start
+        if isinstance(answer, Tensor):
+            scores[index, column] = answer
+        else:
+            errors[spec.name] = answer
+    valid = scores.isfinite()
+    names = tuple(s.name for s in specs)
+    scores = scores.masked_fill(~valid, math.nan)
+    return RewardResult(
+        scores=scores,
+        valid=valid,
+        applicable=applicable,
+        names=names,
+        errors=errors,
+        seconds=seconds,
+    )
+
+
+def quantise(images: Tensor) -> Tensor:
+    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255."""
+    if not images.isfinite().all():
+        bad = int((~images.isfinite()).flatten(1).any(1).sum())
+        raise SamplerFailure(
+            f"sampler failure: {bad} of {len(images)} pictures hold NaN or infinite pixels; "
+            "look at the latents (learning rate, precision of the decoder), not at the rewards"
+        )
+    return (images.detach().float() * 255).round().clamp(0, 255) / 255
+
+
+def _ask(
+    spec: RewardSpec, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> Tensor | str:
+    """One reward's scores (B,) for pictures it applies to, or why there are none."""
+    try:
+        with torch.no_grad():
+            answer = spec.reward(images, prompts, metadata)
+        scores = torch.as_tensor(answer, dtype=torch.float32).detach().cpu()
+    except ImportError as error:
+        raise UserError(
+            f"reward {spec.name!r} needs a package that is not installed: {error}"
+        ) from error
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if scores.shape != (len(images),):
+        raise RewardFailure(
+            f"reward {spec.name!r} answered with shape {tuple(scores.shape)} for {len(images)} "
+            f"pictures; expected ({len(images)},)"
+        )
+    return scores
+
+
+def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Sum over rewards of weight times score: reward (L,) float32 and valid (L,) bool.
+
+    Where some rewards do not apply, the weights of the others grow so that they total the same.
+    A picture that lacks an applicable score is invalid and its reward NaN: a partial sum would
+    not compare. Rewards of weight 0 are ignored.
+    """
+    weight = torch.as_tensor(list(weights), dtype=torch.float32)
+    used = result.applicable & (weight != 0)
+    valid = used.any(1) & (result.valid | ~used).all(1)
+    total = (used * weight.abs()).sum(1)
+    reward = torch.where(used, result.scores * weight, 0.0).sum(1) * weight.abs().sum() / total
+    return reward.masked_fill(~valid, math.nan), valid
+
+
+def train_weights(specs: Sequence[RewardSpec]) -> list[float]:
+    """The weights to train on: 0 for held-out rewards."""
+    return [0.0 if spec.held_out else spec.weight for spec in specs]
+
+
+def check_invalid(
+    valid: Tensor, *, max_fraction: float, errors: Mapping[str, str] | None = None
+) -> None:
+    """Raises RewardFailure when more than `max_fraction` of valid (L,) is False, saying why."""
+    missing = int((~valid).sum())
+    if missing <= max_fraction * valid.numel():
+        return
+    reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
+    raise RewardFailure(
+        f"{missing} of {valid.numel()} pictures have no reward, more than the allowed share "
+        f"{max_fraction:g} ({reasons or 'the rewards returned NaN'})"
+    )

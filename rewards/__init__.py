@@ -1,0 +1,21 @@
+"""Rewards: one file, one class, one call.
+
+A reward is any callable
+
+    reward(images, prompts, metadata) -> scores
+
+with `images` a (B, 3, H, W) float tensor in [0, 1], `prompts` a list of B strings, `metadata` a
+list of B dicts, and `scores` a (B,) float32 tensor (or a list of B floats). A score that could
+not be made is NaN, never 0. Optional attributes say more:
+
+    name               str, for reports
+    bounds             (lo, hi), either may be None
+    differentiable     True when gradients reach the images
+    required_metadata  keys a prompt's metadata must have; the reward does not apply to others
+    applies            (prompt, metadata) -> bool, when keys alone cannot tell
+    scope              "sample", or "group" when all images of one prompt are scored together
+    version            everything that changes the numbers, in one string
+
+Files here import nothing from `flowrl`: copy one, or write your own anywhere and name it as
+`my_package.my_module:MyReward`.
+"""

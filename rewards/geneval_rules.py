@@ -1,0 +1,124 @@
+"""GenEval's rules over detected objects: pure Python, no picture and no model in sight.
+
+Ghosh et al. 2023 (arXiv 2310.11513) define the six kinds of prompt and the official verdict;
+Flow-GRPO (arXiv 2505.05470) trains on a partial score and logs a strict one. A prompt lists
+what it wants in `include`: {"class", "count", optional "color", optional "position": [relation,
+index of an earlier entry]}, and for counting what it forbids in `exclude`: {"class", "count"}.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+MAX_PER_CLASS = 16  # boxes, the most confident first
+OVERLAP = 0.1  # share of both sizes that an offset must exceed
+Box = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detection:
+    """One found object: box (left, top, right, bottom) in pixels, y down; confidence in [0, 1].
+
+    `color` is None when the detector does not tell colours or is not sure.
+    """
+
+    box: Box
+    score: float
+    name: str
+    color: str | None = None
+
+
+Objects = dict[str, list[Detection]]
+
+
+def by_class(found: Iterable[Detection], threshold: float) -> Objects:
+    """Detections above the threshold, by class, most confident first, at most 16 of each."""
+    objects: Objects = {}
+    for item in sorted(found, key=lambda d: -d.score):
+        of_class = objects.setdefault(item.name, [])
+        if item.score > threshold and len(of_class) < MAX_PER_CLASS:
+            of_class.append(item)
+    return objects
+
+
+def relations(a: Box, b: Box) -> set[str]:
+    """How box a lies to box b: a subset of 'left of', 'right of', 'above', 'below'.
+
+    Offsets between the centres shrink by a tenth of both sizes, so boxes that nearly coincide
+    have no relation.
+    """
+    offset = [(a[i] + a[i + 2] - b[i] - b[i + 2]) / 2 for i in (0, 1)]
+    sizes = [a[i + 2] - a[i] + b[i + 2] - b[i] for i in (0, 1)]
+    shrunk = [max(abs(o) - OVERLAP * s, 0.0) for o, s in zip(offset, sizes, strict=True)]
+    if max(shrunk) < 1e-3:
+        return set()
+    x, y = (math.copysign(s, o) / math.hypot(*offset) for s, o in zip(shrunk, offset, strict=True))
+    tests = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, holds in tests.items() if holds}
+
+
+def _related(found: list[Detection], others: list[Detection], relation: str) -> bool:
+    return all(relation in relations(a.box, b.box) for a in found for b in others)
+
+
+def _colored(found: Sequence[Detection], entry: dict) -> int:
+    return sum(d.color == entry["color"] for d in found)
+
+
+def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict]) -> float:
+    """The published verdict, 0 or 1: enough of everything among the most confident objects."""
+    matched: list[list[Detection] | None] = []
+    for entry in include:
+        count = entry["count"]
+        found = objects.get(entry["class"], [])[:count]
+        ok = len(found) == count and ("color" not in entry or _colored(found, entry) == count)
+        if ok and "position" in entry:
+            relation, index = entry["position"]
+            other = matched[index]
+            ok = other is not None and _related(found, other, relation)
+        matched.append(found if ok else None)
+    forbidden = any(len(objects.get(e["class"], [])) >= e["count"] for e in exclude)
+    return float(None not in matched and not forbidden)
+
+
+def terms(objects: Objects, include: Sequence[dict], *, published: bool = False) -> list[float]:
+    """Flow-GRPO's partial terms: one for each count, colour and relation, each in [0, 1].
+
+    `published` keeps two quirks of the code behind the paper: count terms fall below 0 when far
+    too many objects are found, and a failed relation is followed by a 1, so that right counts
+    in the wrong places average 0.75 and not 2/3. There an entry with a wrong count also has one
+    single 0 for its colour and relation together.
+    """
+    result: list[float] = []
+    matched: list[list[Detection] | None] = []
+    for entry in include:
+        found, count = objects.get(entry["class"], []), entry["count"]
+        right = len(found) == count
+        count_term = 1 - abs(len(found) - count) / count
+        own = [count_term if published else max(0.0, count_term)]
+        if "color" in entry:
+            own.append(_colored(found, entry) / count if right else 0.0)
+        good = own == [1.0] * len(own)
+        if "position" in entry and not (published and not right and "color" in entry):
+            relation, index = entry["position"]
+            other = matched[index] if good else None
+            holds = other is not None and _related(found, other, relation)
+            own.append(float(holds))
+            if published and good and other is not None and not holds:
+                own.append(1.0)
+            good = good and holds
+        matched.append(found if good else None)
+        result += own
+    return result
+
+
+def strict(objects: Objects, include: Sequence[dict]) -> float:
+    """0 or 1: every count exact, every colour and relation right (all partial terms are 1)."""
+    return float(all(t == 1.0 for t in terms(objects, include)))
+
+
+def partial(objects: Objects, include: Sequence[dict], *, published: bool = False) -> float:
+    """The mean of the partial terms; in [0, 1] unless `published`."""
+    values = terms(objects, include, published=published)
+    return sum(values) / len(values)

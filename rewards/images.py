@@ -1,0 +1,10 @@
+"""From a reward's float images to the 8-bit arrays that detectors and encoders read."""
+
+import numpy as np
+from torch import Tensor
+
+
+def to_uint8(images: Tensor) -> np.ndarray:
+    """(B, 3, H, W) float in [0, 1] -> (B, H, W, 3) uint8 RGB, rounded to the nearest level."""
+    levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
+    return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
