@@ -5,6 +5,7 @@ import io
 import math
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,12 +27,12 @@ class Page(HTMLParser):
 
     def __init__(self, html: str):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str]]] = []
         self.text = ""
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
 
     def handle_data(self, data):
         if not self.tags or self.tags[-1][0] not in ("style", "script"):
@@ -43,7 +44,7 @@ def noise(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-def pair(prompt: str = "a red circle", seed: int = 0, **scores) -> GalleryPair:
+def pair(prompt: str = "a red circle", seed: int = 0, **scores: Any) -> GalleryPair:
     return GalleryPair(
         prompt=prompt, seed=seed, base=noise(2 * seed), aligned=noise(2 * seed + 1), scores=scores
     )
@@ -57,7 +58,9 @@ def row(name: str = "geneval") -> SummaryRow:
 def test_text_from_outside_stays_text_wherever_it_is_shown(text):
     plain = Page(gallery_page([pair(geneval=(0, 1))], title="t", summary=[row()], caption="c"))
     page = Page(
-        gallery_page([pair(text, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text)
+        gallery_page(
+            [pair(text, 0, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text
+        )
     )
     assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
     assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]

@@ -1,0 +1,82 @@
+"""What each logged metric means. `python -m flowrl.metrics > docs/metrics.md` writes the page.
+
+Names in angle brackets stand for any value: `reward/<name>` is one metric for each reward.
+"""
+
+import re
+
+METRICS: dict[str, str] = {
+    "reward/mean": "Mean weighted reward of the rollout's valid pictures: what training raises.",
+    "reward/<name>": (
+        "Mean raw score of one reward, before its weight, over the pictures it could score. "
+        "Held-out rewards are logged too and never trained on."
+    ),
+    "reward/std_in_group": (
+        "Mean over groups of the reward's standard deviation among the pictures of one prompt. "
+        "Without spread there is nothing to learn from."
+    ),
+    "reward/invalid": "Share of pictures that a trained reward could not score; they are masked.",
+    "groups/no_signal": (
+        "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
+        "their advantages are 0."
+    ),
+    "policy/ratio_mean": (
+        "Mean of the probability ratio between the policy and the one that drew the rollout. "
+        "1 in the first pass over a rollout."
+    ),
+    "policy/ratio_std": "Standard deviation of that ratio: how far the update moved the policy.",
+    "policy/ratio_std/step_<i>": "The same, for denoising step i alone.",
+    "policy/clip_share": (
+        "Share of transitions whose ratio left the clip range, so that they pull no further. "
+        "0 with one update a rollout."
+    ),
+    "policy/clip_share/step_<i>": "The same, for denoising step i alone.",
+    "policy/kl": (
+        "Distance of the policy from the base pipeline, in the form that `objective.kl_form` "
+        "names, before its coefficient."
+    ),
+    "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
+    "latent/norm": (
+        "Root mean square of the clean latents. It drifts away from its first value when "
+        "pictures lose their natural range, often before the eye sees it."
+    ),
+    "image/brightness": "Mean of the pictures' values, 0 black to 1 white.",
+    "image/contrast": "Mean over pictures of the standard deviation of their values.",
+    "time/rollout": "Seconds to draw the pictures, rewards left out.",
+    "time/reward": "Seconds to score them.",
+    "time/train": "Seconds for all updates on them.",
+}
+
+_PAGE = """# Metrics
+
+Every run writes them to `metrics.jsonl`, one line an iteration, and to the trackers that
+`run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
+[troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
+
+This page is made from `flowrl/metrics.py` by `python -m flowrl.metrics > docs/metrics.md`.
+
+| metric | meaning |
+|---|---|
+"""
+
+
+def meaning(name: str) -> str | None:
+    """The meaning of a logged metric, None when it is not documented; plain names win."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((text for form, text in METRICS.items() if _pattern(form).fullmatch(name)), None)
+
+
+def page() -> str:
+    """The text of docs/metrics.md."""
+    return _PAGE + "".join(f"| `{name}` | {text} |\n" for name, text in METRICS.items())
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    """`<i>` is a whole number, any other name in angle brackets whatever a reward is called."""
+    text = re.escape(form).replace("<i>", r"\d+")
+    return re.compile(re.sub(r"<\w+>", r"[^/]+", text))
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,42 @@
+"""Without a terminal, progress is plain lines that say how far a job is."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flowrl.progress import Steps, clock
+
+
+def run(every: float, **values) -> list[str]:
+    out = io.StringIO()
+    with Steps("train", 5, start=2, console=Console(file=out), every=every) as steps:
+        for _ in range(3):
+            steps.advance(values)
+    return out.getvalue().splitlines()
+
+
+def test_each_line_says_the_step_the_time_and_the_values():
+    lines = run(0, reward=0.5, kl=None)
+    assert [line.split()[1] for line in lines] == ["3/5", "4/5", "5/5"]
+    assert lines[-1] == "train 5/5 0:00 (left 0:00) reward 0.500 kl n/a"
+
+
+def test_between_the_first_and_the_last_line_there_is_silence_for_a_while():
+    assert [line.split()[1] for line in run(1000)] == ["3/5", "5/5"]
+
+
+def test_a_terminal_gets_a_bar_with_the_same_numbers():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with Steps("train", 2, console=console) as steps:
+        steps.advance({"[reward]": 0.25})
+        steps.advance({"[reward]": 0.5})
+    assert "2/2" in out.getvalue() and "[reward] 0.500" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (125.4, "2:05"), (7265, "2:01:05")]
+)
+def test_a_clock_shows_hours_only_when_there_are_any(seconds, text):
+    assert clock(seconds) == text
