@@ -120,10 +120,12 @@ def _check_clip(objective: Grpo) -> None:
 
 
 def _check_rewards(rewards: list[Reward]) -> None:
-    names = [reward.name for reward in rewards]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"rewards lists {twice[0]!r} twice, expected every name once")
+    for i, reward in enumerate(rewards):
+        if any((reward.name, reward.args) == (other.name, other.args) for other in rewards[:i]):
+            raise ValueError(
+                f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
+                "every reward once"
+            )
     if not any(reward.weight and not reward.held_out for reward in rewards):
         raise ValueError(
             "rewards holds nothing to learn from, expected at least one reward with a weight "

@@ -44,7 +44,7 @@ def _describe(path: str, variant: str, field: FieldInfo, is_section: bool) -> Op
     return Option(
         path=path,
         variant=variant,
-        expected=type_text(field.annotation),
+        expected=type_text(field.annotation) + _limits(field.metadata),
         default=field.default,
         required=field.is_required(),
         meaning=field.description or "",
@@ -79,9 +79,17 @@ def type_text(annotation: Any) -> str:
         items = dict.fromkeys(type_text(arg) for arg in args if arg is not ...)
         return f"list of {' or '.join(items)}"
     if hasattr(annotation, "__metadata__"):
-        return type_text(args[0])
+        inner = [m for f in annotation.__metadata__ for m in getattr(f, "metadata", [])]
+        return type_text(args[0]) + _limits(inner)
     names = {float: "number", int: "whole number", str: "text", bool: "true or false"}
     return names.get(annotation, "null" if annotation is type(None) else "mapping")
+
+
+def _limits(metadata: Sequence[Any]) -> str:
+    """Bounds in words: [Gt(0), Lt(1)] -> ", above 0, below 1"."""
+    words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
+    found = [(word, getattr(m, name, None)) for m in metadata for name, word in words.items()]
+    return "".join(f", {word} {limit}" for word, limit in found if limit is not None)
 
 
 def resolve(model: type[Section], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:

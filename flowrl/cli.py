@@ -1,0 +1,81 @@
+"""The `flowrl` program. torch and diffusers are imported by the commands that need them."""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from flowrl import __version__
+from flowrl.commands import looking, pictures, training
+from flowrl.errors import UserError
+
+app = typer.Typer(
+    name="flowrl",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(context_settings=training.RECIPE_COMMAND)(training.train)
+app.command()(pictures.sample)
+app.command()(pictures.score)
+app.command()(pictures.gallery)
+app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
+app.command()(looking.explain)
+app.command()(looking.doctor)
+app.command()(looking.bench)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flowrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks; may stand after any command.")
+    ] = False,
+) -> None:
+    """Align a text-to-image pipeline with reinforcement learning; get a LoRA for diffusers.
+
+    Start here, no GPU and no download needed:
+
+      flowrl train quickstart
+
+      flowrl gallery runs/quickstart
+
+      flowrl sample tiny-sd3 "two red stars" --lora runs/quickstart
+
+    `flowrl doctor` checks the machine.
+
+    `flowrl train PRESET --print-config` shows every option, `flowrl explain KEY` its meaning.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the program; errors are one sentence and exit code 1, a traceback only with --debug."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="flowrl")
+    except Exception as error:
+        if debug:
+            raise
+        from flowrl.commands.show import print_error
+
+        if isinstance(error, UserError):
+            print_error(str(error))
+        else:
+            print_error(
+                f"{type(error).__name__}: {error}",
+                "This was not expected. Add --debug to see where it happened.",
+            )
+        sys.exit(1)

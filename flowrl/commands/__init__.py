@@ -1,0 +1,1 @@
+"""The commands of the `flowrl` program: each reads its arguments, builds, calls and prints."""
