@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from PIL import Image, ImageDraw
 
@@ -13,6 +14,8 @@ THICK: Color = (9, 82, 178)
 RULE: Color = (226, 230, 235)
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44  # pixels around a panel's plot
 SHARE = 20  # the running mean covers one point in so many
+
+NOT_REWARDS = ("reward/std_in_group", "reward/invalid")
 
 Points = Sequence[tuple[float, float]]  # (x, y), x ascending, all finite
 
@@ -38,6 +41,16 @@ def draw_curves(
     return chart
 
 
+def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """The curves of a run's rewards, from its metrics: `reward/mean` first, missing values out."""
+    names = dict.fromkeys(name for row in metrics for name in row if name.startswith("reward/"))
+    wanted = [name for name in names if name not in NOT_REWARDS]
+    return {
+        name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        for name in sorted(wanted, key=lambda name: name != "reward/mean")
+    }
+
+
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean over `window` neighbours, centred, over fewer at the ends."""
     half = window // 2
@@ -46,10 +59,10 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) from `low` to `high`, about `count`."""
+    """Round numbers (1, 2 or 5 times a power of ten) within [low, high], about `count`."""
     rough = (high - low) / max(1, count)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = power * min((m for m in (1, 2, 5, 10) if m * power >= rough * 0.999), default=10)
+    step = power * min((m for m in (1, 2, 5, 10) if m * power >= rough * 0.7), default=10)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]

@@ -8,8 +8,7 @@ import re
 METRICS: dict[str, str] = {
     "reward/mean": "Mean weighted reward of the rollout's valid pictures: what training raises.",
     "reward/<name>": (
-        "Mean raw score of one reward, before its weight, over the pictures it could score. "
-        "Held-out rewards are logged too and never trained on."
+        "Mean raw score of one trained reward, before its weight, over the pictures it could score."
     ),
     "reward/std_in_group": (
         "Mean over groups of the reward's standard deviation among the pictures of one prompt. "

@@ -2,12 +2,13 @@
 
 import functools
 import math
+import re
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
 _MARKDOWN = str.maketrans(
-    {mark: "\\" + mark for mark in "\\`*_{}[]()#+-!|~$:"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+    {mark: "\\" + mark for mark in "\\`*_[]|~$:"} | {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 )
 
 
@@ -38,8 +39,14 @@ def signed(value: float | None) -> str:
 
 
 def markdown(text: str) -> str:
-    """`text` as itself in one line of Markdown: no markup, link, table cell or HTML tag of it."""
+    """`text` as itself inside a line of Markdown: none of it is markup, link, cell or HTML tag."""
     return " ".join(text.split()).translate(_MARKDOWN)
+
+
+def fenced(text: str, language: str) -> str:
+    """`text` as a block of code, behind a fence longer than any that it holds."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 
 
 @functools.cache
@@ -52,5 +59,5 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(number=number, signed=signed, markdown=markdown)
+    environment.filters.update(number=number, signed=signed, markdown=markdown, fenced=fenced)
     return environment
