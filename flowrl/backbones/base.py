@@ -1,0 +1,56 @@
+"""What flowrl asks of a text-to-image pipeline; everything model-specific stays behind this."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.trajectory import Conditioning
+
+# (x (B, *latent), sigma () or (B,), conditioning of B rows) -> velocity like x
+VelocityField = Callable[[Tensor, Tensor, Conditioning], Tensor]
+
+
+class Backbone(Protocol):
+    """One diffusers pipeline with its text encoders, transformer and autoencoder.
+
+    Latents are opaque (B, *latent): only the backbone knows what their axes mean.
+    """
+
+    pipeline: Any
+    transformer: nn.Module
+    lora_targets: Sequence[str]
+    dtype: torch.dtype  # latents are stored, and the network computes, in this
+    device: torch.device
+
+    def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
+        """Texts, one negative per prompt -> conditioning of len(prompts) rows."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Velocity of the transformer as it stands, guidance included; like x."""
+        ...
+
+    def decode(self, x0: Tensor) -> Tensor:
+        """Clean latents (B, *latent) -> images (B, 3, H, W) fp32 in [0, 1]."""
+        ...
+
+    def latent_shape(self) -> tuple[int, ...]:
+        """Shape of one latent, without the batch axis."""
+        ...
+
+    def sigmas(self, steps: int) -> Tensor:
+        """The pipeline's own schedule: (steps + 1,) fp32 from 1 to 0."""
+        ...
+
+
+def guided(network: Callable[..., Tensor], scale: float, x: Tensor, *inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Classifier-free guidance (Ho and Salimans 2022) as diffusers computes it, in one forward.
+
+    inputs: pairs (conditional, unconditional), each (B, ...); the unconditional half comes first
+    in the batch. `network` takes the doubled latents and one doubled tensor per pair.
+    """
+    doubled = [torch.cat([uncond, cond]) for cond, uncond in inputs]
+    uncond, cond = network(torch.cat([x, x]), *doubled).chunk(2)
+    return uncond + scale * (cond - uncond)

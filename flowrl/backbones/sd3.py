@@ -1,0 +1,103 @@
+"""Stable Diffusion 3 and 3.5, as diffusers runs them."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import guided
+from flowrl.trajectory import Conditioning
+
+# Flow-GRPO's list (2505.05470): both streams of the joint attention. The second attention of
+# SD3.5-medium's dual blocks (`attn2`) does not match these endings and stays frozen.
+LORA_TARGETS = tuple(
+    f"attn.{name}"
+    for name in (
+        "to_q", "to_k", "to_v", "to_out.0",
+        "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
+    )
+)  # fmt: skip
+
+
+class SD3:
+    """A `StableDiffusion3Pipeline` behind the `Backbone` protocol.
+
+    guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
+    max_sequence_length: T5 tokens. height, width: pixels, or None for the pipeline's own size.
+    """
+
+    lora_targets = LORA_TARGETS
+
+    def __init__(
+        self,
+        pipeline,
+        *,
+        guidance: float = 1.0,
+        max_sequence_length: int = 256,
+        height: int | None = None,
+        width: int | None = None,
+    ):
+        self.pipeline = pipeline
+        self.transformer = pipeline.transformer
+        self.dtype: torch.dtype = pipeline.transformer.dtype
+        self.device: torch.device = pipeline.transformer.device
+        self.guidance = guidance
+        self.max_sequence_length = max_sequence_length
+        native = pipeline.default_sample_size * pipeline.vae_scale_factor
+        self.height, self.width = height or native, width or native
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
+        embeds, negative, pooled, negative_pooled = self.pipeline.encode_prompt(
+            list(prompts),
+            None,
+            None,
+            negative_prompt=list(negatives),
+            do_classifier_free_guidance=self.guidance > 1,
+            max_sequence_length=self.max_sequence_length,
+            device=self.device,
+        )
+        tensors = {"embeds": embeds, "pooled": pooled}
+        if self.guidance > 1:
+            tensors |= {"negative": negative, "negative_pooled": negative_pooled}
+        return Conditioning(tensors=tensors)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        timestep = (sigma * 1000).expand(len(x))
+        text = cond.tensors
+        if self.guidance <= 1:
+            return self._network(x, text["embeds"], text["pooled"], timestep)
+        return guided(
+            self._network,
+            self.guidance,
+            x,
+            (text["embeds"], text["negative"]),
+            (text["pooled"], text["negative_pooled"]),
+            (timestep, timestep),
+        )
+
+    def _network(self, x: Tensor, embeds: Tensor, pooled: Tensor, timestep: Tensor) -> Tensor:
+        return self.transformer(
+            hidden_states=x.to(self.dtype),
+            timestep=timestep,
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+
+    @torch.no_grad()
+    def decode(self, x0: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        z = x0.to(vae.dtype) / vae.config.scaling_factor + vae.config.shift_factor
+        return (vae.decode(z, return_dict=False)[0] * 0.5 + 0.5).clamp(0, 1).float()
+
+    def latent_shape(self) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        return self.transformer.config.in_channels, self.height // factor, self.width // factor
+
+    def sigmas(self, steps: int) -> Tensor:
+        # A private copy: the scheduler keeps state, and the pipeline may be used in between.
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas.clone().to(self.device)

@@ -1,0 +1,142 @@
+"""From prompts to a scored rollout: noise by key, the sampler, the decoder, the rewards."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.encode import TextCache
+from flowrl.noise import keyed_noise, noise_seed
+from flowrl.prompts import PromptRecord
+from flowrl.reward import RewardResult, RewardSpec, score
+from flowrl.samplers.forest import FrontierVelocity, grow
+from flowrl.samplers.plan import Plan
+from flowrl.trajectory import Conditioning, Tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Images to draw: `prompts` (P), and for each of L images its prompt and its root number.
+
+    prompt, root: (L,) long. Image l depends on (seed, iteration, uid of its prompt, root) and
+    the network alone: neither on its batch, nor on the process that draws it. same_noise: all
+    roots of a prompt start from one noise.
+    """
+
+    prompts: Sequence[PromptRecord]
+    prompt: Tensor
+    root: Tensor
+    seed: int
+    iteration: int
+    same_noise: bool = False
+
+    def take(self, rows: Tensor) -> "Request":
+        """The images of `rows` (N,) long, with the prompts they use."""
+        used, prompt = self.prompt[rows].unique(return_inverse=True)
+        return Request(
+            prompts=[self.prompts[i] for i in used.tolist()],
+            prompt=prompt,
+            root=self.root[rows],
+            seed=self.seed,
+            iteration=self.iteration,
+            same_noise=self.same_noise,
+        )
+
+    def noise(self, step: int, role: str, shape: Sequence[int], device: torch.device) -> Tensor:
+        """(L, *shape) fp32."""
+        shared = role == "init" and self.same_noise
+        seeds = [
+            noise_seed(
+                seed=self.seed,
+                iteration=self.iteration,
+                prompt=self.prompts[p].uid,
+                root=0 if shared else r,
+                step=step,
+                role=role,
+            )
+            for p, r in zip(self.prompt.tolist(), self.root.tolist(), strict=True)
+        ]
+        return keyed_noise(seeds, shape, device=device)
+
+
+def group_request(
+    prompts: Sequence[PromptRecord], group_size: int, *, seed: int, iteration: int, same_noise: bool
+) -> Request:
+    """Every prompt `group_size` times, siblings side by side."""
+    return Request(
+        prompts=prompts,
+        prompt=torch.arange(len(prompts)).repeat_interleave(group_size),
+        root=torch.arange(group_size).repeat(len(prompts)),
+        seed=seed,
+        iteration=iteration,
+        same_noise=same_noise,
+    )
+
+
+def draw(
+    backbone: Backbone,
+    velocity: VelocityField,
+    encode: TextCache,
+    request: Request,
+    plan: Plan,
+    batch_size: int,
+) -> tuple[Tree, Conditioning]:
+    """Sample the request's images as one forest; the network sees at most `batch_size` rows."""
+    cond = encode(request.prompts)
+    shape, device = backbone.latent_shape(), backbone.device
+    prompt = request.prompt.to(device)
+    x = request.noise(0, "init", shape, device).to(backbone.dtype)
+    tree = grow(
+        batched(velocity, cond, batch_size),
+        x,
+        prompt,
+        plan,
+        lambda step: request.noise(step, "step", shape, device),
+    )
+    return tree, cond
+
+
+def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierVelocity:
+    """A velocity field over frontiers of any length, `size` rows at a time.
+
+    The conditioning of a frontier is gathered once, however many steps it stays the same.
+    """
+    last: Tensor | None = None
+    parts: list[Conditioning] = []
+
+    def field(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        nonlocal last, parts
+        if prompt is not last:
+            last, parts = prompt, [cond.take(rows) for rows in prompt.split(size)]
+        pieces = [velocity(xs, sigma, c) for xs, c in zip(x.split(size), parts, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    return field
+
+
+def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Tensor:
+    """Clean latents (L, *latent) -> images (L, 3, H, W) fp32 in [0, 1] on the CPU."""
+    return torch.cat([backbone.decode(part).cpu() for part in x0.split(batch_size)])
+
+
+def judge(specs: Sequence[RewardSpec], images: Tensor, request: Request) -> RewardResult:
+    """Score images (L, 3, H, W) with the prompts that asked for them."""
+    prompts = [request.prompts[i] for i in request.prompt.tolist()]
+    return score(specs, images, [p.text for p in prompts], [p.metadata for p in prompts])
+
+
+class Stopwatch:
+    """Seconds spent in named parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Everything since the last lap was `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now

@@ -1,0 +1,94 @@
+"""accelerate behind one small class: processes, precision, gradients. Nothing else imports it."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.errors import UserError
+
+
+class Runtime:
+    """One training process among `world_size`, launched by accelerate, torchrun or alone.
+
+    The adapter's gradients are megabytes, so they are summed by hand in one call per update
+    instead of wrapping the network: the same arithmetic as DistributedDataParallel, and adapters
+    can be switched and merged freely. Raises UserError when the launcher asks for its own
+    gradient accumulation, which would divide the loss a second time.
+    """
+
+    def __init__(self, *, device: str = "auto", mixed_precision: str = "no"):
+        from accelerate import Accelerator
+
+        if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+            raise UserError(
+                "the launcher sets gradient accumulation: set it to 1 there and use "
+                "optim.micro_batch, which flowrl accumulates itself"
+            )
+        self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
+        self.device = self.accelerator.device
+
+    @property
+    def rank(self) -> int:
+        return self.accelerator.process_index
+
+    @property
+    def world_size(self) -> int:
+        return self.accelerator.num_processes
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        return self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+
+    def share(self, total: int) -> Tensor:
+        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal."""
+        return torch.arange(total).tensor_split(self.world_size)[self.rank]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes in order; they may have different numbers of rows."""
+        if self.world_size == 1:
+            return rows
+        from accelerate.utils import gather_object
+
+        return torch.cat(gather_object([rows.cpu()])).to(rows.device)
+
+    def sum(self, value: float) -> float:
+        """Sum of one number over processes."""
+        if self.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        return self.accelerator.reduce(total, "sum").item()  # type: ignore[union-attr]
+
+    def any(self, flag: bool) -> bool:
+        """True on every process if it is on one: so that all stop together."""
+        return self.sum(float(flag)) > 0
+
+    def autocast(self):
+        return self.accelerator.autocast()
+
+    def backward(self, loss: Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of all processes, in one call. A process without rows counts as 0."""
+        if self.world_size == 1:
+            return
+        for p in parameters:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+        total = self.accelerator.reduce(flat, "sum")
+        for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+        """Shorten the gradient to `max_norm`; returns its norm before."""
+        norm = self.accelerator.clip_grad_norm_(parameters, max_norm)
+        return float(norm) if norm is not None else 0.0
+
+    def wait(self) -> None:
+        self.accelerator.wait_for_everyone()

@@ -1,0 +1,104 @@
+"""Files that survive a crash: atomic writes, and nested state as safetensors without pickle."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+_TENSOR = "__tensor__"
+_INT_KEYS = "__int_keys__"
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path`; renamed over it, synced to disk, when the block succeeds.
+
+    A reader sees the old file or the new one, never a part. The temporary file is removed when
+    the block raises.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with open(temporary, "rb+") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's entries to disk, so that a rename in it outlives a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def save_state(path: Path, state: Any) -> None:
+    """Write nested dicts and lists of tensors, numbers, strings and None, atomically.
+
+    Tensors go to safetensors, everything else into its JSON header, so that reading it back
+    runs no code. Raises TypeError for anything else.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tree = _flatten(state, tensors)
+    write_bytes(path, save(tensors, metadata={"state": json.dumps(tree)}))
+
+
+def load_state(path: Path) -> Any:
+    """The state that `save_state` wrote, with the tensors on the CPU."""
+    data = Path(path).read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return _unflatten(json.loads(header["__metadata__"]["state"]), load(data))
+
+
+def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        flat = {str(k): _flatten(v, tensors) for k, v in value.items()}
+        # JSON knows only string keys; torch's optimisers number their parameters.
+        if value and all(isinstance(k, int) for k in value):
+            return {_INT_KEYS: flat}
+        return flat
+    if isinstance(value, (list, tuple)):
+        return [_flatten(v, tensors) for v in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"cannot store a {type(value).__name__}: only tensors, numbers, strings and None")
+
+
+def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unflatten(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _INT_KEYS in value:
+        return {int(k): _unflatten(v, tensors) for k, v in value[_INT_KEYS].items()}
+    return {k: _unflatten(v, tensors) for k, v in value.items()}

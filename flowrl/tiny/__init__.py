@@ -1,0 +1,1 @@
+"""The embedded default: a small world of shapes and words, and the pipelines pretrained on it."""

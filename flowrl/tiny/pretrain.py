@@ -1,0 +1,245 @@
+"""Pretraining of the tiny pipelines: draw, learn the autoencoder, learn the flow.
+
+Each stage is a deterministic function of a seed and its step number, saves its state every few
+minutes and continues where it stopped, so the script can be killed at any time. What differs
+between backbones (the transformer, the text encoders, how a prompt becomes conditioning) is a
+`TinyModel` of `sd3.py`; this file knows none of it.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowrl.storage import atomic_path, load_state, save_state
+from flowrl.tiny.draw import SIZE, draw
+from flowrl.tiny.world import TAGS, Prompt, split_prompts
+
+SHARES = {  # how often each kind is drawn
+    "single_object": 1.0, "two_object": 2.0, "counting": 2.0, "colors": 1.5,
+    "position": 2.5, "color_attr": 2.5, "ocr": 3.0,
+}  # fmt: skip
+SAVE_SECONDS = 120
+DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
+KL_WEIGHT = 5e-4
+EDGE_WEIGHT = 0.5
+EMA = 0.999
+
+
+class TinyModel(Protocol):
+    """What the flow stage needs of a backbone: one module with every trained part inside."""
+
+    module: nn.Module
+    short: int  # text tokens of the presets
+    long: int  # text tokens of diffusers' default
+
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Token ids of every prompt at the longest text length: {name: (P, length)} long."""
+        ...
+
+    def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
+        """Velocity at x (B, *latent), sigma (B,), for prompts `ids` cut to `length` tokens."""
+        ...
+
+
+Track = Callable[[Iterable[int], str], Iterable[int]]  # wraps the steps in a progress bar
+
+
+def plain_track(steps: Iterable[int], name: str) -> Iterable[int]:
+    return steps
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+
+def _example(seed: int, index: int) -> tuple[Prompt, random.Random]:
+    rng = random.Random(f"{seed}/{index}")
+    tag = rng.choices(TAGS, [SHARES[t] for t in TAGS])[0]
+    return rng.choice(split_prompts(tag, "train")), rng
+
+
+def _draw_range(seed: int, start: int, stop: int) -> tuple[np.ndarray, list[str]]:
+    pairs = [_example(seed, i) for i in range(start, stop)]
+    return np.stack([draw(p, rng) for p, rng in pairs]), [p["prompt"] for p, _ in pairs]
+
+
+def pictures(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndarray, list[str]]:
+    """`count` training pictures (count, 64, 64, 3) uint8 with their captions, cached in `folder`."""
+    path = folder / f"pictures-{seed}-{count}.npz"
+    if not path.exists():
+        cuts = np.linspace(0, count, max(2, count // 500), dtype=int)
+        jobs = [(seed, int(a), int(b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        with get_context("spawn").Pool(workers) as pool:
+            parts = pool.starmap(_draw_range, jobs)
+        images = np.concatenate([p[0] for p in parts])
+        captions = np.array([c for p in parts for c in p[1]])
+        with atomic_path(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, images=images, captions=captions)
+    stored = np.load(path, allow_pickle=False)
+    return stored["images"], stored["captions"].tolist()
+
+
+def to_tensor(images: np.ndarray) -> Tensor:
+    """(B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [-1, 1]."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+# --- the loop both stages share ---------------------------------------------------------------
+
+
+def fit(
+    name: str,
+    module: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    *,
+    steps: int,
+    learning_rate: float,
+    folder: Path,
+    ema: nn.Module | None = None,
+    track: Track = plain_track,
+) -> None:
+    """Minimise `loss_at(step)` with AdamW, warm-up and cosine decay; saves and resumes in `folder`.
+
+    The loss must draw its randomness from the step number alone: then a run that was stopped
+    and one that was not see the same batches.
+    """
+    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    path, start = folder / f"{name}.safetensors", 0
+    if path.exists():
+        state = load_state(path)
+        module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        start = state["step"]
+        if ema is not None:
+            ema.load_state_dict(state["ema"])
+
+    def keep(step: int) -> None:
+        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        save_state(path, state | ({"ema": ema.state_dict()} if ema is not None else {}))
+
+    saved, logged, average = time.monotonic(), time.monotonic(), 0.0
+    for step in track(range(start, steps), name):
+        rate = learning_rate * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        loss = loss_at(step)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        if ema is not None:
+            _average(ema, module, min(EMA, (step + 1) / (step + 10)))
+        average += 0.02 * (loss.item() - average) if step > start else loss.item()
+        if time.monotonic() - logged > 20:
+            print(f"{name}: step {step + 1}/{steps}, loss {average:.4f}", flush=True)
+            logged = time.monotonic()
+        if time.monotonic() - saved > SAVE_SECONDS:
+            keep(step + 1)
+            saved = time.monotonic()
+    if start < steps:
+        keep(steps)
+
+
+@torch.no_grad()
+def _average(ema: nn.Module, module: nn.Module, decay: float) -> None:
+    ours, theirs = list(ema.parameters()), list(module.parameters())
+    torch._foreach_lerp_(ours, theirs, 1 - decay)
+
+
+def generator_at(seed: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
+# --- stage 1: the autoencoder -----------------------------------------------------------------
+
+
+def edges(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[..., 1:] - x[..., :-1], x[..., 1:, :] - x[..., :-1, :]
+
+
+def fit_autoencoder(
+    vae: nn.Module, images: np.ndarray,
+    *, steps: int, seed: int, folder: Path, batch: int = 16, track: Track = plain_track,
+) -> None:  # fmt: skip
+    """L1 + L2, the same on neighbouring differences (letters need edges), and a light KL."""
+    vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def loss_at(step: int) -> Tensor:
+        generator = generator_at(seed, step)
+        rows = torch.randint(len(images), (batch,), generator=generator)
+        x = to_tensor(images[rows.numpy()]).contiguous(memory_format=torch.channels_last)
+        with torch.autocast("cpu", torch.bfloat16):
+            posterior = vae.encode(x).latent_dist
+            y = vae.decode(posterior.sample(generator)).sample
+        y = y.float()
+        loss = F.l1_loss(y, x) + F.mse_loss(y, x)
+        loss = loss + EDGE_WEIGHT * sum(F.l1_loss(a, b) for a, b in zip(edges(y), edges(x), strict=True))
+        return loss + KL_WEIGHT * posterior.kl().float().mean() / posterior.mean[0].numel()
+
+    fit("vae", vae, loss_at, steps=steps, learning_rate=2e-3, folder=folder, track=track)
+
+
+@torch.no_grad()
+def normalise_latents(vae: nn.Module, images: np.ndarray) -> None:
+    """Set the VAE's shift and scale so that normalised latents have mean 0 and deviation 1."""
+    z = torch.cat([vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images[:2048], 32)])
+    vae.register_to_config(shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4))
+
+
+@torch.no_grad()
+def encode_all(vae: nn.Module, images: np.ndarray, path: Path) -> Tensor:
+    """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`."""
+    if not path.exists():
+        parts = [vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images, len(images) // 64)]
+        latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
+        save_state(path, {"latents": latents.half()})
+    return load_state(path)["latents"].float()
+
+
+# --- stage 2: the flow ------------------------------------------------------------------------
+
+
+def text_length(generator: torch.Generator, short: int, long: int) -> int:
+    """Mostly the presets' short length, sometimes anything, now and then diffusers' default."""
+    u = torch.rand((), generator=generator).item()
+    if u < 0.90:
+        return short
+    if u < 0.97:
+        return short + int(torch.randint(0, 48, (), generator=generator))
+    return long
+
+
+def fit_flow(
+    model: TinyModel, ema: nn.Module, latents: Tensor, captions: list[str],
+    *, steps: int, seed: int, folder: Path, batch: int = 64, track: Track = plain_track,
+) -> None:  # fmt: skip
+    """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise."""
+    texts = ["", *dict.fromkeys(captions)]
+    ids = model.tokenize(texts)
+    index = {text: i for i, text in enumerate(texts)}
+    rows_of = torch.tensor([index[c] for c in captions])
+
+    def loss_at(step: int) -> Tensor:
+        generator = generator_at(seed + 1, step)
+        length = text_length(generator, model.short, model.long)
+        size = batch // 4 if length == model.long else batch  # long texts cost many times more
+        rows = torch.randint(len(latents), (size,), generator=generator)
+        x0 = latents[rows]
+        drop = torch.rand(size, generator=generator) < DROPOUT
+        texts_of = torch.where(drop, 0, rows_of[rows])
+        noise = torch.randn(x0.shape, generator=generator)
+        normal, uniform = torch.randn(size, generator=generator), torch.rand(size, generator=generator)
+        sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
+        s = sigma[:, None, None, None]
+        v = model.velocity((1 - s) * x0 + s * noise, sigma, {k: t[texts_of] for k, t in ids.items()}, length)
+        return F.mse_loss(v, noise - x0)
+
+    fit("flow", model.module, loss_at, steps=steps, learning_rate=1.5e-3, folder=folder, ema=ema, track=track)

@@ -1,0 +1,100 @@
+"""The prompts of the tiny world: GenEval's six kinds over coloured shapes, and short words.
+
+A prompt is a plain dict in GenEval's JSONL form (`tag`, `prompt`, `include`, `exclude`; Ghosh et
+al. 2023, arXiv 2310.11513), or `tag: ocr` with the `ocr_text` to be drawn. Everything here is
+plain Python: `draw.py` turns a prompt into a picture, `pretrain.py` learns from the pairs.
+"""
+
+import random
+from itertools import permutations, product
+
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+COLORS = ("red", "yellow", "green", "blue", "purple", "black")
+NUMBERS = {2: "two", 3: "three", 4: "four"}
+RELATIONS = ("left of", "right of", "above", "below")
+WORDS = (
+    "ART BAG BED BOX BUS CAR CAT COW CUP DOG EGG FOX HAT ICE JAM KEY LEG MAP NET OWL PEN "
+    "PIG RED SUN TEA TOY VAN WEB YES ZOO BIRD CAKE DUCK FISH FROG GOLD HOME LION MOON TREE"
+).split()
+PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
+WORD_TEMPLATES = ('the word "{}"', 'a sign with the word "{}"', 'the text "{}"', 'a photo of the word "{}"')
+GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+TAGS = (*GENEVAL_TAGS, "ocr")
+HELD_OUT = 6  # one prompt in six is never drawn in pretraining nor trained on
+
+Prompt = dict  # {"tag", "prompt", "include": [...], "exclude": [...]} or {"tag": "ocr", "ocr_text"}
+
+
+def article(noun: str) -> str:
+    """'a circle', 'an orange circle'."""
+    return ("an " if noun[0] in "aeiou" else "a ") + noun
+
+
+def plural(noun: str) -> str:
+    return noun + ("es" if noun.endswith("s") else "s")
+
+
+def one(shape: str, color: str | None = None, position: list | None = None) -> dict:
+    """One GenEval `include` entry that asks for exactly one object."""
+    entry: dict = {"class": shape, "count": 1}
+    if color:
+        entry["color"] = color
+    if position:
+        entry["position"] = position
+    return entry
+
+
+def _prompt(tag: str, prefix: str, text: str, include: list[dict], **extra) -> Prompt:
+    return {"tag": tag, "prompt": prefix + text, "include": include, **extra}
+
+
+def all_prompts(tag: str) -> list[Prompt]:
+    """Every prompt of one kind, in a fixed order."""
+    pairs = list(permutations(SHAPES, 2))
+    if tag == "single_object":
+        return [_prompt(tag, p, article(s), [one(s)]) for p, s in product(PREFIXES, SHAPES)]
+    if tag == "two_object":
+        return [
+            _prompt(tag, p, f"{article(a)} and {article(b)}", [one(a), one(b)])
+            for p, (a, b) in product(PREFIXES, pairs)
+        ]
+    if tag == "counting":
+        return [
+            _prompt(
+                tag, p, f"{word} {plural(s)}", [{"class": s, "count": n}],
+                exclude=[{"class": s, "count": n + 1}],
+            )
+            for p, (n, word), s in product(PREFIXES, NUMBERS.items(), SHAPES)
+        ]
+    if tag == "colors":
+        return [
+            _prompt(tag, p, article(f"{c} {s}"), [one(s, c)])
+            for p, c, s in product(PREFIXES, COLORS, SHAPES)
+        ]
+    if tag == "position":
+        return [
+            _prompt(tag, p, f"{article(a)} {r} {article(b)}", [one(b), one(a, position=[r, 0])])
+            for p, r, (a, b) in product(PREFIXES, RELATIONS, pairs)
+        ]
+    if tag == "color_attr":
+        return [
+            _prompt(
+                tag, p, f"{article(f'{ca} {a}')} and {article(f'{cb} {b}')}", [one(a, ca), one(b, cb)]
+            )
+            for p, (ca, cb), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
+        ]
+    if tag == "ocr":
+        return [
+            {"tag": tag, "prompt": t.format(w), "ocr_text": w} for t, w in product(WORD_TEMPLATES, WORDS)
+        ]
+    raise ValueError(f"unknown kind {tag!r}; the tiny world has {', '.join(TAGS)}")
+
+
+def split_prompts(tag: str, split: str) -> list[Prompt]:
+    """The prompts of one kind that are for `split`: 'train' or 'test'. The two never share a text."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split is 'train' or 'test', not {split!r}")
+    prompts = all_prompts(tag)
+    random.Random(f"flowrl tiny world, {tag}").shuffle(prompts)
+    cut = len(prompts) // HELD_OUT
+    return prompts[:cut] if split == "test" else prompts[cut:]

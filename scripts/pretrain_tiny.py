@@ -1,0 +1,68 @@
+"""Make the weights of a tiny pipeline again, from a seed.
+
+    python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
+
+Some hours on two CPU cores. It can be stopped at any time; the same command goes on from the last
+save (every two minutes) in the `--work` folder. `scripts/score_tiny.py` then measures the result
+and writes the model card.
+"""
+
+import argparse
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from rich.progress import track as progress
+
+from flowrl.tiny import pretrain, sd3
+
+MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backbone", choices=MODELS, default="sd3")
+    parser.add_argument("--work", type=Path, required=True, help="folder for pictures and unfinished weights")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the finished pipeline")
+    parser.add_argument("--pictures", type=int, default=60_000)
+    parser.add_argument("--vae-steps", type=int, default=6_000)
+    parser.add_argument("--flow-steps", type=int, default=9_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="compile the transformer (needs a C++ compiler)")
+    return parser.parse_args()
+
+
+def track(steps: Iterable[int], name: str) -> Iterable[int]:
+    return progress(steps, description=name)
+
+
+def main() -> None:
+    args = arguments()
+    torch.set_num_threads(args.threads)
+    args.work.mkdir(parents=True, exist_ok=True)
+    images, captions = pretrain.pictures(args.work, args.pictures, args.seed, args.threads)
+
+    make_vae, make_model = MODELS[args.backbone]
+    torch.manual_seed(args.seed)
+    vae = make_vae()
+    pretrain.fit_autoencoder(
+        vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
+    )
+    vae.eval().requires_grad_(False)
+    pretrain.normalise_latents(vae, images)
+    latents = pretrain.encode_all(vae, images, args.work / "latents.safetensors")
+
+    torch.manual_seed(args.seed + 1)
+    model = make_model(args.work / "tokenizers", compile=args.compile)
+    ema = copy.deepcopy(model.module).requires_grad_(False)
+    pretrain.fit_flow(
+        model, ema, latents, captions, steps=args.flow_steps, seed=args.seed, folder=args.work, track=track
+    )
+    model.pipeline(ema, vae).to(torch.float16).save_pretrained(args.output)
+    print(f"The pipeline lies in {args.output}.")
+
+
+if __name__ == "__main__":
+    main()
