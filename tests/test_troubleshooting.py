@@ -1,0 +1,55 @@
+"""The troubleshooting page names only metrics and keys that exist."""
+
+import re
+from pathlib import Path
+
+from flowrl.config import Config
+from flowrl.metrics import METRICS, meaning
+from flowrl.schema import walk
+
+PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+CODE = re.findall(r"`([^`\n]+)`", PAGE)
+
+
+def test_every_metric_on_the_page_is_documented():
+    named = {c for c in CODE if re.fullmatch(r"[a-z]+/[\w/<>]+", c)}
+    assert len(named) >= 15
+    assert {name for name in named if meaning(name) is None and name not in METRICS} == set()
+
+
+def test_every_metric_that_can_show_trouble_is_on_the_page():
+    missing = set(METRICS) - set(CODE)
+    assert missing == {"reward/<name>"}
+
+
+def test_every_key_on_the_page_is_an_option():
+    keys = {option.path for option in walk(Config)}
+    named = {
+        found
+        for code in CODE
+        for found in re.findall(r"\b[a-z_]+\.[a-z_]+\b", code.partition(":")[0])
+        if found.partition(".")[0] in {key.partition(".")[0] for key in keys}
+    }
+    assert len(named) >= 25
+    assert named <= keys
+
+
+def test_links_within_the_page_lead_to_a_heading():
+    headings = {
+        re.sub(r"[^\w -]", "", line[3:]).strip().lower().replace(" ", "-")
+        for line in PAGE.splitlines()
+        if line.startswith("## ")
+    }
+    assert set(re.findall(r"\]\(#([^)]+)\)", PAGE)) <= headings
+
+
+def test_questions_that_users_ask_have_an_answer():
+    for question in (
+        "My reward does not rise",
+        "It collapsed",
+        "Out of memory",
+        "The LoRA does nothing",
+        "The ratio is not 1",
+        "My run folder is in use",
+    ):
+        assert f"\n## {question}\n" in PAGE
