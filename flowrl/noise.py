@@ -18,14 +18,15 @@ def noise_seed(
     step: int,
     role: str,
 ) -> int:
-    """A 64-bit seed from the name of one draw: a hash, so that no two names are alike by pattern.
+    """A 63-bit seed from the name of one draw: a hash, so that no two names are alike by pattern.
 
     prompt: uid of the prompt; root: which image of its group; path: child index at each branch
     of a tree on the way from the root; step: index in the schedule; role: what the draw is for
     ("init", "step", ...).
     """
     name = json.dumps([seed, iteration, prompt, root, list(path), step, role])
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # fits a signed 64-bit number
 
 
 def keyed_noise(

@@ -1,0 +1,116 @@
+"""The flow whose every quantity is known: data x0 ~ N(data_mean, data_std^2) in each dimension.
+
+Its velocity is affine in x, so each kernel is an affine map x' = a (x - mean) + b + c z, whose
+three numbers are read off a kernel by feeding it points: no Monte Carlo. All in float64.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flowrl.functional.flow import lift
+from flowrl.functional.schedule import flux_mu, flux_sigmas, linear_shifted_sigmas, sd3_sigmas
+from flowrl.functional.sde import KERNELS, StepKernel, ode_step
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class GaussianFlow:
+    data_mean: float
+    data_std: float
+
+    def mean(self, sigma: Tensor) -> Tensor:
+        return (1 - sigma) * self.data_mean
+
+    def var(self, sigma: Tensor) -> Tensor:
+        return (1 - sigma) ** 2 * self.data_std**2 + sigma**2
+
+    def slope(self, sigma: Tensor) -> Tensor:
+        """k = dv/dx."""
+        return (sigma - (1 - sigma) * self.data_std**2) / self.var(sigma)
+
+    def velocity(self, x: Tensor, sigma: Tensor) -> Tensor:
+        centred = x - lift(self.mean(sigma), x)
+        return lift(self.slope(sigma), x) * centred - self.data_mean
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A kernel at one noise level."""
+
+    kernel: StepKernel
+    level: float
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name}-{self.level}"
+
+    def g(self, sigmas: Tensor) -> Tensor:
+        return self.kernel.noise(sigmas, self.level)
+
+
+@dataclass(frozen=True)
+class AffineSteps:
+    """The steps of a schedule as maps x' = a (x - mean) + b + c z. Each (T,)."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+
+def extract(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor) -> AffineSteps:
+    """Read a, b, c of every step off the kernel, one row a step. sigmas: (T+1,); g: (T,)"""
+    sigma, sigma_next = sigmas[:-1], sigmas[1:]
+    x = flow.mean(sigma)[:, None]
+    at_mean, std = sampler.kernel.step(x, flow.velocity(x, sigma), sigma, sigma_next, g)
+    x = x + 1
+    above, _ = sampler.kernel.step(x, flow.velocity(x, sigma), sigma, sigma_next, g)
+    return AffineSteps((above - at_mean).squeeze(1), at_mean.squeeze(1), std)
+
+
+def moments(
+    flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Exact mean and variance of the chain at every sigma, from the marginal at the first."""
+    steps = extract(flow, sampler, sigmas, sampler.g(sigmas) if g is None else g)
+    centre = flow.mean(sigmas).tolist()
+    means, variances = [centre[0]], [flow.var(sigmas[0]).item()]
+    rows = zip(centre, steps.a.tolist(), steps.b.tolist(), steps.c.tolist(), strict=False)
+    for middle, a, b, c in rows:
+        means.append(a * (means[-1] - middle) + b)
+        variances.append(a * a * variances[-1] + c * c)
+    return torch.tensor(means, dtype=F64), torch.tensor(variances, dtype=F64)
+
+
+def final_var(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor) -> float:
+    return moments(flow, sampler, sigmas)[1][-1].item()
+
+
+def order(counts: list[int], errors: list[float]) -> float:
+    """Order of convergence: minus the least-squares slope of log |error| over log count."""
+    return -float(np.polyfit(np.log(counts), np.log(np.abs(errors)), 1)[0])
+
+
+def uniform_sigmas(steps: int) -> Tensor:
+    return linear_shifted_sigmas(steps, shift=1.0, dtype=F64)
+
+
+SCHEDULES = {
+    "uniform": uniform_sigmas,
+    "sd3": lambda steps: sd3_sigmas(steps, dtype=F64),
+    "flux": lambda steps: flux_sigmas(steps, flux_mu(1024), dtype=F64),
+}
+FLOWS = [GaussianFlow(m, s) for m in (0.0, 0.5) for s in (0.0, 0.25, 0.5, 1.0, 2.0)]
+
+
+def no_noise(sigmas: Tensor, level: float) -> Tensor:
+    return torch.zeros_like(sigmas[1:])
+
+
+ODE = Sampler(StepKernel(name="ode", step=ode_step, noise=no_noise), 0.0)
+FLOW_SDE = [Sampler(KERNELS["flow_sde"], level) for level in (0.0, 0.3, 0.7, 1.0)]
+DANCE_SDE = [Sampler(KERNELS["dance_sde"], level) for level in (0.0, 0.3, 0.7)]
+CPS = [Sampler(KERNELS["cps"], level) for level in (0.0, 0.3, 0.5, 0.8, 1.0)]
+SAMPLERS = [ODE, *FLOW_SDE, *DANCE_SDE, *CPS]
