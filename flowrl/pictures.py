@@ -5,6 +5,8 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont, features
 from torch import Tensor
 
@@ -40,6 +42,12 @@ def to_pil(images: Tensor) -> list[Image.Image]:
     levels = (images.detach().float().nan_to_num(0).clamp(0, 1) * 255).round()
     rows = levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(row) for row in rows]
+
+
+def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
+    """B pictures of one size -> (B, 3, H, W) float32 in [0, 1]."""
+    rows = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+    return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
 
 
 def data_url(picture: Image.Image) -> str:

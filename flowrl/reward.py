@@ -81,11 +81,10 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         place = f"the package found lies at {where}" if where else "no such package was found"
         raise UserError(f"cannot load reward {name!r} from {target}: {error} ({place})") from error
     if not callable(found):
-        raise UserError(
-            f"reward {name!r} is a {type(found).__name__}; expected a class or function"
-        )
+        raise UserError(f"reward {name!r} is {found!r}; expected a class or a function")
     if not inspect.isclass(found):
-        return functools.partial(found, **args) if args else found
+        bound: Reward = functools.partial(found, **args) if args else found
+        return bound
     try:
         return found(**(args or {}))
     except (TypeError, ValueError) as error:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from flowrl.encode import TextCache
 from flowrl.noise import keyed_noise, noise_seed
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardResult, RewardSpec, score
+from flowrl.runtime import Runtime
 from flowrl.samplers.forest import FrontierVelocity, grow
 from flowrl.samplers.plan import Plan
 from flowrl.trajectory import Conditioning, Tree
@@ -140,3 +141,13 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
+
+
+def gather_result(result: RewardResult, runtime: Runtime) -> RewardResult:
+    """The scores of all processes, in the order of the images."""
+    if runtime.world_size == 1:
+        return result
+    gathered = {
+        name: runtime.gather(getattr(result, name)) for name in ("scores", "valid", "applicable")
+    }
+    return replace(result, **gathered, errors=runtime.merge(result.errors))

@@ -56,6 +56,14 @@ class Runtime:
 
         return torch.cat(gather_object([rows.cpu()])).to(rows.device)
 
+    def merge(self, notes: dict[str, str]) -> dict[str, str]:
+        """The notes of all processes under their names."""
+        if self.world_size == 1:
+            return notes
+        from accelerate.utils import gather_object
+
+        return {name: text for part in gather_object([notes]) for name, text in part.items()}
+
     def sum(self, value: float) -> float:
         """Sum of one number over processes."""
         if self.world_size == 1:

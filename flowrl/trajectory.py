@@ -102,7 +102,8 @@ class Transitions:
     the reverse process.
 
     x, x_next, mean_old: (N, *latent). step: (N,) long, index into sigmas (T+1,) and g (T,).
-    advantage: (N,). prompt: (N,) long, index into `cond` (P rows).
+    advantage: (N,). prompt: (N,) long, index into `cond` (P rows). group: (N,) long, the same
+    numbers on every process.
     """
 
     x: Tensor
@@ -111,6 +112,7 @@ class Transitions:
     step: Tensor
     advantage: Tensor
     prompt: Tensor
+    group: Tensor
     sigmas: Tensor
     g: Tensor
     cond: Conditioning
@@ -120,13 +122,15 @@ class Transitions:
 
     def take(self, rows: Tensor) -> "Transitions":
         """Rows: (N',) long indices or (N,) bool."""
-        names = ("x", "x_next", "mean_old", "step", "advantage", "prompt")
+        names = ("x", "x_next", "mean_old", "step", "advantage", "prompt", "group")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def updates(self, count: int) -> list["Transitions"]:
-        """`count` parts with whole groups each, for as many optimiser steps."""
-        part = self.prompt * count // len(self.cond)
-        return [self.take(part == i) for i in range(count)]
+        """`count` parts with whole groups each, for as many optimiser steps.
+
+        Groups are dealt in turn, so that processes with consecutive groups share every part.
+        """
+        return [self.take(self.group % count == i) for i in range(count)]
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
         """Consecutive parts of at most `size` rows."""

@@ -63,6 +63,7 @@ class GRPO:
             step=tree.step[parent],
             advantage=_mean_below(tree.leaves_below(), own)[tree.edge],
             prompt=tree.prompt[tree.edge],
+            group=_group_of_prompt(rollout)[tree.prompt[tree.edge]],
             sigmas=tree.sigmas,
             g=tree.g,
             cond=rollout.cond,
@@ -112,6 +113,13 @@ class GRPO:
         if self.kl_form == "latent_dt":
             return latent_kl(mean, mean_ref, std)
         return latent_kl_no_dt(mean, mean_ref, std, dt)
+
+
+def _group_of_prompt(rollout: Rollout) -> Tensor:
+    """(P,) long: the group that each of this process's prompts stands for."""
+    group = torch.zeros(len(rollout.prompts), dtype=torch.long, device=rollout.tree.x.device)
+    group[rollout.tree.prompt[rollout.tree.leaf]] = rollout.group[rollout.rows].to(group.device)
+    return group
 
 
 def _mean_below(below: Tensor, value: Tensor) -> Tensor:

@@ -1,0 +1,185 @@
+"""What the commands do, as functions: train, evaluate, sample, score, compare."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from flowrl.build import (
+    PRECISION,
+    Given,
+    build_evaluator,
+    build_learner,
+    build_rewards,
+    build_run,
+    load_pipeline,
+)
+from flowrl.checkpoint import Checkpoints, claim, write_config
+from flowrl.config import Config, config_yaml
+from flowrl.errors import UserError
+from flowrl.evaluate import Comparison, compare
+from flowrl.export import load_lora
+from flowrl.handover import hand_over
+from flowrl.pictures import png, to_tensor
+from flowrl.prompts import load_prompts
+from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.runtime import Runtime
+from flowrl.storage import write_bytes
+from flowrl.train import train
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def align(
+    config: Config,
+    *,
+    pipeline: Any = None,
+    prompts: Sequence[str] | None = None,
+    evaluation_prompts: Sequence[str] | None = None,
+    rewards: dict[str, Any] | None = None,
+    resume: str | None = None,
+) -> list[Comparison]:
+    """Train as configured; -> each reward before and after on the held-out prompts, if any.
+
+    pipeline, prompts, rewards: a loaded diffusers pipeline, texts and callables by name, used
+    instead of what the configuration names. resume: "latest" or a checkpoint's folder. The
+    folder `config.run.output_dir` then holds LoRA, card, gallery, metrics and checkpoints.
+    Raises UserError for what the caller can mend; Ctrl-C saves and returns.
+    """
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    given = Given(
+        pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
+    )
+    folder = Path(config.run.output_dir)
+    precision = PRECISION[config.pipeline.dtype]
+    runtime = Runtime(device=config.pipeline.device, mixed_precision=precision)
+    # A launcher ends all processes when one fails, so only the main one has to look.
+    with claim(folder, resume=resume) if runtime.is_main else nullcontext():
+        state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
+        learner = build_learner(config, runtime, given)
+        evaluator = build_evaluator(config, learner.backbone.pipeline, learner.specs, given)
+        if runtime.is_main:
+            write_config(folder, config_yaml(config))
+        run = build_run(config, learner, evaluator, state, resumed=resume is not None)
+        with run.session():
+            train(learner, run, iterations=config.run.iterations)
+            return hand_over(config, learner, run)
+
+
+def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str, Any]]:
+    """The configured pipeline, and with `lora` also the adapted one, on the held-out prompts."""
+    runtime = Runtime(device=config.pipeline.device)
+    pipeline = load_pipeline(
+        config.pipeline.path, dtype=config.pipeline.dtype, device=runtime.device
+    )
+    evaluator = build_evaluator(config, pipeline, build_rewards(config, Given()), Given())
+    if evaluator is None:
+        raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
+    base = evaluator(evaluator.backbone.velocity, runtime)
+    if lora is None:
+        return [{"reward": name, "mean": base.mean(name)} for name in base.names]
+    load_lora(pipeline, lora)
+    return table(compare(base, evaluator(evaluator.backbone.velocity, runtime)))
+
+
+def table(rows: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """A comparison as rows for people."""
+    return [
+        {
+            "reward": row.name,
+            "base": row.before,
+            "aligned": row.after,
+            "change": row.change.mean,
+            "95% low": row.change.low,
+            "95% high": row.change.high,
+            "pictures": row.pairs,
+        }
+        for row in rows
+    ]
+
+
+def sample_images(
+    model: str,
+    prompts: Sequence[str],
+    *,
+    lora: str | None,
+    negative: str,
+    guidance: float,
+    steps: int,
+    seed: int,
+    count: int,
+    max_sequence_length: int,
+    output_dir: Path,
+    device: str,
+) -> list[Path]:
+    """Draw `count` pictures of each prompt with the pipeline's own call -> paths of PNG files."""
+    where = Runtime(device=device).device
+    dtype = "bf16" if where.type == "cuda" else "fp32"
+    pipeline = load_pipeline(model, dtype=dtype, device=where)
+    if lora is not None:
+        load_lora(pipeline, lora)
+    paths = []
+    for i, prompt in enumerate(prompts):
+        for k in range(count):
+            generator = torch.Generator().manual_seed(seed + k)
+            image = pipeline(
+                prompt,
+                negative_prompt=negative,
+                guidance_scale=guidance,
+                num_inference_steps=steps,
+                max_sequence_length=max_sequence_length,
+                generator=generator,
+            ).images[0]
+            path = output_dir / f"{i:03d}-seed{seed + k}.png"
+            write_bytes(path, png(image))
+            paths.append(path)
+    return paths
+
+
+def score_images(
+    pictures: Sequence[Path], rewards: Sequence[str], prompts: str | None
+) -> list[dict[str, Any]]:
+    """Scores of files, or of the pictures in folders, one row a picture.
+
+    prompts: one prompt for all, or a file or built-in split with one for each picture in the
+    order of their names. Raises UserError when their numbers differ.
+    """
+    paths = _picture_files(pictures)
+    records = _prompts_for(prompts or "", len(paths))
+    specs = [RewardSpec(name=name, reward=load_reward(name)) for name in rewards]
+    rows = []
+    for path, (text, metadata) in zip(paths, records, strict=True):
+        with Image.open(path) as image:
+            result = score(specs, to_tensor([image.convert("RGB")]), [text], [metadata])
+        if result.errors:
+            raise UserError(f"cannot score {path}: {next(iter(result.errors.values()))}")
+        scores = dict(zip(rewards, result.scores[0].tolist(), strict=True))
+        rows.append({"picture": str(path), "prompt": text} | scores)
+    return rows
+
+
+def _picture_files(sources: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found += sorted(p for p in source.iterdir() if p.suffix.lower() in PICTURES)
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise UserError(f"no picture at {source}")
+    if not found:
+        raise UserError(f"no pictures in {', '.join(map(str, sources))}: looked for {PICTURES}")
+    return found
+
+
+def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
+    if not (source.startswith("tiny:") or source.endswith((".txt", ".jsonl"))):
+        return [(source, {})] * count
+    records = load_prompts(source, limit=count)
+    if len(records) != count:
+        raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
+    return [(record.text, record.metadata) for record in records]

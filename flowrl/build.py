@@ -1,0 +1,251 @@
+"""From configuration to objects: the one place that knows names, files and every component."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.sd3 import SD3
+from flowrl.checkpoint import Checkpoints
+from flowrl.config import Config
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.evaluate import Evaluation, Evaluator
+from flowrl.export import read_lora
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.grpo import GRPO
+from flowrl.policy import Policy
+from flowrl.progress import Steps
+from flowrl.prompts import PromptRecord, PromptSampler, load_prompts
+from flowrl.report import Report
+from flowrl.reward import Reward, RewardSpec, check_prompts, load_reward
+from flowrl.run import Run, RunSettings
+from flowrl.runtime import Runtime
+from flowrl.samplers.plan import (
+    FixedWindow,
+    ProgressiveWindow,
+    RandomWindow,
+    Window,
+    all_steps,
+    ode_plan,
+)
+from flowrl.train import Learner, RolloutSettings, UpdateSettings
+
+BACKBONES = {"sd3": SD3}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
+TINY = ("tiny-sd3",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Objects that a Python caller has already; None where the configuration decides."""
+
+    pipeline: Any = None
+    prompts: Sequence[str] | None = None
+    evaluation_prompts: Sequence[str] | None = None
+    rewards: Mapping[str, Reward] | None = None
+
+
+def pipeline_path(path: str) -> str:
+    """The folder of a built-in pipeline, or the path or Hub name as it is."""
+    if path not in TINY:
+        return path
+    folder = resources.files("flowrl") / "assets" / path
+    if not folder.is_dir():
+        raise UserError(f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny.py")
+    return str(folder)
+
+
+def load_pipeline(path: str, *, dtype: str, device: torch.device | str) -> Any:
+    """A diffusers pipeline on a device, with its own progress bars off.
+
+    Raises UserError when there is none at `path`.
+    """
+    from diffusers import DiffusionPipeline
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_path(path), dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
+            f"Hub name that this machine can reach, or {', '.join(TINY)}"
+        ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbone:
+    p = config.pipeline
+    return BACKBONES[p.backbone](
+        pipeline,
+        guidance=guidance,
+        max_sequence_length=p.max_sequence_length,
+        height=p.height,
+        width=p.width,
+    )
+
+
+def build_window(config: Config) -> Window:
+    w = config.rollout.window
+    if w.kind == "fixed":
+        return FixedWindow(size=w.size, start=w.start)
+    if w.kind == "random":
+        return RandomWindow(size=w.size, start=w.start, stop=w.stop, seed=config.run.seed)
+    if w.kind == "progressive":
+        return ProgressiveWindow(size=w.size, period=w.period, start=w.start, stop=w.stop)
+    return all_steps
+
+
+def build_rewards(config: Config, given: Given) -> list[RewardSpec]:
+    """The configured rewards under the names they give themselves, then the caller's own."""
+    specs = []
+    for entry in config.rewards:
+        reward = load_reward(entry.name, entry.args)
+        name = getattr(reward, "name", entry.name)
+        specs.append(
+            RewardSpec(name=name, reward=reward, weight=entry.weight, held_out=entry.held_out)
+        )
+    own = [RewardSpec(name=name, reward=reward) for name, reward in (given.rewards or {}).items()]
+    return own or specs
+
+
+def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
+    if texts is None:
+        return load_prompts(source)
+    return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
+
+
+def build_policy(config: Config, backbone: Backbone) -> Policy:
+    lora = config.lora
+    policy = Policy(
+        backbone,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=lora.targets,
+        seed=config.run.seed,
+        ema_decay=config.ema.decay,
+    )
+    if lora.init_from is not None:
+        state, strength = read_lora(lora.init_from)
+        if strength != lora.alpha / lora.rank:
+            raise UserError(
+                f"{lora.init_from} has alpha / rank = {strength:g}, but lora.alpha / lora.rank is "
+                f"{lora.alpha / lora.rank:g}: set them as it was trained"
+            )
+        policy.start_from(state)
+    return policy
+
+
+def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
+    """Everything of the loop. Loads the pipeline unless it was given."""
+    r, o, u, p = config.rollout, config.objective, config.optim, config.pipeline
+    pipeline = given.pipeline or load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
+    backbone = build_backbone(config, pipeline, guidance=r.guidance)
+    policy = build_policy(config, backbone)
+    specs = build_rewards(config, given)
+    prompts = build_prompts(config.prompts.train, given.prompts)
+    check_prompts(specs, prompts)
+    kernel = KERNELS[r.kernel]
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
+    )
+    return Learner(
+        backbone=backbone,
+        policy=policy,
+        encode=TextCache(backbone, r.negative),
+        prompts=PromptSampler(prompts, r.prompts, config.run.seed, balance=config.prompts.balance),
+        specs=specs,
+        objective=GRPO(
+            kernel=kernel,
+            clip_nats=o.clip_nats,
+            clip_eps=o.clip_eps,
+            kl_coef=o.kl_coef,
+            kl_form=o.kl_form,
+            advantage_scope=o.advantage_scope,
+            advantage_clip=o.advantage_clip,
+        ),
+        optimizer=runtime.prepare(optimizer),
+        runtime=runtime,
+        rollout=RolloutSettings(
+            group_size=r.group_size,
+            steps=r.steps,
+            kernel=kernel,
+            noise_level=r.noise_level,
+            window=build_window(config),
+            batch_size=r.batch_size,
+            # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
+            merge_lora=p.dtype == "fp32" if r.merge_lora == "auto" else r.merge_lora,
+            same_noise=r.same_noise,
+        ),
+        update=UpdateSettings(
+            updates_per_rollout=u.updates_per_rollout,
+            micro_batch=u.micro_batch,
+            max_grad_norm=u.max_grad_norm,
+            ratio_tolerance=u.ratio_tolerance,
+        ),
+        max_invalid_fraction=config.failures.max_invalid_fraction,
+        seed=config.run.seed,
+    )
+
+
+def build_evaluator(
+    config: Config, pipeline: Any, specs: Sequence[RewardSpec], given: Given
+) -> Evaluator | None:
+    e = config.evaluation
+    if e.prompts is None and given.evaluation_prompts is None:
+        return None
+    backbone = build_backbone(config, pipeline, guidance=e.guidance)
+    return Evaluator(
+        backbone=backbone,
+        encode=TextCache(backbone, config.rollout.negative),
+        prompts=build_prompts(e.prompts or "", given.evaluation_prompts),
+        specs=specs,
+        plan=ode_plan(backbone.sigmas(e.steps), KERNELS[config.rollout.kernel]),
+        images=e.images,
+        seed=e.seed,
+        batch_size=e.batch_size,
+    )
+
+
+def build_run(
+    config: Config,
+    learner: Learner,
+    evaluator: Evaluator | None,
+    resume: dict[str, Any] | None,
+    *,
+    resumed: bool,
+) -> Run:
+    """The run in its folder, which the caller has claimed; `resume` is a checkpoint's state."""
+    folder, runtime = Path(config.run.output_dir), learner.runtime
+    done = resume["iteration"] if resume else 0
+    trained = [(s.name, s.weight) for s in learner.specs if not s.held_out]
+
+    def score(evaluation: Evaluation) -> float:
+        return sum(weight * evaluation.mean(name) for name, weight in trained)
+
+    return Run(
+        folder=folder,
+        settings=RunSettings(
+            iterations=config.run.iterations,
+            max_minutes=config.run.max_minutes,
+            checkpoint_every=config.run.checkpoint_every,
+            evaluate_every=config.evaluation.every,
+            sample_every=config.run.sample_every,
+        ),
+        runtime=runtime,
+        checkpoints=Checkpoints(folder, keep=config.run.keep),
+        evaluator=evaluator,
+        score=score,
+        report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)
+        if runtime.is_main
+        else None,
+        steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
+        resume=resume,
+    )

@@ -1,0 +1,134 @@
+"""Is it better? The same held-out prompts and seeds before and after, scored and compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.encode import TextCache
+from flowrl.functional.stats import Interval, paired_bootstrap
+from flowrl.prompts import PromptRecord
+from flowrl.reward import RewardSpec
+from flowrl.rollout import Request, decode, draw, judge
+from flowrl.runtime import Runtime
+from flowrl.samplers.plan import Plan
+from flowrl.storage import load_state, save_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Scores of N images: scores (N, R), NaN where missing or not applicable, and the R names.
+
+    images: (n, 3, H, W) uint8, the first n of them; prompts, seeds: of those n.
+    """
+
+    scores: Tensor
+    names: tuple[str, ...]
+    images: Tensor
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
+
+    def mean(self, name: str) -> float:
+        """Mean of one reward over the images that have it; NaN when none has."""
+        return self.scores[:, self.names.index(name)].nanmean().item()
+
+    def save(self, path: Path) -> None:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        save_state(path, fields)
+
+    @staticmethod
+    def load(path: Path) -> "Evaluation":
+        state = load_state(path)
+        for name in ("names", "prompts", "seeds"):
+            state[name] = tuple(state[name])
+        return Evaluation(**state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One reward before and after, over the pairs that have both scores."""
+
+    name: str
+    before: float
+    after: float
+    change: Interval
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Draws `images` pictures of `prompts` in turn, the k-th of a prompt always from one noise.
+
+    `plan` is without noise. `keep` pictures are kept for people to look at.
+    """
+
+    backbone: Backbone
+    encode: TextCache
+    prompts: Sequence[PromptRecord]
+    specs: Sequence[RewardSpec]
+    plan: Plan
+    images: int
+    seed: int
+    batch_size: int
+    keep: int = 24
+
+    def request(self) -> Request:
+        index = torch.arange(self.images)
+        return Request(
+            prompts=self.prompts,
+            prompt=index % len(self.prompts),
+            root=index // len(self.prompts),
+            seed=self.seed,
+            iteration=-1,  # no training iteration draws this noise
+        )
+
+    @torch.no_grad()
+    def __call__(self, velocity: VelocityField, runtime: Runtime) -> Evaluation:
+        """Score the network behind `velocity`; every process gets the whole result."""
+        request = self.request()
+        scores, kept = [], []
+        for rows in runtime.share(self.images).split(self.batch_size):
+            part = request.take(rows)
+            with runtime.autocast():
+                tree, _ = draw(
+                    self.backbone, velocity, self.encode, part, self.plan, self.batch_size
+                )
+                images = decode(self.backbone, tree.x[tree.leaf], self.batch_size)
+            scores.append(judge(self.specs, images, part).scores)
+            kept.append((images[rows < self.keep] * 255).round().to(torch.uint8))
+        shape = kept[0].shape[1:] if kept else (3, 0, 0)
+        shown = range(min(self.keep, self.images))
+        return Evaluation(
+            scores=runtime.gather(torch.cat(scores) if scores else torch.empty(0, len(self.specs))),
+            names=tuple(spec.name for spec in self.specs),
+            images=runtime.gather(torch.cat(kept) if kept else torch.empty(0, *shape)),
+            prompts=tuple(self.prompts[i % len(self.prompts)].text for i in shown),
+            seeds=tuple(i // len(self.prompts) for i in shown),
+        )
+
+
+def compare(before: Evaluation, after: Evaluation) -> list[Comparison]:
+    """Every reward of both evaluations, paired image by image, with a 95 % bootstrap interval.
+
+    A reward without a pair is left out.
+    """
+    rows = []
+    for column, name in enumerate(before.names):
+        a, b = before.scores[:, column], after.scores[:, after.names.index(name)]
+        both = a.isfinite() & b.isfinite()
+        if not bool(both.any()):
+            continue
+        a, b = a[both], b[both]
+        rows.append(
+            Comparison(
+                name=name,
+                before=a.mean().item(),
+                after=b.mean().item(),
+                change=paired_bootstrap(a, b),
+                pairs=len(a),
+            )
+        )
+    return rows

@@ -1,0 +1,106 @@
+"""The end of a run: the proof that it got better, as table, gallery and model card."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from flowrl.build import TINY
+from flowrl.card import Card, write_card
+from flowrl.curves import reward_curves
+from flowrl.config import Config, config_yaml
+from flowrl.evaluate import Comparison, Evaluation, compare
+from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
+from flowrl.pictures import to_pil
+from flowrl.policy import EMA
+from flowrl.report import read_metrics
+from flowrl.run import Run
+from flowrl.train import Learner
+
+TINY_LOADING = "from flowrl.build import pipeline_path"
+
+
+def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
+    """Evaluate the weights at the root, compare them with the base, write gallery and card.
+
+    A run that was interrupted only gets its card: who pressed Ctrl-C does not want to wait.
+    """
+    after = None if run.interrupted else run.evaluate_policy()
+    if not run.runtime.is_main:
+        return []
+    before_path = run.evaluation_path(0)
+    before = Evaluation.load(before_path) if before_path.exists() else None
+    rows = compare(before, after) if before and after else []
+    shown = pairs(before, after) if before and after else []
+    if shown:
+        caption = f"{config.pipeline.path}, {run.done} iterations of Flow-GRPO, seed {config.run.seed}"
+        write_gallery(
+            run.folder / "gallery", shown, title=f"{config.pipeline.path}: base and aligned",
+            summary=summary(rows), caption=caption,
+        )  # fmt: skip
+    write_card(run.folder, card(config, learner, run, rows, shown))
+    return rows
+
+
+def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
+    """The kept pictures of both evaluations side by side, with their scores."""
+    base, aligned = (to_pil(e.images.float() / 255) for e in (before, after))
+    return [
+        GalleryPair(
+            prompt=prompt,
+            seed=before.seeds[i],
+            base=base[i],
+            aligned=aligned[i],
+            scores={
+                name: (_number(before.scores[i, c]), _number(after.scores[i, after.names.index(name)]))
+                for c, name in enumerate(before.names)
+            },
+        )
+        for i, prompt in enumerate(before.prompts)
+    ]
+
+
+def summary(rows: list[Comparison]) -> list[SummaryRow]:
+    return [
+        SummaryRow(
+            name=row.name,
+            base=row.before,
+            aligned=row.after,
+            change=row.change.mean,
+            low=row.change.low,
+            high=row.change.high,
+        )
+        for row in rows
+    ]
+
+
+def card(
+    config: Config, learner: Learner, run: Run, rows: list[Comparison], shown: list[GalleryPair]
+) -> Card:
+    path, e = config.pipeline.path, config.evaluation
+    built_in = path in TINY
+    call: dict[str, int | float | str] = {
+        "num_inference_steps": e.steps,
+        "guidance_scale": e.guidance,
+        "max_sequence_length": config.pipeline.max_sequence_length,
+    }
+    return Card(
+        base_model=path,
+        on_hub=not built_in and not Path(path).exists(),
+        load_from=f"pipeline_path({path!r})" if built_in else repr(path),
+        imports=TINY_LOADING if built_in else "",
+        call=call,
+        license="apache-2.0" if built_in else None,
+        method="Flow-GRPO",
+        weights="EMA" if learner.policy.best_name == EMA else "policy",
+        step=run.done,
+        command=f"flowrl train {run.folder / 'config.yaml'}",
+        config=config_yaml(config),
+        evaluation=f"{rows[0].pairs} pictures of {e.prompts}, seed {e.seed}" if rows else "",
+        summary=summary(rows),
+        curves=reward_curves(read_metrics(run.folder)),
+        pairs=shown,
+    )
+
+
+def _number(value: Tensor) -> float | None:
+    return None if bool(value.isnan()) else float(value)

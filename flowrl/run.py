@@ -1,0 +1,189 @@
+"""A run on disk: what is restored before the loop, kept during it, and handed over after it."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from flowrl.checkpoint import Checkpoints, random_state, restore_random_state
+from flowrl.evaluate import Evaluation, Evaluator
+from flowrl.export import save_lora
+from flowrl.policy import Policy
+from flowrl.progress import Steps
+from flowrl.report import Report
+from flowrl.runtime import Runtime
+from flowrl.trajectory import Rollout
+
+SHOWN = 16  # pictures on a sample sheet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """How often a run saves, evaluates and shows: the options of the same names under `run`."""
+
+    iterations: int
+    max_minutes: float | None
+    checkpoint_every: int
+    evaluate_every: int
+    sample_every: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """One training run in one folder. Only the main process writes; all take part in decisions.
+
+    `evaluator` is None when there is nothing held out. `score` turns an evaluation into the
+    number whose highest value is the best checkpoint.
+    """
+
+    folder: Path
+    settings: RunSettings
+    runtime: Runtime
+    checkpoints: Checkpoints
+    evaluator: Evaluator | None
+    score: Callable[[Evaluation], float]
+    report: Report | None  # None on other processes
+    steps: Steps | None
+    resume: dict[str, Any] | None = None  # a checkpoint's state
+    done: int = 0  # iterations
+    elapsed: float = 0.0  # seconds of training in earlier sessions
+    best: tuple[float, int] | None = None
+    saved: int = -1
+    _policy: Policy = field(init=False)
+    _optimizer: torch.optim.Optimizer = field(init=False)
+    _began: float = field(init=False, default_factory=time.monotonic)
+    _asked_to_stop: bool = field(init=False, default=False)
+
+    # --- before -----------------------------------------------------------------------------
+
+    def begin(self, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
+        """Restore or evaluate the base pipeline -> the iteration to go on with."""
+        self._policy, self._optimizer = policy, optimizer
+        if self.resume is not None:
+            self._restore(self.resume)
+        else:
+            self.save()  # from here on the run can be resumed
+        if self.evaluator is not None and not self.evaluation_path(0).exists():
+            with policy.disabled():
+                self._evaluate(0)
+        self._began = time.monotonic()
+        return self.done
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self._policy.load_state_dict(state["policy"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        restore_random_state(state["random"])
+        self.done, self.elapsed, self.saved = state["iteration"], state["elapsed"], state["iteration"]
+        self.best = tuple(state["best"]) if state["best"] else None  # type: ignore[assignment]
+
+    # --- during -----------------------------------------------------------------------------
+
+    def after(self, iteration: int, rollout: Rollout, metrics: dict[str, float]) -> None:
+        """Report an iteration; save, evaluate and show when it is time."""
+        self.done, s = iteration + 1, self.settings
+        if self.report is not None:
+            self.report.log(self.done, metrics)
+            if s.sample_every and self.done % s.sample_every == 0:
+                captions = [rollout.prompts[i] for i in rollout.tree.prompt[rollout.tree.leaf].tolist()]
+                self.report.images(self.done, rollout.images[:SHOWN], captions[:SHOWN])
+        if self.steps is not None:
+            shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
+            self.steps.advance(shown)
+        if s.evaluate_every and self.done % s.evaluate_every == 0 and self.done < s.iterations:
+            self.evaluate_policy()
+        if self.done % s.checkpoint_every == 0:
+            self.save()
+
+    def evaluate_policy(self) -> Evaluation | None:
+        """Score the weights that the run would hand over now, and remember the best."""
+        if self.evaluator is None:
+            return None
+        with self._policy.using(self._policy.best_name):
+            evaluation = self._evaluate(self.done)
+        score = self.score(evaluation)
+        if self.best is None or score > self.best[0]:
+            self.best = (score, self.done)
+            self.save()
+        return evaluation
+
+    def _evaluate(self, step: int) -> Evaluation:
+        assert self.evaluator is not None
+        evaluation = self.evaluator(self._policy.velocity, self.runtime)
+        if self.runtime.is_main:
+            evaluation.save(self.evaluation_path(step))
+            scores = {f"eval/{name}": evaluation.mean(name) for name in evaluation.names}
+            if self.report is not None:
+                self.report.log(step, scores)
+        return evaluation
+
+    def evaluation_path(self, step: int) -> Path:
+        return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
+
+    def save(self) -> None:
+        """A checkpoint to resume from, and the LoRA at the root."""
+        if self.saved == self.done:
+            return
+        if self.runtime.is_main:
+            state = {
+                "policy": self._policy.state_dict(),
+                "optimizer": self._optimizer.state_dict(),
+                "random": random_state(),
+                "iteration": self.done,
+                "elapsed": self.seconds(),
+                "best": list(self.best) if self.best else None,
+            }
+            best = self.best[1] if self.best else None
+            folder = self.checkpoints.save(self.done, state, best=best)
+            pipeline, adapter = self._policy.backbone.pipeline, self._policy.best_name
+            save_lora(pipeline, folder, adapter=adapter)
+            save_lora(pipeline, self.folder, adapter=adapter)
+        self.saved = self.done
+        self.runtime.wait()
+
+    # --- the end ----------------------------------------------------------------------------
+
+    def seconds(self) -> float:
+        """Seconds of training, earlier sessions included."""
+        return self.elapsed + time.monotonic() - self._began
+
+    def should_stop(self) -> bool:
+        """Whether the time is up or a signal came; the same on every process."""
+        limit = self.settings.max_minutes
+        late = limit is not None and self.seconds() >= 60 * limit
+        return self.runtime.any(late or self._asked_to_stop)
+
+    @property
+    def interrupted(self) -> bool:
+        return self._asked_to_stop
+
+    def finish(self) -> None:
+        self.save()
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Around the loop: the progress bar, the report's files, and what Ctrl-C does.
+
+        Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once.
+        """
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self._asked_to_stop:
+                raise KeyboardInterrupt
+            self._asked_to_stop = True
+
+        main_thread = threading.current_thread() is threading.main_thread()
+        signals = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
+        before = {number: signal.signal(number, ask) for number in signals}
+        try:
+            with self.report or nullcontext(), self.steps or nullcontext():
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,209 @@
+"""The loop: draw groups, score them, give credit, step. It knows no objective by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flowrl.backbones.base import Backbone
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.functional.advantage import group_stats
+from flowrl.functional.sde import StepKernel
+from flowrl.objectives.base import Batch, Objective
+from flowrl.policy import Policy
+from flowrl.prompts import PromptSampler
+from flowrl.reward import RewardSpec, check_invalid, train_weights, weighted_sum
+from flowrl.rollout import Stopwatch, decode, draw, gather_result, group_request, judge
+from flowrl.run import Run
+from flowrl.runtime import Runtime
+from flowrl.samplers.plan import Plan, Window, make_plan
+from flowrl.trajectory import Metrics, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """How images are drawn: see the options of the same names under `rollout`."""
+
+    group_size: int
+    steps: int
+    kernel: StepKernel
+    noise_level: float
+    window: Window
+    batch_size: int
+    merge_lora: bool
+    same_noise: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """How the optimiser steps: see the options of the same names under `optim`."""
+
+    updates_per_rollout: int
+    micro_batch: int
+    max_grad_norm: float
+    ratio_tolerance: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """Everything one iteration needs. All randomness is a function of seed and iteration."""
+
+    backbone: Backbone
+    policy: Policy
+    encode: TextCache
+    prompts: PromptSampler
+    specs: Sequence[RewardSpec]
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    runtime: Runtime
+    rollout: RolloutSettings
+    update: UpdateSettings
+    max_invalid_fraction: float
+    seed: int
+
+    def plan(self, iteration: int) -> Plan:
+        """This iteration's noise: the window's steps are stochastic, the rest is ODE."""
+        r = self.rollout
+        window = r.window(iteration, r.steps)
+        return make_plan(self.backbone.sigmas(r.steps), r.kernel, r.noise_level, window)
+
+    def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
+        """One iteration: a rollout, then the updates that learn from it, and all its metrics."""
+        watch = Stopwatch()
+        rollout = self.collect(iteration, watch)
+        metrics = self.learn(rollout, iteration)
+        watch.lap("time/train")
+        return rollout, rollout_metrics(rollout) | metrics | watch.seconds
+
+    def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
+        """Draw this process's share of the groups, score it, and learn all processes' scores."""
+        r, policy = self.rollout, self.policy
+        records = self.prompts.at(iteration)
+        request = group_request(
+            records, r.group_size, seed=self.seed, iteration=iteration, same_noise=r.same_noise
+        )
+        rows = self.runtime.share(len(request.prompt))
+        own = request.take(rows)
+        policy.remember()
+        network = policy.merged() if r.merge_lora else policy.using_policy()
+        with torch.no_grad(), self.runtime.autocast(), network:
+            tree, cond = draw(
+                self.backbone, policy.velocity, self.encode, own, self.plan(iteration), r.batch_size
+            )
+            images = decode(self.backbone, tree.x[tree.leaf], r.batch_size)
+        watch.lap("time/rollout")
+        result = gather_result(judge(self.specs, images, own), self.runtime)
+        watch.lap("time/reward")
+        reward, valid = weighted_sum(result, train_weights(self.specs))
+        check_invalid(valid, max_fraction=self.max_invalid_fraction, errors=result.errors)
+        return Rollout(
+            tree=tree,
+            cond=cond,
+            prompts=tuple(p.text for p in own.prompts),
+            images=images,
+            rows=rows,
+            scores=result.scores,
+            names=result.names,
+            reward=reward,
+            valid=valid,
+            group=request.prompt,
+        )
+
+    def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
+        """Optimiser steps on one rollout -> metrics, averaged over its rows."""
+        u, policy = self.update, self.policy
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
+        batch = self.objective.prepare(rollout)
+        means = RowMeans()
+        for update, part in enumerate(batch.updates(u.updates_per_rollout)):
+            rows = self.runtime.sum(len(part))  # of all processes
+            if not rows:
+                continue
+            self._backward(part, rows, generator, means)
+            if update == 0 and self.objective.needs.ratio:
+                self._check_ratio(means)
+            self.runtime.reduce_gradients(policy.parameters())
+            norm = self.runtime.clip_gradients(policy.parameters(), u.max_grad_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            policy.after_update()
+            means.add({"grad/norm": torch.tensor(norm)}, 1)
+        return means.result()
+
+    def _backward(
+        self, part: Batch, rows: float, generator: torch.Generator, means: "RowMeans"
+    ) -> None:
+        """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
+        for chunk in part.chunks(self.update.micro_batch):
+            with self.runtime.autocast():
+                loss, metrics = self.objective.loss(
+                    self.policy.velocity,
+                    chunk,
+                    reference=self.policy.reference,
+                    old=self.policy.old,
+                    generator=generator,
+                )
+            self.runtime.backward(loss * (len(chunk) / rows))
+            means.add(metrics | {"loss": loss.detach()}, len(chunk))
+
+    def _check_ratio(self, means: "RowMeans") -> None:
+        error, limit = means.result().get("policy/ratio_error_max", 0.0), self.update.ratio_tolerance
+        # Written so that NaN is an error too; decided together, or the others would wait forever.
+        if self.runtime.any(not error <= limit):
+            raise UserError(
+                f"the policy's ratio to itself is off by {error:.2e} in the first pass after the "
+                f"rollout, more than optim.ratio_tolerance = {limit:g}: training and rollout do "
+                "not compute the same velocities. Set rollout.merge_lora to false, use the same "
+                "rollout.batch_size and optim.micro_batch, or pipeline.dtype fp32"
+            )
+
+
+class RowMeans:
+    """Means of metrics over micro-batches of unequal size; names ending in _max are maxima."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
+
+    def add(self, metrics: Metrics, rows: int) -> None:
+        for name, value in metrics.items():
+            self._values.setdefault(name, []).append((value, rows))
+
+    def result(self) -> dict[str, float]:
+        found = {}
+        for name, pairs in self._values.items():
+            values = torch.stack([value.double().cpu() for value, _ in pairs])
+            weights = torch.tensor([rows for _, rows in pairs]).double()
+            mean = (values * weights).sum() / weights.sum()
+            found[name] = (values.max() if name.endswith("_max") else mean).item()
+        return found
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards and groups of all processes; latents and pictures of this one."""
+    stats = group_stats(rollout.reward, rollout.valid, rollout.group)
+    x0, images = rollout.tree.x[rollout.tree.leaf].float(), rollout.images
+    metrics = {
+        "reward/mean": rollout.reward.nanmean().item(),
+        "reward/std_in_group": stats.spread,
+        "reward/invalid": stats.invalid,
+        "groups/no_signal": stats.no_signal,
+        "latent/norm": x0.square().mean().sqrt().item(),
+        "image/brightness": images.mean().item(),
+        "image/contrast": images.flatten(1).std(1).mean().item(),
+    }
+    means = rollout.scores.nanmean(0).tolist()
+    return metrics | {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
+
+
+def train(learner: Learner, run: Run, *, iterations: int) -> None:
+    """Train to `iterations`, from where the run stands; the end always saves.
+
+    Stops early, after a whole iteration, at the run's time limit or when it is asked to.
+    """
+    for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
+        rollout, metrics = learner.iterate(iteration)
+        run.after(iteration, rollout, metrics)
+        if run.should_stop():
+            break
+    run.finish()
