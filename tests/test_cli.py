@@ -1,0 +1,193 @@
+import json
+import sys
+from types import ModuleType
+
+import pytest
+
+from flowrl import __version__
+from flowrl.cli import main
+from flowrl.config import load_config
+from flowrl.recipe import load_yaml
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the program -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Stands for everything below the command line; records how it is called."""
+    calls = []
+    module = ModuleType("flowrl.build")
+
+    def trainer(config):
+        calls.append(config)
+        stub = ModuleType("trainer")
+        stub.run = calls.append  # type: ignore[attr-defined]
+        return stub
+
+    def record(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [{"file": "a.png", "ocr": float("nan"), "brightness": 0.25}]
+
+    module.build_trainer = trainer  # type: ignore[attr-defined]
+    for name in ("sample_images", "score_images", "evaluate_model", "build_gallery"):
+        setattr(module, name, record)
+    monkeypatch.setitem(sys.modules, "flowrl.build", module)
+    return calls
+
+
+COMMANDS = ("train", "sample", "score", "gallery", "evaluate", "explain", "doctor", "bench")
+
+
+def test_help_lists_every_command_and_starts_with_examples(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in COMMANDS:
+        assert f" {command} " in out
+    assert "flowrl train quickstart" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_every_command_teaches_or_is_short(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert command == "doctor" or f"flowrl {command} " in out.split("Example", 1)[1]
+
+
+def test_version(run):
+    assert run("--version")[1].strip() == f"flowrl {__version__}"
+
+
+def test_print_config_shows_the_whole_and_trains_nothing(run, built):
+    code, out, _ = run("train", "quickstart", "optim.lr=1e-4", "--rank", "4", "--print-config")
+    assert code == 0
+    expected = load_config("quickstart", ["optim.lr=1e-4", "lora.rank=4"])
+    assert load_yaml(out) == expected.model_dump(mode="json")
+    assert not built
+
+
+@pytest.mark.parametrize(
+    ("words", "resume"),
+    [
+        (["quickstart", "run.seed=3"], None),
+        (["quickstart", "run.seed=3", "--resume", "latest"], "latest"),
+        (["--resume", "latest", "quickstart", "--seed", "3"], "latest"),
+        (["--seed=3", "quickstart", "--resume_from_checkpoint", "latest"], "latest"),
+    ],
+)
+def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built, words, resume):
+    assert run("train", *words)[0] == 0
+    assert built == [load_config("quickstart", ["run.seed=3"]), resume]
+
+
+def test_a_run_folder_brings_its_own_recipe(run, built, tmp_path):
+    step = tmp_path / "checkpoints" / "step-5"
+    step.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("extends: quickstart\nrun: {seed: 9}")
+    assert run("train", "--resume", str(step))[0] == 0
+    assert built == [load_config("quickstart", ["run.seed=9"]), str(step)]
+
+
+def test_no_recipe_is_one_sentence(run, built):
+    code, _, err = run("train")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "flowrl train quickstart" in err
+    assert "no config.yaml" in run("train", "--resume", "nowhere")[2]
+
+
+def test_a_wrong_option_is_one_sentence_without_traceback(run):
+    code, out, err = run("train", "quickstart", "optim.lrr=3")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: Unknown option optim.lrr: ")
+    assert err.endswith("did you mean optim.lr?\n")
+    assert err.count("\n") == 1
+
+
+def test_debug_shows_the_traceback_wherever_it_stands():
+    for words in (["--debug", "train", "nowhere"], ["train", "nowhere", "--debug"]):
+        with pytest.raises(Exception, match="There is no recipe 'nowhere'"):
+            main(words)
+
+
+def test_an_unexpected_error_is_short_and_says_how_to_see_more(run, built, monkeypatch):
+    def fail(config):
+        raise RuntimeError("[red]wheels came off[/red]")
+
+    monkeypatch.setattr(sys.modules["flowrl.build"], "build_trainer", fail)
+    code, _, err = run("train", "quickstart")
+    assert code == 1
+    assert err.startswith("error: RuntimeError: [red]wheels came off[/red]\n")
+    assert "--debug" in err
+    assert "Traceback" not in err
+
+
+def test_a_misspelt_command_is_suggested(run):
+    code, _, err = run("trian", "quickstart")
+    assert code == 2
+    assert "train" in err
+
+
+def test_sample_passes_prompts_and_settings(run, built, tmp_path):
+    prompts = tmp_path / "two.txt"
+    prompts.write_text("a red star\na blue ring\n")
+    words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
+    assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
+    (args, options) = built[0]
+    assert args == ("tiny-sd3", ["a cat", "a red star", "a blue ring"])
+    assert (options["negative"], options["guidance"]) == ("fog", 2.0)
+    assert (options["seed"], options["count"], options["lora"]) == (7, 3, None)
+
+
+def test_sample_without_a_prompt_says_what_to_write(run, built):
+    assert "give a prompt" in run("sample", "tiny-sd3")[2]
+    assert not built
+
+
+def test_score_prints_a_missing_score_as_missing(run, built):
+    code, out, _ = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
+    assert code == 0
+    assert built[0][0][1] == ["ocr", "brightness"]
+    assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
+
+
+def test_score_as_json_is_valid_json(run, built):
+    out = run("score", "a.png", "--reward", "ocr", "--json")[1]
+    assert json.loads(out) == {"file": "a.png", "ocr": None, "brightness": 0.25}
+
+
+def test_gallery_wants_a_run_or_a_pair(run, built):
+    assert "Give either a run folder or --base" in run("gallery")[2]
+    assert "also give --lora" in run("gallery", "--base", "tiny-sd3")[2]
+    assert not built
+
+
+def test_explain_prints_an_option(run):
+    code, out, _ = run("explain", "optim.lr")
+    assert code == 0
+    assert "Learning rate." in out
+
+
+def test_explain_of_an_unknown_option_suggests(run):
+    code, _, err = run("explain", "optim.lrr")
+    assert code == 1
+    assert "Did you mean optim.lr?" in err
+
+
+def test_doctor_prints_what_it_finds(run):
+    code, out, err = run("doctor")
+    assert "python" in out
+    assert "presets" in out
+    assert (code == 0) == ("!!" not in out)
+    assert (code == 1) == ("marked !!" in err)

@@ -1,0 +1,160 @@
+"""The shape of the code: who may import whom, how long things may be, what text must not hold."""
+
+import ast
+import re
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "flowrl"
+
+# Each line may import itself and the lines above it. A new file needs a place here.
+LAYERS = [
+    {"errors", "storage"},
+    {"functional", "noise"},
+    {"trajectory"},
+    {"backbones", "policy", "tiny"},
+    {"samplers", "objectives"},
+    {"prompts", "reward", "encode"},
+    {"rollout"},
+    {"pictures", "curves", "render", "metrics", "trackers"},
+    {"gallery", "card", "report", "progress"},
+    {"runtime", "checkpoint", "export", "evaluate"},
+    {"train"},
+    {"fields", "sections", "sections_learning", "schema", "complaints", "recipe", "config"},
+    {"aliases", "explain", "doctor", "build", "bench"},
+    {"commands", "cli", "__main__"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+WITHOUT_TORCH = LAYERS[11] | {"aliases", "explain", "errors"}
+HEAVY = {
+    "accelerate", "cv2", "diffusers", "onnxruntime", "open_clip", "peft", "rapidocr", "skimage",
+    "tensorboard", "trackio", "transformers", "wandb", "xformers",
+}  # fmt: skip
+
+MAX_FILE = 299
+MAX_FILES = {"flowrl/train.py": 249}
+MAX_BODY = 40
+
+
+def sources(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    """flowrl/functional/sde.py -> functional.sde; the package's own __init__ is ""."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every imported module, with the names that may themselves be modules."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute: they read the same everywhere"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+MODULES = {module(path): ast.parse(path.read_text()) for path in sources("flowrl")}
+
+
+def targets(name: str) -> set[str]:
+    """The modules of this package that one of them imports, inside functions too."""
+    found = set()
+    for target in imports(MODULES[name]):
+        if target.startswith("flowrl."):
+            inner = target.removeprefix("flowrl.")
+            found.add(inner if inner in MODULES else inner.rpartition(".")[0])
+    return found - {name, ""}
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - {""}))
+def test_a_module_imports_only_its_own_layer_and_those_above(name):
+    top = name.partition(".")[0]
+    assert top in LEVEL, f"{top} has no place in LAYERS"
+    below = {t for t in targets(name) if LEVEL[t.partition(".")[0]] > LEVEL[top]}
+    assert not below, f"flowrl.{name} may not import {sorted(below)}"
+
+
+def test_imports_have_no_cycle():
+    order = list(
+        TopologicalSorter({name: targets(name) for name in MODULES if name}).static_order()
+    )
+    assert set(order) >= set(MODULES) - {""}
+
+
+def test_only_runtime_imports_accelerate():
+    users = {
+        n for n, tree in MODULES.items() if any(i.startswith("accelerate") for i in imports(tree))
+    }
+    assert users <= {"runtime"}
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_heavy_packages_are_imported_where_they_are_used(name):
+    top = [node for node in MODULES[name].body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    found = {i.partition(".")[0] for node in top for i in imports(node)} & HEAVY
+    assert not found, f"flowrl.{name} loads {sorted(found)} when imported"
+
+
+def test_configuration_knows_nothing_of_torch():
+    for name in WITHOUT_TORCH:
+        assert "torch" not in {i.partition(".")[0] for i in imports(MODULES[name])}, name
+
+
+def test_rewards_and_flowrl_do_not_know_each_other():
+    for path in sources("rewards"):
+        assert not {i for i in imports(ast.parse(path.read_text())) if i.startswith("flowrl")}, path
+    for name, tree in MODULES.items():
+        assert not {i for i in imports(tree) if i.partition(".")[0] == "rewards"}, name
+
+
+def test_files_are_short():
+    for path in sources("flowrl", "rewards", "scripts", "tests"):
+        name = path.relative_to(ROOT).as_posix()
+        lines = len(path.read_text().splitlines())
+        assert lines <= MAX_FILES.get(name, MAX_FILE), f"{name} has {lines} lines"
+
+
+def test_function_bodies_fit_on_a_screen():
+    for path in sources("flowrl", "rewards", "scripts"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = node.body[1:2] if ast.get_docstring(node) else node.body[:1]
+                lines = (node.end_lineno or 0) - first[0].lineno + 1 if first else 0
+                assert lines <= MAX_BODY, f"{path.name}: {node.name} has {lines} lines"
+
+
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cff", ".j2", ".jsonl", ".csv", ".html"}
+PUBLIC = {
+    "arxiv.org", "doi.org", "example.com", "example.org", "github.com", "huggingface.co",
+    "www.apache.org", "www.w3.org",
+}  # fmt: skip
+PRIVATE = [
+    re.compile(r"(?<![\w.~$}])/(?:home|mnt|root|tmp|work|Users)/\w"),
+    re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"),
+    re.compile(r"index[-_]url|\bpypi[.]org|\+cu\d"),
+]
+URL = re.compile(r"[a-z]+://(?:[^/@\s]*@)?([a-zA-Z0-9][a-zA-Z0-9.-]*)")
+
+
+def texts() -> Iterator[Path]:
+    for folder in ("flowrl", "rewards", "configs", "scripts", "tests", "docs", "gallery", ".ci"):
+        yield from (p for p in (ROOT / folder).rglob("*") if p.suffix in TEXT and p.is_file())
+    yield from (p for p in ROOT.iterdir() if p.suffix in TEXT or p.name == "LICENSE")
+    yield ROOT / ".ci" / "run"
+
+
+def test_text_names_no_machine_and_no_private_address():
+    for path in texts():
+        if any(part.startswith("venv") for part in path.parts):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            where = f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]}"
+            assert not any(pattern.search(line) for pattern in PRIVATE), where
+            assert {host.lower() for host in URL.findall(line)} <= PUBLIC, where
