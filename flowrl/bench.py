@@ -1,0 +1,120 @@
+"""What the toolkit costs beyond the network's own passes, as ratios measured in one run."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowrl.build import Given, build_learner
+from flowrl.config import parse_config
+from flowrl.rollout import Stopwatch, draw, group_request
+from flowrl.runtime import Runtime
+from flowrl.train import Learner
+from flowrl.trajectory import Rollout, Transitions
+
+GROUP = 8
+
+
+def bench_rollout(
+    *, model: str, batch: int, steps: int, threads: int, repeats: int, device: str
+) -> list[dict[str, Any]]:
+    """The sampler against its bare forwards, an update against its forwards and backwards.
+
+    All with the adapter attached, as training has it; then the same with the adapter folded
+    into the weights. -> one row a job: best seconds, and the ratio to the bare passes inside.
+    """
+    torch.set_num_threads(threads)
+    learner = _learner(model, batch, steps, device)
+    rollout = _with_random_rewards(learner.collect(0, Stopwatch()))
+    transitions: Transitions = learner.objective.prepare(rollout)  # type: ignore[assignment]
+    jobs: dict[str, Callable[[], None]] = {
+        "forwards": lambda: _forwards(learner, transitions, steps),
+        "sampler": lambda: _sample(learner, batch),
+        "forwards, LoRA merged": lambda: _merged(learner, lambda: _forwards(learner, transitions, steps)),
+        "sampler, LoRA merged": lambda: _merged(learner, lambda: _sample(learner, batch)),
+        "forwards and backwards": lambda: _passes(learner, transitions, batch),
+        "update": lambda: _update(learner, rollout),
+    }
+    seconds = best_of(jobs, repeats)
+    pairs = {"sampler": "forwards", "update": "forwards and backwards"}
+    pairs |= {"sampler, LoRA merged": "forwards, LoRA merged", "forwards, LoRA merged": "forwards"}
+    return [
+        {"job": job, "seconds": seconds[job], "ratio": seconds[job] / seconds[bare], "to": bare}
+        for job, bare in ({"forwards": "forwards", "forwards and backwards": "forwards"} | pairs).items()
+    ]
+
+
+def best_of(jobs: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Best seconds of each job. Every round runs them all, so that a busy machine disturbs all
+    alike; a first round warms up."""
+    best = dict.fromkeys(jobs, float("inf"))
+    for number in range(repeats + 1):
+        for name, job in jobs.items():
+            began = time.perf_counter()
+            job()
+            if number:
+                best[name] = min(best[name], time.perf_counter() - began)
+    return best
+
+
+def _learner(model: str, batch: int, steps: int, device: str) -> Learner:
+    """A learner whose batch and micro-batch are the whole rollout, every step but the last SDE."""
+    if batch % GROUP:
+        raise ValueError(f"--batch is {batch}, expected a multiple of {GROUP}")
+    config = parse_config(
+        {
+            "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
+            "prompts": {"train": "tiny:geneval:train"},
+            "rewards": [{"name": "brightness"}],
+            "rollout": {
+                "prompts": batch // GROUP,
+                "group_size": GROUP,
+                "steps": steps,
+                "batch_size": batch,
+                "merge_lora": False,
+            },
+            "optim": {"micro_batch": batch},
+        }
+    )
+    return build_learner(config, Runtime(device=device), Given())
+
+
+def _with_random_rewards(rollout: Rollout) -> Rollout:
+    """What an update costs must not depend on what an untrained pipeline happens to earn."""
+    reward = torch.rand(rollout.reward.shape, generator=torch.Generator().manual_seed(0))
+    return replace(rollout, reward=reward, valid=torch.ones_like(rollout.valid))
+
+
+def _forwards(learner: Learner, transitions: Transitions, steps: int) -> None:
+    rows = transitions.take(transitions.step == 0)
+    cond, sigma = rows.cond.take(rows.prompt), transitions.sigmas[0]
+    with torch.no_grad():
+        for _ in range(steps):
+            learner.policy.velocity(rows.x, sigma, cond)
+
+
+def _sample(learner: Learner, batch: int) -> None:
+    request = group_request(
+        learner.prompts.at(0), GROUP, seed=learner.seed, iteration=0, same_noise=False
+    )
+    draw(learner.backbone, learner.policy.velocity, learner.encode, request, learner.plan(0), batch)
+
+
+def _merged(learner: Learner, job: Callable[[], None]) -> None:
+    with learner.policy.merged():
+        job()
+
+
+def _passes(learner: Learner, transitions: Transitions, batch: int) -> None:
+    for chunk in transitions.chunks(batch):
+        cond = chunk.cond.take(chunk.prompt)
+        learner.policy.velocity(chunk.x, chunk.sigmas[chunk.step], cond).square().mean().backward()
+    learner.optimizer.zero_grad()
+
+
+def _update(learner: Learner, rollout: Rollout) -> None:
+    # The ratio is 1 in the first round only: later ones learn from an old rollout.
+    loose = replace(learner, update=replace(learner.update, ratio_tolerance=float("inf")))
+    loose.learn(rollout, 0)
