@@ -124,12 +124,13 @@ def test_the_spread_is_that_of_numpy_in_the_group_or_over_all(ddof, eps):
         assert_close(advantage, expected, rtol=1e-12, atol=0)
 
 
-def test_statistics_are_exact_for_low_precision_rewards():
-    """1000 and 1001 have no spread left once averaged in fp16."""
-    reward = torch.tensor([1000.0, 1001.0], dtype=torch.float16)
-    advantage = group_advantage(reward, torch.tensor([True, True]), torch.tensor([0, 0]))
-    assert advantage.dtype == torch.float16
-    assert advantage.tolist() == pytest.approx([-1, 1], rel=1e-3)
+def test_a_large_common_reward_does_not_drown_the_differences():
+    """Near 2^24 the numbers of fp32 lie 2 apart, so that a mean taken in fp32 would be rounded."""
+    valid, group = torch.ones(3, dtype=torch.bool), torch.zeros(3).long()
+    reward = torch.tensor([0.0, 2.0, 6.0])
+    advantage = group_advantage(reward + 2**24, valid, group)
+    assert advantage.dtype == torch.float32
+    assert_close(advantage, group_advantage(reward, valid, group), rtol=1e-6, atol=0)
 
 
 def test_a_valid_reward_must_be_a_number():
