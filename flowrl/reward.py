@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -83,10 +83,9 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     if not callable(found):
         raise UserError(f"reward {name!r} is {found!r}; expected a class or a function")
     if not inspect.isclass(found):
-        bound: Reward = functools.partial(found, **args) if args else found
-        return bound
+        return cast(Reward, functools.partial(found, **args) if args else found)
     try:
-        return found(**(args or {}))
+        return cast(Reward, found(**(args or {})))
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {name!r} does not accept {dict(args or {})}: {error}") from error
 

@@ -5,6 +5,11 @@ from torch import Tensor
 
 
 def to_uint8(images: Tensor) -> np.ndarray:
-    """(B, 3, H, W) float in [0, 1] -> (B, H, W, 3) uint8 RGB, rounded to the nearest level."""
+    """(B, 3, H, W) float in [0, 1] -> (B, H, W, 3) uint8 RGB, rounded to the nearest level.
+
+    Raises ValueError for pixels that are not finite: no score would mean anything.
+    """
+    if not images.isfinite().all():
+        raise ValueError("pictures hold NaN or infinite pixels; expected values in [0, 1]")
     levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
     return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -8,12 +8,11 @@ policy trained against this detector earns nothing with blobs. Regions of touchi
 cut by colour first, at their necks second.
 """
 
-from dataclasses import dataclass
-
 import cv2
 import numpy as np
 
 from rewards.geneval_rules import Detection
+from rewards.tiny_regions import Patch, cut_at_necks
 from rewards.tiny_shapes import AREA, ideal_shapes, normalise
 
 COLORS = {
@@ -27,8 +26,16 @@ COLORS = {
 UNKNOWN = "unknown"
 LIGHT = 170  # level: a darker background is not the world this detector knows
 CONTRAST = 85  # RGB distance from the background where an object begins
-SPECK = 36  # pixels: smaller regions are ignored
-MATCH = 0.84  # overlap with the ideal shape that convinces
+# Overlap with the ideal shape that convinces: less than the smallest drawn shapes keep after a
+# soft decoder, more than ovals, diamonds, thick stars and irregular blobs reach.
+MATCH = {
+    "circle": 0.91,
+    "square": 0.87,
+    "triangle": 0.86,
+    "star": 0.83,
+    "cross": 0.84,
+    "ring": 0.82,
+}
 MARGIN = 0.05  # by which the best shape must beat the second
 COLOR_DISTANCE = 75  # RGB distance beyond which a pixel has none of the colours
 COLOR_SHARE = 0.75  # of an object's core pixels that must agree on the colour
@@ -37,43 +44,12 @@ _NAMES = tuple(COLORS)
 _PALETTE = np.array(list(COLORS.values()), np.float32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
-    """A part of the picture: a region's mask (h, w) of 0 and 1 and the pixels around it."""
-
-    mask: np.ndarray
-    contrast: np.ndarray  # (h, w) float32, RGB distance from the background
-    pixels: np.ndarray  # (h, w, 3) float32
-    left: int
-    top: int
-
-    def regions(self, mask: np.ndarray) -> list["Patch"]:
-        """The connected regions of another mask (h, w) that are no specks, with a pixel around."""
-        count, labels, stats, _ = cv2.connectedComponentsWithStats(mask, connectivity=4)
-        found = []
-        for i in range(1, count):
-            x, y, width, height, area = (int(n) for n in stats[i])
-            if area < SPECK:
-                continue
-            x0, y0 = max(x - 1, 0), max(y - 1, 0)
-            cut = slice(y0, y + height + 1), slice(x0, x + width + 1)
-            region = (labels[cut] == i).astype(np.uint8)
-            found.append(
-                Patch(
-                    mask=region, contrast=self.contrast[cut], pixels=self.pixels[cut],
-                    left=self.left + x0, top=self.top + y0,
-                )
-            )  # fmt: skip
-        return found
-
-
 class TinyDetector:
     """(B, H, W, 3) uint8 RGB -> for every picture its objects as a list of Detections.
 
-    The score is the overlap (soft intersection over union) with the ideal shape.
+    The score is the overlap (soft intersection over union) with the ideal shape; objects that
+    have a class are convincing already, so no threshold need be set on it.
     """
-
-    threshold = counting_threshold = MATCH
 
     def __init__(self) -> None:
         self._names, self._ideal = ideal_shapes()
@@ -123,8 +99,8 @@ class TinyDetector:
         overlap = common / (2 * AREA - common)
         best = int(overlap.argmax())
         second = max(o for o, n in zip(overlap, self._names, strict=True) if n != self._names[best])
-        clear = overlap[best] > MATCH and overlap[best] - second > MARGIN
-        return self._names[best] if clear else UNKNOWN, float(overlap[best])
+        name, score = self._names[best], float(overlap[best])
+        return (name if score > MATCH[name] and score - second > MARGIN else UNKNOWN), score
 
 
 def _nearest_color(pixels: np.ndarray) -> np.ndarray:
@@ -143,20 +119,4 @@ def _cut(patch: Patch) -> list[Patch]:
     parts = [p for c in range(len(_NAMES)) for p in patch.regions(patch.mask * (color == c))]
     if len(parts) > 1:
         return parts
-    for width in (3, 5):
-        cores = patch.regions(cv2.erode(patch.mask, np.ones((width, width), np.uint8)))
-        if len(cores) > 1:
-            return _grow(patch, cores)
-    return []
-
-
-def _grow(patch: Patch, cores: list[Patch]) -> list[Patch]:
-    """Every pixel of a region to its nearest core."""
-    far = []
-    for core in cores:
-        blank = np.ones_like(patch.mask)
-        y, x = core.top - patch.top, core.left - patch.left
-        blank[y : y + core.mask.shape[0], x : x + core.mask.shape[1]] -= core.mask
-        far.append(cv2.distanceTransform(blank, cv2.DIST_L2, 3))
-    owner = np.argmin(far, axis=0)
-    return [p for i in range(len(cores)) for p in patch.regions(patch.mask * (owner == i))]
+    return cut_at_necks(patch)

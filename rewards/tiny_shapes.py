@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
-HOLES = (0.52, 0.56, 0.6, 0.64)  # inner radii of rings, whose width varies most when small
+HOLES = (0.5, 0.54, 0.58, 0.62, 0.66)  # inner radii of rings, whose width varies most when small
 GRID = 40  # samples a side
 SPAN = 1.05  # half side of the grid, in units of the square root of the shape's area
 AREA = (GRID / (2 * SPAN)) ** 2  # samples that every normalised shape covers
@@ -21,7 +21,7 @@ def normalise(alpha: np.ndarray) -> np.ndarray:
 
 
 def ideal_shapes() -> tuple[list[str], np.ndarray]:
-    """Names and normalised masks (9, GRID * GRID) of the shapes; the ring comes in four widths."""
+    """Names and normalised masks (10, GRID * GRID) of the shapes; the ring comes in five widths."""
     y, x = np.mgrid[-1.5:1.5:300j, -1.5:1.5:300j].astype(np.float32)
     radius, far, near = np.hypot(x, y), np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
     masks = [

@@ -1,0 +1,15 @@
+"""Brightness: the smallest complete reward, a pattern for your own."""
+
+from torch import Tensor
+
+
+class Brightness:
+    """The mean pixel value, in [0, 1]: rewards bright pictures."""
+
+    name = "brightness"
+    bounds = (0.0, 1.0)
+    differentiable = True
+    version = "brightness-1"
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        return images.float().flatten(1).mean(1)

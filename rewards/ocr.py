@@ -1,0 +1,137 @@
+"""Does the picture carry the asked text? Read by RapidOCR, judged by edit distance.
+
+The rule "flow_grpo" is the one Flow-GRPO trains on (arXiv 2505.05470); "strict" also asks that
+nothing else is written. The engine needs no download: its models come with the package.
+"""
+
+import math
+import re
+import unicodedata
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rewards.images import to_uint8
+
+MODES = ("flow_grpo", "strict")
+CONFIDENCE = 0.5  # lines the engine is less sure of do not count
+_QUOTED = re.compile(r'"([^"]*)"?|\N{LEFT DOUBLE QUOTATION MARK}([^\u201d]*)\u201d?')
+
+Reader = Callable[[np.ndarray], list[str]]  # (H, W, 3) uint8 BGR -> lines in reading order
+
+
+def quoted(prompt: str) -> list[str]:
+    """The spans between double quotes, straight or curly; an open quote runs to the end."""
+    spans = (a or b for a, b in _QUOTED.findall(prompt))
+    return [span for span in spans if span.strip()]
+
+
+def distance_score(recognised: str, target: str) -> float:
+    """1 - d / len(target), with d the edit distance, at most len(target)."""
+    from rapidfuzz.distance import Levenshtein
+
+    return 1 - min(Levenshtein.distance(recognised, target), len(target)) / len(target)
+
+
+def flow_grpo_score(lines: Sequence[str], target: str) -> float:
+    """Flow-GRPO's rule: lower case, no U+0020; 1 if the target occurs anywhere in the lines."""
+    recognised, target = (t.replace(" ", "").lower() for t in ("".join(lines), target))
+    return 1.0 if target in recognised else distance_score(recognised, target)
+
+
+class OCR:
+    """How much of the asked text can be read: 1 = all of it, 0 = none, NaN = the engine failed.
+
+    The target is metadata["ocr_text"] (a text or a list of texts), else what the prompt quotes:
+    the first span for "flow_grpo", all of them for "strict". A prompt with neither is none of
+    this reward's business (`applies`).
+    mode "strict": Unicode NFKC and case folding, no white space, and further text costs
+    (`extra_text`, on by default); words may come in any order when `word_order` is off.
+    """
+
+    differentiable = False
+    scope = "sample"
+    bounds = (0.0, 1.0)
+
+    def __init__(
+        self, mode: str = "flow_grpo", *, extra_text: bool = True, word_order: bool = True
+    ):
+        if mode not in MODES:
+            raise ValueError(f"OCR mode is one of {', '.join(MODES)}, not {mode!r}")
+        self.mode = mode
+        self.extra_text = extra_text
+        self.word_order = word_order
+        self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
+        rule = mode if mode == "flow_grpo" else f"{mode}-{extra_text:d}{word_order:d}"
+        self.version = f"ocr-1/{rule}/rapidocr"
+        self._read: Reader | None = None
+
+    def targets(self, prompt: str, metadata: dict) -> list[str]:
+        """The texts asked for; empty when there are none."""
+        given = metadata.get("ocr_text")
+        texts = [given] if isinstance(given, str) else list(given or quoted(prompt))
+        texts = [text for text in texts if text.strip()]
+        return texts if self.mode == "strict" else texts[:1]
+
+    def applies(self, prompt: str, metadata: dict) -> bool:
+        """True when some text is asked for."""
+        return bool(self.targets(prompt, metadata))
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32; raises only if no picture can be read."""
+        self._read = self._read or rapidocr_reader()
+        scores, failure, tried = [], None, 0
+        for image, prompt, data in zip(to_uint8(images), prompts, metadata, strict=True):
+            targets = self.targets(prompt, data)
+            scores.append(math.nan)
+            if not targets:
+                continue
+            tried += 1
+            try:
+                lines = self._read(np.ascontiguousarray(image[..., ::-1]))
+            except Exception as error:
+                failure = error
+                continue
+            scores[-1] = self.judge(lines, targets)
+        if failure is not None and tried and all(math.isnan(s) for s in scores):
+            raise failure
+        return torch.tensor(scores, dtype=torch.float32)
+
+    def judge(self, lines: Sequence[str], targets: Sequence[str]) -> float:
+        """The score of recognised lines for the asked texts."""
+        if self.mode == "flow_grpo":
+            return flow_grpo_score(lines, targets[0])
+        recognised, target = self._folded(lines), self._folded(targets)
+        found = not self.extra_text and target in recognised
+        return 1.0 if found else distance_score(recognised, target)
+
+    def _folded(self, texts: Sequence[str]) -> str:
+        words = unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
+        return "".join(words if self.word_order else sorted(words))
+
+
+def rapidocr_reader() -> Reader:
+    """RapidOCR on one thread; pictures down to 64x64 pixels need no enlarging."""
+    from rapidocr import RapidOCR
+
+    engine = RapidOCR(
+        params={
+            "Global.log_level": "critical",
+            "Global.text_score": CONFIDENCE,
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+            # Look at small pictures as they are, and pad short words little: half the time.
+            "Det.limit_type": "max",
+            "Det.limit_side_len": 512,
+            "Rec.rec_img_shape": [3, 48, 48],
+        }
+    )
+
+    def read(image: np.ndarray) -> list[str]:
+        # The engine remembers flags from call to call: all three are said every time.
+        result = engine(image, use_det=True, use_cls=False, use_rec=True)
+        return list(getattr(result, "txts", None) or ())
+
+    return read

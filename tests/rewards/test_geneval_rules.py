@@ -1,0 +1,153 @@
+"""The rules, with scripted boxes: no picture, no detector."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.geneval_rules import (
+    MAX_PER_CLASS,
+    Detection,
+    by_class,
+    official,
+    partial,
+    relations,
+    strict,
+)
+
+COLORS = ("red", "blue")
+NAMES = ("cat", "dog")
+
+
+def box(x: float, y: float, size: float = 10) -> tuple[float, float, float, float]:
+    return (x - size / 2, y - size / 2, x + size / 2, y + size / 2)
+
+
+def thing(name: str, x: float = 50, y: float = 50, color: str | None = None, score: float = 0.9):
+    return Detection(box=box(x, y), score=score, name=name, color=color)
+
+
+def one(name: str, **extra) -> dict:
+    return {"class": name, "count": 1, **extra}
+
+
+CAT, DOG = thing("cat", 20), thing("dog", 80)
+RED_CAT, BLUE_CAT = thing("cat", 20, color="red"), thing("cat", 20, color="blue")
+BLUE_DOG, RED_DOG = thing("dog", 80, color="blue"), thing("dog", 80, color="red")
+ONE_CAT = [one("cat")]
+PAIR = [one("cat"), one("dog")]
+TWO_CATS = [{"class": "cat", "count": 2}]
+NO_THIRD = [{"class": "cat", "count": 3}]
+LEFT = [one("dog"), one("cat", position=["left of", 0])]
+RIGHT = [one("dog"), one("cat", position=["right of", 0])]
+COLORED = [one("cat", color="red")]
+ATTRIBUTES = [one("cat", color="red"), one("dog", color="blue")]
+
+CASES = [  # tag, found, include, exclude, official, strict, partial
+    ("single_object", [CAT], ONE_CAT, [], 1, 1, 1),
+    ("single_object", [], ONE_CAT, [], 0, 0, 0),
+    ("single_object", [DOG], ONE_CAT, [], 0, 0, 0),
+    ("single_object", [CAT, CAT], ONE_CAT, [], 1, 0, 0),
+    ("single_object", [CAT] * 16, ONE_CAT, [], 1, 0, 0),
+    ("two_object", [CAT, DOG], PAIR, [], 1, 1, 1),
+    ("two_object", [CAT], PAIR, [], 0, 0, 1 / 2),
+    ("two_object", [CAT, CAT, DOG], PAIR, [], 1, 0, 1 / 2),
+    ("counting", [CAT] * 2, TWO_CATS, NO_THIRD, 1, 1, 1),
+    ("counting", [CAT], TWO_CATS, NO_THIRD, 0, 0, 1 / 2),
+    ("counting", [CAT] * 3, TWO_CATS, NO_THIRD, 0, 0, 1 / 2),
+    ("counting", [CAT] * 3, TWO_CATS, [], 1, 0, 1 / 2),
+    ("counting", [CAT] * 9, TWO_CATS, NO_THIRD, 0, 0, 0),
+    ("colors", [RED_CAT], COLORED, [], 1, 1, 1),
+    ("colors", [BLUE_CAT], COLORED, [], 0, 0, 1 / 2),
+    ("colors", [CAT], COLORED, [], 0, 0, 1 / 2),
+    ("colors", [RED_CAT, RED_CAT], COLORED, [], 1, 0, 0),
+    ("position", [CAT, DOG], LEFT, [], 1, 1, 1),
+    ("position", [CAT, DOG], RIGHT, [], 0, 0, 2 / 3),
+    ("position", [CAT], LEFT, [], 0, 0, 1 / 3),
+    ("position", [CAT, DOG, DOG], LEFT, [], 1, 0, 1 / 3),
+    ("color_attr", [RED_CAT, BLUE_DOG], ATTRIBUTES, [], 1, 1, 1),
+    ("color_attr", [BLUE_CAT, RED_DOG], ATTRIBUTES, [], 0, 0, 1 / 2),
+    ("color_attr", [RED_CAT, RED_DOG], ATTRIBUTES, [], 0, 0, 3 / 4),
+    ("color_attr", [BLUE_DOG], ATTRIBUTES, [], 0, 0, 1 / 2),
+]
+
+
+@pytest.mark.parametrize("tag, found, include, exclude, by_official, by_strict, by_partial", CASES)
+def test_every_kind_is_judged_as_defined_in_every_mode(
+    tag, found, include, exclude, by_official, by_strict, by_partial
+):
+    objects = by_class(found, 0.3)
+    assert official(objects, include, exclude) == by_official
+    assert strict(objects, include) == by_strict
+    assert partial(objects, include) == pytest.approx(by_partial)
+
+
+def test_official_looks_at_the_most_confident_object_alone():
+    sure, unsure = thing("cat", color="blue", score=0.9), thing("cat", color="red", score=0.5)
+    assert official(by_class([unsure, sure], 0.3), COLORED, []) == 0
+    assert official(by_class([unsure], 0.3), COLORED, []) == 1
+
+
+def test_published_quirks_can_be_reproduced():
+    many = by_class([CAT] * 16, 0.3)
+    assert partial(many, ONE_CAT, published=True) == -14
+    assert partial(many, ONE_CAT) == 0
+    wrong_side = by_class([CAT, DOG], 0.3)
+    assert partial(wrong_side, RIGHT, published=True) == 0.75
+    assert partial(wrong_side, RIGHT) == pytest.approx(2 / 3)
+
+
+def test_confidence_must_exceed_the_threshold_and_only_sixteen_boxes_count():
+    assert by_class([thing("cat", score=0.3)], 0.3)["cat"] == []
+    scores = [0.5 + i / 100 for i in range(20)]
+    kept = by_class([thing("cat", score=s) for s in scores], 0.3)["cat"]
+    assert [d.score for d in kept] == sorted(scores, reverse=True)[:MAX_PER_CLASS]
+
+
+detections = st.builds(
+    thing,
+    st.sampled_from(NAMES),
+    st.integers(5, 60),
+    st.integers(5, 60),
+    st.sampled_from((*COLORS, None)),
+    st.sampled_from((0.2, 0.5, 0.9)),
+)
+prompts = st.sampled_from([ONE_CAT, PAIR, TWO_CATS, LEFT, RIGHT, COLORED, ATTRIBUTES])
+
+
+@given(st.lists(detections, max_size=20), prompts)
+def test_partial_lies_in_0_to_1_and_is_1_exactly_when_strict_is(found, include):
+    objects = by_class(found, 0.3)
+    score = partial(objects, include)
+    assert 0 <= score <= 1
+    assert (strict(objects, include) == 1) == (score == 1)
+    assert not strict(objects, include) or official(objects, include, []) == 1
+
+
+spots = st.tuples(st.integers(-100, 100), st.integers(-100, 100), st.integers(1, 40))
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+
+
+@given(spots, spots)
+def test_swapping_two_boxes_flips_their_relation(a, b):
+    forth, back = relations(box(*a), box(*b)), relations(box(*b), box(*a))
+    assert {OPPOSITE[name] for name in forth} == back
+
+
+@given(spots, spots, st.integers(-50, 50), st.sampled_from((0.5, 2, 8)))
+def test_relations_do_not_depend_on_place_and_scale(a, b, shift, scale):
+    def moved(spot):
+        return box(*(scale * (v + d) for v, d in zip(spot, (shift, -shift, 0), strict=True)))
+
+    assert relations(moved(a), moved(b)) == relations(box(*a), box(*b))
+
+
+def test_relations_point_the_right_way_and_diagonals_have_two():
+    assert relations(box(20, 50), box(80, 50)) == {"left of"}
+    assert relations(box(50, 20), box(50, 80)) == {"above"}  # y points down
+    assert relations(box(80, 80), box(20, 20)) == {"right of", "below"}
+
+
+@given(spots)
+def test_boxes_with_one_centre_have_no_relation(spot):
+    x, y, size = spot
+    assert relations(box(x, y, size), box(x, y, 2 * size)) == set()

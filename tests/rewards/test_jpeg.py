@@ -1,0 +1,34 @@
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rewards.jpeg import Compressibility, Incompressibility
+
+PLAIN = torch.full((1, 3, 64, 64), 0.5)
+NOISE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+BOTH = torch.cat([PLAIN, NOISE])
+
+
+def test_the_score_is_the_size_of_the_file_in_kilobytes():
+    levels = (NOISE[0] * 255).round().byte().permute(1, 2, 0).numpy()
+    file = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(levels)).save(file, "JPEG", quality=95)
+    assert Incompressibility()(NOISE, [""], [{}]).item() == pytest.approx(
+        len(file.getvalue()) / 1000
+    )
+
+
+def test_compressibility_is_minus_the_size_in_500_kilobytes():
+    sizes = Incompressibility()(BOTH, ["", ""], [{}, {}])
+    assert torch.equal(Compressibility()(BOTH, ["", ""], [{}, {}]), -sizes / 500)
+    assert sizes[0] < sizes[1]
+
+
+def test_quality_counts_and_must_be_one():
+    best, worse = (Incompressibility(quality)(NOISE, [""], [{}]) for quality in (95, 30))
+    assert worse < best
+    with pytest.raises(ValueError, match="between 1 and 100"):
+        Incompressibility(0)

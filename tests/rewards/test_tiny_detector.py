@@ -1,0 +1,167 @@
+"""The detector against freshly drawn pictures; it knows neither the generator nor its labels."""
+
+import functools
+import random
+import subprocess
+import sys
+
+import cv2
+import numpy as np
+import pytest
+
+from flowrl.tiny.draw import draw
+from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
+from rewards.geneval import GenEval
+from rewards.tiny_detector import UNKNOWN, TinyDetector
+
+PER_KIND = 80
+prompts_of = functools.cache(all_prompts)
+BLUE = (40, 84, 224)
+
+
+@pytest.fixture(scope="module")
+def detector() -> TinyDetector:
+    return TinyDetector()
+
+
+def drawn(tag: str, count: int, seed: int = 0):
+    rng = random.Random(f"{tag}/{seed}")
+    prompts = [rng.choice(prompts_of(tag)) for _ in range(count)]
+    return prompts, np.stack([draw(prompt, rng) for prompt in prompts])
+
+
+def strict_scores(detector: TinyDetector, images, prompts) -> list[float]:
+    judge = GenEval(mode="strict").judge
+    return [judge(found, p) for found, p in zip(detector(images), prompts, strict=True)]
+
+
+@pytest.mark.parametrize("tag", GENEVAL_TAGS)
+def test_drawn_pictures_are_judged_right(detector, tag):
+    prompts, images = drawn(tag, PER_KIND)
+    assert np.mean(strict_scores(detector, images, prompts)) >= 0.99
+
+
+@pytest.mark.parametrize("tag", GENEVAL_TAGS)
+def test_a_picture_of_another_prompt_is_judged_wrong(detector, tag):
+    """Against prompts that the picture cannot satisfy: other classes, counts, colours, sides."""
+    prompts, images = drawn(tag, PER_KIND, seed=1)
+    rng = random.Random(tag)
+    others = [_other(tag, prompt, rng) for prompt in prompts]
+    assert np.mean(strict_scores(detector, images, others)) <= 0.01
+
+
+def _other(tag: str, prompt: dict, rng: random.Random) -> dict:
+    while not _differs(prompt, other := rng.choice(prompts_of(tag))):
+        pass
+    return other
+
+
+def _differs(drawn_for: dict, other: dict) -> bool:
+    """Whether a picture of the first prompt must fail the second."""
+
+    def key(prompt: dict):
+        return sorted((e["class"], e["count"], e.get("color", "")) for e in prompt["include"])
+
+    if key(drawn_for) != key(other):
+        return True
+    sides = [p["include"][-1].get("position", [""])[0] for p in (drawn_for, other)]
+    same_order = drawn_for["include"][0]["class"] == other["include"][0]["class"]
+    opposite = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+    return sides[0] != "" and sides[1] != (sides[0] if same_order else opposite[sides[0]])
+
+
+def test_every_prompt_fails_on_an_empty_picture_and_on_noise(detector):
+    blank = np.full((1, 64, 64, 3), 240, np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 3)).astype(np.uint8)
+    dark = np.full((1, 64, 64, 3), 20, np.uint8)
+    for images in (blank, noise, dark):
+        assert all(d.name == UNKNOWN for found in detector(images) for d in found)
+
+
+def _filled(points) -> np.ndarray:
+    canvas = np.full((256, 256, 3), 240, np.uint8)
+    cv2.fillPoly(canvas, [np.round(points).astype(np.int32)], BLUE)
+    return cv2.resize(canvas, (64, 64), interpolation=cv2.INTER_AREA)
+
+
+def _radial(radius, count: int = 120, turn: float = 0.0) -> np.ndarray:
+    """A closed outline from its radius, a number or a function of the angle."""
+    angle = np.linspace(0, 2 * np.pi, count, endpoint=False)
+    r = np.asarray(radius(angle) if callable(radius) else radius, dtype=float)
+    return np.stack([128 + r * np.sin(angle + turn), 128 - r * np.cos(angle + turn)], 1)
+
+
+MALFORMED = {
+    "diamond": _radial(60, 4),
+    "pentagon": _radial(60, 5),
+    "triangle on its tip": _radial(60, 3, np.pi),
+    "oval": _radial(lambda a: 60 / np.hypot(np.sin(a), 1.35 * np.cos(a))),
+    "long rectangle": np.array([[60, 90], [196, 90], [196, 170], [60, 170]]),
+    "six-pointed star": _radial(lambda a: np.where(np.arange(len(a)) % 2, 30, 65), 12),
+    "four-pointed star": _radial(lambda a: np.where(np.arange(len(a)) % 2, 27, 65), 8),
+    "blob": _radial(lambda a: 50 + 9 * np.cos(2 * a + 1) + 7 * np.cos(3 * a)),
+    "octagonal square": np.array([[68, 92], [92, 68], [164, 68], [188, 92],
+                                  [188, 164], [164, 188], [92, 188], [68, 164]]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [n for n in MALFORMED if n != "octagonal square"])
+def test_a_malformed_blob_has_no_class(detector, name):
+    found = detector(_filled(MALFORMED[name])[None])[0]
+    assert [d.name for d in found] == [UNKNOWN]
+
+
+def test_an_outline_between_square_and_circle_is_never_both(detector):
+    found = detector(_filled(MALFORMED["octagonal square"])[None])[0]
+    assert [d.name for d in found] in ([UNKNOWN], ["square"])
+
+
+def _canvas() -> np.ndarray:
+    return np.full((64, 64, 3), 240, np.uint8)
+
+
+def test_specks_are_ignored(detector):
+    image = _canvas()
+    cv2.circle(image, (32, 32), 12, BLUE, -1, cv2.LINE_AA)
+    for x in range(4, 60, 8):
+        image[3:5, x : x + 2] = (20, 20, 20)
+    assert [(d.name, d.color) for d in detector(image[None])[0]] == [("circle", "blue")]
+
+
+def test_touching_objects_are_told_apart_by_colour_and_by_their_neck(detector):
+    for second in ((222, 40, 40), BLUE):
+        image = _canvas()
+        cv2.circle(image, (20, 32), 11, BLUE, -1, cv2.LINE_AA)
+        cv2.circle(image, (43, 32), 11, second, -1, cv2.LINE_AA)
+        assert [d.name for d in detector(image[None])[0]] == ["circle", "circle"]
+
+
+def test_an_object_of_two_colours_has_neither(detector):
+    image = _canvas()
+    cv2.circle(image, (32, 32), 14, BLUE, -1, cv2.LINE_AA)
+    image[:, 32:][np.abs(image[:, 32:].astype(int) - BLUE).sum(2) < 20] = (222, 40, 40)
+    assert all(d.name == UNKNOWN or d.color is None for d in detector(image[None])[0])
+
+
+@pytest.mark.parametrize("tag", ("two_object", "counting"))
+def test_soft_and_ringing_edges_do_not_matter(detector, tag):
+    prompts, images = drawn(tag, PER_KIND, seed=2)
+    soft = np.stack([cv2.GaussianBlur(image, (0, 0), 0.7) for image in images])
+    blurred = np.stack([cv2.GaussianBlur(image, (0, 0), 1.5) for image in images]).astype(int)
+    ringing = np.clip(1.4 * images - 0.4 * blurred, 0, 255).astype(np.uint8)
+    rng = np.random.default_rng(0)
+    grainy = np.clip(images + rng.normal(0, 6, images.shape), 0, 255).astype(np.uint8)
+    for changed in (soft, ringing, grainy):
+        assert np.mean(strict_scores(detector, changed, prompts)) >= 0.95
+
+
+def test_the_box_surrounds_the_object(detector):
+    image = _canvas()
+    image[10:30, 20:40] = BLUE
+    (found,) = detector(image[None])[0]
+    assert found.name == "square" and found.box == (20.0, 10.0, 40.0, 30.0)
+
+
+def test_the_detector_does_not_know_the_generator():
+    code = "import sys, rewards.tiny_detector; sys.exit('flowrl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
