@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from flowrl.actions import align
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
 
 _HOMES = {
     "Config": "flowrl.config",
     "UserError": "flowrl.errors",
+    "align": "flowrl.actions",
     "load_config": "flowrl.config",
 }
 
-__all__ = ["Config", "UserError", "__version__", "load_config"]
+__all__ = ["Config", "UserError", "__version__", "align", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -29,22 +29,20 @@ def run(capsys, monkeypatch):
 def built(monkeypatch):
     """Stands for everything below the command line; records how it is called."""
     calls = []
-    module = ModuleType("flowrl.build")
+    module = ModuleType("flowrl.actions")
 
-    def trainer(config):
-        calls.append(config)
-        stub = ModuleType("trainer")
-        stub.run = calls.append  # type: ignore[attr-defined]
-        return stub
+    def align(config, *, resume):
+        calls.extend([config, resume])
+        return []
 
     def record(*args, **kwargs):
         calls.append((args, kwargs))
         return [{"file": "a.png", "ocr": float("nan"), "brightness": 0.25}]
 
-    module.build_trainer = trainer  # type: ignore[attr-defined]
+    module.align, module.table = align, list  # type: ignore[attr-defined]
     for name in ("sample_images", "score_images", "evaluate_model", "build_gallery"):
         setattr(module, name, record)
-    monkeypatch.setitem(sys.modules, "flowrl.build", module)
+    monkeypatch.setitem(sys.modules, "flowrl.actions", module)
     return calls
 
 
@@ -122,10 +120,10 @@ def test_debug_shows_the_traceback_wherever_it_stands():
 
 
 def test_an_unexpected_error_is_short_and_says_how_to_see_more(run, built, monkeypatch):
-    def fail(config):
+    def fail(config, **_):
         raise RuntimeError("[red]wheels came off[/red]")
 
-    monkeypatch.setattr(sys.modules["flowrl.build"], "build_trainer", fail)
+    monkeypatch.setattr(sys.modules["flowrl.actions"], "align", fail)
     code, _, err = run("train", "quickstart")
     assert code == 1
     assert err.startswith("error: RuntimeError: [red]wheels came off[/red]\n")

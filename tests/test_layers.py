@@ -15,21 +15,24 @@ PACKAGE = ROOT / "flowrl"
 LAYERS = [
     {"errors", "storage"},
     {"functional", "noise"},
-    {"trajectory"},
+    {"trajectory", "runtime"},
     {"backbones", "policy", "tiny"},
     {"samplers", "objectives"},
     {"prompts", "reward", "encode"},
     {"rollout"},
     {"pictures", "curves", "render", "metrics", "trackers"},
     {"gallery", "card", "report", "progress"},
-    {"runtime", "checkpoint", "export", "evaluate"},
+    {"checkpoint", "export", "evaluate"},
+    {"run"},
     {"train"},
     {"fields", "sections", "sections_learning", "schema", "complaints", "recipe", "config"},
-    {"aliases", "explain", "doctor", "build", "bench"},
+    {"aliases", "explain", "doctor", "build"},
+    {"handover", "bench"},
+    {"actions"},
     {"commands", "cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-WITHOUT_TORCH = LAYERS[11] | {"aliases", "explain", "errors"}
+WITHOUT_TORCH = LAYERS[LEVEL["config"]] | {"aliases", "explain", "errors"}
 HEAVY = {
     "accelerate", "cv2", "diffusers", "onnxruntime", "open_clip", "peft", "rapidocr", "skimage",
     "tensorboard", "trackio", "transformers", "wandb", "xformers",

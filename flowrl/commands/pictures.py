@@ -48,7 +48,7 @@ def sample(
         raise UserError(
             'Nothing to draw: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
-    from flowrl.build import sample_images
+    from flowrl.actions import sample_images
 
     paths = sample_images(
         model,
@@ -95,7 +95,7 @@ def score(
     """
     if prompt and prompts:
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
-    from flowrl.build import score_images
+    from flowrl.actions import score_images
     from flowrl.commands.show import print_table
 
     print_table(score_images(pictures, reward, prompts or prompt or None), as_json=as_json)
@@ -130,7 +130,7 @@ def gallery(
         raise UserError("Give either a run folder or --base, as in flowrl gallery runs/quickstart.")
     if base is not None and not (lora and prompts and output_dir):
         raise UserError("With --base, also give --lora, --prompts and --output-dir.")
-    from flowrl.build import build_gallery
+    from flowrl.actions import build_gallery
 
     typer.echo(
         build_gallery(

@@ -62,9 +62,11 @@ def train(
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
-    from flowrl.build import build_trainer
+    from flowrl.actions import align, table
+    from flowrl.commands.show import print_table
 
-    build_trainer(config).run(resume)
+    if rows := table(align(config, resume=resume)):
+        print_table(rows)
 
 
 def _saved_recipe(resume: str | None) -> Path:
@@ -106,6 +108,6 @@ def evaluate(
             "No recipe given: name a preset or a YAML file, as in flowrl evaluate quickstart."
         )
     config = load_config(request.recipe, request.overrides)
-    from flowrl.build import evaluate_model
+    from flowrl.actions import evaluate_model
 
     print_table(evaluate_model(config, lora=lora), as_json=as_json)
