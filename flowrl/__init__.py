@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flowrl.actions import align
+    from flowrl.build import pipeline_path
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
 
@@ -19,9 +20,10 @@ _HOMES = {
     "UserError": "flowrl.errors",
     "align": "flowrl.actions",
     "load_config": "flowrl.config",
+    "pipeline_path": "flowrl.build",
 }
 
-__all__ = ["Config", "UserError", "__version__", "align", "load_config"]
+__all__ = ["Config", "UserError", "__version__", "align", "load_config", "pipeline_path"]
 
 
 def __getattr__(name: str) -> Any:

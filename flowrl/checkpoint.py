@@ -46,12 +46,13 @@ class Checkpoints:
         return self.path(step)
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """The state of "latest", or of a checkpoint's folder.
+        """The state of "latest" (or of the run's own folder, which means the same), or of a
+        checkpoint's folder.
 
         None when "latest" finds a run that was stopped before its first checkpoint: it starts
         over. Raises UserError when there is no run, or no checkpoint in the folder.
         """
-        if resume == LATEST:
+        if resume == LATEST or Path(resume).resolve() == self.folder.parent.resolve():
             if not (self.folder.parent / CONFIG).exists():
                 raise UserError(f"nothing to resume: {self.folder.parent} holds no run")
             steps = self.steps()
