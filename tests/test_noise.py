@@ -103,9 +103,10 @@ def test_noise_leaves_the_global_generator_alone():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_other_types_hold_the_same_noise_rounded():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_hold_the_same_noise_rounded(dtype):
     seeds = seeds_of(2)
-    assert torch.equal(noise(seeds, dtype=torch.bfloat16), noise(seeds).to(torch.bfloat16))
+    assert torch.equal(noise(seeds, dtype=dtype), noise(seeds).to(dtype))
 
 
 def test_noise_is_standard_normal():

@@ -102,7 +102,7 @@ SCHEDULES = {
     "sd3": lambda steps: sd3_sigmas(steps, dtype=F64),
     "flux": lambda steps: flux_sigmas(steps, flux_mu(1024), dtype=F64),
 }
-FLOWS = [GaussianFlow(m, s) for m in (0.0, 0.5) for s in (0.0, 0.25, 0.5, 1.0, 2.0)]
+FLOWS = [GaussianFlow(0.5, s) for s in (0.0, 0.25, 0.5, 1.0, 2.0)] + [GaussianFlow(0.0, 0.5)]
 
 
 def no_noise(sigmas: Tensor, level: float) -> Tensor:
