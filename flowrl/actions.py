@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from flowrl.build import (
     build_run,
     load_pipeline,
 )
-from flowrl.checkpoint import Checkpoints, claim, write_config
-from flowrl.config import Config, config_yaml
+from flowrl.checkpoint import CONFIG, Checkpoints, claim, write_config
+from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.errors import UserError
 from flowrl.evaluate import Comparison, compare
 from flowrl.export import load_lora
-from flowrl.handover import hand_over
+from flowrl.gallery import write_gallery
+from flowrl.handover import hand_over, pairs, summary
 from flowrl.pictures import png, to_tensor
 from flowrl.prompts import load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
@@ -183,3 +185,58 @@ def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
     if len(records) != count:
         raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
     return [(record.text, record.metadata) for record in records]
+
+
+def build_gallery(
+    run: Path | None,
+    *,
+    base: str | None,
+    lora: str | None,
+    prompts: str | None,
+    count: int,
+    seed: int | None,
+    output_dir: Path | None,
+) -> Path:
+    """Draw base and aligned pictures of the same prompts and seeds -> the page that shows them.
+
+    Of a run: its pipeline, LoRA, rewards and evaluation settings; or of `base` with `lora`.
+    """
+    config, rewards = _recipe_of(run) if run else (_plain_recipe(str(base), str(prompts)), [])
+    changes = {"images": count} | ({"prompts": prompts} if prompts else {})
+    changes |= {"seed": seed} if seed is not None else {}
+    evaluation = config.evaluation.model_copy(update=changes)
+    config = config.model_copy(update={"evaluation": evaluation})
+    runtime = Runtime(device=config.pipeline.device)
+    pipeline = load_pipeline(
+        config.pipeline.path, dtype=config.pipeline.dtype, device=runtime.device
+    )
+    evaluator = build_evaluator(config, pipeline, rewards, Given())
+    if evaluator is None:
+        raise UserError(f"{run} has no held-out prompts: name some with --prompts")
+    evaluator = replace(evaluator, keep=count)
+    before = evaluator(evaluator.backbone.velocity, runtime)
+    load_lora(pipeline, lora or str(run))
+    after = evaluator(evaluator.backbone.velocity, runtime)
+    page, _ = write_gallery(
+        output_dir or Path(str(run)) / "gallery",
+        pairs(before, after),
+        title=f"{config.pipeline.path}: base and aligned",
+        summary=summary(compare(before, after)),
+        caption=f"{count} pictures of {evaluation.prompts}, seed {evaluation.seed}",
+    )
+    return page
+
+
+def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
+    path = run / CONFIG
+    if not path.is_file():
+        raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
+    config = load_config(path)
+    return config, build_rewards(config, Given())
+
+
+def _plain_recipe(base: str, prompts: str) -> Config:
+    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery asks none
+    return parse_config(
+        {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
+    )

@@ -32,7 +32,9 @@ def bench_rollout(
     jobs: dict[str, Callable[[], None]] = {
         "forwards": lambda: _forwards(learner, transitions, steps),
         "sampler": lambda: _sample(learner, batch),
-        "forwards, LoRA merged": lambda: _merged(learner, lambda: _forwards(learner, transitions, steps)),
+        "forwards, LoRA merged": lambda: _merged(
+            learner, lambda: _forwards(learner, transitions, steps)
+        ),
         "sampler, LoRA merged": lambda: _merged(learner, lambda: _sample(learner, batch)),
         "forwards and backwards": lambda: _passes(learner, transitions, batch),
         "update": lambda: _update(learner, rollout),
@@ -42,7 +44,9 @@ def bench_rollout(
     pairs |= {"sampler, LoRA merged": "forwards, LoRA merged", "forwards, LoRA merged": "forwards"}
     return [
         {"job": job, "seconds": seconds[job], "ratio": seconds[job] / seconds[bare], "to": bare}
-        for job, bare in ({"forwards": "forwards", "forwards and backwards": "forwards"} | pairs).items()
+        for job, bare in (
+            {"forwards": "forwards", "forwards and backwards": "forwards"} | pairs
+        ).items()
     ]
 
 

@@ -17,6 +17,7 @@ from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
+from flowrl.objectives.base import Objective
 from flowrl.objectives.grpo import GRPO
 from flowrl.policy import Policy
 from flowrl.progress import Steps
@@ -57,7 +58,9 @@ def pipeline_path(path: str) -> str:
         return path
     folder = resources.files("flowrl") / "assets" / path
     if not folder.is_dir():
-        raise UserError(f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny.py")
+        raise UserError(
+            f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny.py"
+        )
     return str(folder)
 
 
@@ -145,14 +148,13 @@ def build_policy(config: Config, backbone: Backbone) -> Policy:
 
 def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given."""
-    r, o, u, p = config.rollout, config.objective, config.optim, config.pipeline
+    p, r, u = config.pipeline, config.rollout, config.optim
     pipeline = given.pipeline or load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
     backbone = build_backbone(config, pipeline, guidance=r.guidance)
     policy = build_policy(config, backbone)
     specs = build_rewards(config, given)
     prompts = build_prompts(config.prompts.train, given.prompts)
     check_prompts(specs, prompts)
-    kernel = KERNELS[r.kernel]
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
     )
@@ -162,28 +164,10 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
         encode=TextCache(backbone, r.negative),
         prompts=PromptSampler(prompts, r.prompts, config.run.seed, balance=config.prompts.balance),
         specs=specs,
-        objective=GRPO(
-            kernel=kernel,
-            clip_nats=o.clip_nats,
-            clip_eps=o.clip_eps,
-            kl_coef=o.kl_coef,
-            kl_form=o.kl_form,
-            advantage_scope=o.advantage_scope,
-            advantage_clip=o.advantage_clip,
-        ),
+        objective=build_objective(config),
         optimizer=runtime.prepare(optimizer),
         runtime=runtime,
-        rollout=RolloutSettings(
-            group_size=r.group_size,
-            steps=r.steps,
-            kernel=kernel,
-            noise_level=r.noise_level,
-            window=build_window(config),
-            batch_size=r.batch_size,
-            # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
-            merge_lora=p.dtype == "fp32" if r.merge_lora == "auto" else r.merge_lora,
-            same_noise=r.same_noise,
-        ),
+        rollout=rollout_settings(config),
         update=UpdateSettings(
             updates_per_rollout=u.updates_per_rollout,
             micro_batch=u.micro_batch,
@@ -195,6 +179,35 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     )
 
 
+def build_objective(config: Config) -> Objective:
+    o = config.objective
+    return GRPO(
+        kernel=KERNELS[config.rollout.kernel],
+        clip_nats=o.clip_nats,
+        clip_eps=o.clip_eps,
+        kl_coef=o.kl_coef,
+        kl_form=o.kl_form,
+        advantage_scope=o.advantage_scope,
+        advantage_clip=o.advantage_clip,
+    )
+
+
+def rollout_settings(config: Config) -> RolloutSettings:
+    r = config.rollout
+    # Folding rounds the weights: in fp32 that is far below any clip, in half precision it is not.
+    exact = config.pipeline.dtype == "fp32"
+    return RolloutSettings(
+        group_size=r.group_size,
+        steps=r.steps,
+        kernel=KERNELS[r.kernel],
+        noise_level=r.noise_level,
+        window=build_window(config),
+        batch_size=r.batch_size,
+        merge_lora=exact if r.merge_lora == "auto" else r.merge_lora,
+        same_noise=r.same_noise,
+    )
+
+
 def build_evaluator(
     config: Config, pipeline: Any, specs: Sequence[RewardSpec], given: Given
 ) -> Evaluator | None:
@@ -202,13 +215,13 @@ def build_evaluator(
     if e.prompts is None and given.evaluation_prompts is None:
         return None
     backbone = build_backbone(config, pipeline, guidance=e.guidance)
+    prompts = build_prompts(e.prompts or "", given.evaluation_prompts)
     return Evaluator(
         backbone=backbone,
         encode=TextCache(backbone, config.rollout.negative),
-        prompts=build_prompts(e.prompts or "", given.evaluation_prompts),
+        prompts=PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0),
         specs=specs,
         plan=ode_plan(backbone.sigmas(e.steps), KERNELS[config.rollout.kernel]),
-        images=e.images,
         seed=e.seed,
         batch_size=e.batch_size,
     )

@@ -94,11 +94,12 @@ def random_state() -> dict[str, Any]:
     them; a user's reward or libraries may."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
         "python": [version, list(words), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [kind, words_of_numpy, int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
-    }  # fmt: skip
+    }
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
@@ -107,4 +108,3 @@ def restore_random_state(state: dict[str, Any]) -> None:
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     torch.set_rng_state(state["torch"])
-

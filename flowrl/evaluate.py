@@ -12,7 +12,7 @@ from flowrl.encode import TextCache
 from flowrl.functional.stats import Interval, paired_bootstrap
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec
-from flowrl.rollout import Request, decode, draw, judge
+from flowrl.rollout import Request, decode, draw, judge, occurrences
 from flowrl.runtime import Runtime
 from flowrl.samplers.plan import Plan
 from flowrl.storage import load_state, save_state
@@ -60,9 +60,9 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Draws `images` pictures of `prompts` in turn, the k-th of a prompt always from one noise.
+    """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
 
-    `plan` is without noise. `keep` pictures are kept for people to look at.
+    `plan` is without noise. The first `keep` pictures are kept for people to look at.
     """
 
     backbone: Backbone
@@ -70,17 +70,15 @@ class Evaluator:
     prompts: Sequence[PromptRecord]
     specs: Sequence[RewardSpec]
     plan: Plan
-    images: int
     seed: int
     batch_size: int
     keep: int = 24
 
     def request(self) -> Request:
-        index = torch.arange(self.images)
         return Request(
             prompts=self.prompts,
-            prompt=index % len(self.prompts),
-            root=index // len(self.prompts),
+            prompt=torch.arange(len(self.prompts)),
+            root=torch.tensor(occurrences(self.prompts)),
             seed=self.seed,
             iteration=-1,  # no training iteration draws this noise
         )
@@ -90,7 +88,7 @@ class Evaluator:
         """Score the network behind `velocity`; every process gets the whole result."""
         request = self.request()
         scores, kept = [], []
-        for rows in runtime.share(self.images).split(self.batch_size):
+        for rows in runtime.share(len(self.prompts)).split(self.batch_size):
             part = request.take(rows)
             with runtime.autocast():
                 tree, _ = draw(
@@ -100,13 +98,13 @@ class Evaluator:
             scores.append(judge(self.specs, images, part).scores)
             kept.append((images[rows < self.keep] * 255).round().to(torch.uint8))
         shape = kept[0].shape[1:] if kept else (3, 0, 0)
-        shown = range(min(self.keep, self.images))
+        shown = range(min(self.keep, len(self.prompts)))
         return Evaluation(
             scores=runtime.gather(torch.cat(scores) if scores else torch.empty(0, len(self.specs))),
             names=tuple(spec.name for spec in self.specs),
             images=runtime.gather(torch.cat(kept) if kept else torch.empty(0, *shape)),
-            prompts=tuple(self.prompts[i % len(self.prompts)].text for i in shown),
-            seeds=tuple(i // len(self.prompts) for i in shown),
+            prompts=tuple(self.prompts[i].text for i in shown),
+            seeds=tuple(request.root[: len(shown)].tolist()),
         )
 
 

@@ -41,7 +41,9 @@ def _plain(value: Any) -> Any:
     """Values as JSON has them: sets sorted, enumerations by their text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
+    return (
+        value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
+    )
 
 
 def lora_file(source: str | Path) -> Path:
@@ -61,9 +63,13 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     path = lora_file(source)
     with safe_open(path, "pt") as file:
         header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-        state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in file.keys() if k.startswith(PREFIX)}
+        state = {
+            k.removeprefix(PREFIX): file.get_tensor(k) for k in file.keys() if k.startswith(PREFIX)
+        }
     if not any(".lora_A." in name for name in state):
-        raise UserError(f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)")
+        raise UserError(
+            f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
+        )
     rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
     return state, header.get(f"{PREFIX}lora_alpha", rank) / header.get(f"{PREFIX}r", rank)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from flowrl.build import TINY
 from flowrl.card import Card, write_card
-from flowrl.curves import reward_curves
 from flowrl.config import Config, config_yaml
+from flowrl.curves import reward_curves
 from flowrl.evaluate import Comparison, Evaluation, compare
 from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
 from flowrl.pictures import to_pil
@@ -32,7 +32,9 @@ def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
     rows = compare(before, after) if before and after else []
     shown = pairs(before, after) if before and after else []
     if shown:
-        caption = f"{config.pipeline.path}, {run.done} iterations of Flow-GRPO, seed {config.run.seed}"
+        caption = (
+            f"{config.pipeline.path}, {run.done} iterations of Flow-GRPO, seed {config.run.seed}"
+        )
         write_gallery(
             run.folder / "gallery", shown, title=f"{config.pipeline.path}: base and aligned",
             summary=summary(rows), caption=caption,
@@ -51,7 +53,10 @@ def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
             base=base[i],
             aligned=aligned[i],
             scores={
-                name: (_number(before.scores[i, c]), _number(after.scores[i, after.names.index(name)]))
+                name: (
+                    _number(before.scores[i, c]),
+                    _number(after.scores[i, after.names.index(name)]),
+                )
                 for c, name in enumerate(before.names)
             },
         )

@@ -59,7 +59,10 @@ class Policy:
         from peft import LoraConfig
 
         config = LoraConfig(
-            r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian"
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT only divides it by r
+            target_modules=list(targets),
+            init_lora_weights="gaussian",
         )
         try:
             self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
@@ -153,7 +156,8 @@ class Policy:
         self.updates += 1
         if self.ema_decay is not None:
             decay = min(self.ema_decay, (1 + self.updates) / (10 + self.updates))
-            torch._foreach_lerp_(self._by_name[EMA], self._by_name[POLICY], 1 - decay)
+            for mean, now in zip(self._by_name[EMA], self._by_name[POLICY], strict=True):
+                mean.lerp_(now, 1 - decay)
 
     def remember(self) -> None:
         """The policy as it is now becomes the old policy."""

@@ -1,6 +1,7 @@
 """From prompts to a scored rollout: noise by key, the sampler, the decoder, the rewards."""
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -63,14 +64,28 @@ class Request:
         return keyed_noise(seeds, shape, device=device)
 
 
+def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
+    """For each prompt, how often it stood before: 0, or more for one that is repeated."""
+    seen: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        found.append(seen[prompt.uid])
+        seen[prompt.uid] += 1
+    return found
+
+
 def group_request(
     prompts: Sequence[PromptRecord], group_size: int, *, seed: int, iteration: int, same_noise: bool
 ) -> Request:
-    """Every prompt `group_size` times, siblings side by side."""
+    """Every prompt `group_size` times, siblings side by side.
+
+    A prompt that stands there twice is two groups, with roots of their own.
+    """
+    first = torch.tensor(occurrences(prompts)) * group_size
     return Request(
         prompts=prompts,
         prompt=torch.arange(len(prompts)).repeat_interleave(group_size),
-        root=torch.arange(group_size).repeat(len(prompts)),
+        root=(first[:, None] + torch.arange(group_size)).flatten(),
         seed=seed,
         iteration=iteration,
         same_noise=same_noise,

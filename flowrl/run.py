@@ -80,7 +80,11 @@ class Run:
         self._policy.load_state_dict(state["policy"])
         self._optimizer.load_state_dict(state["optimizer"])
         restore_random_state(state["random"])
-        self.done, self.elapsed, self.saved = state["iteration"], state["elapsed"], state["iteration"]
+        self.done, self.elapsed, self.saved = (
+            state["iteration"],
+            state["elapsed"],
+            state["iteration"],
+        )
         self.best = tuple(state["best"]) if state["best"] else None  # type: ignore[assignment]
 
     # --- during -----------------------------------------------------------------------------
@@ -91,7 +95,9 @@ class Run:
         if self.report is not None:
             self.report.log(self.done, metrics)
             if s.sample_every and self.done % s.sample_every == 0:
-                captions = [rollout.prompts[i] for i in rollout.tree.prompt[rollout.tree.leaf].tolist()]
+                captions = [
+                    rollout.prompts[i] for i in rollout.tree.prompt[rollout.tree.leaf].tolist()
+                ]
                 self.report.images(self.done, rollout.images[:SHOWN], captions[:SHOWN])
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}

@@ -89,7 +89,7 @@ class Runtime:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-        total = self.accelerator.reduce(flat, "sum")
+        total: Tensor = self.accelerator.reduce(flat, "sum")  # type: ignore[assignment]
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
 

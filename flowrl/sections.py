@@ -103,7 +103,12 @@ class Evaluation(Section):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
-    images: Count = option(120, "Pictures drawn and scored at each evaluation.")
+    images: Count = option(
+        120, "Pictures drawn and scored at each evaluation; short lists of prompts are repeated."
+    )
+    balance: Text | None = option(
+        None, "A metadata key, for example tag, whose values are drawn equally often."
+    )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
     steps: Count = option(8, "Denoising steps, without noise.", "published: 40 for SD3.5")
     guidance: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")

@@ -89,7 +89,9 @@ def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return [_flatten(v, tensors) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"cannot store a {type(value).__name__}: only tensors, numbers, strings and None")
+    raise TypeError(
+        f"cannot store a {type(value).__name__}: only tensors, numbers, strings and None"
+    )
 
 
 def _unflatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -148,7 +148,10 @@ class Learner:
             means.add(metrics | {"loss": loss.detach()}, len(chunk))
 
     def _check_ratio(self, means: "RowMeans") -> None:
-        error, limit = means.result().get("policy/ratio_error_max", 0.0), self.update.ratio_tolerance
+        error, limit = (
+            means.result().get("policy/ratio_error_max", 0.0),
+            self.update.ratio_tolerance,
+        )
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
             raise UserError(

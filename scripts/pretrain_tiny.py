@@ -21,16 +21,24 @@ MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backbone", choices=MODELS, default="sd3")
-    parser.add_argument("--work", type=Path, required=True, help="folder for pictures and unfinished weights")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the finished pipeline")
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder for pictures and unfinished weights"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the finished pipeline"
+    )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=6_000)
     parser.add_argument("--flow-steps", type=int, default=9_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="compile the transformer (needs a C++ compiler)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the transformer (needs a C++ compiler)"
+    )
     return parser.parse_args()
 
 
@@ -58,7 +66,14 @@ def main() -> None:
     model = make_model(args.work / "tokenizers", compile=args.compile)
     ema = copy.deepcopy(model.module).requires_grad_(False)
     pretrain.fit_flow(
-        model, ema, latents, captions, steps=args.flow_steps, seed=args.seed, folder=args.work, track=track
+        model,
+        ema,
+        latents,
+        captions,
+        steps=args.flow_steps,
+        seed=args.seed,
+        folder=args.work,
+        track=track,
     )
     model.pipeline(ema, vae).to(torch.float16).save_pretrained(args.output)
     print(f"The pipeline lies in {args.output}.")

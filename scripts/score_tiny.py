@@ -51,7 +51,10 @@ Held-out prompts, which neither pretraining nor alignment draws. Strict GenEval:
 every demand, as judged by the classical detector `rewards/tiny_detector.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
-| kind | preset: 8 steps, guidance 1, 12 text tokens | plain `pipe(prompt)`: 28 steps, guidance 7, 256 tokens |
+Preset: 8 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt)`, hence diffusers' 28 steps,
+guidance 7 and 256 text tokens.
+
+| kind | preset | plain |
 |---|---|---|
 {rows}
 Measured by `scripts/score_tiny.py` on a 2-core CPU over {preset} and {plain} pictures a kind.
@@ -62,25 +65,35 @@ def scores(pipeline, records: Sequence[PromptRecord], count: int, batch: int, **
     """Mean score of `count` pictures over prompts of one kind, prompts in turn, seeds 0, 1, ..."""
     chosen = [records[i % len(records)] for i in range(count)]
     ocr = "ocr_text" in chosen[0].metadata
-    spec = RewardSpec(name="", reward=load_reward("ocr" if ocr else "geneval", {} if ocr else {"mode": "strict"}))
+    spec = RewardSpec(
+        name="", reward=load_reward("ocr" if ocr else "geneval", {} if ocr else {"mode": "strict"})
+    )
     values = []
     for start in range(0, count, batch):
         part = chosen[start : start + batch]
         generators = [torch.Generator().manual_seed(start + i) for i in range(len(part))]
         images = pipeline([p.text for p in part], generator=generators, **call).images
-        result = score([spec], to_tensor(images), [p.text for p in part], [p.metadata for p in part])
+        result = score(
+            [spec], to_tensor(images), [p.text for p in part], [p.metadata for p in part]
+        )
         values.append(result.scores[:, 0])
     return torch.cat(values).mean().item()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--preset-pictures", type=int, default=100, help="pictures of each kind")
     parser.add_argument("--plain-pictures", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--history", default="", help="a sentence for the card on how this copy was made")
-    parser.add_argument("--write", action="store_true", help="write README.md into the pipeline's folder")
+    parser.add_argument(
+        "--history", default="", help="a sentence for the card on how this copy was made"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write README.md into the pipeline's folder"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     pipeline = load_pipeline(str(args.pipeline), dtype="fp32", device="cpu")
@@ -91,7 +104,9 @@ def main() -> None:
         plain = scores(pipeline, records, args.plain_pictures, 8)
         found[tag] = (preset, plain)
         print(f"{tag:14s} preset {preset:.3f}  plain {plain:.3f}", flush=True)
-    found["GenEval, mean"] = tuple(sum(found[t][i] for t in GENEVAL_TAGS) / len(GENEVAL_TAGS) for i in (0, 1))
+    found["GenEval, mean"] = tuple(
+        sum(found[t][i] for t in GENEVAL_TAGS) / len(GENEVAL_TAGS) for i in (0, 1)
+    )
     print("GenEval strict: preset {:.3f}, plain {:.3f}".format(*found["GenEval, mean"]))
     if args.write:
         rows = "".join(f"| {tag} | {a:.2f} | {b:.2f} |\n" for tag, (a, b) in found.items())

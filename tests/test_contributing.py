@@ -30,7 +30,9 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(tmp_path
     assert result.scores[1, 0] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize("iteration, trained", [(0, [0]), (120, [0, 1, 2]), (10_000, list(range(7)))])
+@pytest.mark.parametrize(
+    "iteration, trained", [(0, [0]), (120, [0, 1, 2]), (10_000, list(range(7)))]
+)
 def test_the_window_of_the_guide_makes_a_plan(iteration, trained):
     scope: dict = {}
     exec(example("window"), scope)

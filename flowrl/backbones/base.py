@@ -20,7 +20,7 @@ class Backbone(Protocol):
 
     pipeline: Any
     transformer: nn.Module
-    lora_targets: Sequence[str]
+    lora_targets: tuple[str, ...]  # name endings of the layers that are adapted by default
     dtype: torch.dtype  # latents are stored, and the network computes, in this
     device: torch.device
 
@@ -45,7 +45,9 @@ class Backbone(Protocol):
         ...
 
 
-def guided(network: Callable[..., Tensor], scale: float, x: Tensor, *inputs: tuple[Tensor, Tensor]) -> Tensor:
+def guided(
+    network: Callable[..., Tensor], scale: float, x: Tensor, *inputs: tuple[Tensor, Tensor]
+) -> Tensor:
     """Classifier-free guidance (Ho and Salimans 2022) as diffusers computes it, in one forward.
 
     inputs: pairs (conditional, unconditional), each (B, ...); the unconditional half comes first

@@ -37,7 +37,9 @@ class _Growth:
 
 
 @torch.no_grad()
-def grow(velocity: FrontierVelocity, x: Tensor, prompt: Tensor, plan: Plan, noise: FrontierNoise) -> Tree:
+def grow(
+    velocity: FrontierVelocity, x: Tensor, prompt: Tensor, plan: Plan, noise: FrontierNoise
+) -> Tree:
     """Roots x (B, *latent) -> forest of B chains with T + 1 nodes each.
 
     x: initial noise in the dtype that latents are stored in. prompt: (B,) long. The arithmetic
@@ -72,5 +74,7 @@ def _finish(growth: _Growth, prompt: Tensor, plan: Plan, leaf: Tensor) -> Tree:
         sigmas=plan.sigmas,
         g=plan.g,
         edge=torch.cat(growth.edge) if growth.edge else leaf.new_empty(0),
-        mean_old=torch.cat(growth.mean_old) if growth.mean_old else growth.x[0].new_empty(0, *latent),
+        mean_old=torch.cat(growth.mean_old)
+        if growth.mean_old
+        else growth.x[0].new_empty(0, *latent),
     )

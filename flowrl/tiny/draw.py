@@ -83,7 +83,9 @@ def _scatter(count: int, rng: random.Random) -> list[Spot]:
 def _relate(include: list[dict], rng: random.Random) -> list[Spot]:
     """Places for [B, A] such that A stands in the asked relation to B, clearly along one axis."""
     relation = include[-1]["position"][0]
-    axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[relation]
+    axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[
+        relation
+    ]
     while True:
         b, a = _scatter(2, rng)
         along, across = sign * (a[axis] - b[axis]), abs(a[1 - axis] - b[1 - axis])
@@ -137,4 +139,6 @@ def _word(pen: ImageDraw.ImageDraw, text: str, rng: random.Random) -> None:
     x = free_x / 2 + rng.uniform(-1, 1) * min(3.0 * SCALE, free_x / 2 - SCALE)
     y = free_y / 2 + rng.uniform(-1, 1) * 8 * SCALE
     # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
-    pen.text((x - left, y - top), text, font=font, fill=_tint(rng.choice(INKS), rng), stroke_width=1)
+    pen.text(
+        (x - left, y - top), text, font=font, fill=_tint(rng.choice(INKS), rng), stroke_width=1
+    )

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.storage import atomic_path, load_state, save_state
-from flowrl.tiny.draw import SIZE, draw
+from flowrl.tiny.draw import draw
 from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
@@ -72,7 +72,7 @@ def _draw_range(seed: int, start: int, stop: int) -> tuple[np.ndarray, list[str]
 
 
 def pictures(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndarray, list[str]]:
-    """`count` training pictures (count, 64, 64, 3) uint8 with their captions, cached in `folder`."""
+    """`count` pictures (count, 64, 64, 3) uint8 with their captions, cached in `folder`."""
     path = folder / f"pictures-{seed}-{count}.npz"
     if not path.exists():
         cuts = np.linspace(0, count, max(2, count // 500), dtype=int)
@@ -111,7 +111,9 @@ def fit(
     The loss must draw its randomness from the step number alone: then a run that was stopped
     and one that was not see the same batches.
     """
-    optimizer = torch.optim.AdamW(module.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3
+    )
     path, start = folder / f"{name}.safetensors", 0
     if path.exists():
         state = load_state(path)
@@ -127,7 +129,12 @@ def fit(
 
     saved, logged, average = time.monotonic(), time.monotonic(), 0.0
     for step in track(range(start, steps), name):
-        rate = learning_rate * min(1.0, (step + 1) / 200) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        rate = (
+            learning_rate
+            * min(1.0, (step + 1) / 200)
+            * 0.5
+            * (1 + math.cos(math.pi * step / steps))
+        )
         for group in optimizer.param_groups:
             group["lr"] = rate
         loss = loss_at(step)
@@ -150,8 +157,8 @@ def fit(
 
 @torch.no_grad()
 def _average(ema: nn.Module, module: nn.Module, decay: float) -> None:
-    ours, theirs = list(ema.parameters()), list(module.parameters())
-    torch._foreach_lerp_(ours, theirs, 1 - decay)
+    for mean, now in zip(ema.parameters(), module.parameters(), strict=True):
+        mean.lerp_(now, 1 - decay)
 
 
 def generator_at(seed: int, step: int) -> torch.Generator:
@@ -166,11 +173,11 @@ def edges(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fit_autoencoder(
-    vae: nn.Module, images: np.ndarray,
+    vae: Any, images: np.ndarray,
     *, steps: int, seed: int, folder: Path, batch: int = 16, track: Track = plain_track,
 ) -> None:  # fmt: skip
     """L1 + L2, the same on neighbouring differences (letters need edges), and a light KL."""
-    vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    vae.to(memory_format=torch.channels_last)
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(seed, step)
@@ -181,24 +188,33 @@ def fit_autoencoder(
             y = vae.decode(posterior.sample(generator)).sample
         y = y.float()
         loss = F.l1_loss(y, x) + F.mse_loss(y, x)
-        loss = loss + EDGE_WEIGHT * sum(F.l1_loss(a, b) for a, b in zip(edges(y), edges(x), strict=True))
+        loss = loss + EDGE_WEIGHT * sum(
+            F.l1_loss(a, b) for a, b in zip(edges(y), edges(x), strict=True)
+        )
         return loss + KL_WEIGHT * posterior.kl().float().mean() / posterior.mean[0].numel()
 
     fit("vae", vae, loss_at, steps=steps, learning_rate=2e-3, folder=folder, track=track)
 
 
 @torch.no_grad()
-def normalise_latents(vae: nn.Module, images: np.ndarray) -> None:
+def normalise_latents(vae: Any, images: np.ndarray) -> None:
     """Set the VAE's shift and scale so that normalised latents have mean 0 and deviation 1."""
-    z = torch.cat([vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images[:2048], 32)])
-    vae.register_to_config(shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4))
+    z = torch.cat(
+        [vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images[:2048], 32)]
+    )
+    vae.register_to_config(
+        shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4)
+    )
 
 
 @torch.no_grad()
-def encode_all(vae: nn.Module, images: np.ndarray, path: Path) -> Tensor:
+def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
     """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`."""
     if not path.exists():
-        parts = [vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images, len(images) // 64)]
+        parts = [
+            vae.encode(to_tensor(part)).latent_dist.mean
+            for part in np.array_split(images, len(images) // 64)
+        ]
         latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
         save_state(path, {"latents": latents.half()})
     return load_state(path)["latents"].float()
@@ -236,10 +252,24 @@ def fit_flow(
         drop = torch.rand(size, generator=generator) < DROPOUT
         texts_of = torch.where(drop, 0, rows_of[rows])
         noise = torch.randn(x0.shape, generator=generator)
-        normal, uniform = torch.randn(size, generator=generator), torch.rand(size, generator=generator)
+        normal, uniform = (
+            torch.randn(size, generator=generator),
+            torch.rand(size, generator=generator),
+        )
         sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
         s = sigma[:, None, None, None]
-        v = model.velocity((1 - s) * x0 + s * noise, sigma, {k: t[texts_of] for k, t in ids.items()}, length)
+        v = model.velocity(
+            (1 - s) * x0 + s * noise, sigma, {k: t[texts_of] for k, t in ids.items()}, length
+        )
         return F.mse_loss(v, noise - x0)
 
-    fit("flow", model.module, loss_at, steps=steps, learning_rate=1.5e-3, folder=folder, ema=ema, track=track)
+    fit(
+        "flow",
+        model.module,
+        loss_at,
+        steps=steps,
+        learning_rate=1.5e-3,
+        folder=folder,
+        ema=ema,
+        track=track,
+    )

@@ -1,6 +1,7 @@
 """The tiny SD3: diffusers' own classes at a width that a laptop trains."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,9 @@ def autoencoder():
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(16, 32, 48, 64),
+        down_block_types=("DownEncoderBlock2D",) * 4,  # type: ignore[arg-type]
+        up_block_types=("UpDecoderBlock2D",) * 4,  # type: ignore[arg-type]
+        block_out_channels=(16, 32, 48, 64),  # type: ignore[arg-type]
         layers_per_block=1,
         latent_channels=LATENT_CHANNELS,
         norm_num_groups=4,
@@ -120,14 +121,19 @@ class TinySD3:
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         def ids(name: str, length: int) -> Tensor:
-            encoded = self.tokenizers[name](prompts, padding="max_length", truncation=True, max_length=length)
+            encoded = self.tokenizers[name](
+                prompts, padding="max_length", truncation=True, max_length=length
+            )
             return torch.tensor(encoded.input_ids)
 
         return {"clip": ids("tokenizer", CLIP_TOKENS), "t5": ids("tokenizer_3", LONG)}
 
     def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
-        m = self.module
-        clips = [m[name](ids["clip"], output_hidden_states=True) for name in ("text_encoder", "text_encoder_2")]
+        m: Any = self.module
+        clips = [
+            m[name](ids["clip"], output_hidden_states=True)
+            for name in ("text_encoder", "text_encoder_2")
+        ]
         t5 = m["text_encoder_3"](ids["t5"][:, :length])[0]
         clip = torch.cat([c.hidden_states[-2] for c in clips], -1)
         network = self.networks.get(length, m["transformer"])
@@ -143,5 +149,8 @@ class TinySD3:
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
         return StableDiffusion3Pipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT), vae=vae, **self.tokenizers, **dict(module.items())
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+            vae=vae,
+            **self.tokenizers,
+            **dict(module.items()),
         )

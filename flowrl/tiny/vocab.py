@@ -43,7 +43,10 @@ def clip_tokenizer(folder: Path):
     """A CLIPTokenizer (lower-case, 14 tokens) whose files are written to `folder`."""
     from transformers import CLIPTokenizer
 
-    words = sorted({w.strip('"').lower() for text in corpus() for w in text.split()}, key=lambda w: (-len(w), w))
+    words = sorted(
+        {w.strip('"').lower() for text in corpus() for w in text.split()},
+        key=lambda w: (-len(w), w),
+    )
     vocab, merges = _spell(words)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "vocab.json", folder / "merges.txt"
@@ -61,12 +64,16 @@ def t5_tokenizer(folder: Path):
     the model as its letters here, and as a whole through CLIP.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import T5TokenizerFast
+    from transformers import T5TokenizerFast  # type: ignore[attr-defined]
 
     words = sorted({w for text in corpus() for w in text.split() if w.isalpha() and w.islower()})
     letters = [c for c in string.printable if not c.isspace()]
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces = [(f"▁{w}", -1.0) for w in words] + [('▁"', -2.0), ("▁", -3.0)] + [(c, -3.0) for c in letters]
+    pieces = (
+        [(f"▁{w}", -1.0) for w in words]
+        + [('▁"', -2.0), ("▁", -3.0)]
+        + [(c, -3.0) for c in letters]
+    )
     unigram = Tokenizer(models.Unigram(special + pieces, unk_id=2))
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     unigram.decoder = decoders.Metaspace()  # type: ignore[assignment]

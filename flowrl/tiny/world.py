@@ -5,7 +5,9 @@ al. 2023, arXiv 2310.11513), or `tag: ocr` with the `ocr_text` to be drawn. Ever
 plain Python: `draw.py` turns a prompt into a picture, `pretrain.py` learns from the pairs.
 """
 
+import functools
 import random
+from collections.abc import Sequence
 from itertools import permutations, product
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
@@ -17,7 +19,12 @@ WORDS = (
     "PIG RED SUN TEA TOY VAN WEB YES ZOO BIRD CAKE DUCK FISH FROG GOLD HOME LION MOON TREE"
 ).split()
 PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
-WORD_TEMPLATES = ('the word "{}"', 'a sign with the word "{}"', 'the text "{}"', 'a photo of the word "{}"')
+WORD_TEMPLATES = (
+    'the word "{}"',
+    'a sign with the word "{}"',
+    'the text "{}"',
+    'a photo of the word "{}"',
+)
 GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 TAGS = (*GENEVAL_TAGS, "ocr")
 HELD_OUT = 6  # one prompt in six is never drawn in pretraining nor trained on
@@ -61,7 +68,10 @@ def all_prompts(tag: str) -> list[Prompt]:
     if tag == "counting":
         return [
             _prompt(
-                tag, p, f"{word} {plural(s)}", [{"class": s, "count": n}],
+                tag,
+                p,
+                f"{word} {plural(s)}",
+                [{"class": s, "count": n}],
                 exclude=[{"class": s, "count": n + 1}],
             )
             for p, (n, word), s in product(PREFIXES, NUMBERS.items(), SHAPES)
@@ -79,19 +89,24 @@ def all_prompts(tag: str) -> list[Prompt]:
     if tag == "color_attr":
         return [
             _prompt(
-                tag, p, f"{article(f'{ca} {a}')} and {article(f'{cb} {b}')}", [one(a, ca), one(b, cb)]
+                tag,
+                p,
+                f"{article(f'{ca} {a}')} and {article(f'{cb} {b}')}",
+                [one(a, ca), one(b, cb)],
             )
             for p, (ca, cb), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
         ]
     if tag == "ocr":
         return [
-            {"tag": tag, "prompt": t.format(w), "ocr_text": w} for t, w in product(WORD_TEMPLATES, WORDS)
+            {"tag": tag, "prompt": t.format(w), "ocr_text": w}
+            for t, w in product(WORD_TEMPLATES, WORDS)
         ]
     raise ValueError(f"unknown kind {tag!r}; the tiny world has {', '.join(TAGS)}")
 
 
-def split_prompts(tag: str, split: str) -> list[Prompt]:
-    """The prompts of one kind that are for `split`: 'train' or 'test'. The two never share a text."""
+@functools.cache
+def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
+    """The prompts of one kind for 'train' or 'test'. The two never share a text."""
     if split not in ("train", "test"):
         raise ValueError(f"split is 'train' or 'test', not {split!r}")
     prompts = all_prompts(tag)
