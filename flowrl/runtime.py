@@ -1,5 +1,6 @@
 """accelerate behind one small class: processes, precision, gradients. Nothing else imports it."""
 
+import json
 import os
 from collections.abc import Sequence
 
@@ -49,20 +50,28 @@ class Runtime:
         return torch.arange(total).tensor_split(self.world_size)[self.rank]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all processes in order; they may have different numbers of rows."""
+        """The rows of all processes in order, where `rows` was; their numbers may differ."""
         if self.world_size == 1:
             return rows
-        from accelerate.utils import gather_object
-
-        return torch.cat(gather_object([rows.cpu()])).to(rows.device)
+        count = torch.tensor([len(rows)], device=self.device)
+        counts = self._gather(count).tolist()
+        # bool has no all_gather on every back end; rows are padded to one length for it.
+        padded = torch.zeros(max(counts), *rows.shape[1:], device=self.device, dtype=rows.dtype)
+        padded[: len(rows)] = rows.to(self.device)
+        parts = self._gather(padded.byte() if rows.dtype == torch.bool else padded)
+        kept = [p[:n] for p, n in zip(parts.split(max(counts)), counts, strict=True)]
+        return torch.cat(kept).to(device=rows.device, dtype=rows.dtype)
 
     def merge(self, notes: dict[str, str]) -> dict[str, str]:
-        """The notes of all processes under their names."""
+        """The notes of all processes under their names; sent as JSON, since nothing unpickles."""
         if self.world_size == 1:
             return notes
-        from accelerate.utils import gather_object
+        line = torch.frombuffer(bytearray((json.dumps(notes) + "\n").encode()), dtype=torch.uint8)
+        lines = bytes(self.gather(line).tolist()).decode().splitlines()
+        return {name: text for line in lines for name, text in json.loads(line).items()}
 
-        return {name: text for part in gather_object([notes]) for name, text in part.items()}
+    def _gather(self, tensor: Tensor) -> Tensor:
+        return self.accelerator.gather(tensor)  # type: ignore[return-value]
 
     def sum(self, value: float) -> float:
         """Sum of one number over processes."""

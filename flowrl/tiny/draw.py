@@ -1,8 +1,10 @@
 """Pictures of the tiny world's prompts, drawn with Pillow.
 
 Shapes are drawn at twice the size and reduced with Lanczos; words use the typeface that Pillow
-carries (Aileron Regular by Sora Sagano, CC0). What a prompt leaves open (places, sizes, unnamed
-colours, background) is drawn at random.
+carries (Aileron Regular by Sora Sagano, CC0). What a prompt leaves open is drawn at random: the
+places, and one colour for all objects without a named one. Places lie on a grid of 8 pixels, the
+size of a latent cell, and sizes follow from the number of objects: a transformer of three million
+weights learns such a world within an hour on a CPU, and a continuous one not.
 """
 
 import functools
@@ -24,16 +26,18 @@ PALETTE = {
     "purple": (146, 52, 184),
     "black": (28, 28, 28),
 }
+PAPER = (240, 240, 240)
 INKS = ("black", "blue", "red", "green", "purple")  # words: dark on light
-RADII = {1: (12, 20), 2: (9, 14), 3: (8, 11), 4: (7.5, 10)}  # pixels, by number of objects
-GAP = 3  # pixels between two bounding boxes, and to the border
+RADII = {1: 16, 2: 12, 3: 8, 4: 8}  # pixels, by number of objects
+GRID = 8  # pixels
+GAP = 2  # pixels at least between two bounding boxes, and to the border
 
-Spot = tuple[float, float, float]  # centre x, centre y, radius
+Spot = tuple[int, int, int]  # centre x, centre y, radius, in pixels
 
 
 def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
     """A picture that satisfies the prompt: (64, 64, 3) uint8."""
-    canvas = Image.new("RGB", (SIZE * SCALE,) * 2, _background(rng))
+    canvas = Image.new("RGB", (SIZE * SCALE, SIZE * SCALE), PAPER)
     pen = ImageDraw.Draw(canvas)
     if prompt["tag"] == "ocr":
         _word(pen, prompt["ocr_text"], rng)
@@ -42,30 +46,23 @@ def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
     return np.asarray(canvas.resize((SIZE, SIZE), Image.Resampling.LANCZOS))
 
 
-def _background(rng: random.Random) -> tuple[int, int, int]:
-    grey = rng.randint(230, 250)
-    return tuple(grey + rng.randint(-5, 5) for _ in range(3))  # type: ignore[return-value]
-
-
-def _tint(color: str, rng: random.Random) -> tuple[int, int, int]:
-    return tuple(min(255, max(0, c + rng.randint(-14, 14))) for c in PALETTE[color])  # type: ignore[return-value]
-
-
 def _objects(pen: ImageDraw.ImageDraw, include: list[dict], rng: random.Random) -> None:
     wanted = [entry for entry in include for _ in range(entry["count"])]
-    spots = _relate(include, rng) if "position" in include[-1] else _scatter(len(wanted), rng)
+    related = "position" in include[-1]
+    spots = _relate(include, rng) if related else _scatter(len(wanted), rng)
+    unnamed = rng.choice(COLORS)
     for entry, spot in zip(wanted, spots, strict=True):
-        color = _tint(entry.get("color") or rng.choice(COLORS), rng)
-        _shape(pen, entry["class"], spot, color)
+        _shape(pen, entry["class"], spot, PALETTE[entry.get("color") or unnamed])
 
 
 def _spot(count: int, rng: random.Random) -> Spot:
-    r = rng.uniform(*RADII[count])
-    return rng.uniform(r + GAP, SIZE - r - GAP), rng.uniform(r + GAP, SIZE - r - GAP), r
+    r = RADII[count]
+    places = [p for p in range(GRID, SIZE, GRID) if r + GAP <= p <= SIZE - r - GAP]
+    return rng.choice(places), rng.choice(places), r
 
 
 def _apart(a: Spot, b: Spot) -> bool:
-    return max(abs(a[0] - b[0]), abs(a[1] - b[1])) > a[2] + b[2] + GAP
+    return max(abs(a[0] - b[0]), abs(a[1] - b[1])) >= a[2] + b[2] + GAP
 
 
 def _scatter(count: int, rng: random.Random) -> list[Spot]:
@@ -132,13 +129,10 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
 
 
 def _word(pen: ImageDraw.ImageDraw, text: str, rng: random.Random) -> None:
-    width = rng.uniform(50, 59) * SCALE
+    width = 58 * SCALE
     font = _font(min(30 * SCALE, int(40 * width / pen.textlength(text, font=_font(40)))))
     left, top, right, bottom = pen.textbbox((0, 0), text, font=font, stroke_width=1)
-    free_x, free_y = SIZE * SCALE - (right - left), SIZE * SCALE - (bottom - top)
-    x = free_x / 2 + rng.uniform(-1, 1) * min(3.0 * SCALE, free_x / 2 - SCALE)
-    y = free_y / 2 + rng.uniform(-1, 1) * 8 * SCALE
+    x, y = (SIZE * SCALE - (right - left)) / 2, (SIZE * SCALE - (bottom - top)) / 2
     # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
-    pen.text(
-        (x - left, y - top), text, font=font, fill=_tint(rng.choice(INKS), rng), stroke_width=1
-    )
+    ink = PALETTE[rng.choice(INKS)]
+    pen.text((x - left, y - top), text, font=font, fill=ink, stroke_width=1)

