@@ -45,6 +45,12 @@ class Checkpoints:
                 shutil.rmtree(self.path(old))
         return self.path(step)
 
+    def forget_after(self, step: int) -> None:
+        """Remove later checkpoints: a run that goes on from an older one leaves that branch."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.path(later))
+
     def load(self, resume: str) -> dict[str, Any] | None:
         """The state of "latest" (or of the run's own folder, which means the same), or of a
         checkpoint's folder.

@@ -88,7 +88,8 @@ class Evaluator:
         """Score the network behind `velocity`; every process gets the whole result."""
         request = self.request()
         scores, kept = [], []
-        for rows in runtime.share(len(self.prompts)).split(self.batch_size):
+        own = runtime.share(len(self.prompts))
+        for rows in own.split(self.batch_size) if len(own) else ():
             part = request.take(rows)
             with runtime.autocast():
                 tree, _ = draw(
@@ -97,12 +98,11 @@ class Evaluator:
                 images = decode(self.backbone, tree.x[tree.leaf], self.batch_size)
             scores.append(judge(self.specs, images, part).scores)
             kept.append((images[rows < self.keep] * 255).round().to(torch.uint8))
-        shape = kept[0].shape[1:] if kept else (3, 0, 0)
         shown = range(min(self.keep, len(self.prompts)))
         return Evaluation(
             scores=runtime.gather(torch.cat(scores) if scores else torch.empty(0, len(self.specs))),
             names=tuple(spec.name for spec in self.specs),
-            images=runtime.gather(torch.cat(kept) if kept else torch.empty(0, *shape)),
+            images=runtime.gather(torch.cat(kept) if kept else torch.empty(0, dtype=torch.uint8)),
             prompts=tuple(self.prompts[i].text for i in shown),
             seeds=tuple(request.root[: len(shown)].tolist()),
         )

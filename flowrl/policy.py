@@ -182,6 +182,13 @@ class Policy:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
+        """Raises UserError for the state of a policy with other adapters."""
+        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
+        if shapes != {n: [p.shape for p in ps] for n, ps in self._by_name.items()}:
+            raise UserError(
+                "the checkpoint's adapters are not those of this run: give lora.rank, "
+                "lora.targets and ema.decay as it was trained"
+            )
         for name, tensors in state["adapters"].items():
             for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
                 parameter.copy_(tensor)

@@ -68,6 +68,9 @@ class Run:
         self._policy, self._optimizer = policy, optimizer
         if self.resume is not None:
             self._restore(self.resume)
+            self.runtime.wait()  # all have read their checkpoint
+            if self.runtime.is_main:
+                self.checkpoints.forget_after(self.done)
         else:
             self.save()  # from here on the run can be resumed
         if self.evaluator is not None and not self.evaluation_path(0).exists():
@@ -116,24 +119,30 @@ class Run:
         score = self.score(evaluation)
         if self.best is None or score > self.best[0]:
             self.best = (score, self.done)
+            self.saved = -1  # a checkpoint of this step, if there is one, knows an older best
             self.save()
         return evaluation
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self.evaluator is not None
-        evaluation = self.evaluator(self._policy.velocity, self.runtime)
+        # Its own backbone: the same network, with the guidance of evaluation.
+        evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
         if self.runtime.is_main:
-            evaluation.save(self.evaluation_path(step))
             scores = {f"eval/{name}": evaluation.mean(name) for name in evaluation.names}
+            # The line first: a resumed run evaluates the base again only if the file is missing.
             if self.report is not None:
                 self.report.log(step, scores)
+            evaluation.save(self.evaluation_path(step))
         return evaluation
 
     def evaluation_path(self, step: int) -> Path:
         return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
 
     def save(self) -> None:
-        """A checkpoint to resume from, and the LoRA at the root."""
+        """A checkpoint to resume from, and the LoRA at the root.
+
+        The state comes last: once it is there, a resumed run takes the rest for written.
+        """
         if self.saved == self.done:
             return
         if self.runtime.is_main:
@@ -145,11 +154,11 @@ class Run:
                 "elapsed": self.seconds(),
                 "best": list(self.best) if self.best else None,
             }
-            best = self.best[1] if self.best else None
-            folder = self.checkpoints.save(self.done, state, best=best)
             pipeline, adapter = self._policy.backbone.pipeline, self._policy.best_name
-            save_lora(pipeline, folder, adapter=adapter)
-            save_lora(pipeline, self.folder, adapter=adapter)
+            for folder in (self.checkpoints.path(self.done), self.folder):
+                save_lora(pipeline, folder, adapter=adapter)
+            best = self.best[1] if self.best else None
+            self.checkpoints.save(self.done, state, best=best)
         self.saved = self.done
         self.runtime.wait()
 
@@ -167,7 +176,8 @@ class Run:
 
     @property
     def interrupted(self) -> bool:
-        return self._asked_to_stop
+        """Whether a signal came, to any process; all must ask together."""
+        return self.runtime.any(self._asked_to_stop)
 
     def finish(self) -> None:
         self.save()

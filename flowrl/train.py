@@ -87,7 +87,8 @@ class Learner:
         own = request.take(rows)
         policy.remember()
         network = policy.merged() if r.merge_lora else policy.using_policy()
-        with torch.no_grad(), self.runtime.autocast(), network:
+        # Folded before autocast begins, which would compute the change of the weights in 16 bits.
+        with torch.no_grad(), network, self.runtime.autocast():
             tree, cond = draw(
                 self.backbone, policy.velocity, self.encode, own, self.plan(iteration), r.batch_size
             )

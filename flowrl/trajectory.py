@@ -133,6 +133,6 @@ class Transitions:
         return [self.take(self.group % count == i) for i in range(count)]
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
-        """Consecutive parts of at most `size` rows."""
-        for rows in torch.arange(len(self)).split(size):
-            yield self.take(rows)
+        """Consecutive parts of 1 to `size` rows; none of an empty batch."""
+        for start in range(0, len(self), size):
+            yield self.take(torch.arange(start, min(start + size, len(self))))

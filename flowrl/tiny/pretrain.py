@@ -26,7 +26,7 @@ from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
     "single_object": 1.0, "two_object": 2.0, "counting": 2.0, "colors": 1.5,
-    "position": 2.5, "color_attr": 2.5, "ocr": 3.0,
+    "position": 2.5, "color_attr": 2.5, "ocr": 2.0,
 }  # fmt: skip
 SAVE_SECONDS = 120
 WARM_UP = 200  # steps

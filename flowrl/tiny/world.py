@@ -15,9 +15,10 @@ COLORS = ("red", "yellow", "green", "blue", "purple", "black")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
 RELATIONS = ("left of", "right of", "above", "below")
 WORDS = (
-    "ART BAG BED BOX BUS CAR CAT COW CUP DOG EGG FOX HAT ICE JAM KEY LEG MAP NET OWL PEN "
-    "PIG RED SUN TEA TOY VAN WEB YES ZOO BIRD CAKE DUCK FISH FROG GOLD HOME LION MOON TREE"
+    "ART BED BOX BUS CAR CAT CUP DOG EGG FOX ICE JAM KEY LEG MAP OWL PEN PIG SUN TEA "
+    "VAN WEB YES ZOO BIRD CAKE DUCK FROG GOLD HOME MOON TREE"
 ).split()
+NEW_WORDS = "BAG COW HAT NET RED TOY FISH LION".split()  # held out in every wording
 PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
 WORD_TEMPLATES = (
     'the word "{}"',
@@ -55,8 +56,12 @@ def _prompt(tag: str, prefix: str, text: str, include: list[dict], **extra) -> P
     return {"tag": tag, "prompt": prefix + text, "include": include, **extra}
 
 
+def _word(template: str, word: str) -> Prompt:
+    return {"tag": "ocr", "prompt": template.format(word), "ocr_text": word}
+
+
 def all_prompts(tag: str) -> list[Prompt]:
-    """Every prompt of one kind, in a fixed order."""
+    """Every prompt of one kind, in a fixed order; words that are held out altogether left out."""
     pairs = list(permutations(SHAPES, 2))
     if tag == "single_object":
         return [_prompt(tag, p, article(s), [one(s)]) for p, s in product(PREFIXES, SHAPES)]
@@ -97,19 +102,22 @@ def all_prompts(tag: str) -> list[Prompt]:
             for p, (ca, cb), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
         ]
     if tag == "ocr":
-        return [
-            {"tag": tag, "prompt": t.format(w), "ocr_text": w}
-            for t, w in product(WORD_TEMPLATES, WORDS)
-        ]
+        return [_word(t, w) for t, w in product(WORD_TEMPLATES, WORDS)]
     raise ValueError(f"unknown kind {tag!r}; the tiny world has {', '.join(TAGS)}")
 
 
 @functools.cache
 def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
-    """The prompts of one kind for 'train' or 'test'. The two never share a text."""
+    """The prompts of one kind for 'train' or 'test'. The two never share a text.
+
+    Held-out texts are new combinations of known parts; of the words, some are new themselves.
+    """
     if split not in ("train", "test"):
         raise ValueError(f"split is 'train' or 'test', not {split!r}")
     prompts = all_prompts(tag)
     random.Random(f"flowrl tiny world, {tag}").shuffle(prompts)
     cut = len(prompts) // HELD_OUT
-    return prompts[:cut] if split == "test" else prompts[cut:]
+    if split == "train":
+        return prompts[cut:]
+    new = [_word(t, w) for t, w in product(WORD_TEMPLATES, NEW_WORDS)] if tag == "ocr" else []
+    return new + prompts[:cut]
