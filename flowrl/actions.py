@@ -181,7 +181,7 @@ def _picture_files(sources: Sequence[Path]) -> list[Path]:
 def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
     if not (source.startswith("tiny:") or source.endswith((".txt", ".jsonl"))):
         return [(source, {})] * count
-    records = load_prompts(source, limit=count)
+    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
     if len(records) != count:
         raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
     return [(record.text, record.metadata) for record in records]

@@ -25,6 +25,10 @@ METRICS: dict[str, str] = {
     ),
     "policy/ratio_std": "Standard deviation of that ratio: how far the update moved the policy.",
     "policy/ratio_std/step_<i>": "The same, for denoising step i alone.",
+    "policy/ratio_error_max": (
+        "Largest distance of a log-ratio from 0 in the iteration. In the first pass it must be 0 up "
+        "to rounding: beyond `optim.ratio_tolerance` training stops."
+    ),
     "policy/clip_share": (
         "Share of transitions whose ratio left the clip range, so that they pull no further. "
         "0 with one update a rollout."
@@ -34,6 +38,7 @@ METRICS: dict[str, str] = {
         "Distance of the policy from the base pipeline, in the form that `objective.kl_form` "
         "names, before its coefficient."
     ),
+    "loss": "Mean of the objective's loss. Near 0 by construction: watch the rewards instead.",
     "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
     "latent/norm": (
         "Root mean square of the clean latents. It drifts away from its first value when "
@@ -41,6 +46,7 @@ METRICS: dict[str, str] = {
     ),
     "image/brightness": "Mean of the pictures' values, 0 black to 1 white.",
     "image/contrast": "Mean over pictures of the standard deviation of their values.",
+    "eval/<name>": "Mean score of one reward over the held-out pictures, at steps that evaluate.",
     "time/rollout": "Seconds to draw the pictures, rewards left out.",
     "time/reward": "Seconds to score them.",
     "time/train": "Seconds for all updates on them.",

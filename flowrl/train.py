@@ -176,7 +176,7 @@ class RowMeans:
     def result(self) -> dict[str, float]:
         found = {}
         for name, pairs in self._values.items():
-            values = torch.stack([value.double().cpu() for value, _ in pairs])
+            values = torch.stack([value.cpu().double() for value, _ in pairs])
             weights = torch.tensor([rows for _, rows in pairs]).double()
             mean = (values * weights).sum() / weights.sum()
             found[name] = (values.max() if name.endswith("_max") else mean).item()

@@ -1,0 +1,103 @@
+"""The commands' work on the tiny pipeline: pictures, scores, galleries, a whole training."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from flowrl.actions import align, build_gallery, sample_images, score_images
+from flowrl.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny_config, tmp_path_factory):
+    """A finished run of three iterations with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    config = tiny_config(
+        run={"output_dir": str(folder), "iterations": 3, "sample_every": 2},
+        evaluation={"prompts": "tiny:geneval:test", "images": 6, "steps": 3, "batch_size": 6},
+    )
+    rows = align(config)
+    assert [row.name for row in rows] == ["brightness"]
+    return folder
+
+
+def test_a_run_folder_holds_lora_card_gallery_metrics_and_checkpoints(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {0, 1, 2, 3}
+    assert (run_dir / "pytorch_lora_weights.safetensors").is_file()
+    assert (run_dir / "gallery" / "index.html").is_file()
+    assert (run_dir / "gallery" / "grid.png").is_file()
+    assert (run_dir / "samples" / "step-000002.png").is_file()
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["run"]["iterations"] == 3
+    assert "load_lora_weights" in (run_dir / "README.md").read_text()
+
+
+def test_a_gallery_can_be_drawn_again_with_other_prompts(run_dir, tmp_path):
+    page = build_gallery(
+        run_dir,
+        base=None,
+        lora=None,
+        prompts="tiny:ocr:test",
+        count=3,
+        seed=5,
+        output_dir=tmp_path,
+    )
+    assert page.is_file() and page.parent == tmp_path
+    assert "data:image" in page.read_text()
+
+
+def test_samples_follow_seed_and_lora(run_dir, tiny_pipeline_path, tmp_path):
+    def draw(name, lora, seed):
+        (path,) = sample_images(
+            tiny_pipeline_path,
+            ["a red circle"],
+            lora=lora,
+            negative="a blue ring",
+            guidance=2.0,
+            steps=3,
+            seed=seed,
+            count=1,
+            max_sequence_length=12,
+            output_dir=tmp_path / name,
+            device="cpu",
+        )
+        return Image.open(path).tobytes()
+
+    assert draw("a", None, 0) == draw("b", None, 0)
+    assert draw("a", None, 0) != draw("c", None, 1)
+    assert draw("a", None, 0) != draw("d", str(run_dir), 0)
+
+
+def test_scores_of_a_folder_are_those_of_its_pictures(tmp_path):
+    for name, value in [("a.png", 0), ("b.png", 255)]:
+        Image.new("RGB", (8, 8), (value,) * 3).save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("not a picture")
+    rows = score_images([tmp_path], ["brightness"], None)
+    assert [row["brightness"] for row in rows] == [0.0, 1.0]
+
+
+def test_scoring_says_what_is_missing(tmp_path):
+    with pytest.raises(UserError, match="no picture at"):
+        score_images([tmp_path / "none.png"], ["brightness"], None)
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    with pytest.raises(UserError, match="1 prompts for 2|2 prompts for 1"):
+        score_images([tmp_path], ["brightness"], str(tmp_path / "p.txt"))
+
+
+def test_objects_of_the_caller_replace_what_the_recipe_names(tiny_config, load_tiny, tmp_path):
+    seen = []
+
+    def redness(images, prompts, metadata):
+        seen.extend(prompts)
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+    config = tiny_config(run={"output_dir": str(tmp_path / "run"), "iterations": 1})
+    pipeline = load_tiny()
+    before = pipeline.transformer.state_dict()["proj_out.weight"].clone()
+    align(config, pipeline=pipeline, prompts=["a dog", "a cat"], rewards={"redness": redness})
+    assert set(seen) == {"a dog", "a cat"}
+    assert torch.equal(pipeline.transformer.state_dict()["proj_out.weight"], before)
