@@ -125,7 +125,7 @@ def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
 
 
-def build_policy(config: Config, backbone: Backbone) -> Policy:
+def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Policy:
     lora = config.lora
     policy = Policy(
         backbone,
@@ -134,6 +134,7 @@ def build_policy(config: Config, backbone: Backbone) -> Policy:
         targets=lora.targets,
         seed=config.run.seed,
         ema_decay=config.ema.decay,
+        keep_old=keep_old,
     )
     if lora.init_from is not None:
         state, strength = read_lora(lora.init_from)
@@ -151,7 +152,8 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     p, r, u = config.pipeline, config.rollout, config.optim
     pipeline = given.pipeline or load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
     backbone = build_backbone(config, pipeline, guidance=r.guidance)
-    policy = build_policy(config, backbone)
+    objective = build_objective(config)
+    policy = build_policy(config, backbone, keep_old=objective.needs.old)
     specs = build_rewards(config, given)
     prompts = build_prompts(config.prompts.train, given.prompts)
     check_prompts(specs, prompts)
@@ -164,7 +166,7 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
         encode=TextCache(backbone, r.negative),
         prompts=PromptSampler(prompts, r.prompts, config.run.seed, balance=config.prompts.balance),
         specs=specs,
-        objective=build_objective(config),
+        objective=objective,
         optimizer=runtime.prepare(optimizer),
         runtime=runtime,
         rollout=rollout_settings(config),

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
@@ -61,11 +61,13 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     Raises UserError for a file that is not a diffusers LoRA of a transformer.
     """
     path = lora_file(source)
-    with safe_open(path, "pt") as file:
-        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-        state = {
-            k.removeprefix(PREFIX): file.get_tensor(k) for k in file.keys() if k.startswith(PREFIX)
-        }
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+            names = [k for k in file.keys() if k.startswith(PREFIX)]
+            state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in names}
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from error
     if not any(".lora_A." in name for name in state):
         raise UserError(
             f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
@@ -81,7 +83,12 @@ def load_lora(pipeline: Any, source: str | Path) -> int:
     """
     path = lora_file(source)
     wanted = sum(".lora_A." in name for name in read_lora(path)[0])
-    pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
+    try:
+        pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
+    except (ValueError, RuntimeError) as error:  # no layer of these names; other shapes
+        raise UserError(
+            f"{path} does not fit this pipeline: {str(error).splitlines()[0]}"
+        ) from error
     attached = count_layers(pipeline.transformer)
     if attached != wanted:
         raise UserError(

@@ -15,7 +15,8 @@ class Runtime:
 
     The adapter's gradients are megabytes, so they are summed by hand in one call per update
     instead of wrapping the network: the same arithmetic as DistributedDataParallel, and adapters
-    can be switched and merged freely. Raises UserError when the launcher asks for its own
+    can be switched and merged freely. Raises UserError when the device is not there, when this
+    process already computes in another precision, and when the launcher asks for its own
     gradient accumulation, which would divide the loss a second time.
     """
 
@@ -27,8 +28,18 @@ class Runtime:
                 "the launcher sets gradient accumulation: set it to 1 there and use "
                 "optim.micro_batch, which flowrl accumulates itself"
             )
-        self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
-        self.device = self.accelerator.device
+        try:
+            self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
+        except ValueError as error:  # accelerate keeps one state a process
+            raise UserError(
+                f"this process has already computed on another device or in another precision "
+                f"than {mixed_precision!r}, which accelerate cannot change: start a new process"
+            ) from error
+        self.device: torch.device = self.accelerator.device
+        if device not in ("auto", self.device.type):
+            raise UserError(
+                f"pipeline.device is {device}, but torch finds no such device here: set it to auto"
+            )
 
     @property
     def rank(self) -> int:

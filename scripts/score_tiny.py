@@ -1,6 +1,6 @@
 """Score a tiny pipeline on held-out prompts and write its model card.
 
-    python scripts/score_tiny.py flowrl/assets/tiny-sd3 --write
+    python scripts/score_tiny.py flowrl/assets/tiny-sd3
 
 Measures the strict GenEval score of every kind and the OCR reward, at the presets' steps, guidance
 and text length, and again as a plain `pipe(prompt)` draws.
@@ -47,7 +47,8 @@ that Pillow carries. Weights: Apache-2.0.
 {history}
 ## Scores
 
-Held-out prompts, which neither pretraining nor alignment draws. Strict GenEval: the picture meets
+Held-out prompts, which neither pretraining nor alignment draws; most of those for words ask for a
+word that was never drawn. Strict GenEval: the picture meets
 every demand, as judged by the classical detector `rewards/tiny_detector.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
@@ -80,6 +81,31 @@ def scores(pipeline, records: Sequence[PromptRecord], count: int, batch: int, **
     return torch.cat(values).mean().item()
 
 
+def write_card(folder: Path, *, preset: int = 100, plain: int = 24, history: str = "") -> None:
+    """Score `preset` and `plain` pictures of every kind, and write README.md into the folder."""
+    pipeline = load_pipeline(str(folder), dtype="fp32", device="cpu")
+    found = {}
+    for tag in track(TAGS, description="scoring"):
+        records = load_prompts(f"tiny:{tag}:test")
+        found[tag] = (
+            scores(pipeline, records, preset, 50, **PRESET),
+            scores(pipeline, records, plain, 8),
+        )
+        print(f"{tag:14s} preset {found[tag][0]:.3f}  plain {found[tag][1]:.3f}", flush=True)
+    kinds = [found[tag] for tag in GENEVAL_TAGS]
+    found["GenEval, mean"] = tuple(sum(column) / len(kinds) for column in zip(*kinds, strict=True))
+    print("GenEval strict: preset {:.3f}, plain {:.3f}".format(*found["GenEval, mean"]))
+    card = CARD.format(
+        name=folder.name,
+        words=len(WORDS),
+        rows="".join(f"| {tag} | {a:.2f} | {b:.2f} |\n" for tag, (a, b) in found.items()),
+        preset=preset,
+        plain=plain,
+        history=history and history + "\n",
+    )
+    write_text(folder / "README.md", card)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -88,37 +114,15 @@ def main() -> None:
     parser.add_argument("--preset-pictures", type=int, default=100, help="pictures of each kind")
     parser.add_argument("--plain-pictures", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--history", default="", help="a sentence for the card on how this copy was made"
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="write README.md into the pipeline's folder"
-    )
+    parser.add_argument("--history", default="", help="how this copy was made, for the card")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    pipeline = load_pipeline(str(args.pipeline), dtype="fp32", device="cpu")
-    found = {}
-    for tag in track(TAGS, description="scoring"):
-        records = load_prompts(f"tiny:{tag}:test")
-        preset = scores(pipeline, records, args.preset_pictures, 50, **PRESET)
-        plain = scores(pipeline, records, args.plain_pictures, 8)
-        found[tag] = (preset, plain)
-        print(f"{tag:14s} preset {preset:.3f}  plain {plain:.3f}", flush=True)
-    found["GenEval, mean"] = tuple(
-        sum(found[t][i] for t in GENEVAL_TAGS) / len(GENEVAL_TAGS) for i in (0, 1)
+    write_card(
+        args.pipeline,
+        preset=args.preset_pictures,
+        plain=args.plain_pictures,
+        history=args.history,
     )
-    print("GenEval strict: preset {:.3f}, plain {:.3f}".format(*found["GenEval, mean"]))
-    if args.write:
-        rows = "".join(f"| {tag} | {a:.2f} | {b:.2f} |\n" for tag, (a, b) in found.items())
-        card = CARD.format(
-            name=args.pipeline.name,
-            words=len(WORDS),
-            rows=rows,
-            preset=args.preset_pictures,
-            plain=args.plain_pictures,
-            history=args.history and args.history + "\n",
-        )
-        write_text(args.pipeline / "README.md", card)
 
 
 if __name__ == "__main__":
