@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from rich.progress import track as progress
+from score_tiny import write_card
 
 from flowrl.tiny import pretrain, sd3
-from score_tiny import write_card
 
 MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
 

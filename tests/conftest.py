@@ -1,6 +1,11 @@
 """The default tests need a CPU and nothing else: no network, no weights, no patience."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 # Before torch and huggingface_hub are imported, which read these once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores is far slower
@@ -8,6 +13,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from flowrl.config import Config
+    from flowrl.train import Learner
 
 settings.register_profile("flowrl", deadline=None, derandomize=True, database=None)
 settings.load_profile("flowrl")
@@ -41,3 +50,105 @@ def _lack(config: pytest.Config, marker: str) -> str:
         return "" if torch.cuda.is_available() else "needs a CUDA device"
     wanted = config.getoption(f"--{marker}")
     return "" if wanted else f"marked {marker}: run with --{marker}"
+
+
+# --- a pipeline to train -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Tiny networks lose time on more; and the order of sums, hence every bit, stays the same."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The built-in pipeline, or where it is not installed one of its shape with random weights."""
+    from flowrl.build import pipeline_path
+    from flowrl.errors import UserError
+
+    try:
+        return pipeline_path("tiny-sd3")
+    except UserError:
+        return _random_pipeline(tmp_path_factory.mktemp("tiny"))
+
+
+def _random_pipeline(folder: Path) -> str:
+    import torch
+
+    from flowrl.tiny.sd3 import TinySD3, autoencoder
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = TinySD3(folder / "tokenizers")
+        # Random weights hardly look at the text; a larger spread makes them.
+        for name, parameter in model.module.named_parameters():
+            if name.startswith("text_encoder") and parameter.ndim > 1:
+                parameter.data.mul_(8)
+        pipeline = model.pipeline(model.module.eval(), autoencoder().eval())
+    pipeline.vae.register_to_config(scaling_factor=1.3, shift_factor=0.1)
+    pipeline.save_pretrained(folder / "pipeline")
+    return str(folder / "pipeline")
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny_pipeline_path: str) -> Callable[..., Any]:
+    """A pipeline with a transformer of its own at each call: training changes what it is given."""
+    import copy
+    import functools
+
+    from flowrl.build import load_pipeline
+
+    loaded = functools.cache(
+        lambda dtype: load_pipeline(tiny_pipeline_path, dtype=dtype, device="cpu")
+    )
+
+    def load(dtype: str = "fp32") -> Any:
+        parts = loaded(dtype).components
+        pipeline = type(loaded(dtype))(
+            **parts | {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")}
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
+    """A complete configuration of a very small run, with changes as `section={key: value}`."""
+    from flowrl.config import parse_config
+
+    def make(**changes: dict[str, Any] | list[Any]) -> Config:
+        base: dict[str, Any] = {
+            "pipeline": {"path": tiny_pipeline_path, "device": "cpu", "max_sequence_length": 12},
+            "lora": {"rank": 4, "alpha": 6},
+            "prompts": {"train": "tiny:geneval:train"},
+            "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8},
+            "optim": {"lr": 1e-2, "micro_batch": 8},
+            "rewards": [{"name": "brightness"}],
+            "run": {"iterations": 2, "checkpoint_every": 1, "sample_every": 0, "trackers": []},
+        }
+        for section, value in changes.items():
+            base[section] = base.get(section, {}) | value if isinstance(value, dict) else value
+        return parse_config(base)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_learner(
+    tiny_config: Callable[..., Config], load_tiny: Callable[..., Any]
+) -> Callable[..., Learner]:
+    """A learner on a fresh tiny pipeline, changed as `tiny_config` is."""
+    from flowrl.build import Given, build_learner
+    from flowrl.runtime import Runtime
+
+    def make(*, rewards: dict[str, Any] | None = None, **changes: Any) -> Learner:
+        config = tiny_config(**changes)
+        given = Given(pipeline=load_tiny(config.pipeline.dtype), rewards=rewards)
+        return build_learner(config, Runtime(device="cpu"), given)
+
+    return make
