@@ -146,8 +146,11 @@ def make_learner(
     from flowrl.build import Given, build_learner
     from flowrl.runtime import Runtime
 
-    def make(*, rewards: dict[str, Any] | None = None, **changes: Any) -> Learner:
-        config = tiny_config(**changes)
+    def make(
+        *, rewards: dict[str, Any] | None = None, specs: list[Any] | None = None, **changes: Any
+    ) -> Learner:
+        """rewards: callables by name; specs: the configuration's section, instead."""
+        config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
         given = Given(pipeline=load_tiny(config.pipeline.dtype), rewards=rewards)
         return build_learner(config, Runtime(device="cpu"), given)
 

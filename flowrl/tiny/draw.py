@@ -1,10 +1,10 @@
 """Pictures of the tiny world's prompts, drawn with Pillow.
 
 Shapes are drawn at twice the size and reduced with Lanczos; words use the typeface that Pillow
-carries (Aileron Regular by Sora Sagano, CC0). What a prompt leaves open is drawn at random: the
-places, and one colour for all objects without a named one. Places lie on a grid of 8 pixels, the
-size of a latent cell, and sizes follow from the number of objects: a transformer of three million
-weights learns such a world within an hour on a CPU, and a continuous one not.
+carries (Aileron Regular by Sora Sagano, CC0). What has no named colour is black; places are drawn
+at random on a grid of 8 pixels, the size of a latent cell; sizes follow from the number of objects.
+A transformer of three million weights learns such a world within an hour on a CPU, and one of
+continuous places and random colours not.
 """
 
 import functools
@@ -14,7 +14,7 @@ import random
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from flowrl.tiny.world import COLORS, Prompt
+from flowrl.tiny.world import Prompt
 
 SIZE = 64  # pixels a side
 SCALE = 2  # supersampling
@@ -27,7 +27,7 @@ PALETTE = {
     "black": (28, 28, 28),
 }
 PAPER = (240, 240, 240)
-INKS = ("black", "blue", "red", "green", "purple")  # words: dark on light
+INK = "black"  # of everything without a named colour
 RADII = {1: 16, 2: 12, 3: 8, 4: 8}  # pixels, by number of objects
 GRID = 8  # pixels
 GAP = 2  # pixels at least between two bounding boxes, and to the border
@@ -40,7 +40,7 @@ def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
     canvas = Image.new("RGB", (SIZE * SCALE, SIZE * SCALE), PAPER)
     pen = ImageDraw.Draw(canvas)
     if prompt["tag"] == "ocr":
-        _word(pen, prompt["ocr_text"], rng)
+        _word(pen, prompt["ocr_text"])
     else:
         _objects(pen, prompt["include"], rng)
     return np.asarray(canvas.resize((SIZE, SIZE), Image.Resampling.LANCZOS))
@@ -50,9 +50,8 @@ def _objects(pen: ImageDraw.ImageDraw, include: list[dict], rng: random.Random) 
     wanted = [entry for entry in include for _ in range(entry["count"])]
     related = "position" in include[-1]
     spots = _relate(include, rng) if related else _scatter(len(wanted), rng)
-    unnamed = rng.choice(COLORS)
     for entry, spot in zip(wanted, spots, strict=True):
-        _shape(pen, entry["class"], spot, PALETTE[entry.get("color") or unnamed])
+        _shape(pen, entry["class"], spot, PALETTE[entry.get("color", INK)])
 
 
 def _spot(count: int, rng: random.Random) -> Spot:
@@ -128,11 +127,10 @@ def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(size)
 
 
-def _word(pen: ImageDraw.ImageDraw, text: str, rng: random.Random) -> None:
+def _word(pen: ImageDraw.ImageDraw, text: str) -> None:
     width = 58 * SCALE
     font = _font(min(30 * SCALE, int(40 * width / pen.textlength(text, font=_font(40)))))
     left, top, right, bottom = pen.textbbox((0, 0), text, font=font, stroke_width=1)
     x, y = (SIZE * SCALE - (right - left)) / 2, (SIZE * SCALE - (bottom - top)) / 2
     # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
-    ink = PALETTE[rng.choice(INKS)]
-    pen.text((x - left, y - top), text, font=font, fill=ink, stroke_width=1)
+    pen.text((x - left, y - top), text, font=font, fill=PALETTE[INK], stroke_width=1)

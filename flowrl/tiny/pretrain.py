@@ -25,8 +25,8 @@ from flowrl.tiny.draw import draw
 from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
-    "single_object": 1.0, "two_object": 2.0, "counting": 2.0, "colors": 1.5,
-    "position": 2.5, "color_attr": 2.5, "ocr": 2.0,
+    "single_object": 1.0, "two_object": 1.5, "counting": 2.5, "colors": 2.5,
+    "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
 SAVE_SECONDS = 120
 WARM_UP = 200  # steps

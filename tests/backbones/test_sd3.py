@@ -1,0 +1,143 @@
+"""Without noise the sampler is diffusers' own pipeline, bit for bit; so are schedule and decoder."""
+
+import pytest
+import torch
+
+from flowrl.backbones.sd3 import LORA_TARGETS, SD3
+from flowrl.encode import TextCache
+from flowrl.functional.sde import KERNELS
+from flowrl.prompts import load_prompts
+from flowrl.rollout import Request, decode, draw
+from flowrl.samplers.plan import ode_plan
+
+COUNT, STEPS = 4, 3
+NEGATIVE = "a red circle"
+
+
+@pytest.fixture(scope="module")
+def pipeline(load_tiny):
+    return load_tiny()
+
+
+@pytest.fixture(scope="module")
+def request_():
+    records = load_prompts("tiny:all:test", limit=COUNT)
+    return Request(
+        prompts=records,
+        prompt=torch.arange(COUNT),
+        root=torch.zeros(COUNT).long(),
+        seed=3,
+        iteration=0,
+    )
+
+
+def ours(pipeline, request_, guidance, tokens=12):
+    backbone = SD3(pipeline, guidance=guidance, max_sequence_length=tokens)
+    encode = TextCache(backbone, NEGATIVE)
+    plan = ode_plan(backbone.sigmas(STEPS), KERNELS["flow_sde"])
+    tree, _ = draw(backbone, backbone.velocity, encode, request_, plan, COUNT)
+    return backbone, tree.x[tree.leaf]
+
+
+def theirs(pipeline, request_, backbone, guidance, output, tokens=12):
+    latents = request_.noise(0, "init", backbone.latent_shape(), torch.device("cpu"))
+    return pipeline(
+        [p.text for p in request_.prompts],
+        negative_prompt=[NEGATIVE] * COUNT,
+        guidance_scale=guidance,
+        num_inference_steps=STEPS,
+        max_sequence_length=tokens,
+        latents=latents.to(backbone.dtype),
+        output_type=output,
+    ).images
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+def test_latents_without_noise_are_diffusers_own(pipeline, request_, guidance):
+    backbone, x0 = ours(pipeline, request_, guidance)
+    expected = theirs(pipeline, request_, backbone, guidance, "latent")
+    assert torch.equal(x0, expected)
+    assert not torch.equal(x0[0], x0[1])
+
+
+def test_pictures_without_noise_are_diffusers_own(pipeline, request_):
+    backbone, x0 = ours(pipeline, request_, 3.5)
+    expected = theirs(pipeline, request_, backbone, 3.5, "pt")
+    assert torch.equal(decode(backbone, x0, COUNT), expected)
+
+
+def test_the_default_text_length_agrees_too(pipeline, request_):
+    backbone, x0 = ours(pipeline, request_, 1.0, tokens=256)
+    assert torch.equal(x0, theirs(pipeline, request_, backbone, 1.0, "latent", tokens=256))
+
+
+def test_in_bf16_latents_agree_to_its_rounding(load_tiny, request_):
+    """diffusers multiplies dt and velocity in bf16, flowrl in fp32."""
+    pipeline = load_tiny("bf16")
+    backbone, x0 = ours(pipeline, request_, 3.5)
+    expected = theirs(pipeline, request_, backbone, 3.5, "latent")
+    assert x0.dtype == torch.bfloat16
+    error, size = (x0.float() - expected.float()).norm(), expected.float().norm()
+    assert error < 2**-6 * size
+
+
+def test_guidance_is_used_and_1_is_none(pipeline, request_):
+    results = [ours(pipeline, request_, guidance)[1] for guidance in (0.0, 1.0, 3.5)]
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[1], results[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("steps", [1, 4, 8, 40])
+def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(pipeline, steps):
+    import copy
+
+    before = pipeline.scheduler.sigmas.clone()
+    sigmas = SD3(pipeline).sigmas(steps)
+    scheduler = copy.deepcopy(pipeline.scheduler)
+    scheduler.set_timesteps(steps)
+    assert torch.equal(sigmas, scheduler.sigmas)
+    assert torch.equal(sigmas[:-1] * 1000, scheduler.timesteps)
+    assert torch.equal(pipeline.scheduler.sigmas, before)
+    assert sigmas[0] == 1 and sigmas[-1] == 0
+
+
+def test_a_sigma_for_each_row_equals_one_for_all(pipeline, request_):
+    """Training mixes steps in one batch, where the rollout has one: the velocities are the same."""
+    backbone = SD3(pipeline, max_sequence_length=12)
+    cond = TextCache(backbone)(request_.prompts)
+    x = request_.noise(0, "init", backbone.latent_shape(), torch.device("cpu"))
+    with torch.no_grad():
+        one = backbone.velocity(x, torch.tensor(0.6), cond)
+        each = backbone.velocity(x, torch.full((COUNT,), 0.6), cond)
+    assert torch.equal(one, each)
+
+
+def test_the_size_of_pictures_can_be_chosen(pipeline):
+    backbone = SD3(pipeline, height=32, width=48)
+    assert backbone.latent_shape() == (16, 4, 6)
+    assert backbone.decode(torch.zeros(1, 16, 4, 6)).shape == (1, 3, 32, 48)
+
+
+def test_every_default_target_names_layers_of_the_transformer(pipeline):
+    names = [name for name, _ in pipeline.transformer.named_modules()]
+    assert [t for t in LORA_TARGETS if not any(n.endswith(t) for n in names)] == []
+
+
+def test_text_is_encoded_once_for_each_text_and_negative(pipeline, monkeypatch):
+    backbone = SD3(pipeline, guidance=2.0, max_sequence_length=12)
+    seen, encode = [], backbone.encode
+
+    def count(prompts, negatives):
+        seen.extend(zip(prompts, negatives, strict=True))
+        return encode(prompts, negatives)
+
+    monkeypatch.setattr(backbone, "encode", count)
+    cache = TextCache(backbone, "dull", batch_size=2)
+    records = load_prompts("tiny:colors:train", limit=3)
+    first = cache([*records, records[0]])
+    second = cache(records[::-1])
+    assert seen == [(r.text, "dull") for r in records]
+    assert len(first) == 4
+    for name, tensor in first.tensors.items():
+        assert torch.equal(tensor[0], tensor[3])
+        assert torch.equal(second.tensors[name], tensor[[2, 1, 0]])

@@ -1,0 +1,286 @@
+"""GRPO against autograd on a toy policy whose log-density is written out independently."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.grpo import GRPO
+from flowrl.samplers.forest import grow
+from flowrl.samplers.plan import make_plan
+from flowrl.trajectory import Conditioning, Rollout, Tree
+
+D, T, GROUP, PROMPTS = 6, 4, 3, 2
+L = GROUP * PROMPTS
+REWARD = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.2, 0.7])
+
+
+class Toy(torch.nn.Module):
+    """v = w * x + sigma * b + c[prompt], in float64."""
+
+    def __init__(self, seed: int = 0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.w, self.b = (
+            torch.nn.Parameter(torch.randn(D, generator=generator).double() / 2) for _ in range(2)
+        )
+
+    def forward(self, x, sigma, cond):
+        return self.w * x + sigma[:, None] * self.b + cond.tensors["c"]
+
+
+def no_network(x, sigma, cond):
+    raise AssertionError("this objective declares that it does not need this network")
+
+
+def cond() -> Conditioning:
+    return Conditioning(tensors={"c": torch.arange(PROMPTS * D).view(PROMPTS, D).double() / 10})
+
+
+@torch.no_grad()
+def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD) -> Rollout:
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*_):
+        return torch.randn(L, D, generator=generator).double()
+
+    prompt = torch.arange(PROMPTS).repeat_interleave(GROUP)
+    sigmas = torch.linspace(1, 0, T + 1).double()
+    plan = make_plan(sigmas, KERNELS[kernel], 0.6, range(T))
+
+    def velocity(x, sigma, prompt):
+        return toy(x, sigma.expand(len(x)), cond().take(prompt))
+
+    tree = grow(velocity, noise(), prompt, plan, noise)
+    # The sampler computes in fp32; the toy's means are wanted to the last digit of fp64.
+    parent = tree.parent[tree.edge]
+    step, x = tree.step[parent], tree.x[parent]
+    v = velocity(x, sigmas[step], tree.prompt[parent])
+    mean, _ = plan.kernel.step(x, v, sigmas[step], sigmas[step + 1], plan.g[step])
+    return Rollout(
+        tree=replace(tree, mean_old=mean),
+        cond=cond(),
+        prompts=("a", "b"),
+        images=torch.zeros(L, 3, 1, 1),
+        rows=torch.arange(L),
+        scores=reward[:, None],
+        names=("r",),
+        reward=reward,
+        valid=reward.isfinite(),
+        group=prompt,
+    )
+
+
+def grpo(kernel: str = "flow_sde", **options) -> GRPO:
+    return GRPO(kernel=KERNELS[kernel], **options)
+
+
+def loss_of(objective, toy, batch, reference=no_network):
+    # fp32 is the dtype of velocities in training; the toy stays in float64 to compare gradients.
+    return objective.loss(
+        toy, batch, reference=reference, old=no_network, generator=torch.Generator()
+    )
+
+
+def gradient(loss, toy):
+    return torch.cat(torch.autograd.grad(loss, list(toy.parameters())))
+
+
+def log_density(toy, rollout, kernel):
+    """Mean over the latent of log N(x_next; mean(x), std^2) for every trained edge, written out."""
+    t = rollout.tree
+    rows = t.parent[t.edge]
+    s, s1 = t.sigmas[t.step[rows]][:, None], t.sigmas[t.step[rows] + 1][:, None]
+    g, x = t.g[t.step[rows]][:, None], t.x[rows]
+    v = toy(x, s[:, 0], rollout.cond.take(t.prompt[rows]))
+    x0, eps = x - s * v, x + (1 - s) * v
+    if kernel == "cps":
+        std = s1 * torch.sin(g * math.pi / 2)
+        mean = (1 - s1) * x0 + s1 * torch.cos(g * math.pi / 2) * eps
+    else:
+        std = g * (s - s1).sqrt()
+        mean = x - (s - s1) * (v + g**2 / (2 * s) * eps)
+    z = (t.x[t.edge] - mean) / std
+    return (-z.square() / 2 - std.log() - math.log(2 * math.pi) / 2).mean(1)
+
+
+def group_advantages(reward: torch.Tensor) -> torch.Tensor:
+    rows = reward.view(PROMPTS, GROUP).double()
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred / (rows.std(1, correction=0, keepdim=True) + 1e-4)).flatten()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_first_gradient_is_that_of_minus_advantage_times_log_density(kernel):
+    toy = Toy()
+    rollout = collect(toy, kernel)
+    objective = grpo(kernel)
+    loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
+    advantage = group_advantages(REWARD).repeat(T - 1)
+    expected = gradient(-(advantage * log_density(toy, rollout, kernel)).mean(), toy)
+    # Rewards are fp32, and velocities are taken to fp32 before the step.
+    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+    assert metrics["policy/ratio_error_max"] < 1e-5
+    assert metrics["policy/clip_share"] == 0
+
+
+def test_the_gradient_lowers_the_loss_towards_the_better_image():
+    """A step along it raises the density of images above their group's mean."""
+    toy = Toy()
+    rollout = collect(toy)
+    objective = grpo(clip_nats=None, clip_eps=10.0)
+    loss, _ = loss_of(objective, toy, objective.prepare(rollout))
+    before = log_density(toy, rollout, "flow_sde").detach()
+    loss.backward()
+    with torch.no_grad():
+        for p in toy.parameters():
+            p -= 1e-3 * p.grad
+    gain = log_density(toy, rollout, "flow_sde").detach() - before
+    assert (gain * group_advantages(REWARD).repeat(T - 1)).sum() > 0
+
+
+def test_edges_without_advantage_are_dropped_unless_the_kl_needs_them():
+    reward = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])  # the first group is tied
+    rollout = collect(Toy(), reward=reward)
+    assert grpo().prepare(rollout).group.unique().tolist() == [1]
+    assert len(grpo().prepare(rollout)) == GROUP * (T - 1)
+    assert len(grpo(kl_coef=0.1).prepare(rollout)) == L * (T - 1)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_missing_rewards_never_reach_the_loss(kl_coef):
+    toy, other = Toy(), Toy(seed=1)
+    reward = REWARD.clone()
+    reward[1] = math.nan
+    objective = grpo(kl_coef=kl_coef)
+    batch = objective.prepare(collect(toy, reward=reward))
+    rows = batch.x.new_tensor(REWARD.tolist())
+    assert batch.advantage.isfinite().all()
+    loss, metrics = loss_of(objective, toy, batch, other)
+    assert loss.isfinite() and all(m.isfinite() for m in metrics.values())
+    two = rows[[0, 2]]
+    expected = ((two - two.mean()) / (two.std(correction=0) + 1e-4)).tolist()
+    assert sorted(batch.advantage[batch.group == 0].unique().tolist()) == pytest.approx(
+        sorted(expected + [0.0] * (kl_coef > 0)), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("form", ["velocity", "latent_dt", "latent_no_dt"])
+def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
+    toy, reference = Toy(), Toy(seed=1)
+    rollout = collect(toy, reward=torch.ones(L))  # no advantages: the pull alone
+    objective = grpo(kl_coef=0.5, kl_form=form)
+    loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
+    t = rollout.tree
+    rows = t.parent[t.edge]
+    s, s1, g = t.sigmas[t.step[rows]], t.sigmas[t.step[rows] + 1], t.g[t.step[rows]]
+    x, c = t.x[rows], rollout.cond.take(t.prompt[rows])
+    apart = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
+    # The drift moves the mean by (s - s1) (1 + g^2 (1 - s) / (2 s)) per unit of velocity.
+    mean_apart = apart * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
+    kl = {
+        "velocity": apart,
+        "latent_dt": mean_apart / (2 * g**2 * (s - s1)),
+        "latent_no_dt": mean_apart / (2 * g**2),
+    }[form].mean()
+    assert metrics["policy/kl"].item() == pytest.approx(kl.item(), rel=1e-5)
+    torch.testing.assert_close(gradient(loss, toy), gradient(0.5 * kl, toy), rtol=2e-5, atol=1e-6)
+
+
+def test_the_reference_is_called_only_when_it_was_declared():
+    assert grpo().needs.reference is False and grpo(kl_coef=0.1).needs.reference is True
+    objective = grpo()
+    loss_of(objective, Toy(), objective.prepare(collect(Toy())), no_network)
+
+
+def test_clipped_rows_have_no_gradient():
+    toy = Toy()
+    rollout = collect(toy)
+    objective = grpo(clip_nats=None, clip_eps=1e-9)
+    moved = Toy()
+    with torch.no_grad():
+        moved.w += 0.05
+    batch = objective.prepare(rollout)
+    loss, metrics = loss_of(objective, moved, batch)
+    ratio = log_density(moved, rollout, "flow_sde") - log_density(toy, rollout, "flow_sde")
+    advantage = group_advantages(REWARD).repeat(T - 1)
+    free = ratio * advantage < 0  # PPO's minimum binds only where the step helped already
+    expected = torch.where(free, -advantage * ratio.exp(), 0.0).mean()
+    torch.testing.assert_close(
+        gradient(loss, moved), gradient(expected, moved), rtol=1e-4, atol=1e-6
+    )
+    assert metrics["policy/clip_share"].item() == pytest.approx((~free).double().mean().item())
+
+
+def test_the_clip_in_nats_shrinks_with_the_latent():
+    assert grpo(clip_nats=6.0).clip(60) == pytest.approx(0.1)
+    assert grpo(clip_nats=None, clip_eps=0.2).clip(60) == 0.2
+
+
+@pytest.mark.parametrize("clips", [{"clip_nats": 1.0, "clip_eps": 1.0}, {"clip_nats": None}])
+def test_exactly_one_clip_is_asked_for(clips):
+    with pytest.raises(ValueError, match="give one"):
+        grpo(**clips)
+
+
+def test_an_edge_above_a_branch_gets_the_mean_advantage_of_the_images_below():
+    """0 -> 2 -> (4, 5), 1 -> 3 -> (6, 7): two roots of one prompt, each branching once."""
+    parent = torch.tensor([-1, -1, 0, 1, 2, 2, 3, 3])
+    reward = torch.tensor([0.0, 0.2, 0.6, 1.0])
+    tree = Tree(
+        x=torch.arange(8.0)[:, None],
+        step=torch.tensor([0, 0, 1, 1, 2, 2, 2, 2]),
+        parent=parent,
+        prompt=torch.zeros(8).long(),
+        leaf=torch.tensor([4, 5, 6, 7]),
+        sigmas=torch.tensor([1.0, 0.6, 0.3]),
+        g=torch.tensor([0.7, 0.7]),
+        edge=torch.arange(2, 8),
+        mean_old=torch.zeros(6, 1),
+    )
+    rollout = replace(
+        collect(Toy()),
+        tree=tree,
+        prompts=("a",),
+        rows=torch.arange(4),
+        reward=reward,
+        valid=torch.ones(4).bool(),
+        group=torch.zeros(4).long(),
+    )
+    own = (reward - reward.mean()) / (reward.std(correction=0) + 1e-4)
+    batch = grpo().prepare(rollout)
+    expected = torch.cat([own[:2].mean()[None], own[2:].mean()[None], own])
+    torch.testing.assert_close(batch.advantage, expected)
+    assert torch.equal(batch.x[:, 0], torch.tensor([0.0, 1, 2, 2, 3, 3]))
+    assert torch.equal(batch.x_next[:, 0], torch.arange(2.0, 8))
+
+
+def test_a_process_takes_its_own_rows_of_all_advantages():
+    """Advantages come from the whole group, also where a process holds only a part of it."""
+    whole = collect(Toy())
+    t = whole.tree
+    own = torch.tensor([2, 3])  # cuts both groups
+    keep = torch.isin(torch.arange(len(t.x)) % L, own)
+    renumber = torch.cumsum(keep, 0) - 1
+    edges = keep[t.edge]
+    part = replace(
+        whole,
+        tree=replace(
+            t,
+            x=t.x[keep],
+            step=t.step[keep],
+            parent=torch.where(t.parent[keep] < 0, -1, renumber[t.parent[keep].clamp(min=0)]),
+            prompt=t.prompt[keep],
+            leaf=renumber[t.leaf[own]],
+            edge=renumber[t.edge[edges]],
+            mean_old=t.mean_old[edges],
+        ),
+        rows=own,
+        images=whole.images[own],
+    )
+    batch = grpo().prepare(part)
+    expected = group_advantages(REWARD)[own].repeat(T - 1).float()
+    torch.testing.assert_close(batch.advantage.float(), expected, rtol=1e-4, atol=1e-5)
+    assert batch.group.tolist() == [0, 1] * (T - 1)

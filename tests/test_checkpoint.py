@@ -1,0 +1,157 @@
+"""Checkpoints: whole or absent, the right ones kept; a folder has one owner."""
+
+import os
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import flowrl.storage
+from flowrl.checkpoint import (
+    CONFIG,
+    STATE,
+    Checkpoints,
+    claim,
+    random_state,
+    restore_random_state,
+    write_config,
+)
+from flowrl.errors import UserError
+from flowrl.storage import load_state, save_state
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    write_config(tmp_path, "run: {}\n")
+    return Checkpoints(tmp_path, keep=2)
+
+
+def state(step: int) -> dict:
+    return {"iteration": step, "w": torch.full((3,), float(step))}
+
+
+def test_the_newest_and_the_best_are_kept(checkpoints):
+    for step in range(6):
+        checkpoints.save(step, state(step), best=1 if step >= 1 else None)
+    assert checkpoints.steps() == [1, 4, 5]
+    assert checkpoints.load("latest")["iteration"] == 5
+
+
+def test_an_old_best_goes_when_a_better_one_comes(checkpoints):
+    for step in range(5):
+        checkpoints.save(step, state(step), best=0 if step < 4 else 4)
+    assert checkpoints.steps() == [3, 4]
+
+
+class Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_a_crash_while_writing_loses_nothing(checkpoints, monkeypatch, function):
+    checkpoints.save(1, state(1))
+
+    def crash(*_):
+        raise Crash
+
+    monkeypatch.setattr(flowrl.storage.os, function, crash)
+    with pytest.raises(Crash):
+        checkpoints.save(2, state(2))
+    monkeypatch.undo()
+    assert checkpoints.steps() == [1]
+    assert torch.equal(checkpoints.load("latest")["w"], torch.ones(3))
+
+
+def test_what_a_killed_writer_leaves_is_no_checkpoint(checkpoints):
+    """SIGKILL runs no clean-up: the half-written temporary file stays."""
+    checkpoints.save(1, state(1))
+    folder = checkpoints.path(2)
+    folder.mkdir()
+    (folder / f".{STATE}.abc123.tmp").write_bytes(b"half")
+    assert checkpoints.steps() == [1]
+    assert checkpoints.load("latest")["iteration"] == 1
+    checkpoints.save(2, state(2))
+    assert checkpoints.load("latest")["iteration"] == 2
+
+
+def test_the_run_folder_itself_means_its_latest_checkpoint(checkpoints, tmp_path):
+    checkpoints.save(3, state(3))
+    assert checkpoints.load(str(tmp_path))["iteration"] == 3
+
+
+def test_an_older_checkpoint_can_be_named_and_later_ones_are_then_left(checkpoints):
+    for step in (1, 2):
+        checkpoints.save(step, state(step))
+    assert checkpoints.load(str(checkpoints.path(1)))["iteration"] == 1
+    checkpoints.forget_after(1)
+    assert checkpoints.steps() == [1]
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_over(checkpoints):
+    assert checkpoints.load("latest") is None
+
+
+def test_nothing_to_resume_is_an_error_that_says_where(tmp_path):
+    with pytest.raises(UserError, match="holds no run"):
+        Checkpoints(tmp_path / "new", keep=1).load("latest")
+    with pytest.raises(UserError, match="cannot resume from"):
+        Checkpoints(tmp_path, keep=1).load(str(tmp_path / "elsewhere"))
+
+
+def test_an_occupied_folder_is_refused_unless_resumed(tmp_path):
+    write_config(tmp_path, "run: {}\n")
+    with pytest.raises(UserError, match="--resume latest"), claim(tmp_path, resume=None):
+        pass
+    with claim(tmp_path, resume="latest"):
+        pass
+    assert (tmp_path / CONFIG).read_text() == "run: {}\n"
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from flowrl.checkpoint import claim
+with claim(Path(sys.argv[1]), resume=None):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_in_use_is_refused_to_another_process_until_that_dies(tmp_path):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert holder.stdin and holder.stdout
+    try:
+        assert holder.stdout.readline() == "mine\n"
+        for resume in (None, "latest"):
+            with pytest.raises(UserError, match="in use"), claim(tmp_path, resume=resume):
+                pass
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdin.close()
+        holder.stdout.close()
+    with claim(tmp_path, resume=None):
+        pass
+
+
+def test_random_numbers_go_on_where_they_were(tmp_path):
+    def draws():
+        return random.random(), random.gauss(), np.random.rand(), np.random.randn(), torch.rand(2)
+
+    random.gauss()
+    np.random.randn()  # an odd number: half of a pair is kept in the state
+    save_state(tmp_path / "s", random_state())
+    first = draws()
+    draws()
+    restore_random_state(load_state(tmp_path / "s"))
+    second = draws()
+    assert first[:4] == second[:4] and torch.equal(first[4], second[4])

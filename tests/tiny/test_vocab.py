@@ -1,0 +1,57 @@
+"""The tokenizers of the tiny pipelines know every word of the world, and spell the others."""
+
+import pytest
+
+from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer, corpus, t5_tokenizer
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return clip_tokenizer(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    return t5_tokenizer(tmp_path_factory.mktemp("t5"))
+
+
+def test_every_word_of_the_world_is_one_clip_token(clip):
+    words = {w.strip('"').lower() for text in corpus() for w in text.split()}
+    assert [w for w in words if len(clip.tokenize(w)) != 1] == []
+
+
+def test_clip_reads_every_caption_whole(clip):
+    longest = max(len(ids) for ids in clip(corpus()).input_ids)
+    assert longest <= CLIP_TOKENS
+
+
+def test_t5_spells_quoted_words_letter_by_letter(t5):
+    pieces = t5.tokenize('the word "CAT"')
+    assert pieces[-5:] == ['▁"', "C", "A", "T", '"']
+    assert pieces[:2] == ["▁the", "▁word"]
+
+
+def test_captions_differ_in_both_tokenizers(clip, t5):
+    texts = corpus()
+    for tokenizer in (clip, t5):
+        assert len({tuple(ids) for ids in tokenizer(texts).input_ids}) == len(set(texts))
+
+
+def test_captions_of_the_presets_fit_sixteen_t5_tokens(t5):
+    # Longer captions are cut by the pipeline at `max_sequence_length`.
+    assert max(len(ids) for ids in t5(corpus()).input_ids) <= 16
+
+
+def test_any_text_can_be_typed(clip, t5):
+    assert len(clip("Zebra-Straße 42!").input_ids) > 2
+    assert len(t5("Zebra-Straße 42!").input_ids) > 1
+
+
+def test_the_files_load_as_ordinary_tokenizers(clip, t5, tmp_path):
+    from transformers import AutoTokenizer
+
+    text = ['a red circle left of a "ZOO"']
+    for name, tokenizer in (("clip", clip), ("t5", t5)):
+        tokenizer.save_pretrained(tmp_path / name)
+        again = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert again(text).input_ids == tokenizer(text).input_ids

@@ -1,0 +1,58 @@
+"""The tiny world's prompts: GenEval's form, and a held-out part that is never seen."""
+
+import re
+
+import pytest
+
+from flowrl.tiny.world import COLORS, NUMBERS, SHAPES, TAGS, WORDS, all_prompts, split_prompts
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_train_and_test_share_no_text_and_lose_none(tag):
+    train, test = ({p["prompt"] for p in split_prompts(tag, s)} for s in ("train", "test"))
+    assert not train & test
+    assert train | test == {p["prompt"] for p in all_prompts(tag)}
+    assert len(train) + len(test) == len(all_prompts(tag))
+    assert len(test) == len(all_prompts(tag)) // 6
+
+
+@pytest.mark.parametrize("tag", [t for t in TAGS if t != "ocr"])
+def test_the_text_asks_for_what_the_metadata_demand(tag):
+    for prompt in all_prompts(tag):
+        assert prompt["tag"] == tag
+        for entry in prompt["include"]:
+            assert entry["class"] in SHAPES
+            noun = entry["class"]
+            if entry["count"] > 1:
+                assert f"{NUMBERS[entry['count']]} {noun}" in prompt["prompt"]
+            elif "color" in entry:
+                assert f"{entry['color']} {noun}" in prompt["prompt"]
+            else:
+                assert re.search(rf"\ban? {noun}\b", prompt["prompt"])
+            assert entry.get("color") in (*COLORS, None)
+
+
+def test_a_position_is_asked_of_the_second_entry_towards_the_first():
+    for prompt in all_prompts("position"):
+        other, placed = prompt["include"]
+        relation, target = placed["position"]
+        assert target == 0
+        assert f"a {placed['class']} {relation} a {other['class']}" in prompt["prompt"]
+
+
+def test_counting_forbids_one_more():
+    for prompt in all_prompts("counting"):
+        (wanted,), (forbidden,) = prompt["include"], prompt["exclude"]
+        assert forbidden == {"class": wanted["class"], "count": wanted["count"] + 1}
+
+
+def test_words_are_quoted_in_their_prompts():
+    assert {p["ocr_text"] for p in all_prompts("ocr")} == set(WORDS)
+    assert all(f'"{p["ocr_text"]}"' in p["prompt"] for p in all_prompts("ocr"))
+
+
+def test_an_unknown_kind_or_split_is_named():
+    with pytest.raises(ValueError, match="'cats'"):
+        all_prompts("cats")
+    with pytest.raises(ValueError, match="'valid'"):
+        split_prompts("ocr", "valid")
