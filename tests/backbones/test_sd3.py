@@ -1,4 +1,4 @@
-"""Without noise the sampler is diffusers' own pipeline, bit for bit; so are schedule and decoder."""
+"""Without noise the sampler is diffusers' own, bit for bit; so are schedule and decoder."""
 
 import pytest
 import torch
