@@ -102,10 +102,15 @@ class Evaluator:
         return Evaluation(
             scores=runtime.gather(torch.cat(scores) if scores else torch.empty(0, len(self.specs))),
             names=tuple(spec.name for spec in self.specs),
-            images=runtime.gather(torch.cat(kept) if kept else torch.empty(0, dtype=torch.uint8)),
+            images=runtime.gather(torch.cat(kept) if kept else self._no_images()),
             prompts=tuple(self.prompts[i].text for i in shown),
             seeds=tuple(request.root[: len(shown)].tolist()),
         )
+
+    def _no_images(self) -> Tensor:
+        """(0, 3, H, W): what a process without a share adds to the others' pictures."""
+        latent = torch.zeros(1, *self.backbone.latent_shape(), device=self.backbone.device)
+        return decode(self.backbone, latent, 1)[:0].to(torch.uint8)
 
 
 def compare(before: Evaluation, after: Evaluation) -> list[Comparison]:

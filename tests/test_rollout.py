@@ -27,6 +27,9 @@ CPU = torch.device("cpu")
 def request_of(records=RECORDS, **options):
     return group_request(records, 2, **({"seed": 0, "iteration": 4, "same_noise": False} | options))
 
+# fp32 rounding of a pixel after some steps and the decoder; other noise moves it by about 1.
+ROUNDING = 1e-4
+
 
 @pytest.fixture(scope="module")
 def sample(make_learner):
@@ -50,14 +53,14 @@ def test_pictures_do_not_depend_on_their_order(sample):
     order = torch.tensor([4, 0, 5, 2, 1, 3])
     _, images = sample(request)
     tree, moved = sample(request.take(order))
-    torch.testing.assert_close(moved, images[order], rtol=0, atol=1e-5)
+    torch.testing.assert_close(moved, images[order], rtol=0, atol=ROUNDING)
     assert not torch.allclose(images[0], images[1], atol=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_pictures_do_not_depend_on_the_batch_size(sample, size):
     (tree, images), (small_tree, small) = sample(request_of()), sample(request_of(), size)
-    torch.testing.assert_close(small, images, rtol=0, atol=1e-5)
+    torch.testing.assert_close(small, images, rtol=0, atol=ROUNDING)
     assert torch.equal(small_tree.parent, tree.parent)
     assert torch.equal(small_tree.edge, tree.edge)
 
@@ -66,7 +69,7 @@ def test_pictures_do_not_depend_on_the_batch_size(sample, size):
 def test_a_share_holds_the_pictures_of_the_whole(sample, rows):
     _, images = sample(request_of())
     _, share = sample(request_of().take(torch.tensor(rows)))
-    torch.testing.assert_close(share, images[rows], rtol=0, atol=1e-5)
+    torch.testing.assert_close(share, images[rows], rtol=0, atol=ROUNDING)
 
 
 def test_noise_is_that_of_its_prompt_whatever_stands_beside_it():

@@ -6,10 +6,7 @@ between backbones (the transformer, the text encoders, how a prompt becomes cond
 `TinyModel` of `sd3.py`; this file knows none of it.
 """
 
-import math
 import random
-import time
-from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,22 +15,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from flowrl.storage import atomic_path, load_state, save_state
 from flowrl.tiny.draw import draw
+from flowrl.tiny.fit import Track, fit, plain_track
 from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
     "single_object": 1.0, "two_object": 1.5, "counting": 2.5, "colors": 2.5,
     "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
-SAVE_SECONDS = 120
-WARM_UP = 200  # steps
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
-EMA = 0.999
 
 
 class TinyModel(Protocol):
@@ -50,13 +44,6 @@ class TinyModel(Protocol):
     def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
         """Velocity at x (B, *latent), sigma (B,), for prompts `ids` cut to `length` tokens."""
         ...
-
-
-Track = Callable[[Iterable[int], str], Iterable[int]]  # wraps the steps in a progress bar
-
-
-def plain_track(steps: Iterable[int], name: str) -> Iterable[int]:
-    return steps
 
 
 # --- pictures ---------------------------------------------------------------------------------
@@ -92,93 +79,6 @@ def pictures(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndar
 def to_tensor(images: np.ndarray) -> Tensor:
     """(B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [-1, 1]."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-# --- the loop both stages share ---------------------------------------------------------------
-
-
-def fit(
-    name: str,
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    loss_at: Callable[[int], Tensor],
-    *,
-    steps: int,
-    folder: Path,
-    ema: nn.Module | None = None,
-    track: Track = plain_track,
-) -> None:
-    """Minimise `loss_at(step)` with warm-up and cosine decay; saves and resumes in `folder`.
-
-    The optimisers' own learning rates are the peaks. The loss must draw its randomness from the
-    step number alone: then a run that was stopped and one that was not see the same batches.
-    """
-    path = folder / f"{name}.safetensors"
-    parts: dict[str, Any] = {
-        "module": module,
-        **{f"optimizer_{i}": o for i, o in enumerate(optimizers)},
-    }
-    if ema is not None:
-        parts["ema"] = ema
-    start = _restore(path, parts)
-    schedules = [
-        LambdaLR(o, lambda s: min(1.0, (s + 1) / WARM_UP) * _cosine(s / steps), start - 1)
-        for o in optimizers
-    ]
-    saved, heard = time.monotonic(), RunningLoss(name, steps)
-    for step in track(range(start, steps), name):
-        loss = loss_at(step)
-        module.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
-            optimizer.step()
-            schedule.step()
-        if ema is not None:
-            _average(ema, module, min(EMA, (step + 1) / (step + 10)))
-        heard.hear(step, loss)
-        if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
-            save_state(
-                path, {key: part.state_dict() for key, part in parts.items()} | {"step": step + 1}
-            )
-            saved = time.monotonic()
-
-
-def _restore(path: Path, parts: dict[str, Any]) -> int:
-    if not path.exists():
-        return 0
-    state = load_state(path)
-    for key, part in parts.items():
-        part.load_state_dict(state[key])
-    return state["step"]
-
-
-def _cosine(share: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * share))
-
-
-class RunningLoss:
-    """Prints a smoothed loss now and then."""
-
-    def __init__(self, name: str, steps: int):
-        self.name, self.steps = name, steps
-        self.average: float | None = None
-        self.printed = time.monotonic()
-
-    def hear(self, step: int, loss: Tensor) -> None:
-        value = loss.item()
-        self.average = (
-            value if self.average is None else self.average + 0.02 * (value - self.average)
-        )
-        if time.monotonic() - self.printed > 20:
-            print(f"{self.name}: step {step + 1}/{self.steps}, loss {self.average:.4f}", flush=True)
-            self.printed = time.monotonic()
-
-
-@torch.no_grad()
-def _average(ema: nn.Module, module: nn.Module, decay: float) -> None:
-    for mean, now in zip(ema.parameters(), module.parameters(), strict=True):
-        mean.lerp_(now, 1 - decay)
 
 
 def generator_at(seed: int, step: int) -> torch.Generator:

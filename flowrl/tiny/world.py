@@ -94,12 +94,9 @@ def all_prompts(tag: str) -> list[Prompt]:
     if tag == "color_attr":
         return [
             _prompt(
-                tag,
-                p,
-                f"{article(f'{ca} {a}')} and {article(f'{cb} {b}')}",
-                [one(a, ca), one(b, cb)],
+                tag, p, f"{article(f'{c} {a}')} and {article(f'{d} {b}')}", [one(a, c), one(b, d)]
             )
-            for p, (ca, cb), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
+            for p, (c, d), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
         ]
     if tag == "ocr":
         return [_word(t, w) for t, w in product(WORD_TEMPLATES, WORDS)]

@@ -4,16 +4,33 @@ import re
 
 import pytest
 
-from flowrl.tiny.world import COLORS, NUMBERS, SHAPES, TAGS, WORDS, all_prompts, split_prompts
+from flowrl.tiny.world import (
+    COLORS,
+    NEW_WORDS,
+    NUMBERS,
+    SHAPES,
+    TAGS,
+    WORD_TEMPLATES,
+    WORDS,
+    all_prompts,
+    split_prompts,
+)
 
 
 @pytest.mark.parametrize("tag", TAGS)
 def test_train_and_test_share_no_text_and_lose_none(tag):
     train, test = ({p["prompt"] for p in split_prompts(tag, s)} for s in ("train", "test"))
+    new = {p["prompt"] for p in split_prompts(tag, "test") if p.get("ocr_text") in NEW_WORDS}
     assert not train & test
-    assert train | test == {p["prompt"] for p in all_prompts(tag)}
-    assert len(train) + len(test) == len(all_prompts(tag))
-    assert len(test) == len(all_prompts(tag)) // 6
+    assert train | (test - new) == {p["prompt"] for p in all_prompts(tag)}
+    assert len(train) + len(test - new) == len(all_prompts(tag))
+    assert len(test - new) == len(all_prompts(tag)) // 6
+    assert len(new) == (len(NEW_WORDS) * len(WORD_TEMPLATES) if tag == "ocr" else 0)
+
+
+def test_words_held_out_altogether_are_spelt_with_letters_that_are_drawn():
+    assert not set(NEW_WORDS) & set(WORDS)
+    assert set("".join(NEW_WORDS)) <= set("".join(WORDS))
 
 
 @pytest.mark.parametrize("tag", [t for t in TAGS if t != "ocr"])
