@@ -117,7 +117,7 @@ class TinySD3:
             }
         )
         plain = self.module["transformer"]
-        self.networks = {SHORT: torch.compile(plain) if compile else plain}
+        self.networks: dict[int, Any] = {SHORT: torch.compile(plain) if compile else plain}
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         def ids(name: str, length: int) -> Tensor:
@@ -144,7 +144,7 @@ class TinySD3:
             pooled_projections=torch.cat([c[0] for c in clips], -1),
         ).sample
 
-    def pipeline(self, module: nn.Module, vae):
+    def pipeline(self, module: nn.ModuleDict, vae: Any):
         """A StableDiffusion3Pipeline around the trained parts of `module` (for example the EMA)."""
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 

@@ -1,0 +1,163 @@
+"""Two processes do what one does with the same global batch."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.config import config_yaml
+from flowrl.storage import load_state
+
+# Runs once as it is and once under a launcher; every process writes what it saw.
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+
+torch.set_num_threads(1)
+from flowrl.build import Given, build_evaluator, build_learner
+from flowrl.config import load_config
+from flowrl.runtime import Runtime
+from flowrl.storage import save_state
+
+runtime = Runtime(device="cpu")
+config = load_config(Path(sys.argv[1]))
+folder = Path(sys.argv[2])
+seen = {}
+for updates in (1, 2):
+    optim = config.optim.model_copy(update={"updates_per_rollout": updates})
+
+    def reward(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
+        # One group without signal, in the share of one process only.
+        return [0.5 if p == prompts_of[0] else s for p, s in zip(prompts, scores.tolist())]
+
+    learner = build_learner(
+        config.model_copy(update={"optim": optim}), runtime, Given(rewards={"r": reward})
+    )
+    prompts_of = [p.text for p in learner.prompts.at(0)]
+    generator = torch.Generator().manual_seed(0)
+    for p in learner.policy.parameters():
+        p.data += 0.02 * torch.randn(p.shape, generator=generator)
+    gradients = []
+    clip = runtime.clip_gradients
+
+    def record(parameters, max_norm):
+        gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+        return clip(parameters, max_norm)
+
+    runtime.clip_gradients = record
+    rollout, metrics = learner.iterate(0)
+    runtime.clip_gradients = clip
+    seen[f"updates {updates}"] = {
+        "reward": rollout.reward,
+        "group": rollout.group,
+        "images": runtime.gather(rollout.images),
+        "gradients": gradients,
+        "policy": [p.data for p in learner.policy.parameters()],
+        "reward/mean": metrics["reward/mean"],
+    }
+evaluator = build_evaluator(config, learner.backbone.pipeline, learner.specs, Given())
+for count in (5, 1):
+    import dataclasses
+
+    part = dataclasses.replace(evaluator, prompts=evaluator.prompts[:count])
+    result = part(part.backbone.velocity, runtime)
+    seen[f"evaluation {count}"] = {"scores": result.scores, "images": result.images}
+seen["any"] = [runtime.any(runtime.rank == 1), runtime.any(False)]
+seen["sum"] = runtime.sum(float(runtime.rank + 1))
+seen["merge"] = runtime.merge({f"rank {runtime.rank}": "here"})
+save_state(folder / f"{runtime.world_size}-{runtime.rank}", seen)
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(tiny_config, tmp_path_factory) -> dict[str, dict]:
+    """What one process saw, and each of two: keys "1-0", "2-0", "2-1"."""
+    folder = tmp_path_factory.mktemp("processes")
+    config = tiny_config(
+        rollout={"prompts": 4, "group_size": 3, "steps": 3, "batch_size": 12, "merge_lora": False},
+        optim={"lr": 1e-3, "micro_batch": 6},
+        evaluation={"prompts": "tiny:colors:test", "images": 5, "steps": 2},
+    )
+    (folder / "config.yaml").write_text(config_yaml(config))
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    words = [str(script), str(folder / "config.yaml"), str(folder)]
+    root = Path(__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+    # With --cpu, or without --multi_gpu, accelerate starts a single process unless it finds MPI.
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu"]
+    launcher += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launcher += ["--main_process_port", str(free_port())]
+    for start in ([], launcher):
+        done = subprocess.run(
+            [sys.executable, *start, *words],
+            env=environment,
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    return {name: load_state(folder / name) for name in ("1-0", "2-0", "2-1")}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_rewards_and_pictures_are_those_of_one_process(seen, updates):
+    one, *two = (seen[name][f"updates {updates}"] for name in seen)
+    for part in two:
+        assert torch.equal(part["group"], one["group"])
+        torch.testing.assert_close(part["images"], one["images"], rtol=0, atol=1e-5)
+        torch.testing.assert_close(part["reward"], one["reward"], rtol=0, atol=1e-4)
+        assert part["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-4)
+
+
+def test_the_gradient_is_that_of_one_process(seen):
+    one, first, second = (seen[name]["updates 1"]["gradients"][0] for name in seen)
+    assert torch.equal(first, second)
+    error = (first - one).norm() / one.norm()
+    print("QQ", error)
+    assert one.norm() > 0 and error < 2e-2, error
+
+
+def test_with_two_updates_both_gradients_are(seen):
+    for update in range(2):
+        one, first, second = (seen[n]["updates 2"]["gradients"][update] for n in seen)
+        assert torch.equal(first, second)
+        error = (first - one).norm() / one.norm()
+        print("QQ", error)
+        assert one.norm() > 0 and error < 2e-2, error
+
+
+def test_processes_hold_the_same_policy_afterwards(seen):
+    for updates in ("updates 1", "updates 2"):
+        pairs = zip(seen["2-0"][updates]["policy"], seen["2-1"][updates]["policy"], strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("count", [5, 1])
+def test_evaluation_is_whole_on_every_process_also_with_fewer_pictures(seen, count):
+    one, *two = (seen[name][f"evaluation {count}"] for name in seen)
+    for part in two:
+        torch.testing.assert_close(part["scores"], one["scores"], rtol=0, atol=1e-4)
+        assert part["images"].dtype == torch.uint8
+        assert part["images"].shape == one["images"].shape
+
+
+def test_decisions_and_notes_are_shared(seen):
+    assert seen["1-0"]["any"] == [False, False] and seen["1-0"]["sum"] == 1
+    for name in ("2-0", "2-1"):
+        assert seen[name]["any"] == [True, False] and seen[name]["sum"] == 3
+        assert seen[name]["merge"] == {"rank 0": "here", "rank 1": "here"}
