@@ -191,8 +191,7 @@ def test_what_lies_at_the_root_is_the_average_of_the_last_iteration(whole):
         t.double().sum().item() for t in ema
     )
     assert not all(
-        torch.equal(a, b)
-        for a, b in zip(ema, state["policy"]["adapters"]["default"], strict=True)
+        torch.equal(a, b) for a, b in zip(ema, state["policy"]["adapters"]["default"], strict=True)
     )
 
 
@@ -258,9 +257,7 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
     base = Evaluation.load(run.evaluation_path(0))
     plain, _ = build(config, pipeline=load_tiny())
     with plain.policy.disabled():
-        expected = build_evaluator(
-            config, plain.backbone.pipeline, learner.specs, Given()
-        )
+        expected = build_evaluator(config, plain.backbone.pipeline, learner.specs, Given())
         assert expected is not None
         scores = expected(expected.backbone.velocity, run.runtime).scores
     assert torch.equal(base.scores, scores)

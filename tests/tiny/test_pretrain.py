@@ -126,5 +126,14 @@ def test_learning_lowers_both_losses(model, tmp_path, monkeypatch):
     losses.clear()
     latents = torch.randn(8, 16, 8, 8, generator=torch.Generator().manual_seed(0)) * 0.1
     monkeypatch.setattr(pretrain, "text_length", lambda *_: 12)
-    pretrain.fit_flow(model, copy.deepcopy(model.module), latents, captions, steps=12, seed=0, folder=tmp_path, batch=8)
+    pretrain.fit_flow(
+        model,
+        copy.deepcopy(model.module),
+        latents,
+        captions,
+        steps=12,
+        seed=0,
+        folder=tmp_path,
+        batch=8,
+    )
     assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
