@@ -5,6 +5,7 @@ network with its adapters switched off, the EMA and the old policy are adapters 
 """
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -65,7 +66,9 @@ class Policy:
             init_lora_weights="gaussian",
         )
         try:
-            self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
+            with warnings.catch_warnings():  # several adapters are meant
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
         except ValueError as error:
             kind = type(self.network).__name__
             raise UserError(
