@@ -60,8 +60,8 @@ def test_a_plain_call_draws_one_picture_of_64_pixels(pipeline):
 
 def test_it_draws_right_at_the_presets_short_text_length(pipeline):
     call = {"num_inference_steps": 8, "guidance_scale": 1.0, "max_sequence_length": 12}
-    drawn = strict_score(pipeline, ["colors", "two_object", "color_attr"], 16, **call)
-    assert drawn >= 0.3  # nothing but noise scores 0, the wrong prompts' pictures about 0.02
+    drawn = strict_score(pipeline, ["single_object", "two_object", "colors"], 20, **call)
+    assert drawn >= 0.3  # noise scores 0, pictures drawn for another prompt at most 0.01
 
 
 def test_it_draws_right_as_diffusers_calls_it_by_default(pipeline):
