@@ -2,7 +2,7 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
 
-About an hour on two CPU cores. It can be stopped at any time; the same command goes on from the
+About an hour and a quarter on two CPU cores. It can be stopped at any time; the same command goes on from the
 last save (every two minutes) in the `--work` folder. At the end it scores the pipeline on held-out
 prompts and writes the model card.
 """
@@ -34,7 +34,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=4_500)
-    parser.add_argument("--flow-steps", type=int, default=4_000)
+    parser.add_argument("--flow-steps", type=int, default=7_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(

@@ -3,6 +3,7 @@
     python scripts/train_sd3.py configs/quickstart.yaml --output_dir runs/quickstart
     accelerate launch --num_processes 8 scripts/train_sd3.py configs/sd3.5-medium-grpo-24gb.yaml
 
+Without GPUs, accelerate starts several processes only with `--multi_gpu` beside `--num_processes`.
 Takes a recipe and the same changes as `flowrl train`: KEY=VALUE, or the names of diffusers' own
 training scripts (--learning_rate, --rank, --seed, --resume_from_checkpoint latest, ...).
 """
