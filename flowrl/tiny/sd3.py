@@ -148,9 +148,10 @@ class TinySD3:
         """A StableDiffusion3Pipeline around the trained parts of `module` (for example the EMA)."""
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
+        trained: dict[str, Any] = dict(module.items())
         return StableDiffusion3Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
             vae=vae,
             **self.tokenizers,
-            **dict(module.items()),
+            **trained,
         )
