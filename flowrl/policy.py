@@ -114,10 +114,6 @@ class Policy:
         finally:
             self.use(POLICY)
 
-    def using_policy(self) -> contextlib.AbstractContextManager[None]:
-        """The counterpart of `merged` that changes nothing."""
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """No adapter inside the block: the network as it was given."""

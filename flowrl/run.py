@@ -1,5 +1,6 @@
 """A run on disk: what is restored before the loop, kept during it, and handed over after it."""
 
+import math
 import signal
 import threading
 import time
@@ -117,7 +118,8 @@ class Run:
         with self._policy.using(self._policy.best_name):
             evaluation = self._evaluate(self.done)
         score = self.score(evaluation)
-        if self.best is None or score > self.best[0]:
+        # NaN is no score: as the first one it would stay the best for good.
+        if not math.isnan(score) and (self.best is None or score > self.best[0]):
             self.best = (score, self.done)
             self.saved = -1  # a checkpoint of this step, if there is one, knows an older best
             self.save()

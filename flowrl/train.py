@@ -1,6 +1,7 @@
 """The loop: draw groups, score them, give credit, step. It knows no objective by name."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,7 @@ class Learner:
         rows = self.runtime.share(len(request.prompt))
         own = request.take(rows)
         policy.remember()
-        network = policy.merged() if r.merge_lora else policy.using_policy()
+        network = policy.merged() if r.merge_lora else nullcontext()
         # Folded before autocast begins, which would compute the change of the weights in 16 bits.
         with torch.no_grad(), network, self.runtime.autocast():
             tree, cond = draw(

@@ -2,13 +2,14 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
 
-About an hour and a quarter on two CPU cores. It can be stopped at any time; the same command goes
+An hour or more on two CPU cores. It can be stopped at any time; the same command goes
 on from the last save (every two minutes) in the `--work` folder. At the end it scores the pipeline
 on held-out prompts and writes the model card.
 """
 
 import argparse
 import copy
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from rich.progress import track as progress
 from score_tiny import write_card
 
+from flowrl.storage import write_text
 from flowrl.tiny import pretrain, sd3
 
 MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
@@ -47,6 +49,19 @@ def track(steps: Iterable[int], name: str) -> Iterable[int]:
     return progress(steps, description=name)
 
 
+def save_half(pipeline, folder: Path) -> None:
+    """Store a pipeline in fp16 such that a plain `from_pretrained` computes in fp32 throughout.
+
+    diffusers' own models load in fp32 whatever the file holds; those of transformers follow the
+    dtype in their configuration, and half of a pipeline in fp16 cannot run.
+    """
+    pipeline.to(torch.float16).save_pretrained(folder)
+    for path in folder.glob("text_encoder*/config.json"):
+        config = json.loads(path.read_text())
+        config["dtype"] = "float32"
+        write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
@@ -76,7 +91,7 @@ def main() -> None:
         folder=args.work,
         track=track,
     )
-    model.pipeline(ema, vae).to(torch.float16).save_pretrained(args.output)
+    save_half(model.pipeline(ema, vae), args.output)
     write_card(args.output)
     print(f"The pipeline lies in {args.output}.")
 

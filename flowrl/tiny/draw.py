@@ -3,8 +3,8 @@
 Shapes are drawn at twice the size and reduced with Lanczos; words use the typeface that Pillow
 carries (Aileron Regular by Sora Sagano, CC0). What has no named colour is black; places are drawn
 at random on a grid of 8 pixels, the size of a latent cell; sizes follow from the number of objects.
-A transformer of three million weights learns such a world within an hour on a CPU, and one of
-continuous places and random colours not.
+With places and colours free, a transformer of three million weights drew no whole shape after 3,900
+training steps.
 """
 
 import functools

@@ -21,7 +21,7 @@ def pipeline():
 
     pipeline = DiffusionPipeline.from_pretrained(FOLDER)
     pipeline.set_progress_bar_config(disable=True)
-    return pipeline.to(torch.float32)
+    return pipeline
 
 
 def strict_score(pipeline, tags: list[str], count: int, **call) -> float:
