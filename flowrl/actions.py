@@ -24,7 +24,7 @@ from flowrl.errors import UserError
 from flowrl.evaluate import Comparison, compare
 from flowrl.export import load_lora
 from flowrl.gallery import write_gallery
-from flowrl.handover import hand_over, pairs, summary
+from flowrl.handover import call_settings, hand_over, pairs, summary
 from flowrl.pictures import png, to_tensor
 from flowrl.prompts import load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
@@ -110,15 +110,26 @@ def sample_images(
     *,
     lora: str | None,
     negative: str,
-    guidance: float,
-    steps: int,
+    guidance: float | None,
+    steps: int | None,
     seed: int,
     count: int,
-    max_sequence_length: int,
+    max_sequence_length: int | None,
     output_dir: Path,
     device: str,
 ) -> list[Path]:
-    """Draw `count` pictures of each prompt with the pipeline's own call -> paths of PNG files."""
+    """Draw `count` pictures of each prompt with the pipeline's own call -> paths of PNG files.
+
+    What is None is as the run of `lora` was evaluated, else the pipeline's default.
+    """
+    asked = {
+        "guidance_scale": guidance,
+        "num_inference_steps": steps,
+        "max_sequence_length": max_sequence_length,
+    }
+    run_file = Path(lora) / CONFIG if lora else None
+    of_run = call_settings(load_config(run_file)) if run_file and run_file.is_file() else {}
+    call = of_run | {name: value for name, value in asked.items() if value is not None}
     where = Runtime(device=device).device
     dtype = "bf16" if where.type == "cuda" else "fp32"
     pipeline = load_pipeline(model, dtype=dtype, device=where)
@@ -131,10 +142,8 @@ def sample_images(
             image = pipeline(
                 prompt,
                 negative_prompt=negative,
-                guidance_scale=guidance,
-                num_inference_steps=steps,
-                max_sequence_length=max_sequence_length,
                 generator=generator,
+                **call,
             ).images[0]
             path = output_dir / f"{i:03d}-seed{seed + k}.png"
             write_bytes(path, png(image))

@@ -78,22 +78,26 @@ def summary(rows: list[Comparison]) -> list[SummaryRow]:
     ]
 
 
+def call_settings(config: Config) -> dict[str, int | float | str]:
+    """The arguments of the pipeline's call that draw as the run's evaluation does."""
+    return {
+        "num_inference_steps": config.evaluation.steps,
+        "guidance_scale": config.evaluation.guidance,
+        "max_sequence_length": config.pipeline.max_sequence_length,
+    }
+
+
 def card(
     config: Config, learner: Learner, run: Run, rows: list[Comparison], shown: list[GalleryPair]
 ) -> Card:
     path, e = config.pipeline.path, config.evaluation
     built_in = path in TINY
-    call: dict[str, int | float | str] = {
-        "num_inference_steps": e.steps,
-        "guidance_scale": e.guidance,
-        "max_sequence_length": config.pipeline.max_sequence_length,
-    }
     return Card(
         base_model=path,
         on_hub=not built_in and not Path(path).exists(),
         load_from=f"pipeline_path({path!r})" if built_in else repr(path),
         imports=TINY_LOADING if built_in else "",
-        call=call,
+        call=call_settings(config),
         license="apache-2.0" if built_in else None,
         method="Flow-GRPO",
         weights="EMA" if learner.policy.best_name == EMA else "policy",

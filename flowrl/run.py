@@ -83,6 +83,7 @@ class Run:
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
         self._optimizer.load_state_dict(state["optimizer"])
+        self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
         self.done, self.elapsed, self.saved = (
             state["iteration"],
@@ -151,6 +152,7 @@ class Run:
             state = {
                 "policy": self._policy.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
+                "runtime": self.runtime.state_dict(),
                 "random": random_state(),
                 "iteration": self.done,
                 "elapsed": self.seconds(),

@@ -57,7 +57,15 @@ class Runtime:
         return self.accelerator.prepare_optimizer(optimizer, device_placement=False)
 
     def share(self, total: int) -> Tensor:
-        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal."""
+        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal.
+
+        Raises UserError, on every process, when there is not one for each.
+        """
+        if total < self.world_size:
+            raise UserError(
+                f"{total} pictures cannot be shared among {self.world_size} processes: draw more "
+                "(rollout.prompts, rollout.group_size, evaluation.images) or start fewer"
+            )
         return torch.arange(total).tensor_split(self.world_size)[self.rank]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -117,6 +125,15 @@ class Runtime:
         """Shorten the gradient to `max_norm`; returns its norm before."""
         norm = self.accelerator.clip_grad_norm_(parameters, max_norm)
         return float(norm) if norm is not None else 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        """The fp16 gradient scaler's state; empty in other precisions."""
+        scaler = self.accelerator.scaler
+        return scaler.state_dict() if scaler is not None else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        if state and self.accelerator.scaler is not None:
+            self.accelerator.scaler.load_state_dict(state)
 
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()

@@ -37,10 +37,10 @@ class Pipeline(Section):
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."
     )
     max_sequence_length: Count = option(
-        16,
+        256,
         "Text tokens given to the T5 encoder. Short captions need few, and at the tiny size the "
         "text decides the cost.",
-        "16 holds every caption of the tiny world; diffusers' own default is 256",
+        "diffusers' own default; 12 hold every caption of the tiny world, 128 in Flow-GRPO's code",
     )
     height: Count | None = option(None, "Picture height in pixels; null is the pipeline's own.")
     width: Count | None = option(None, "Picture width in pixels; null is the pipeline's own.")

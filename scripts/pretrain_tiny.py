@@ -35,8 +35,8 @@ def arguments() -> argparse.Namespace:
         "--output", type=Path, required=True, help="folder for the finished pipeline"
     )
     parser.add_argument("--pictures", type=int, default=60_000)
-    parser.add_argument("--vae-steps", type=int, default=4_500)
-    parser.add_argument("--flow-steps", type=int, default=7_500)
+    parser.add_argument("--vae-steps", type=int, default=3_500)
+    parser.add_argument("--flow-steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(

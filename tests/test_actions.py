@@ -8,6 +8,7 @@ import yaml
 from PIL import Image
 
 from flowrl.actions import align, build_gallery, sample_images, score_images
+from flowrl.config import load_config
 from flowrl.errors import UserError
 
 
@@ -69,6 +70,30 @@ def test_samples_follow_seed_and_lora(run_dir, tiny_pipeline_path, tmp_path):
     assert draw("a", None, 0) == draw("b", None, 0)
     assert draw("a", None, 0) != draw("c", None, 1)
     assert draw("a", None, 0) != draw("d", str(run_dir), 0)
+
+
+def test_samples_of_a_run_are_drawn_as_it_was_evaluated(run_dir, tiny_pipeline_path, tmp_path):
+    evaluation = load_config(run_dir / "config.yaml").evaluation
+
+    def draw(name, steps, guidance, length):
+        (path,) = sample_images(
+            tiny_pipeline_path,
+            ["a red circle"],
+            lora=str(run_dir),
+            negative="",
+            guidance=guidance,
+            steps=steps,
+            seed=0,
+            count=1,
+            max_sequence_length=length,
+            output_dir=tmp_path / name,
+            device="cpu",
+        )
+        return Image.open(path).tobytes()
+
+    plain = draw("plain", None, None, None)
+    assert plain == draw("same", evaluation.steps, evaluation.guidance, 12)
+    assert plain != draw("asked", evaluation.steps + 1, None, None)
 
 
 def test_scores_of_a_folder_are_those_of_its_pictures(tmp_path):

@@ -23,17 +23,20 @@ def sample(
     prompts: PromptFile = None,
     lora: Lora = None,
     negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
-    guidance: Annotated[float, typer.Option(min=0, help="Guidance; 1 is none.")] = 1.0,
-    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
-    max_sequence_length: Annotated[int, typer.Option(min=1, help="T5 text tokens.")] = 16,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")] = None,
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for them.")] = Path(
         "samples"
     ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
 ) -> None:
     """Draw pictures.
+
+    Guidance, steps and text tokens that are not given are those that the run of --lora was
+    evaluated with, or else the pipeline's own defaults.
 
     Examples:
 

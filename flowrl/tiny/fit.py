@@ -1,6 +1,5 @@
-"""The loop that both stages of the pretraining share: AdamW or Muon, warm-up, cosine, resume."""
+"""The loop that both stages of the pretraining share: warm-up, plateau, decay, resume."""
 
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from flowrl.storage import load_state, save_state
 
 SAVE_SECONDS = 120
 WARM_UP = 200  # steps
+DECAY = 0.3  # last share of the steps, in which the learning rate falls to zero
 EMA = 0.999
 
 Track = Callable[[Iterable[int], str], Iterable[int]]  # wraps the steps in a progress bar
@@ -34,10 +34,12 @@ def fit(
     ema: nn.Module | None = None,
     track: Track = plain_track,
 ) -> None:
-    """Minimise `loss_at(step)` with warm-up and cosine decay; saves and resumes in `folder`.
+    """Minimise `loss_at(step)`; saves and resumes in `folder`.
 
     The optimisers' own learning rates are the peaks. The loss must draw its randomness from the
-    step number alone: then a run that was stopped and one that was not see the same batches.
+    step number alone: then a run that was stopped and one that was not see the same batches. Until
+    the decay begins nothing depends on `steps`, so a run may be resumed with another number of
+    them.
     """
     path = folder / f"{name}.safetensors"
     parts: dict[str, Any] = {
@@ -48,7 +50,7 @@ def fit(
         parts["ema"] = ema
     start = _restore(path, parts)
     schedules = [
-        LambdaLR(o, lambda s: min(1.0, (s + 1) / WARM_UP) * _cosine(s / steps), start - 1)
+        LambdaLR(o, lambda step: trapezoid(step, steps), start - 1)
         for o in optimizers
     ]
     saved, heard = time.monotonic(), RunningLoss(name, steps)
@@ -79,8 +81,9 @@ def _restore(path: Path, parts: dict[str, Any]) -> int:
     return state["step"]
 
 
-def _cosine(share: float) -> float:
-    return 0.5 * (1 + math.cos(math.pi * share))
+def trapezoid(step: int, steps: int) -> float:
+    """Factor of the learning rate: linear up, constant, linear down to zero at `steps`."""
+    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / DECAY)
 
 
 class RunningLoss:

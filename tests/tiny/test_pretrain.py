@@ -52,6 +52,15 @@ def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch
     assert not torch.equal(whole[0]["weight"], whole[1]["weight"])
 
 
+def test_the_learning_rate_rises_stays_and_falls_to_zero():
+    factors = [loop.trapezoid(step, 1000) for step in range(1001)]
+    assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
+    assert set(factors[loop.WARM_UP : 700]) == {1.0}
+    assert factors[850] == pytest.approx(0.5)
+    # Before the decay the length of the training does not matter: it may still be changed.
+    assert factors[:700] == [loop.trapezoid(step, 5000) for step in range(700)]
+
+
 def test_a_finished_stage_is_loaded_and_not_trained_again(tmp_path):
     first = fit(tmp_path)
     again = fit(tmp_path, stop_at=0)
