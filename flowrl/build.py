@@ -81,6 +81,7 @@ def load_pipeline(path: str, *, dtype: str, device: torch.device | str) -> Any:
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
+    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
     return pipeline.to(device)
 
 
@@ -150,6 +151,11 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given."""
     p, r, u = config.pipeline, config.rollout, config.optim
+    if r.prompts * r.group_size < runtime.world_size:
+        raise UserError(
+            f"{r.prompts * r.group_size} pictures cannot be shared among {runtime.world_size} "
+            "processes: raise rollout.prompts or rollout.group_size, or start fewer processes"
+        )
     pipeline = given.pipeline or load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
     backbone = build_backbone(config, pipeline, guidance=r.guidance)
     objective = build_objective(config)
@@ -205,6 +211,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         noise_level=r.noise_level,
         window=build_window(config),
         batch_size=r.batch_size,
+        decode_batch=config.pipeline.decode_batch,
         merge_lora=exact if r.merge_lora == "auto" else r.merge_lora,
         same_noise=r.same_noise,
     )
@@ -226,6 +233,7 @@ def build_evaluator(
         plan=ode_plan(backbone.sigmas(e.steps), KERNELS[config.rollout.kernel]),
         seed=e.seed,
         batch_size=e.batch_size,
+        decode_batch=config.pipeline.decode_batch,
     )
 
 

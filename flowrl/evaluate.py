@@ -72,6 +72,7 @@ class Evaluator:
     plan: Plan
     seed: int
     batch_size: int
+    decode_batch: int
     keep: int = 24
 
     def request(self) -> Request:
@@ -95,7 +96,7 @@ class Evaluator:
                 tree, _ = draw(
                     self.backbone, velocity, self.encode, part, self.plan, self.batch_size
                 )
-                images = decode(self.backbone, tree.x[tree.leaf], self.batch_size)
+                images = decode(self.backbone, tree.x[tree.leaf], self.decode_batch)
             scores.append(judge(self.specs, images, part).scores)
             kept.append((images[rows < self.keep] * 255).round().to(torch.uint8))
         shown = range(min(self.keep, len(self.prompts)))

@@ -57,15 +57,7 @@ class Runtime:
         return self.accelerator.prepare_optimizer(optimizer, device_placement=False)
 
     def share(self, total: int) -> Tensor:
-        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal.
-
-        Raises UserError, on every process, when there is not one for each.
-        """
-        if total < self.world_size:
-            raise UserError(
-                f"{total} pictures cannot be shared among {self.world_size} processes: draw more "
-                "(rollout.prompts, rollout.group_size, evaluation.images) or start fewer"
-            )
+        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal."""
         return torch.arange(total).tensor_split(self.world_size)[self.rank]
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class RolloutSettings:
     noise_level: float
     window: Window
     batch_size: int
+    decode_batch: int
     merge_lora: bool
     same_noise: bool
 
@@ -93,7 +94,7 @@ class Learner:
             tree, cond = draw(
                 self.backbone, policy.velocity, self.encode, own, self.plan(iteration), r.batch_size
             )
-            images = decode(self.backbone, tree.x[tree.leaf], r.batch_size)
+            images = decode(self.backbone, tree.x[tree.leaf], r.decode_batch)
         watch.lap("time/rollout")
         result = gather_result(judge(self.specs, images, own), self.runtime)
         watch.lap("time/reward")

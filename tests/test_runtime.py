@@ -21,7 +21,7 @@ def test_alone_a_process_has_everything(runtime):
     assert runtime.any(True) and not runtime.any(False)
 
 
-@pytest.mark.parametrize("total", [8, 9, 17])
+@pytest.mark.parametrize("total", [1, 5, 8])
 @pytest.mark.parametrize("processes", [2, 3, 8])
 def test_shares_are_consecutive_nearly_equal_and_complete(runtime, monkeypatch, total, processes):
     monkeypatch.setattr(Runtime, "world_size", processes)
@@ -31,12 +31,6 @@ def test_shares_are_consecutive_nearly_equal_and_complete(runtime, monkeypatch, 
         shares.append(runtime.share(total).tolist())
     assert [row for share in shares for row in share] == list(range(total))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_process_without_pictures_is_refused(runtime, monkeypatch):
-    monkeypatch.setattr(Runtime, "world_size", 4)
-    with pytest.raises(UserError, match="3 pictures cannot be shared among 4 processes"):
-        runtime.share(3)
 
 
 def test_the_gradient_scaler_goes_on_where_it_was(runtime, monkeypatch):
