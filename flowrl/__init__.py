@@ -11,16 +11,16 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from flowrl.actions import align
-    from flowrl.build import pipeline_path
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
+    from flowrl.pipelines import pipeline_path
 
 _HOMES = {
     "Config": "flowrl.config",
     "UserError": "flowrl.errors",
     "align": "flowrl.actions",
     "load_config": "flowrl.config",
-    "pipeline_path": "flowrl.build",
+    "pipeline_path": "flowrl.pipelines",
 }
 
 __all__ = ["Config", "UserError", "__version__", "align", "load_config", "pipeline_path"]

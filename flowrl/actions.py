@@ -16,7 +16,6 @@ from flowrl.build import (
     build_learner,
     build_rewards,
     build_run,
-    load_pipeline,
 )
 from flowrl.checkpoint import CONFIG, Checkpoints, claim, write_config
 from flowrl.config import Config, config_yaml, load_config, parse_config
@@ -26,6 +25,7 @@ from flowrl.export import load_lora
 from flowrl.gallery import write_gallery
 from flowrl.handover import call_settings, hand_over, pairs, summary
 from flowrl.pictures import png, to_tensor
+from flowrl.pipelines import load_pipeline
 from flowrl.prompts import load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
 from flowrl.runtime import Runtime
@@ -51,6 +51,10 @@ def align(
     folder `config.run.output_dir` then holds LoRA, card, gallery, metrics and checkpoints.
     Raises UserError for what the caller can mend; Ctrl-C saves and returns.
     """
+    if pipeline is not None:
+        own = pipeline.config.get("_name_or_path") or "the pipeline that was given"
+        section = config.pipeline.model_copy(update={"path": own})
+        config = config.model_copy(update={"pipeline": section})
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     given = Given(
@@ -64,9 +68,9 @@ def align(
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         learner = build_learner(config, runtime, given)
         evaluator = build_evaluator(config, learner.backbone.pipeline, learner.specs, given)
+        run = build_run(config, learner, evaluator, state, resumed=resume is not None)
         if runtime.is_main:
             write_config(folder, config_yaml(config))
-        run = build_run(config, learner, evaluator, state, resumed=resume is not None)
         with run.session():
             train(learner, run, iterations=config.run.iterations)
             return hand_over(config, learner, run)
@@ -188,7 +192,7 @@ def _picture_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
-    if not (source.startswith("tiny:") or source.endswith((".txt", ".jsonl"))):
+    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
         return [(source, {})] * count
     records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
     if len(records) != count:
@@ -227,7 +231,7 @@ def build_gallery(
     load_lora(pipeline, lora or str(run))
     after = evaluator(evaluator.backbone.velocity, runtime)
     page, _ = write_gallery(
-        output_dir or Path(str(run)) / "gallery",
+        output_dir or Path(str(run)) / "comparison",
         pairs(before, after),
         title=f"{config.pipeline.path}: base and aligned",
         summary=summary(compare(before, after)),

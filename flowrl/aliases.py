@@ -47,10 +47,12 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
     """`quickstart --output_dir runs/a optim.lr=1e-4` -> recipe and overrides.
 
     Known names may be written `--name value`, `--name=value` or `name=value`, with dashes or
-    underscores; dotted keys too. Raises UserError for a name without a value and for two recipes.
+    underscores; dotted keys too. `--reward` may be repeated. Raises UserError for a name without
+    a value and for two recipes.
     """
     recipes: list[str] = []
     overrides: list[str] = []
+    rewards: list[str] = []
     resume: str | None = None
     rest = list(arguments)
     while rest:
@@ -65,8 +67,11 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
             value = rest.pop(0)
         if name.lstrip("-").replace("-", "_") == "resume_from_checkpoint":
             resume = value
+        elif name == "--reward":
+            rewards.append(value)
         else:
             overrides += _translate(name, value)
+    overrides += _translate("--reward", ",".join(rewards)) if rewards else []
     if len(recipes) > 1:
         raise UserError(
             f"Got two recipes, {recipes[0]!r} and {recipes[1]!r}, expected one; changes to it are "

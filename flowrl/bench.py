@@ -9,6 +9,7 @@ import torch
 
 from flowrl.build import Given, build_learner
 from flowrl.config import parse_config
+from flowrl.errors import UserError
 from flowrl.rollout import Stopwatch, draw, group_request
 from flowrl.runtime import Runtime
 from flowrl.train import Learner
@@ -58,6 +59,8 @@ def best_of(jobs: dict[str, Callable[[], None]], repeats: int) -> dict[str, floa
         for name, job in jobs.items():
             began = time.perf_counter()
             job()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             if number:
                 best[name] = min(best[name], time.perf_counter() - began)
     return best
@@ -66,7 +69,7 @@ def best_of(jobs: dict[str, Callable[[], None]], repeats: int) -> dict[str, floa
 def _learner(model: str, batch: int, steps: int, device: str) -> Learner:
     """A learner whose batch and micro-batch are the whole rollout, every step but the last SDE."""
     if batch % GROUP:
-        raise ValueError(f"--batch is {batch}, expected a multiple of {GROUP}")
+        raise UserError(f"--batch is {batch}, expected a multiple of {GROUP}")
     config = parse_config(
         {
             "pipeline": {"path": model, "device": device, "max_sequence_length": 12},

@@ -1,8 +1,10 @@
 """From configuration to objects: the one place that knows names, files and every component."""
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Objective
 from flowrl.objectives.grpo import GRPO
+from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.prompts import PromptRecord, PromptSampler, load_prompts
 from flowrl.report import Report
-from flowrl.reward import Reward, RewardSpec, check_prompts, load_reward
+from flowrl.reward import Reward, RewardSpec, check_evaluation, check_prompts, load_reward
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
 from flowrl.samplers.plan import (
@@ -37,9 +40,7 @@ from flowrl.samplers.plan import (
 from flowrl.train import Learner, RolloutSettings, UpdateSettings
 
 BACKBONES = {"sd3": SD3}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
-TINY = ("tiny-sd3",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,39 +51,6 @@ class Given:
     prompts: Sequence[str] | None = None
     evaluation_prompts: Sequence[str] | None = None
     rewards: Mapping[str, Reward] | None = None
-
-
-def pipeline_path(path: str) -> str:
-    """The folder of a built-in pipeline, or the path or Hub name as it is."""
-    if path not in TINY:
-        return path
-    folder = resources.files("flowrl") / "assets" / path
-    if not folder.is_dir():
-        raise UserError(
-            f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny.py"
-        )
-    return str(folder)
-
-
-def load_pipeline(path: str, *, dtype: str, device: torch.device | str) -> Any:
-    """A diffusers pipeline on a device, with its own progress bars off.
-
-    Raises UserError when there is none at `path`.
-    """
-    from diffusers import DiffusionPipeline
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_path(path), dtype=DTYPES[dtype])
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
-            f"Hub name that this machine can reach, or {', '.join(TINY)}"
-        ) from error
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
-    return pipeline.to(device)
 
 
 def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbone:
@@ -117,6 +85,11 @@ def build_rewards(config: Config, given: Given) -> list[RewardSpec]:
             RewardSpec(name=name, reward=reward, weight=entry.weight, held_out=entry.held_out)
         )
     own = [RewardSpec(name=name, reward=reward) for name, reward in (given.rewards or {}).items()]
+    names = [spec.name for spec in own or specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"two rewards are called {name!r}, and scores are kept by name: "
+                            "keep one, or give it another `name` attribute")  # fmt: skip
     return own or specs
 
 
@@ -156,13 +129,15 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
             f"{r.prompts * r.group_size} pictures cannot be shared among {runtime.world_size} "
             "processes: raise rollout.prompts or rollout.group_size, or start fewer processes"
         )
-    pipeline = given.pipeline or load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
-    backbone = build_backbone(config, pipeline, guidance=r.guidance)
-    objective = build_objective(config)
-    policy = build_policy(config, backbone, keep_old=objective.needs.old)
     specs = build_rewards(config, given)
     prompts = build_prompts(config.prompts.train, given.prompts)
     check_prompts(specs, prompts)
+    check_evaluation(specs, evaluation_prompts(config, given))
+    load = functools.partial(load_pipeline, p.path, dtype=p.dtype, device=runtime.device)
+    pipeline = given.pipeline.to(runtime.device) if given.pipeline is not None else load()
+    backbone = build_backbone(config, pipeline, guidance=r.guidance)
+    objective = build_objective(config)
+    policy = build_policy(config, backbone, keep_old=objective.needs.old)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
     )
@@ -177,6 +152,8 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
         runtime=runtime,
         rollout=rollout_settings(config),
         update=UpdateSettings(
+            lr=u.lr,
+            decay_over=config.run.iterations if u.schedule == "linear" else None,
             updates_per_rollout=u.updates_per_rollout,
             micro_batch=u.micro_batch,
             max_grad_norm=u.max_grad_norm,
@@ -221,10 +198,10 @@ def build_evaluator(
     config: Config, pipeline: Any, specs: Sequence[RewardSpec], given: Given
 ) -> Evaluator | None:
     e = config.evaluation
-    if e.prompts is None and given.evaluation_prompts is None:
+    prompts = evaluation_prompts(config, given)
+    if not prompts:
         return None
     backbone = build_backbone(config, pipeline, guidance=e.guidance)
-    prompts = build_prompts(e.prompts or "", given.evaluation_prompts)
     return Evaluator(
         backbone=backbone,
         encode=TextCache(backbone, config.rollout.negative),
@@ -234,7 +211,25 @@ def build_evaluator(
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
+        key=evaluation_key(config, specs, prompts),
     )
+
+
+def evaluation_prompts(config: Config, given: Given) -> list[PromptRecord]:
+    """The held-out prompts; none when the configuration and the caller name none."""
+    source, texts = config.evaluation.prompts, given.evaluation_prompts
+    return [] if source is None and texts is None else build_prompts(source or "", texts)
+
+
+def evaluation_key(
+    config: Config, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
+) -> str:
+    """Everything that two evaluations must share for their difference to mean something."""
+    how = config.evaluation.model_dump(exclude={"every", "batch_size"})
+    what = config.pipeline.model_dump(exclude={"device", "decode_batch"})
+    rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
+    parts = [how, what, config.rollout.negative, rewards, [p.uid for p in prompts]]
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def build_run(

@@ -1,7 +1,7 @@
 """The `flowrl` program. torch and diffusers are imported by the commands that need them."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -63,9 +63,14 @@ def _program(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; errors are one sentence and exit code 1, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
+    rest = [word for word in words if word != "--debug"]
+    explained(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
+
+
+def explained(program: Callable[[], object], *, debug: bool) -> None:
+    """Run a program; an error ends the process with one sentence and code 1, unless `debug`."""
     try:
-        app([word for word in words if word != "--debug"], prog_name="flowrl")
+        program()
     except Exception as error:
         if debug:
             raise

@@ -82,7 +82,7 @@ def _check_noise(rollout: Rollout) -> None:
 
 
 def _check_groups(rollout: Rollout, optim: Optim) -> None:
-    """Updates take whole groups, and micro-batches of one update are equally large."""
+    """Updates take whole groups of at least two."""
     if rollout.group_size < 2:
         raise ValueError(
             "rollout.group_size is 1, but a picture is judged against the others of its prompt: "
@@ -94,14 +94,6 @@ def _check_groups(rollout: Rollout, optim: Optim) -> None:
             f"optim.updates_per_rollout is {updates}, but an update takes whole groups and "
             f"rollout.prompts is {rollout.prompts}: the nearest valid value is "
             f"{_nearest_divisor(rollout.prompts, updates)}"
-        )
-    images = rollout.prompts // updates * rollout.group_size
-    if optim.micro_batch < images and images % optim.micro_batch:
-        raise ValueError(
-            f"optim.micro_batch is {optim.micro_batch}, which does not divide the {images} "
-            "pictures of an update (rollout.prompts * rollout.group_size / "
-            f"optim.updates_per_rollout): the nearest valid value is "
-            f"{_nearest_divisor(images, optim.micro_batch)}"
         )
 
 

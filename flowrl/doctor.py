@@ -59,12 +59,12 @@ def healthy(findings: list[Finding]) -> bool:
 
 def _basics() -> Iterator[Finding]:
     yield Finding(topic="flowrl", state="ok", detail=flowrl.__version__)
-    old = sys.version_info < (3, 10)
+    old = sys.version_info < (3, 11)
     yield Finding(
         topic="python",
         state="problem" if old else "ok",
         detail=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        remedy="Use Python 3.10 or newer." if old else "",
+        remedy="Use Python 3.11 or newer." if old else "",
     )
 
 

@@ -1,5 +1,6 @@
 """Text is encoded once: a memory of every prompt's conditioning."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -8,18 +9,21 @@ from flowrl.backbones.base import Backbone
 from flowrl.prompts import PromptRecord
 from flowrl.trajectory import Conditioning
 
+CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
+
 
 class TextCache:
-    """Conditioning by prompt; asks the text encoders only for prompts it has not seen.
+    """Conditioning by prompt; asks the text encoders only for prompts it does not remember.
 
-    negative: the negative prompt of records that bring none. Kept on the CPU.
+    negative: the negative prompt of records that bring none. Kept on the CPU; beyond CAPACITY
+    the prompts that were asked for longest ago are forgotten.
     """
 
     def __init__(self, backbone: Backbone, negative: str = "", batch_size: int = 64):
         self.backbone = backbone
         self.negative = negative
         self.batch_size = batch_size
-        self.known: dict[tuple[str, str], Conditioning] = {}
+        self.known: OrderedDict[tuple[str, str], Conditioning] = OrderedDict()
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
         """Conditioning of len(prompts) rows on the backbone's device."""
@@ -30,4 +34,9 @@ class TextCache:
             cond = self.backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
             for i, key in enumerate(part):
                 self.known[key] = cond.take(torch.tensor([i]))
-        return Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
+        found = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
+        for key in keys:
+            self.known.move_to_end(key)
+        while len(self.known) > CAPACITY:
+            self.known.popitem(last=False)
+        return found

@@ -22,14 +22,16 @@ from flowrl.storage import load_state, save_state
 class Evaluation:
     """Scores of N images: scores (N, R), NaN where missing or not applicable, and the R names.
 
-    images: (n, 3, H, W) uint8, the first n of them; prompts, seeds: of those n.
+    images: (n, 3, H, W) uint8, the first n of them; prompts, draws: of those n. key: the
+    evaluator's; only evaluations with one key can be compared.
     """
 
     scores: Tensor
     names: tuple[str, ...]
     images: Tensor
     prompts: tuple[str, ...]
-    seeds: tuple[int, ...]
+    draws: tuple[int, ...]
+    key: str
 
     def mean(self, name: str) -> float:
         """Mean of one reward over the images that have it; NaN when none has."""
@@ -42,7 +44,7 @@ class Evaluation:
     @staticmethod
     def load(path: Path) -> "Evaluation":
         state = load_state(path)
-        for name in ("names", "prompts", "seeds"):
+        for name in ("names", "prompts", "draws"):
             state[name] = tuple(state[name])
         return Evaluation(**state)
 
@@ -62,7 +64,8 @@ class Comparison:
 class Evaluator:
     """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
 
-    `plan` is without noise. The first `keep` pictures are kept for people to look at.
+    `plan` is without noise. The first `keep` pictures are kept for people to look at. `key` stands
+    for everything that decides the pictures of the base and their scores.
     """
 
     backbone: Backbone
@@ -73,6 +76,7 @@ class Evaluator:
     seed: int
     batch_size: int
     decode_batch: int
+    key: str = ""
     keep: int = 24
 
     def request(self) -> Request:
@@ -105,7 +109,8 @@ class Evaluator:
             names=tuple(spec.name for spec in self.specs),
             images=runtime.gather(torch.cat(kept) if kept else self._no_images()),
             prompts=tuple(self.prompts[i].text for i in shown),
-            seeds=tuple(request.root[: len(shown)].tolist()),
+            draws=tuple(request.root[: len(shown)].tolist()),
+            key=self.key,
         )
 
     def _no_images(self) -> Tensor:

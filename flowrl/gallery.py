@@ -16,13 +16,13 @@ Scores = dict[str, tuple[float | None, float | None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryPair:
-    """Two pictures of one prompt and seed, and what each reward says: (base, aligned).
+    """Two pictures of one prompt and one initial noise, and what each reward says: (base, aligned).
 
     A missing score is None or NaN. The pictures need not have the same size.
     """
 
     prompt: str
-    seed: int
+    draw: int  # the how-many-th picture of its prompt
     base: Image.Image
     aligned: Image.Image
     scores: Scores
@@ -128,7 +128,7 @@ def _entry(pair: GalleryPair, rewards: Sequence[str]) -> dict[str, Any]:
     scores = [pair.scores.get(name, (None, None)) for name in rewards]
     return {
         "prompt": pair.prompt,
-        "seed": pair.seed,
+        "draw": pair.draw,
         "pictures": [_picture("base", pair.base), _picture("aligned", pair.aligned)],
         "scores": [
             {"name": name, "base": both[0], "aligned": both[1], "change": change(both)}

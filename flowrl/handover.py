@@ -4,19 +4,19 @@ from pathlib import Path
 
 from torch import Tensor
 
-from flowrl.build import TINY
 from flowrl.card import Card, write_card
 from flowrl.config import Config, config_yaml
 from flowrl.curves import reward_curves
 from flowrl.evaluate import Comparison, Evaluation, compare
 from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
 from flowrl.pictures import to_pil
+from flowrl.pipelines import TINY
 from flowrl.policy import EMA
 from flowrl.report import read_metrics
 from flowrl.run import Run
 from flowrl.train import Learner
 
-TINY_LOADING = "from flowrl.build import pipeline_path"
+TINY_LOADING = "from flowrl import pipeline_path"
 
 
 def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
@@ -49,7 +49,7 @@ def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
     return [
         GalleryPair(
             prompt=prompt,
-            seed=before.seeds[i],
+            draw=before.draws[i],
             base=base[i],
             aligned=aligned[i],
             scores={
@@ -80,11 +80,15 @@ def summary(rows: list[Comparison]) -> list[SummaryRow]:
 
 def call_settings(config: Config) -> dict[str, int | float | str]:
     """The arguments of the pipeline's call that draw as the run's evaluation does."""
-    return {
-        "num_inference_steps": config.evaluation.steps,
-        "guidance_scale": config.evaluation.guidance,
-        "max_sequence_length": config.pipeline.max_sequence_length,
+    p, e = config.pipeline, config.evaluation
+    call: dict[str, int | float | str] = {
+        "num_inference_steps": e.steps,
+        "guidance_scale": e.guidance,
+        "max_sequence_length": p.max_sequence_length,
     }
+    if e.guidance > 1 and config.rollout.negative:
+        call["negative_prompt"] = config.rollout.negative
+    return call | {k: v for k, v in (("height", p.height), ("width", p.width)) if v is not None}
 
 
 def card(
@@ -102,7 +106,7 @@ def card(
         method="Flow-GRPO",
         weights="EMA" if learner.policy.best_name == EMA else "policy",
         step=run.done,
-        command=f"flowrl train {run.folder / 'config.yaml'}",
+        command=f"flowrl train {run.folder / 'config.yaml'} run.output_dir=runs/again",
         config=config_yaml(config),
         evaluation=f"{rows[0].pairs} pictures of {e.prompts}, seed {e.seed}" if rows else "",
         summary=summary(rows),

@@ -26,8 +26,9 @@ METRICS: dict[str, str] = {
     "policy/ratio_std": "Standard deviation of that ratio: how far the update moved the policy.",
     "policy/ratio_std/step_<i>": "The same, for denoising step i alone.",
     "policy/ratio_error_max": (
-        "Largest distance of a log-ratio from 0 in the iteration. In the first pass it is 0 up "
-        "to rounding: beyond `optim.ratio_tolerance` training stops."
+        "Largest distance from 0 of a log-ratio summed over the latent, in nats, in the "
+        "iteration. In the first pass it is 0 up to rounding: beyond `optim.ratio_tolerance` "
+        "training stops."
     ),
     "policy/clip_share": (
         "Share of transitions whose ratio left the clip range, so that they pull no further. "

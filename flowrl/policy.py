@@ -24,7 +24,7 @@ class Policy:
     ema_decay: share of the average kept at each update, or None for no average. keep_old: also
     hold a copy of the policy as it was at the last rollout. The adapters are fp32 whatever the
     frozen weights are; a fresh adapter changes nothing, since its second factor is 0.
-    Raises UserError when `targets` match no layer.
+    Raises UserError when `targets` match no layer, or the network has such adapters already.
     """
 
     def __init__(
@@ -59,6 +59,11 @@ class Policy:
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
         from peft import LoraConfig
 
+        if name in getattr(self.network, "peft_config", {}):
+            raise UserError(
+                f"the pipeline already carries an adapter {name!r}, of an earlier training or a "
+                "loaded LoRA: load the pipeline anew"
+            )
         config = LoraConfig(
             r=rank,
             lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT only divides it by r

@@ -64,12 +64,13 @@ def _record(row: dict, seen: Counter[str]) -> PromptRecord:
 def _tiny(source: str) -> Iterator[dict]:
     from flowrl.tiny import world
 
-    _, kind, split = [*source.split(":"), "", ""][:3]
-    tags = {"all": world.TAGS, "geneval": world.GENEVAL_TAGS}.get(kind, (kind,))
+    _, kinds, split = [*source.split(":"), "", ""][:3]
+    families = {"all": world.TAGS, "geneval": world.GENEVAL_TAGS}
+    tags = [tag for kind in kinds.split("+") for tag in families.get(kind, (kind,))]
     if source.count(":") != 2 or not set(tags) <= set(world.TAGS) or split not in ("train", "test"):
-        kinds = ", ".join(("geneval", "all", *world.TAGS))
+        known = ", ".join(("geneval", "all", *world.TAGS))
         raise UserError(f"cannot read prompts {source!r}: write tiny:KIND:train or tiny:KIND:test "
-                        f"with KIND one of {kinds}")  # fmt: skip
+                        f"with KIND one of {known}, or several joined by +")  # fmt: skip
     turns = zip_longest(*(world.split_prompts(tag, split) for tag in tags))
     return (prompt for prompt in chain.from_iterable(turns) if prompt is not None)
 
@@ -138,7 +139,7 @@ class PromptSampler:
             if balance is not None and balance not in record.metadata:
                 raise UserError(
                     f"prompts.balance is {balance!r}, but the prompt {record.text!r} "
-                    "has no such key in its metadata"
+                    "has no such key in its metadata: set it to null"
                 )
             kinds.setdefault(str(record.metadata[balance]) if balance else "", []).append(record)
         self.kinds = dict(sorted(kinds.items()))

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,8 @@ class RewardResult:
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     """The reward of that name in BUILT_IN, or of "module:attribute"; classes are called with args.
 
+    Modules are looked for where Python does, and last in the working directory.
+
     Raises UserError when there is none, saying where Python looked, or when args do not fit.
     """
     target = BUILT_IN.get(name, name)
@@ -73,6 +76,8 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         raise UserError(
             f"unknown reward {name!r}: use one of {known}, or your own as 'module:attribute'"
         )
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the `flowrl` command starts without it, unlike python
     try:
         found: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
@@ -100,8 +105,10 @@ def applies(reward: Reward, prompt: str, metadata: dict) -> bool:
 def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
     """Finds before training that a reward and the prompts do not fit.
 
-    Raises UserError when a reward applies to no prompt, or a prompt has no reward to train on.
+    Raises UserError when a reward applies to no prompt or cannot judge one, or when a prompt has
+    no reward to train on.
     """
+    check_judges(specs, prompts)
     fits = [[applies(s.reward, p.text, p.metadata) for s in specs] for p in prompts]
     for column, spec in enumerate(specs):
         if not any(row[column] for row in fits):
@@ -116,6 +123,29 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
             raise UserError(
                 f"no reward applies to the prompt {prompt.text!r}: remove it or add a reward for it"
             )
+
+
+def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+    """Raises UserError when there are held-out prompts, and no reward applies to any of them."""
+    check_judges(specs, prompts)
+    if prompts and not any(applies(s.reward, p.text, p.metadata) for s in specs for p in prompts):
+        raise UserError(
+            f"no reward applies to any of the {len(prompts)} evaluation.prompts, the first is "
+            f"{prompts[0].text!r}: give prompts with the metadata that the rewards need"
+        )
+
+
+def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+    """Asks rewards that have a method `check(prompt, metadata)`, which raises ValueError for a
+    prompt that they apply to and cannot judge. Raises UserError for the first."""
+    for spec in specs:
+        check = getattr(spec.reward, "check", None)
+        for p in prompts if check is not None else ():
+            try:
+                if applies(spec.reward, p.text, p.metadata):
+                    check(p.text, p.metadata)
+            except ValueError as error:
+                raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {error}") from error
 
 
 def score(

@@ -12,7 +12,7 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.encode import TextCache
 from flowrl.noise import keyed_noise, noise_seed
 from flowrl.prompts import PromptRecord
-from flowrl.reward import RewardResult, RewardSpec, score
+from flowrl.reward import RewardResult, RewardSpec, SamplerFailure, score
 from flowrl.runtime import Runtime
 from flowrl.samplers.forest import FrontierVelocity, grow
 from flowrl.samplers.plan import Plan
@@ -136,6 +136,17 @@ def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierV
 def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Tensor:
     """Clean latents (L, *latent) -> images (L, 3, H, W) fp32 in [0, 1] on the CPU."""
     return torch.cat([backbone.decode(part).cpu() for part in x0.split(batch_size)])
+
+
+def check_finite(images: Tensor, runtime: Runtime) -> None:
+    """Raises SamplerFailure on every process when a picture of any holds NaN or infinity."""
+    bad = int((~images.isfinite()).flatten(1).any(1).sum())
+    total = int(runtime.sum(bad))
+    if total:
+        raise SamplerFailure(
+            f"sampler failure: {total} pictures hold NaN or infinite pixels; look at the latents "
+            "(learning rate, precision of the decoder), not at the rewards"
+        )
 
 
 def judge(specs: Sequence[RewardSpec], images: Tensor, request: Request) -> RewardResult:

@@ -23,6 +23,7 @@ from flowrl.runtime import Runtime
 from flowrl.trajectory import Rollout
 
 SHOWN = 16  # pictures on a sample sheet
+OPTIONS = ("lr", "betas", "weight_decay")  # of the optimiser, that a recipe sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +75,24 @@ class Run:
                 self.checkpoints.forget_after(self.done)
         else:
             self.save()  # from here on the run can be resumed
-        if self.evaluator is not None and not self.evaluation_path(0).exists():
+        if self.evaluator is not None and not self._base_is_known(self.evaluator):
             with policy.disabled():
                 self._evaluate(0)
         self._began = time.monotonic()
         return self.done
 
+    def _base_is_known(self, evaluator: Evaluator) -> bool:
+        """Whether the base was evaluated as this run evaluates; a resumed run may do it anew."""
+        path = self.evaluation_path(0)
+        return path.exists() and Evaluation.load(path).key == evaluator.key
+
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
+        settings = [{k: g[k] for k in OPTIONS} for g in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["optimizer"])
+        # The moments are the checkpoint's; what the recipe sets is the recipe's, changed or not.
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group.update(own)
         self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
         self.done, self.elapsed, self.saved = (

@@ -108,6 +108,8 @@ class Runtime:
         for p in parameters:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
+        if self.accelerator.scaler is not None:  # which must have scaled something, rows or none
+            self.accelerator.scaler.scale(torch.zeros((), device=self.device))
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         total: Tensor = self.accelerator.reduce(flat, "sum")  # type: ignore[assignment]
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):

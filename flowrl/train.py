@@ -15,7 +15,15 @@ from flowrl.objectives.base import Batch, Objective
 from flowrl.policy import Policy
 from flowrl.prompts import PromptSampler
 from flowrl.reward import RewardSpec, check_invalid, train_weights, weighted_sum
-from flowrl.rollout import Stopwatch, decode, draw, gather_result, group_request, judge
+from flowrl.rollout import (
+    Stopwatch,
+    check_finite,
+    decode,
+    draw,
+    gather_result,
+    group_request,
+    judge,
+)
 from flowrl.run import Run
 from flowrl.runtime import Runtime
 from flowrl.samplers.plan import Plan, Window, make_plan
@@ -41,10 +49,18 @@ class RolloutSettings:
 class UpdateSettings:
     """How the optimiser steps: see the options of the same names under `optim`."""
 
+    lr: float
+    decay_over: int | None  # iterations in which the learning rate falls to 0
     updates_per_rollout: int
     micro_batch: int
     max_grad_norm: float
     ratio_tolerance: float
+
+    def lr_at(self, iteration: int) -> float:
+        """A function of the iteration alone, so that a resumed run needs no memory of it."""
+        if self.decay_over is None:
+            return self.lr
+        return self.lr * max(0.0, 1 - iteration / self.decay_over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +111,7 @@ class Learner:
                 self.backbone, policy.velocity, self.encode, own, self.plan(iteration), r.batch_size
             )
             images = decode(self.backbone, tree.x[tree.leaf], r.decode_batch)
+        check_finite(images, self.runtime)
         watch.lap("time/rollout")
         result = gather_result(judge(self.specs, images, own), self.runtime)
         watch.lap("time/reward")
@@ -116,6 +133,8 @@ class Learner:
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
         """Optimiser steps on one rollout -> metrics, averaged over its rows."""
         u, policy = self.update, self.policy
+        for group in self.optimizer.param_groups:
+            group["lr"] = u.lr_at(iteration)
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
         batch = self.objective.prepare(rollout)
         means = RowMeans()
@@ -151,16 +170,14 @@ class Learner:
             means.add(metrics | {"loss": loss.detach()}, len(chunk))
 
     def _check_ratio(self, means: "RowMeans") -> None:
-        error, limit = (
-            means.result().get("policy/ratio_error_max", 0.0),
-            self.update.ratio_tolerance,
-        )
+        error = means.result().get("policy/ratio_error_max", 0.0)
+        limit = self.update.ratio_tolerance
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
             raise UserError(
-                f"the policy's ratio to itself is off by {error:.2e} in the first pass after the "
-                f"rollout, more than optim.ratio_tolerance = {limit:g}: training and rollout do "
-                "not compute the same velocities. Set rollout.merge_lora to false, use the same "
+                f"the policy's ratio to itself is off by {error:.2e} nats in the first pass after "
+                f"the rollout, more than optim.ratio_tolerance = {limit:g}: training and rollout "
+                "do not compute the same velocities. Set rollout.merge_lora to false, use the same "
                 "rollout.batch_size and optim.micro_batch, or pipeline.dtype fp32"
             )
 
@@ -205,10 +222,15 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 def train(learner: Learner, run: Run, *, iterations: int) -> None:
     """Train to `iterations`, from where the run stands; the end always saves.
 
-    Stops early, after a whole iteration, at the run's time limit or when it is asked to.
+    Stops early, after a whole iteration, at the run's time limit or when it is asked to. What
+    stops it with an error, on every process alike, stops it before an update, and saves too.
     """
     for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
-        rollout, metrics = learner.iterate(iteration)
+        try:
+            rollout, metrics = learner.iterate(iteration)
+        except UserError:
+            run.finish()
+            raise
         run.after(iteration, rollout, metrics)
         if run.should_stop():
             break

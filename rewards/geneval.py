@@ -23,9 +23,10 @@ class GenEval:
 
     mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
     right) or "official" (0 or 1, the rule of the GenEval paper).
-    detector: a name in DETECTORS or "module:attribute"; called without arguments, once, when
-    the first picture is scored. It maps (B, H, W, 3) uint8 RGB to a list of Detections for
-    each picture; its attributes `threshold` and `counting_threshold` say which scores count.
+    detector: a name in DETECTORS or "module:attribute"; called without arguments, once, when it
+    is first needed. It maps (B, H, W, 3) uint8 RGB to a list of Detections for
+    each picture; its attributes `threshold` and `counting_threshold` say which scores count,
+    `classes`, if it has it, what it can find.
     compat: "flow_grpo" reproduces the published reward's quirks (see `geneval_rules.terms`;
     a prompt that is none of the six kinds gets -10); None gives clean terms and NaN there.
     """
@@ -51,13 +52,27 @@ class GenEval:
         """True for prompts of the six kinds."""
         return metadata.get("tag") in rules.TAGS and bool(metadata.get("include"))
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32; NaN where the prompt has no kind."""
+    def check(self, prompt: str, metadata: dict) -> None:
+        """Raises ValueError when the prompt asks for objects that the detector cannot know."""
+        known = getattr(self._load(), "classes", None)
+        for entry in metadata["include"] if known is not None else ():
+            if entry["class"] not in known:
+                raise ValueError(
+                    f"the detector {self.detector!r} does not know {entry['class']!r}, only "
+                    f"{', '.join(known)}: name another with args: {{detector: module:attribute}}"
+                )
+
+    def _load(self) -> Detector:
         if self._find is None:
             self._find = load_detector(self.detector)
+        return self._find
+
+    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32; NaN where the prompt has no kind."""
+        find = self._load()
         judged = [i for i, m in enumerate(metadata) if self.applies(prompts[i], m)]
         scores = [NO_TAG if self.compat else math.nan] * len(metadata)
-        found = self._find(to_uint8(images[judged])) if judged else []
+        found = find(to_uint8(images[judged])) if judged else []
         for i, detections in zip(judged, found, strict=True):
             scores[i] = self.judge(detections, metadata[i])
         return torch.tensor(scores, dtype=torch.float32)

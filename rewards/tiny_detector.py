@@ -53,6 +53,7 @@ class TinyDetector:
 
     def __init__(self) -> None:
         self._names, self._ideal = ideal_shapes()
+        self.classes = tuple(dict.fromkeys(self._names))
 
     def __call__(self, images: np.ndarray) -> list[list[Detection]]:
         return [self._objects(image.astype(np.float32)) for image in images]

@@ -2,7 +2,7 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
 
-An hour or more on two CPU cores. It can be stopped at any time; the same command goes
+About an hour on two CPU cores. It can be stopped at any time; the same command goes
 on from the last save (every two minutes) in the `--work` folder. At the end it scores the pipeline
 on held-out prompts and writes the model card.
 """
@@ -39,6 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--flow-steps", type=int, default=6_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
         "--compile", action="store_true", help="compile the transformer (needs a C++ compiler)"
     )
@@ -70,7 +71,7 @@ def main() -> None:
 
     make_vae, make_model = MODELS[args.backbone]
     torch.manual_seed(args.seed)
-    vae = make_vae()
+    vae = make_vae().to(args.device)
     pretrain.fit_autoencoder(
         vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
     )
@@ -80,6 +81,7 @@ def main() -> None:
 
     torch.manual_seed(args.seed + 1)
     model = make_model(args.work / "tokenizers", compile=args.compile)
+    model.module.to(args.device)
     ema = copy.deepcopy(model.module).requires_grad_(False)
     pretrain.fit_flow(
         model,
@@ -91,7 +93,7 @@ def main() -> None:
         folder=args.work,
         track=track,
     )
-    save_half(model.pipeline(ema, vae), args.output)
+    save_half(model.pipeline(ema.cpu(), vae.cpu()), args.output)
     write_card(args.output)
     print(f"The pipeline lies in {args.output}.")
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from rich.progress import track
 
-from flowrl.build import load_pipeline
 from flowrl.pictures import to_tensor
+from flowrl.pipelines import load_pipeline
 from flowrl.prompts import PromptRecord, load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
 from flowrl.storage import write_text
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS
 
-PRESET = {"num_inference_steps": 8, "guidance_scale": 1.0, "max_sequence_length": 12}
+PRESET = {"num_inference_steps": 5, "guidance_scale": 1.0, "max_sequence_length": 12}
 CARD = """---
 license: apache-2.0
 library_name: diffusers
@@ -34,10 +34,10 @@ learning on a laptop; it is good at its world, not perfect, and knows nothing el
 
 ```python
 from diffusers import DiffusionPipeline
-from flowrl.build import pipeline_path
+from flowrl import pipeline_path
 
 pipe = DiffusionPipeline.from_pretrained(pipeline_path("{name}"))
-pipe("a red circle left of a blue square").images[0]
+pipe("a red circle and a blue square").images[0]
 ```
 
 Made by `scripts/pretrain_tiny.py` from procedurally drawn pictures (`flowrl/tiny/draw.py`): no
@@ -52,7 +52,7 @@ word that was never drawn. Strict GenEval: the picture meets
 every demand, as judged by the classical detector `rewards/tiny_detector.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
-Preset: 8 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt)`, hence diffusers' 28 steps,
+Preset: 5 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt)`, hence diffusers' 28 steps,
 guidance 7 and 256 text tokens.
 
 | kind | preset | plain |

@@ -9,18 +9,22 @@ training scripts (--learning_rate, --rank, --seed, --resume_from_checkpoint late
 """
 
 import sys
+from collections.abc import Sequence
 
 from flowrl.actions import align, table
 from flowrl.aliases import sort_arguments
+from flowrl.cli import explained
 from flowrl.commands.show import print_table
 from flowrl.config import load_config
 
 
-def main() -> None:
-    request = sort_arguments(sys.argv[1:])
+def main(words: Sequence[str]) -> None:
+    request = sort_arguments(words)
     config = load_config(request.recipe, request.overrides)
-    print_table(table(align(config, resume=request.resume)))
+    if rows := table(align(config, resume=request.resume)):  # of the main process
+        print_table(rows)
 
 
 if __name__ == "__main__":
-    main()
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    explained(lambda: main(words), debug="--debug" in sys.argv)

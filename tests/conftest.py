@@ -66,8 +66,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The built-in pipeline, or where it is not installed one of its shape with random weights."""
-    from flowrl.build import pipeline_path
     from flowrl.errors import UserError
+    from flowrl.pipelines import pipeline_path
 
     try:
         return pipeline_path("tiny-sd3")
@@ -99,7 +99,7 @@ def load_tiny(tiny_pipeline_path: str) -> Callable[..., Any]:
     import copy
     import functools
 
-    from flowrl.build import load_pipeline
+    from flowrl.pipelines import load_pipeline
 
     loaded = functools.cache(
         lambda dtype: load_pipeline(tiny_pipeline_path, dtype=dtype, device="cpu")

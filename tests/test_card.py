@@ -16,7 +16,7 @@ HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{
 
 def pair(prompt: str) -> GalleryPair:
     base, aligned = (Image.new("RGB", (64, 64), color) for color in ("white", "black"))
-    return GalleryPair(prompt=prompt, seed=0, base=base, aligned=aligned, scores={"ocr": (0, 1)})
+    return GalleryPair(prompt=prompt, draw=0, base=base, aligned=aligned, scores={"ocr": (0, 1)})
 
 
 def card(**changes: Any) -> Card:

@@ -132,7 +132,6 @@ def test_one_step_cannot_be_trained():
     ("overrides", "mended"),
     [
         (["optim.updates_per_rollout=3"], "optim.updates_per_rollout=2"),
-        (["optim.micro_batch=36"], "optim.micro_batch=32"),
         (["rollout.group_size=1"], "rollout.group_size=2"),
         (["rollout.kernel=cps", "rollout.noise_level=1.5"], "rollout.noise_level=1"),
     ],
@@ -143,10 +142,6 @@ def test_impossible_numbers_are_refused_and_the_suggestion_works(overrides, mend
         parse("", overrides)
     assert "\n" not in str(got.value)
     parse("", [*overrides, mended])
-
-
-def test_a_micro_batch_larger_than_an_update_is_one_backward():
-    assert parse("", ["optim.micro_batch=1000"]).optim.micro_batch == 1000
 
 
 def test_the_clip_is_given_in_one_unit():
@@ -238,7 +233,9 @@ def test_names_from_diffusers_scripts_are_understood(words, path, value):
 
 
 def test_rewards_can_be_named_on_the_command_line():
-    request = sort_arguments(["quickstart", "--reward", "ocr,my.own:Reward"])
+    together = sort_arguments(["quickstart", "--reward", "ocr,my.own:Reward"])
+    request = sort_arguments(["quickstart", "--reward", "ocr", "--reward=my.own:Reward"])
+    assert request == together
     rewards = load_config(request.recipe, request.overrides).rewards
     assert [reward.name for reward in rewards] == ["ocr", "my.own:Reward"]
 

@@ -1,6 +1,7 @@
 """The examples of CONTRIBUTING.md run as they stand."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,9 @@ def example(name: str) -> str:
 
 def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(tmp_path, monkeypatch):
     (tmp_path / "my_rewards.py").write_text(example("reward"))
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    # The `flowrl` command, unlike `python -m`, starts without the working directory.
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
     spec = RewardSpec(name="mine", reward=load_reward("my_rewards:sharpness"))
     images = torch.zeros(2, 3, 8, 8)
     images[1, :, ::2] = 1

@@ -51,7 +51,7 @@ def test_the_same_network_gets_the_same_scores_again(evaluator, evaluation, runt
 def test_a_repeated_prompt_is_drawn_from_other_noise(evaluator, runtime):
     twice = replace(evaluator, prompts=[evaluator.prompts[0]] * 2)
     result = twice(evaluator.backbone.velocity, runtime)
-    assert result.seeds == (0, 1)
+    assert result.draws == (0, 1)
     assert not torch.equal(result.images[0], result.images[1])
 
 
@@ -63,21 +63,45 @@ def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
     assert result.images.shape[1:] == (3, 64, 64) and result.images.dtype == torch.uint8
 
 
+@pytest.mark.parametrize(
+    ("change", "same"),
+    [
+        ({"evaluation": {"steps": 3}}, False),
+        ({"evaluation": {"seed": 1}}, False),
+        ({"evaluation": {"images": 4}}, False),
+        ({"evaluation": {"prompts": "tiny:counting:test"}}, False),
+        ({"pipeline": {"dtype": "bf16"}}, False),
+        ({"evaluation": {"batch_size": 1, "every": 7}, "optim": {"lr": 1.0}}, True),
+    ],
+)
+def test_the_key_changes_with_whatever_changes_the_base_pictures(
+    tiny_config, load_tiny, change, same
+):
+    settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2}
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+
+    def key(**changes):
+        changes["evaluation"] = settings | changes.get("evaluation", {})
+        return build_evaluator(tiny_config(**changes), load_tiny(), specs, Given()).key
+
+    assert (key(**change) == key()) is same
+
+
 def test_evaluations_come_back_from_disk(evaluation, tmp_path):
     evaluation.save(tmp_path / "e")
     again = Evaluation.load(tmp_path / "e")
     assert torch.equal(again.scores, evaluation.scores)
     assert torch.equal(again.images, evaluation.images)
-    assert (again.names, again.prompts, again.seeds) == (
+    assert (again.names, again.prompts, again.draws) == (
         evaluation.names,
         evaluation.prompts,
-        evaluation.seeds,
+        evaluation.draws,
     )
 
 
 def scored(*rows: list[float], names=("a", "b")) -> Evaluation:
     return Evaluation(
-        scores=torch.tensor(rows), names=names, images=torch.empty(0), prompts=(), seeds=()
+        scores=torch.tensor(rows), names=names, images=torch.empty(0), prompts=(), draws=(), key=""
     )
 
 

@@ -44,9 +44,9 @@ def noise(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-def pair(prompt: str = "a red circle", seed: int = 0, **scores: Any) -> GalleryPair:
+def pair(prompt: str = "a red circle", draw: int = 0, **scores: Any) -> GalleryPair:
     return GalleryPair(
-        prompt=prompt, seed=seed, base=noise(2 * seed), aligned=noise(2 * seed + 1), scores=scores
+        prompt=prompt, draw=draw, base=noise(2 * draw), aligned=noise(2 * draw + 1), scores=scores
     )
 
 
@@ -68,7 +68,7 @@ def test_text_from_outside_stays_text_wherever_it_is_shown(text):
 
 
 def test_the_page_asks_for_nothing_from_outside():
-    html = gallery_page([pair(seed=i) for i in range(3)], title="t", summary=[row()])
+    html = gallery_page([pair(draw=i) for i in range(3)], title="t", summary=[row()])
     tags = Page(html).tags
     links = [v for _, attrs in tags for k, v in attrs.items() if k in ("src", "href", "srcset")]
     assert links and all(link.startswith("data:image/") for link in links)
@@ -79,7 +79,7 @@ def test_the_page_asks_for_nothing_from_outside():
 
 
 def test_both_pictures_of_every_pair_are_in_the_page_without_loss():
-    pairs = [pair(seed=i) for i in range(3)]
+    pairs = [pair(draw=i) for i in range(3)]
     images = [
         a for t, a in Page(gallery_page(pairs, title="t")).tags if t == "img" and a.get("src")
     ]
@@ -94,7 +94,7 @@ def test_only_small_pictures_are_enlarged_with_hard_edges():
     small, large = (
         pair(),
         GalleryPair(
-            prompt="p", seed=1, base=noise(0, (300, 64)), aligned=noise(1, (300, 64)), scores={}
+            prompt="p", draw=1, base=noise(0, (300, 64)), aligned=noise(1, (300, 64)), scores={}
         ),
     )
     images = [a for t, a in Page(gallery_page([small, large], title="t")).tags if t == "img"]
@@ -121,7 +121,7 @@ def test_the_grid_shows_base_over_aligned_at_a_whole_multiple():
         Image.new("RGB", (64, 64), (255, 0, 255)),
         Image.new("RGB", (64, 64), (0, 255, 255)),
     )
-    one = GalleryPair(prompt="a cat", seed=0, base=white, aligned=black, scores={"geneval": (0, 1)})
+    one = GalleryPair(prompt="a cat", draw=0, base=white, aligned=black, scores={"geneval": (0, 1)})
     grid = np.asarray(pair_grid([one] * 3, across=2))
     tops = {}
     for name, color in (("base", (255, 0, 255)), ("aligned", (0, 255, 255))):
@@ -141,7 +141,7 @@ def test_the_grid_grows_by_a_column_a_pair_and_then_by_bands():
 
 
 def test_the_files_hold_all_pairs_and_the_first_of_them(tmp_path):
-    pairs = [pair(seed=i, geneval=(0.0, 1.0)) for i in range(5)]
+    pairs = [pair(draw=i, geneval=(0.0, 1.0)) for i in range(5)]
     html, grid = write_gallery(
         tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_pairs=3
     )

@@ -26,7 +26,7 @@ LAYERS = [
     {"run"},
     {"train"},
     {"fields", "sections", "sections_learning", "schema", "complaints", "recipe", "config"},
-    {"aliases", "explain", "doctor", "build"},
+    {"aliases", "explain", "doctor", "pipelines", "build"},
     {"handover", "bench"},
     {"actions"},
     {"commands", "cli", "__main__"},

@@ -170,6 +170,13 @@ def test_adapters_are_fp32_on_a_bf16_network_and_learn(make, inputs):
     assert {p.grad.dtype for p in policy.parameters() if p.grad is not None} == {torch.float32}
 
 
+def test_a_pipeline_that_carries_an_adapter_is_refused_by_name(load_tiny):
+    backbone = SD3(load_tiny(), max_sequence_length=12)
+    Policy(backbone, rank=2, alpha=2, seed=0)
+    with pytest.raises(UserError, match="already carries an adapter 'default'"):
+        Policy(backbone, rank=2, alpha=2, seed=0)
+
+
 def test_stored_adapters_come_back(make, inputs):
     policy = make(ema_decay=0.9)
     disturb(policy)

@@ -15,6 +15,7 @@ from flowrl.reward import (
     RewardResult,
     RewardSpec,
     SamplerFailure,
+    check_evaluation,
     check_invalid,
     check_prompts,
     load_reward,
@@ -202,6 +203,24 @@ def test_prompts_and_rewards_that_do_not_fit_are_found_before_training():
         check_prompts([geneval, ocr], [p for p in mixed if p.metadata["tag"] != "ocr"])
     plain = [PromptRecord(uid="0", text="a cat")]
     check_prompts([RewardSpec(name="any", reward=constant)], plain)
+
+
+def test_a_prompt_that_the_detector_cannot_judge_is_found_before_training():
+    geneval = RewardSpec(name="geneval", reward=load_reward("geneval"))
+    bench = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+    photo = [PromptRecord(uid="0", text="a photo of a bench", metadata=bench)]
+    for check in (check_prompts, check_evaluation):
+        with pytest.raises(UserError, match="'tiny' does not know 'bench'"):
+            check([geneval], photo)
+
+
+def test_held_out_prompts_that_nothing_can_score_are_found_before_training():
+    geneval = RewardSpec(name="geneval", reward=load_reward("geneval"))
+    plain = [PromptRecord(uid="0", text="a cat")]
+    with pytest.raises(UserError, match="any of the 1 evaluation.prompts"):
+        check_evaluation([geneval], plain)
+    check_evaluation([geneval], plain + load_prompts("tiny:colors:test", limit=1))
+    check_evaluation([geneval], [])
 
 
 def test_loading_a_reward_starts_no_engine():

@@ -27,6 +27,7 @@ CPU = torch.device("cpu")
 def request_of(records=RECORDS, **options):
     return group_request(records, 2, **({"seed": 0, "iteration": 4, "same_noise": False} | options))
 
+
 # fp32 rounding of a pixel after some steps and the decoder; other noise moves it by about 1.
 ROUNDING = 1e-4
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import guided
+from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 # Flow-GRPO's list (2505.05470): both streams of the joint attention. The second attention of
@@ -25,6 +26,7 @@ class SD3:
 
     guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
     max_sequence_length: T5 tokens. height, width: pixels, or None for the pipeline's own size.
+    Raises UserError for a size that the network's patches do not divide.
     """
 
     lora_targets = LORA_TARGETS
@@ -46,6 +48,10 @@ class SD3:
         self.max_sequence_length = max_sequence_length
         native = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = height or native, width or native
+        unit = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
+        for name, size in (("height", self.height), ("width", self.width)):
+            if size % unit:
+                raise UserError(f"pipeline.{name} is {size}, expected a multiple of {unit}")
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:

@@ -116,7 +116,9 @@ def gallery(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the first.")] = None,
     output_dir: Annotated[
         Path | None,
-        typer.Option("--output-dir", "-o", help="Folder for page and grid; default RUN/gallery."),
+        typer.Option(
+            "--output-dir", "-o", help="Folder for page and grid; default RUN/comparison."
+        ),
     ] = None,
 ) -> None:
     """Compare base and aligned pictures of the same prompts and seeds, on one page.

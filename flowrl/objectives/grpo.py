@@ -89,6 +89,7 @@ class GRPO:
         surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
         loss = surrogate.mean()
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
+        metrics["policy/ratio_error_max"] = ratio.detach().abs().max() * x[0].numel()
         if self.kl_coef > 0:
             v_ref = reference(x, sigma, cond).float()
             mean_ref, _ = self.kernel.step(x.float(), v_ref, sigma, sigma_next, g)
@@ -133,7 +134,6 @@ def _by_step(step: Tensor, *, log_ratio: Tensor, clipped: Tensor) -> Metrics:
     metrics: Metrics = {
         "policy/ratio_mean": log_ratio.exp().mean(),
         "policy/ratio_std": log_ratio.std(correction=0),
-        "policy/ratio_error_max": log_ratio.abs().max(),
         "policy/clip_share": clipped.mean(),
     }
     for i in step.unique().tolist():

@@ -49,10 +49,7 @@ def fit(
     if ema is not None:
         parts["ema"] = ema
     start = _restore(path, parts)
-    schedules = [
-        LambdaLR(o, lambda step: trapezoid(step, steps), start - 1)
-        for o in optimizers
-    ]
+    schedules = [LambdaLR(o, lambda step: trapezoid(step, steps), start - 1) for o in optimizers]
     saved, heard = time.monotonic(), RunningLoss(name, steps)
     for step in track(range(start, steps), name):
         loss = loss_at(step)

@@ -81,6 +81,10 @@ def to_tensor(images: np.ndarray) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
 def generator_at(seed: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
@@ -98,12 +102,13 @@ def fit_autoencoder(
 ) -> None:  # fmt: skip
     """L1 + L2, the same on neighbouring differences (letters need edges), and a light KL."""
     vae.to(memory_format=torch.channels_last)
+    device = device_of(vae)
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(seed, step)
         rows = torch.randint(len(images), (batch,), generator=generator)
-        x = to_tensor(images[rows.numpy()]).contiguous(memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
+        x = to_tensor(images[rows.numpy()]).to(device, memory_format=torch.channels_last)
+        with torch.autocast(device.type, torch.bfloat16):
             posterior = vae.encode(x).latent_dist
             y = vae.decode(posterior.sample(generator)).sample
         y = y.float()
@@ -117,12 +122,14 @@ def fit_autoencoder(
     fit("vae", vae, [optimizer], loss_at, steps=steps, folder=folder, track=track)
 
 
+def _encode(vae: Any, images: np.ndarray) -> Tensor:
+    return vae.encode(to_tensor(images).to(device_of(vae))).latent_dist.mean.cpu()
+
+
 @torch.no_grad()
 def normalise_latents(vae: Any, images: np.ndarray) -> None:
     """Set the VAE's shift and scale so that normalised latents have mean 0 and deviation 1."""
-    z = torch.cat(
-        [vae.encode(to_tensor(part)).latent_dist.mean for part in np.array_split(images[:2048], 32)]
-    )
+    z = torch.cat([_encode(vae, part) for part in np.array_split(images[:2048], 32)])
     vae.register_to_config(
         shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4)
     )
@@ -132,10 +139,7 @@ def normalise_latents(vae: Any, images: np.ndarray) -> None:
 def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
     """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`."""
     if not path.exists():
-        parts = [
-            vae.encode(to_tensor(part)).latent_dist.mean
-            for part in np.array_split(images, len(images) // 64)
-        ]
+        parts = [_encode(vae, part) for part in np.array_split(images, len(images) // 64)]
         latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
         save_state(path, {"latents": latents.half()})
     return load_state(path)["latents"].float()
@@ -160,7 +164,8 @@ def fit_flow(
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise."""
     texts = ["", *dict.fromkeys(captions)]
-    ids = model.tokenize(texts)
+    device = device_of(model.module)
+    ids = {name: tokens.to(device) for name, tokens in model.tokenize(texts).items()}
     index = {text: i for i, text in enumerate(texts)}
     rows_of = torch.tensor([index[c] for c in captions])
 
@@ -178,6 +183,7 @@ def fit_flow(
             torch.rand(size, generator=generator),
         )
         sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
+        x0, noise, sigma, texts_of = (t.to(device) for t in (x0, noise, sigma, texts_of))
         s = sigma[:, None, None, None]
         v = model.velocity(
             (1 - s) * x0 + s * noise, sigma, {k: t[texts_of] for k, t in ids.items()}, length

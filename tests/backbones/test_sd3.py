@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from flowrl import encode
 from flowrl.backbones.sd3 import LORA_TARGETS, SD3
 from flowrl.encode import TextCache
+from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts import load_prompts
 from flowrl.rollout import Request, decode, draw
@@ -121,6 +123,23 @@ def test_the_size_of_pictures_can_be_chosen(pipeline):
 def test_every_default_target_names_layers_of_the_transformer(pipeline):
     names = [name for name, _ in pipeline.transformer.named_modules()]
     assert [t for t in LORA_TARGETS if not any(n.endswith(t) for n in names)] == []
+
+
+def test_a_size_that_the_patches_do_not_divide_is_refused(pipeline):
+    assert SD3(pipeline, width=96).latent_shape()[1:] == (8, 12)
+    with pytest.raises(UserError, match="pipeline.height is 72, expected a multiple of 16"):
+        SD3(pipeline, height=72)
+
+
+def test_text_asked_for_long_ago_is_forgotten(pipeline, monkeypatch):
+    monkeypatch.setattr(encode, "CAPACITY", 2)
+    cache = TextCache(SD3(pipeline, max_sequence_length=12))
+    records = load_prompts("tiny:colors:train", limit=3)
+    first = cache(records)  # more at once than are kept
+    assert len(first) == 3
+    assert [text for text, _ in cache.known] == [r.text for r in records[1:]]
+    cache([records[1], records[0]])
+    assert [text for text, _ in cache.known] == [r.text for r in (records[1], records[0])]
 
 
 def test_text_is_encoded_once_for_each_text_and_negative(pipeline, monkeypatch):

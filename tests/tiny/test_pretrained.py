@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flowrl.build import pipeline_path
 from flowrl.pictures import to_tensor
+from flowrl.pipelines import pipeline_path
 from flowrl.prompts import load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
 

@@ -1,0 +1,44 @@
+"""Where a pipeline comes from: built in, a folder, or the Hub."""
+
+from importlib import resources
+from typing import Any
+
+import torch
+
+from flowrl.errors import UserError
+
+TINY = ("tiny-sd3",)  # built in
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def pipeline_path(path: str) -> str:
+    """The folder of a built-in pipeline, or the path or Hub name as it is."""
+    if path not in TINY:
+        return path
+    folder = resources.files("flowrl") / "assets" / path
+    if not folder.is_dir():
+        raise UserError(
+            f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny.py"
+        )
+    return str(folder)
+
+
+def load_pipeline(path: str, *, dtype: str, device: torch.device | str) -> Any:
+    """A diffusers pipeline on a device, with its own progress bars off.
+
+    Raises UserError when there is none at `path`.
+    """
+    from diffusers import DiffusionPipeline
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(pipeline_path(path), dtype=DTYPES[dtype])
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
+            f"Hub name that this machine can reach, or {', '.join(TINY)}"
+        ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
+    return pipeline.to(device)

@@ -1,0 +1,89 @@
+"""A run that goes on under a changed recipe, and one that a reward stops."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flowrl.build import Given, build_evaluator, build_learner, build_run
+from flowrl.checkpoint import write_config
+from flowrl.config import config_yaml
+from flowrl.evaluate import Evaluation
+from flowrl.reward import RewardFailure, RewardSpec
+from flowrl.runtime import Runtime
+from flowrl.train import train
+
+SMALL = {
+    "rollout": {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 4},
+    "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2},
+}
+
+
+@pytest.fixture
+def make_run(tiny_config, load_tiny, tmp_path):
+    """A learner and its run in one folder, with changes to the recipe."""
+
+    def make(resume: dict | None = None, **changes):
+        run = {"iterations": 4, "checkpoint_every": 100, "output_dir": str(tmp_path / "run")}
+        run |= {"trackers": [], "sample_every": 0}
+        config = tiny_config(**SMALL | changes, run=run)
+        learner = build_learner(config, Runtime(device="cpu"), Given(pipeline=load_tiny()))
+        evaluator = build_evaluator(config, learner.backbone.pipeline, learner.specs, Given())
+        built = build_run(config, learner, evaluator, resume, resumed=resume is not None)
+        write_config(Path(config.run.output_dir), config_yaml(config))
+        return learner, built
+
+    return make
+
+
+def trained(learner, run, iterations: int) -> dict:
+    """The state that the run leaves."""
+    with run.session():
+        train(learner, run, iterations=iterations)
+    return run.checkpoints.load("latest")
+
+
+def test_it_steps_as_its_recipe_now_says(make_run):
+    state = trained(*make_run(), iterations=2)
+    learner, run = make_run(state, optim={"lr": 1e-7, "weight_decay": 0.0})
+    with run.session():
+        run.begin(learner.policy, learner.optimizer)
+    (group,) = learner.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (1e-7, 0.0)
+    assert learner.optimizer.state_dict()["state"]  # the moments are the checkpoint's
+
+
+def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(make_run):
+    state = trained(*make_run(), iterations=1)
+    learner, run = make_run(state)
+    first = run.evaluation_path(0).stat().st_mtime_ns
+    trained(learner, run, iterations=1)
+    assert run.evaluation_path(0).stat().st_mtime_ns == first
+    changed = SMALL["evaluation"] | {"images": 3}
+    learner, run = make_run(state, evaluation=changed)
+    trained(learner, run, iterations=1)
+    base = Evaluation.load(run.evaluation_path(0))
+    assert len(base.scores) == 3 and base.key == run.evaluator.key
+
+
+def test_a_falling_learning_rate_is_a_function_of_the_iteration(make_run):
+    learner, _ = make_run(optim={"lr": 1.0, "schedule": "linear"})
+    assert [learner.update.lr_at(i) for i in (0, 1, 3, 4, 9)] == [1.0, 0.75, 0.25, 0.0, 0.0]
+    learner, _ = make_run(optim={"lr": 0.5})
+    assert learner.update.lr_at(1000) == 0.5
+
+
+def test_a_run_that_a_reward_stops_keeps_what_it_learned(make_run):
+    learner, run = make_run()
+    asked = []
+
+    def fails_later(images, prompts, metadata):
+        asked.append(1)
+        if len(asked) > 3:
+            raise OSError("the server is gone")
+        return images.mean((1, 2, 3))
+
+    learner = replace(learner, specs=[RewardSpec(name="mine", reward=fails_later)])
+    with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
+        train(learner, run, iterations=4)
+    assert run.checkpoints.steps()[-1] == 3
