@@ -214,8 +214,8 @@ def build_gallery(
 
     Of a run: its pipeline, LoRA, rewards and evaluation settings; or of `base` with `lora`.
     """
-    config, rewards = _recipe_of(run) if run else (_plain_recipe(str(base), str(prompts)), [])
-    changes = {"images": count} | ({"prompts": prompts} if prompts else {})
+    config, rewards = _recipe_of(run) if run else (_plain_recipe(str(base), lora, str(prompts)), [])
+    changes = {"images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
     evaluation = config.evaluation.model_copy(update=changes)
     config = config.model_copy(update={"evaluation": evaluation})
@@ -248,7 +248,10 @@ def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
     return config, build_rewards(config, Given())
 
 
-def _plain_recipe(base: str, prompts: str) -> Config:
+def _plain_recipe(base: str, lora: str | None, prompts: str) -> Config:
+    """The recipe of the run that `lora` is, on another base; or defaults."""
+    if lora is not None and (Path(lora) / CONFIG).is_file():
+        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}"])
     rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery asks none
     return parse_config(
         {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}

@@ -43,6 +43,7 @@ class Config(Section):
         _check_noise(self.rollout)
         _check_groups(self.rollout, self.optim)
         _check_clip(self.objective)
+        _check_kl(self.objective, self.rollout)
         _check_rewards(self.rewards)
         return self
 
@@ -108,6 +109,14 @@ def _check_clip(objective: Grpo) -> None:
         raise ValueError(
             f"objective.clip_nats and objective.clip_eps: {state} set, expected one; to use "
             "clip_eps, write objective.clip_nats=null beside it"
+        )
+
+
+def _check_kl(objective: Grpo, rollout: Rollout) -> None:
+    if objective.kl_form == "latent_no_dt" and rollout.kernel == "cps":
+        raise ValueError(
+            "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
+            "rollout.kernel cps has none: use latent_dt, which is the published form for cps"
         )
 
 

@@ -59,6 +59,9 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 `run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
+With several processes, `reward/*`, `groups/*` and `eval/*` are over the pictures of all of them,
+the others over those of the main one.
+
 This page is made from `flowrl/metrics.py` by `python -m flowrl.metrics > docs/metrics.md`.
 
 | metric | meaning |

@@ -144,6 +144,11 @@ def test_impossible_numbers_are_refused_and_the_suggestion_works(overrides, mend
     parse("", [*overrides, mended])
 
 
+def test_the_form_of_the_pull_fits_the_kernel():
+    with pytest.raises(UserError, match="use latent_dt, which is the published form for cps"):
+        parse("", ["rollout.kernel=cps", "objective.kl_form=latent_no_dt"])
+
+
 def test_the_clip_is_given_in_one_unit():
     with pytest.raises(UserError, match="both are set, expected one"):
         parse("", ["objective.clip_eps=1e-5"])
