@@ -140,7 +140,9 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
     prompt that they apply to and cannot judge. Raises UserError for the first."""
     for spec in specs:
         check = getattr(spec.reward, "check", None)
-        for p in prompts if check is not None else ():
+        if check is None:
+            continue
+        for p in prompts:
             try:
                 if applies(spec.reward, p.text, p.metadata):
                     check(p.text, p.metadata)

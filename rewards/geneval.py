@@ -55,8 +55,8 @@ class GenEval:
     def check(self, prompt: str, metadata: dict) -> None:
         """Raises ValueError when the prompt asks for objects that the detector cannot know."""
         known = getattr(self._load(), "classes", None)
-        for entry in metadata["include"] if known is not None else ():
-            if entry["class"] not in known:
+        for entry in metadata["include"]:
+            if known is not None and entry["class"] not in known:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
                     f"{', '.join(known)}: name another with args: {{detector: module:attribute}}"
