@@ -9,7 +9,7 @@ import cv2
 import numpy as np
 import pytest
 
-from flowrl.tiny.draw import draw
+from flowrl.tiny.draw import RADII, draw
 from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
 from rewards.geneval import GenEval
 from rewards.tiny_detector import UNKNOWN, TinyDetector
@@ -146,7 +146,8 @@ def test_an_object_of_two_colours_has_neither(detector):
 @pytest.mark.parametrize("tag", ("two_object", "counting"))
 def test_soft_and_ringing_edges_do_not_matter(detector, tag):
     prompts, images = drawn(tag, PER_KIND, seed=2)
-    soft = np.stack([cv2.GaussianBlur(image, (0, 0), 0.7) for image in images])
+    edge = RADII[max(RADII)] / 11.5  # pixels, in proportion to the smallest shapes
+    soft = np.stack([cv2.GaussianBlur(image, (0, 0), edge) for image in images])
     blurred = np.stack([cv2.GaussianBlur(image, (0, 0), 1.5) for image in images]).astype(int)
     ringing = np.clip(1.4 * images - 0.4 * blurred, 0, 255).astype(np.uint8)
     rng = np.random.default_rng(0)
