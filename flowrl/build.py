@@ -174,7 +174,6 @@ def build_objective(config: Config) -> Objective:
         kl_form=o.kl_form,
         advantage_scope=o.advantage_scope,
         advantage_clip=o.advantage_clip,
-        step_weights=o.step_weights,
     )
 
 

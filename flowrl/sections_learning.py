@@ -137,11 +137,6 @@ class Grpo(Section):
         "global in Flow-GRPO's SD3 settings, group in most later ones",
     )
     advantage_clip: Positive = option(5.0, "Largest advantage, either sign.", FLOW_GRPO_CODE)
-    step_weights: list[NonNegative] = option(
-        [],
-        "What denoising steps 0, 1, ... count in the loss; steps beyond the list count 1.",
-        "1 everywhere in Flow-GRPO; TempFlow-GRPO, arXiv 2508.04324, weights noisier steps more",
-    )
 
 
 class Optim(Section):

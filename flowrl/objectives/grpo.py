@@ -1,6 +1,5 @@
 """GRPO on the denoising steps of a flow: Flow-GRPO (2505.05470), and BranchGRPO's trees."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,7 +22,6 @@ class GRPO:
     kernel: the rollout's. clip_nats: bound on one step's log-ratio summed over the latent;
     clip_eps: the same on the ratio of latent means, as papers give it. Exactly one is not None.
     kl_coef, kl_form: pull to the frozen network. advantage_scope: whose std divides.
-    step_weights: what the surrogate of denoising step 0, 1, ... counts; 1 beyond the list.
     """
 
     def __init__(
@@ -36,7 +34,6 @@ class GRPO:
         kl_form: KlForm = "velocity",
         advantage_scope: Scope = "group",
         advantage_clip: float = 5.0,
-        step_weights: Sequence[float] = (),
     ):
         if (clip_nats is None) == (clip_eps is None):
             raise ValueError(f"give one of clip_nats and clip_eps, got {clip_nats} and {clip_eps}")
@@ -45,7 +42,6 @@ class GRPO:
         self.kl_coef, self.kl_form = kl_coef, kl_form
         self.advantage_scope: Scope = advantage_scope
         self.advantage_clip = advantage_clip
-        self.step_weights = tuple(step_weights)
         self.needs = Needs(states="transitions", ratio=True, reference=kl_coef > 0)
 
     def prepare(self, rollout: Rollout) -> Transitions:
@@ -91,7 +87,7 @@ class GRPO:
         ratio = log_ratio(batch.x_next.float(), mean, batch.mean_old, std)
         clip = self.clip(x[0].numel())
         surrogate, clipped = clipped_surrogate(ratio, batch.advantage, clip, clip)
-        loss = (self.weight(batch.step) * surrogate).mean()
+        loss = surrogate.mean()
         metrics = _by_step(batch.step, log_ratio=ratio.detach(), clipped=clipped.float())
         metrics["policy/ratio_error_max"] = ratio.detach().abs().max() * x[0].numel()
         if self.kl_coef > 0:
@@ -101,13 +97,6 @@ class GRPO:
             loss = loss + self.kl_coef * kl
             metrics["policy/kl"] = kl.detach()
         return loss, metrics
-
-    def weight(self, step: Tensor) -> Tensor:
-        """(N,) float32: the weight of each row's denoising step, (N,) long."""
-        weight = torch.ones(len(step), device=step.device)
-        for i, value in enumerate(self.step_weights):
-            weight[step == i] = value
-        return weight
 
     def clip(self, latent_elements: int) -> float:
         """The clip on ratios of latent means that is in force."""

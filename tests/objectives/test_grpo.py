@@ -126,19 +126,6 @@ def test_the_first_gradient_is_that_of_minus_advantage_times_log_density(kernel)
     assert metrics["policy/clip_share"] == 0
 
 
-def test_step_weights_multiply_the_surrogate_of_their_step_and_not_the_kl():
-    toy, reference = Toy(), Toy(seed=1)
-    rollout = collect(toy)
-    plain, weighted = grpo(kl_coef=0.5), grpo(kl_coef=0.5, step_weights=[4.0, 0.5])
-    batch = plain.prepare(rollout)
-    extra = torch.tensor([3.0, -0.5, 0.0]).double().repeat_interleave(L)  # the third counts 1
-    edges = group_advantages(REWARD).repeat(T - 1) * log_density(toy, rollout, "flow_sde")
-    with_weights, without = (loss_of(o, toy, batch, reference)[0] for o in (weighted, plain))
-    change = gradient(with_weights, toy) - gradient(without, toy)
-    expected = gradient(-(extra * edges).mean(), toy)
-    torch.testing.assert_close(change, expected, rtol=2e-5, atol=1e-6)
-
-
 def test_the_gradient_lowers_the_loss_towards_the_better_image():
     """A step along it raises the density of images above their group's mean."""
     toy = Toy()
