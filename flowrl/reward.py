@@ -193,14 +193,23 @@ def score(
     )
 
 
+def broken_pictures(images: Tensor) -> int:
+    """How many of images (B, 3, H, W) hold NaN or infinity."""
+    return int((~images.isfinite()).flatten(1).any(1).sum())
+
+
+def sampler_failure(bad: int, total: int) -> SamplerFailure:
+    """The error to raise for `bad` of `total` pictures that are not finite."""
+    return SamplerFailure(
+        f"sampler failure: {bad} of {total} pictures hold NaN or infinite pixels; look at the "
+        "latents (learning rate, precision of the decoder), not at the rewards"
+    )
+
+
 def quantise(images: Tensor) -> Tensor:
     """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255."""
-    if not images.isfinite().all():
-        bad = int((~images.isfinite()).flatten(1).any(1).sum())
-        raise SamplerFailure(
-            f"sampler failure: {bad} of {len(images)} pictures hold NaN or infinite pixels; "
-            "look at the latents (learning rate, precision of the decoder), not at the rewards"
-        )
+    if bad := broken_pictures(images):
+        raise sampler_failure(bad, len(images))
     return (images.detach().float() * 255).round().clamp(0, 255) / 255
 
 

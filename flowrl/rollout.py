@@ -12,7 +12,13 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.encode import TextCache
 from flowrl.noise import keyed_noise, noise_seed
 from flowrl.prompts import PromptRecord
-from flowrl.reward import RewardResult, RewardSpec, SamplerFailure, score
+from flowrl.reward import (
+    RewardResult,
+    RewardSpec,
+    broken_pictures,
+    sampler_failure,
+    score,
+)
 from flowrl.runtime import Runtime
 from flowrl.samplers.forest import FrontierVelocity, grow
 from flowrl.samplers.plan import Plan
@@ -140,13 +146,8 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Tensor:
 
 def check_finite(images: Tensor, runtime: Runtime) -> None:
     """Raises SamplerFailure on every process when a picture of any holds NaN or infinity."""
-    bad = int((~images.isfinite()).flatten(1).any(1).sum())
-    total = int(runtime.sum(bad))
-    if total:
-        raise SamplerFailure(
-            f"sampler failure: {total} pictures hold NaN or infinite pixels; look at the latents "
-            "(learning rate, precision of the decoder), not at the rewards"
-        )
+    if bad := int(runtime.sum(broken_pictures(images))):
+        raise sampler_failure(bad, int(runtime.sum(len(images))))
 
 
 def judge(specs: Sequence[RewardSpec], images: Tensor, request: Request) -> RewardResult:
