@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=3_500)
-    parser.add_argument("--flow-steps", type=int, default=6_500)
+    parser.add_argument("--flow-steps", type=int, default=16_500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

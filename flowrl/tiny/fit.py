@@ -13,7 +13,6 @@ from flowrl.storage import load_state, save_state
 
 SAVE_SECONDS = 120
 WARM_UP = 200  # steps
-DECAY = 0.3  # last share of the steps, in which the learning rate falls to zero
 EMA = 0.999
 
 Track = Callable[[Iterable[int], str], Iterable[int]]  # wraps the steps in a progress bar
@@ -30,13 +29,15 @@ def fit(
     loss_at: Callable[[int], Tensor],
     *,
     steps: int,
+    decay: float,
     folder: Path,
     ema: nn.Module | None = None,
     track: Track = plain_track,
 ) -> None:
     """Minimise `loss_at(step)`; saves and resumes in `folder`.
 
-    The optimisers' own learning rates are the peaks. The loss must draw its randomness from the
+    The optimisers' own learning rates are the peaks; in the last share `decay` of the steps they
+    fall to zero. The loss must draw its randomness from the
     step number alone: then a run that was stopped and one that was not see the same batches. Until
     the decay begins nothing depends on `steps`, so a run may be resumed with another number of
     them.
@@ -49,7 +50,9 @@ def fit(
     if ema is not None:
         parts["ema"] = ema
     start = _restore(path, parts)
-    schedules = [LambdaLR(o, lambda step: trapezoid(step, steps), start - 1) for o in optimizers]
+    schedules = [
+        LambdaLR(o, lambda step: trapezoid(step, steps, decay), start - 1) for o in optimizers
+    ]
     saved, heard = time.monotonic(), RunningLoss(name, steps)
     for step in track(range(start, steps), name):
         loss = loss_at(step)
@@ -78,9 +81,12 @@ def _restore(path: Path, parts: dict[str, Any]) -> int:
     return state["step"]
 
 
-def trapezoid(step: int, steps: int) -> float:
-    """Factor of the learning rate: linear up, constant, linear down to zero at `steps`."""
-    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / DECAY)
+def trapezoid(step: int, steps: int, decay: float) -> float:
+    """Factor of the learning rate: linear up, constant, linear down to zero at `steps`.
+
+    decay: the share of the steps in which it falls.
+    """
+    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / decay)
 
 
 class RunningLoss:

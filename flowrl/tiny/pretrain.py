@@ -26,6 +26,8 @@ SHARES = {  # how often each kind is drawn
     "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
+MISLABELLED = 0.25  # share of captions that belong to another picture, once the flow decays
+VAE_DECAY, FLOW_DECAY = 0.3, 0.15  # last share of a stage's steps, of falling learning rate
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
 
@@ -119,7 +121,16 @@ def fit_autoencoder(
         return loss + KL_WEIGHT * posterior.kl().float().mean() / posterior.mean[0].numel()
 
     optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-3)
-    fit("vae", vae, [optimizer], loss_at, steps=steps, folder=folder, track=track)
+    fit(
+        "vae",
+        vae,
+        [optimizer],
+        loss_at,
+        steps=steps,
+        decay=VAE_DECAY,
+        folder=folder,
+        track=track,
+    )
 
 
 def _encode(vae: Any, images: np.ndarray) -> Tensor:
@@ -162,12 +173,18 @@ def fit_flow(
     model: TinyModel, ema: nn.Module, latents: Tensor, captions: list[str],
     *, steps: int, seed: int, folder: Path, batch: int = 64, track: Track = plain_track,
 ) -> None:  # fmt: skip
-    """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise."""
+    """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
+
+    While the learning rate falls, some pictures come with the caption of another one, as pictures
+    from the web do. The model has learned what captions mean and now learns to doubt them: it is
+    good, and a reward can show it that it is to trust its prompt.
+    """
     texts = ["", *dict.fromkeys(captions)]
     device = device_of(model.module)
     ids = {name: tokens.to(device) for name, tokens in model.tokenize(texts).items()}
     index = {text: i for i, text in enumerate(texts)}
     rows_of = torch.tensor([index[c] for c in captions])
+    mislabelled_from = (1 - FLOW_DECAY) * steps
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(seed + 1, step)
@@ -176,13 +193,15 @@ def fit_flow(
         rows = torch.randint(len(latents), (size,), generator=generator)
         x0 = latents[rows]
         drop = torch.rand(size, generator=generator) < DROPOUT
-        texts_of = torch.where(drop, 0, rows_of[rows])
         noise = torch.randn(x0.shape, generator=generator)
         normal, uniform = (
             torch.randn(size, generator=generator),
             torch.rand(size, generator=generator),
         )
         sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
+        share = MISLABELLED if step >= mislabelled_from else 0.0
+        rows = mislabel(rows, share, len(latents), generator)
+        texts_of = torch.where(drop, 0, rows_of[rows])
         x0, noise, sigma, texts_of = (t.to(device) for t in (x0, noise, sigma, texts_of))
         s = sigma[:, None, None, None]
         v = model.velocity(
@@ -196,10 +215,17 @@ def fit_flow(
         flow_optimizers(model.module),
         loss_at,
         steps=steps,
+        decay=FLOW_DECAY,
         folder=folder,
         ema=ema,
         track=track,
     )
+
+
+def mislabel(rows: Tensor, share: float, count: int, generator: torch.Generator) -> Tensor:
+    """Whose caption each of the pictures `rows` (B,) gets: a `share` of them any of `count`."""
+    wrong = torch.rand(len(rows), generator=generator) < share
+    return rows.where(~wrong, torch.randint(count, (len(rows),), generator=generator))
 
 
 def flow_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:

@@ -36,7 +36,7 @@ def fit(folder, *, stop_at: int | None = None) -> tuple[dict, dict]:
         torch.optim.AdamW([module.weight], lr=0.1),
         torch.optim.AdamW([module.bias], lr=0.2),
     ]
-    pretrain.fit("toy", module, optimizers, loss_at, steps=STEPS, folder=folder, ema=ema)
+    pretrain.fit("toy", module, optimizers, loss_at, steps=STEPS, decay=0.3, folder=folder, ema=ema)
     return module.state_dict(), ema.state_dict()
 
 
@@ -53,12 +53,12 @@ def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    factors = [loop.trapezoid(step, 1000) for step in range(1001)]
+    factors = [loop.trapezoid(step, 1000, 0.3) for step in range(1001)]
     assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
     assert set(factors[loop.WARM_UP : 700]) == {1.0}
     assert factors[850] == pytest.approx(0.5)
     # Before the decay the length of the training does not matter: it may still be changed.
-    assert factors[:700] == [loop.trapezoid(step, 5000) for step in range(700)]
+    assert factors[:700] == [loop.trapezoid(step, 5000, 0.3) for step in range(700)]
 
 
 def test_a_finished_stage_is_loaded_and_not_trained_again(tmp_path):
@@ -106,6 +106,38 @@ def test_text_is_mostly_short_sometimes_diffusers_default():
     lengths = [pretrain.text_length(generator, 12, 256) for _ in range(2000)]
     assert lengths.count(12) > 1700 and 30 < lengths.count(256) < 100
     assert set(lengths) <= {*range(12, 60), 256}
+
+
+def test_a_share_of_the_captions_belongs_to_other_pictures():
+    rows, generator = torch.arange(4000), torch.Generator().manual_seed(0)
+    assert torch.equal(pretrain.mislabel(rows, 0.0, 4000, generator), rows)
+    mixed = pretrain.mislabel(rows, 0.25, 4000, generator)
+    wrong = mixed[mixed != rows]
+    assert 0.22 < len(wrong) / 4000 < 0.28
+    assert wrong.min() >= 0 and wrong.max() < 4000 and len(wrong.unique()) > 0.8 * len(wrong)
+
+
+def test_captions_are_right_until_the_learning_rate_falls(model, tmp_path, monkeypatch):
+    shares: list[float] = []
+
+    def mislabel(rows, share, count, generator):
+        shares.append(share)
+        return rows
+
+    monkeypatch.setattr(pretrain, "mislabel", mislabel)
+    monkeypatch.setattr(pretrain, "text_length", lambda *_: 12)
+    pretrain.fit_flow(
+        model,
+        copy.deepcopy(model.module),
+        torch.zeros(2, 16, 8, 8),
+        ["a red circle", "a blue square"],
+        steps=20,
+        seed=0,
+        folder=tmp_path,
+        batch=2,
+    )
+    first = round((1 - pretrain.FLOW_DECAY) * 20)
+    assert shares == [0.0] * first + [pretrain.MISLABELLED] * (20 - first)
 
 
 def test_latents_are_normalised_as_the_pipeline_will_undo_it(tmp_path):
