@@ -2,7 +2,7 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
 
-About an hour on two CPU cores. It can be stopped at any time; the same command goes
+Under two hours on two CPU cores. It can be stopped at any time; the same command goes
 on from the last save (every two minutes) in the `--work` folder. At the end it scores the pipeline
 on held-out prompts and writes the model card.
 """

@@ -26,7 +26,7 @@ SHARES = {  # how often each kind is drawn
     "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
-MISLABELLED = 0.25  # share of captions that belong to another picture, once the flow decays
+MISLABELLED = 0.2  # share of captions that belong to another picture, once the flow decays
 VAE_DECAY, FLOW_DECAY = 0.3, 0.15  # last share of a stage's steps, of falling learning rate
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
