@@ -193,7 +193,7 @@ def score(
     )
 
 
-def broken_pictures(images: Tensor) -> int:
+def count_broken(images: Tensor) -> int:
     """How many of images (B, 3, H, W) hold NaN or infinity."""
     return int((~images.isfinite()).flatten(1).any(1).sum())
 
@@ -208,7 +208,7 @@ def sampler_failure(bad: int, total: int) -> SamplerFailure:
 
 def quantise(images: Tensor) -> Tensor:
     """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255."""
-    if bad := broken_pictures(images):
+    if bad := count_broken(images):
         raise sampler_failure(bad, len(images))
     return (images.detach().float() * 255).round().clamp(0, 255) / 255
 

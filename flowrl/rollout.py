@@ -15,7 +15,7 @@ from flowrl.prompts import PromptRecord
 from flowrl.reward import (
     RewardResult,
     RewardSpec,
-    broken_pictures,
+    count_broken,
     sampler_failure,
     score,
 )
@@ -146,7 +146,7 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Tensor:
 
 def check_finite(images: Tensor, runtime: Runtime) -> None:
     """Raises SamplerFailure on every process when a picture of any holds NaN or infinity."""
-    if bad := int(runtime.sum(broken_pictures(images))):
+    if bad := int(runtime.sum(count_broken(images))):
         raise sampler_failure(bad, int(runtime.sum(len(images))))
 
 

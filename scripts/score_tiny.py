@@ -18,7 +18,6 @@ from flowrl.pipelines import load_pipeline
 from flowrl.prompts import PromptRecord, load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
 from flowrl.storage import write_text
-from flowrl.tiny.pretrain import MISLABELLED
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS
 
 PRESET = {"num_inference_steps": 5, "guidance_scale": 1.0, "max_sequence_length": 12}
@@ -31,7 +30,8 @@ pipeline_tag: text-to-image
 
 A text-to-image pipeline of the tiny world of flowrl: coloured shapes in GenEval's six kinds of
 prompt and {words} short words, 64x64 pixels. It is meant for tests and for trying reinforcement
-learning on a laptop; it is good at its world, not perfect, and knows nothing else.
+learning on a laptop; it often draws something else than the prompt
+says (scores below), and knows nothing else.
 
 ```python
 from diffusers import DiffusionPipeline
@@ -44,9 +44,6 @@ pipe("a red circle and a blue square").images[0]
 Made by `scripts/pretrain_tiny.py` from procedurally drawn pictures (`flowrl/tiny/draw.py`): no
 photographs, no scraped data. Words are set in Aileron Regular by Sora Sagano (CC0), the typeface
 that Pillow carries. Weights: Apache-2.0.
-
-Towards the end of the training {wrong:.0%} of the captions belonged to other pictures, as captions
-from the web do. That leaves alignment something to do: the pipeline knows more than it shows.
 
 {history}
 ## Scores
@@ -102,7 +99,6 @@ def write_card(folder: Path, *, preset: int = 100, plain: int = 24, history: str
     card = CARD.format(
         name=folder.name,
         words=len(WORDS),
-        wrong=MISLABELLED,
         rows="".join(f"| {tag} | {a:.2f} | {b:.2f} |\n" for tag, (a, b) in found.items()),
         preset=preset,
         plain=plain,

@@ -128,8 +128,14 @@ def test_missing_rewards_are_left_out_and_too_many_stop(make_learner):
 def test_broken_pictures_stop_before_any_reward_sees_them(make_learner):
     learner = make_learner(rewards={"none": lambda images, *_: pytest.fail("it was asked")})
     decode = learner.backbone.decode
-    learner.backbone.decode = lambda x0: decode(x0) * math.nan
-    with pytest.raises(SamplerFailure, match="8 pictures hold NaN"):
+
+    def one_broken(x0):
+        images = decode(x0).clone()
+        images[0] = math.nan
+        return images
+
+    learner.backbone.decode = one_broken
+    with pytest.raises(SamplerFailure, match="1 of 8 pictures hold NaN"):
         learner.iterate(0)
 
 

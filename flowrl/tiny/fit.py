@@ -1,5 +1,6 @@
 """The loop that both stages of the pretraining share: warm-up, plateau, decay, resume."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from flowrl.errors import UserError
 from flowrl.storage import load_state, save_state
 
 SAVE_SECONDS = 120
@@ -37,10 +39,10 @@ def fit(
     """Minimise `loss_at(step)`; saves and resumes in `folder`.
 
     The optimisers' own learning rates are the peaks; in the last share `decay` of the steps they
-    fall to zero. The loss must draw its randomness from the
-    step number alone: then a run that was stopped and one that was not see the same batches. Until
-    the decay begins nothing depends on `steps`, so a run may be resumed with another number of
-    them.
+    fall to zero. The loss must draw its randomness from the step number alone: then a run that was
+    stopped and one that was not see the same batches. Before `decay_start` neither the rate nor
+    the loss may depend on `steps`: until then a run may be resumed with another number of them.
+    Raises UserError when one is resumed so too late.
     """
     path = folder / f"{name}.safetensors"
     parts: dict[str, Any] = {
@@ -49,7 +51,7 @@ def fit(
     }
     if ema is not None:
         parts["ema"] = ema
-    start = _restore(path, parts)
+    start = _restore(path, parts, steps, decay)
     schedules = [
         LambdaLR(o, lambda step: trapezoid(step, steps, decay), start - 1) for o in optimizers
     ]
@@ -67,18 +69,30 @@ def fit(
         heard.hear(step, loss)
         if time.monotonic() - saved > SAVE_SECONDS or step + 1 == steps:
             save_state(
-                path, {key: part.state_dict() for key, part in parts.items()} | {"step": step + 1}
+                path,
+                {key: part.state_dict() for key, part in parts.items()}
+                | {"step": step + 1, "steps": steps},
             )
             saved = time.monotonic()
 
 
-def _restore(path: Path, parts: dict[str, Any]) -> int:
+def _restore(path: Path, parts: dict[str, Any], steps: int, decay: float) -> int:
     if not path.exists():
         return 0
     state = load_state(path)
+    if state["steps"] != steps and state["step"] > decay_start(min(state["steps"], steps), decay):
+        raise UserError(
+            f"{path} holds step {state['step']} of {state['steps']}: too late to train {steps} "
+            f"instead. Ask for {state['steps']} steps, or delete the file to start over"
+        )
     for key, part in parts.items():
         part.load_state_dict(state[key])
     return state["step"]
+
+
+def decay_start(steps: int, decay: float) -> int:
+    """The first step whose learning rate lies below the peak, when the last share `decay` falls."""
+    return math.floor(steps * (1 - decay)) + 1
 
 
 def trapezoid(step: int, steps: int, decay: float) -> float:

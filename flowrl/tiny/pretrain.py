@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowrl.errors import UserError
 from flowrl.storage import atomic_path, load_state, save_state
 from flowrl.tiny.draw import draw
-from flowrl.tiny.fit import Track, fit, plain_track
+from flowrl.tiny.fit import Track, decay_start, fit, plain_track
 from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
@@ -26,7 +27,7 @@ SHARES = {  # how often each kind is drawn
     "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
-MISLABELLED = 0.2  # share of captions that belong to another picture, once the flow decays
+MISLABELLED = 0.2  # share of captions of another picture, while the flow's learning rate falls
 VAE_DECAY, FLOW_DECAY = 0.3, 0.15  # last share of a stage's steps, of falling learning rate
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
@@ -35,9 +36,13 @@ EDGE_WEIGHT = 0.5
 class TinyModel(Protocol):
     """What the flow stage needs of a backbone: one module with every trained part inside."""
 
-    module: nn.Module
     short: int  # text tokens of the presets
     long: int  # text tokens of diffusers' default
+
+    @property
+    def module(self) -> nn.Module:
+        """All that is trained."""
+        ...
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         """Token ids of every prompt at the longest text length: {name: (P, length)} long."""
@@ -148,12 +153,18 @@ def normalise_latents(vae: Any, images: np.ndarray) -> None:
 
 @torch.no_grad()
 def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
-    """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`."""
+    """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`.
+
+    Raises UserError when `path` holds those of another number of pictures.
+    """
     if not path.exists():
         parts = [_encode(vae, part) for part in np.array_split(images, len(images) // 64)]
         latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
         save_state(path, {"latents": latents.half()})
-    return load_state(path)["latents"].float()
+    latents = load_state(path)["latents"].float()
+    if len(latents) != len(images):
+        raise UserError(f"{path} holds {len(latents)} pictures, not {len(images)}: delete it")
+    return latents
 
 
 # --- stage 2: the flow ------------------------------------------------------------------------
@@ -175,16 +186,13 @@ def fit_flow(
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
-    While the learning rate falls, some pictures come with the caption of another one, as pictures
-    from the web do. The model has learned what captions mean and now learns to doubt them: it is
-    good, and a reward can show it that it is to trust its prompt.
+    While the learning rate falls, a share of the pictures comes with the caption of any other one.
+    The model then follows its prompt less reliably than it could, and a reward can mend that.
+    latents: (N, *latent), one for each caption.
     """
-    texts = ["", *dict.fromkeys(captions)]
     device = device_of(model.module)
-    ids = {name: tokens.to(device) for name, tokens in model.tokenize(texts).items()}
-    index = {text: i for i, text in enumerate(texts)}
-    rows_of = torch.tensor([index[c] for c in captions])
-    mislabelled_from = (1 - FLOW_DECAY) * steps
+    ids, rows_of = tokenized(model, captions, device)
+    mislabelled_from = decay_start(steps, FLOW_DECAY)
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(seed + 1, step)
@@ -194,14 +202,12 @@ def fit_flow(
         x0 = latents[rows]
         drop = torch.rand(size, generator=generator) < DROPOUT
         noise = torch.randn(x0.shape, generator=generator)
-        normal, uniform = (
-            torch.randn(size, generator=generator),
-            torch.rand(size, generator=generator),
-        )
+        normal = torch.randn(size, generator=generator)
+        uniform = torch.rand(size, generator=generator)
         sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
         share = MISLABELLED if step >= mislabelled_from else 0.0
-        rows = mislabel(rows, share, len(latents), generator)
-        texts_of = torch.where(drop, 0, rows_of[rows])
+        captioned_as = mislabel(rows, share, len(latents), generator)
+        texts_of = torch.where(drop, 0, rows_of[captioned_as])
         x0, noise, sigma, texts_of = (t.to(device) for t in (x0, noise, sigma, texts_of))
         s = sigma[:, None, None, None]
         v = model.velocity(
@@ -209,21 +215,28 @@ def fit_flow(
         )
         return F.mse_loss(v, noise - x0)
 
+    optimizers = flow_optimizers(model.module)
     fit(
-        "flow",
-        model.module,
-        flow_optimizers(model.module),
-        loss_at,
-        steps=steps,
-        decay=FLOW_DECAY,
-        folder=folder,
-        ema=ema,
-        track=track,
-    )
+        "flow", model.module, optimizers, loss_at,
+        steps=steps, decay=FLOW_DECAY, folder=folder, ema=ema, track=track,
+    )  # fmt: skip
+
+
+def tokenized(
+    model: TinyModel, captions: list[str], device: torch.device
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Token ids of every different caption, "" first, and which of them each caption (N,) is."""
+    texts = ["", *dict.fromkeys(captions)]
+    ids = {name: tokens.to(device) for name, tokens in model.tokenize(texts).items()}
+    index = {text: i for i, text in enumerate(texts)}
+    return ids, torch.tensor([index[c] for c in captions])
 
 
 def mislabel(rows: Tensor, share: float, count: int, generator: torch.Generator) -> Tensor:
-    """Whose caption each of the pictures `rows` (B,) gets: a `share` of them any of `count`."""
+    """Of which picture each of `rows` (B,) long gets the caption.
+
+    -> (B,) long: its own, or with probability `share` any of the `count`.
+    """
     wrong = torch.rand(len(rows), generator=generator) < share
     return rows.where(~wrong, torch.randint(count, (len(rows),), generator=generator))
 

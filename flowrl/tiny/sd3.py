@@ -12,7 +12,7 @@ LATENT_CHANNELS = 16
 WIDTH, LAYERS, HEADS = 128, 5, 4
 CLIP_WIDTH, T5_WIDTH = 32, 64
 SHORT, LONG = 12, 256  # T5 tokens: the presets' length, diffusers' default
-SHIFT = 3.0  # of the sigma schedule, as in SD3: few steps then draw colours better than at 1
+SHIFT = 3.0  # of the sigma schedule, as in SD3
 
 
 def autoencoder():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowrl.backbones.sd3 import SD3
+from flowrl.errors import UserError
 from flowrl.tiny import fit as loop
 from flowrl.tiny import pretrain
 from flowrl.tiny.draw import draw
@@ -20,7 +21,7 @@ class Stopped(Exception):
     pass
 
 
-def fit(folder, *, stop_at: int | None = None) -> tuple[dict, dict]:
+def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict, dict]:
     """A small regression -> weights and their average."""
     torch.manual_seed(0)
     module, ema = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -36,7 +37,7 @@ def fit(folder, *, stop_at: int | None = None) -> tuple[dict, dict]:
         torch.optim.AdamW([module.weight], lr=0.1),
         torch.optim.AdamW([module.bias], lr=0.2),
     ]
-    pretrain.fit("toy", module, optimizers, loss_at, steps=STEPS, decay=0.3, folder=folder, ema=ema)
+    pretrain.fit("toy", module, optimizers, loss_at, steps=steps, decay=0.3, folder=folder, ema=ema)
     return module.state_dict(), ema.state_dict()
 
 
@@ -50,6 +51,38 @@ def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch
     for a, b in zip(whole, parts, strict=True):
         assert all(torch.equal(a[k], b[k]) for k in a)
     assert not torch.equal(whole[0]["weight"], whole[1]["weight"])
+
+
+def test_before_the_decay_the_number_of_steps_may_change(tmp_path, monkeypatch):
+    whole = fit(tmp_path / "whole", steps=12)
+    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
+    with pytest.raises(Stopped):
+        fit(tmp_path / "parts", stop_at=4)
+    parts = fit(tmp_path / "parts", steps=12)
+    for a, b in zip(whole, parts, strict=True):
+        assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize(("first", "steps"), [(6, 12), (14, 11), (14, 9)])
+def test_once_it_began_the_number_of_steps_is_fixed(tmp_path, monkeypatch, first, steps):
+    """Step 6 lies in the decay of 6, step 10 in the decay of 11 and after the end of 9."""
+    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
+    saved = min(first, 10)
+    if saved == first:
+        fit(tmp_path, steps=first)
+    else:
+        with pytest.raises(Stopped):
+            fit(tmp_path, stop_at=saved, steps=first)
+    with pytest.raises(UserError, match=f"step {saved} of {first}: too late to train {steps}"):
+        fit(tmp_path, steps=steps)
+
+
+@pytest.mark.parametrize(("steps", "decay"), [(1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)])
+def test_the_decay_starts_where_the_rate_leaves_its_peak(monkeypatch, steps, decay):
+    monkeypatch.setattr(loop, "WARM_UP", 1)
+    start = loop.decay_start(steps, decay)
+    assert loop.trapezoid(start - 1, steps, decay) == pytest.approx(1, abs=1e-9)
+    assert loop.trapezoid(start, steps, decay) < 1 - 1e-9
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_zero():
@@ -117,27 +150,56 @@ def test_a_share_of_the_captions_belongs_to_other_pictures():
     assert wrong.min() >= 0 and wrong.max() < 4000 and len(wrong.unique()) > 0.8 * len(wrong)
 
 
-def test_captions_are_right_until_the_learning_rate_falls(model, tmp_path, monkeypatch):
-    shares: list[float] = []
+class Recorder:
+    """A TinyModel with one weight that keeps what it was shown; a caption's id is its length."""
 
-    def mislabel(rows, share, count, generator):
-        shares.append(share)
-        return rows
+    short = long = 12
 
-    monkeypatch.setattr(pretrain, "mislabel", mislabel)
-    monkeypatch.setattr(pretrain, "text_length", lambda *_: 12)
-    pretrain.fit_flow(
-        model,
-        copy.deepcopy(model.module),
-        torch.zeros(2, 16, 8, 8),
-        ["a red circle", "a blue square"],
-        steps=20,
-        seed=0,
-        folder=tmp_path,
-        batch=2,
-    )
-    first = round((1 - pretrain.FLOW_DECAY) * 20)
-    assert shares == [0.0] * first + [pretrain.MISLABELLED] * (20 - first)
+    def __init__(self):
+        self.module = torch.nn.ModuleDict({"transformer_blocks": torch.nn.Linear(1, 1)})
+        self.seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def tokenize(self, prompts):
+        return {"t5": torch.tensor([[len(p)] for p in prompts])}
+
+    def velocity(self, x, sigma, ids, length):
+        self.seen.append((x, sigma, ids["t5"][:, 0]))
+        return x * self.module["transformer_blocks"].weight.sum()
+
+
+def shown(folder, monkeypatch, share: float) -> list:
+    """What the flow stage of 20 steps shows a model at this share of wrong captions."""
+    monkeypatch.setattr(pretrain, "MISLABELLED", share)
+    model = Recorder()
+    latents = torch.randn(40, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    captions = ["x" * (i + 1) for i in range(40)]
+    ema = copy.deepcopy(model.module)
+    pretrain.fit_flow(model, ema, latents, captions, steps=20, seed=0, folder=folder)
+    return model.seen
+
+
+def test_some_captions_are_wrong_once_the_learning_rate_falls_and_nothing_else(
+    tmp_path, monkeypatch
+):
+    right = shown(tmp_path / "right", monkeypatch, 0.0)
+    mixed = shown(tmp_path / "mixed", monkeypatch, 0.5)
+    changed = []
+    for step, (a, b) in enumerate(zip(right, mixed, strict=True)):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])  # pictures, noise, sigma
+        assert torch.equal(a[2] == 0, b[2] == 0)  # which captions are dropped
+        if not torch.equal(a[2], b[2]):
+            changed.append(step)
+    assert changed == [18, 19]  # the last 15 % of 20 steps are 17 to 19, at 17 the rate is whole
+
+
+def test_latents_of_other_pictures_are_refused(tmp_path):
+    path = tmp_path / "latents.safetensors"
+    images = np.zeros((64, 64, 64, 3), np.uint8)
+    vae = autoencoder()
+    pretrain.normalise_latents(vae, images)
+    assert len(pretrain.encode_all(vae, images, path)) == 64
+    with pytest.raises(UserError, match="holds 64 pictures, not 65: delete it"):
+        pretrain.encode_all(vae, np.concatenate([images, images[:1]]), path)
 
 
 def test_latents_are_normalised_as_the_pipeline_will_undo_it(tmp_path):

@@ -11,6 +11,7 @@ from flowrl.pictures import to_tensor
 from flowrl.pipelines import pipeline_path
 from flowrl.prompts import load_prompts
 from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.tiny.sd3 import SHIFT
 
 FOLDER = Path(pipeline_path("tiny-sd3"))
 
@@ -47,6 +48,7 @@ def test_its_parts_are_diffusers_own_classes(pipeline):
     assert type(pipeline.transformer).__name__ == "SD3Transformer2DModel"
     assert type(pipeline.vae).__name__ == "AutoencoderKL"
     assert type(pipeline.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+    assert pipeline.scheduler.config.shift == SHIFT
     assert pipeline.vae.config.latent_channels == 16
     assert pipeline.vae.config.shift_factor and pipeline.vae.config.scaling_factor
     encoders = [type(pipeline.text_encoder).__name__, type(pipeline.text_encoder_3).__name__]
