@@ -2,9 +2,9 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
 
-About two hours on two CPU cores with --compile, more without. It can be stopped at any time; the
-same command goes on from the last save (every two minutes) in the `--work` folder. At the end it
-scores the pipeline on held-out prompts and writes the model card.
+Some two hours on two CPU cores with --compile (estimated from the time of its steps). It can be
+stopped at any time; the same command goes on from the last save (every two minutes) in the `--work`
+folder. At the end it scores the pipeline on held-out prompts and writes the model card.
 """
 
 import argparse
@@ -20,10 +20,11 @@ from score_tiny import write_card
 from flowrl.storage import write_text
 from flowrl.tiny import pretrain, sd3
 
-HISTORY = """
-In the last {decay:.0%} of the flow's steps, while the learning rate fell, {wrong:.0%} of the
-captions were those of other pictures, so that alignment has something to mend.
-"""
+HISTORY = (
+    f"In the last {pretrain.FLOW_DECAY:.0%} of the flow's steps, while the learning rate fell, "
+    f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other pictures, so that alignment "
+    "has something to mend."
+)
 MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
 
 
@@ -98,10 +99,7 @@ def main() -> None:
         track=track,
     )
     save_half(model.pipeline(ema.cpu(), vae.cpu()), args.output)
-    write_card(
-        args.output,
-        history=HISTORY.format(decay=pretrain.FLOW_DECAY, wrong=pretrain.MISLABELLED).strip(),
-    )
+    write_card(args.output, history=HISTORY)
     print(f"The pipeline lies in {args.output}.")
 
 

@@ -30,8 +30,8 @@ pipeline_tag: text-to-image
 
 A text-to-image pipeline of the tiny world of flowrl: coloured shapes in GenEval's six kinds of
 prompt and {words} short words, 64x64 pixels. It is meant for tests and for trying reinforcement
-learning on a laptop; it often draws something else than the prompt
-says (scores below), and knows nothing else.
+learning on a laptop; it often draws something else than the prompt says (scores below), and knows
+nothing else.
 
 ```python
 from diffusers import DiffusionPipeline
