@@ -27,18 +27,21 @@ def bench_rollout(
     into the weights. -> one row a job: best seconds, and the ratio to the bare passes inside.
     """
     torch.set_num_threads(threads)
-    learner = _learner(model, batch, steps, device)
-    rollout = _with_random_rewards(learner.collect(0, Stopwatch()))
+    if batch % GROUP:
+        raise UserError(f"--batch is {batch}, expected a multiple of {GROUP}")
+    rollout_options = {"prompts": batch // GROUP, "group_size": GROUP, "steps": steps}
+    learner = bench_learner(model, device, batch, rollout_options)
+    rollout = with_random_rewards(learner.collect(0, Stopwatch()))
     transitions: Transitions = learner.objective.prepare(rollout)  # type: ignore[assignment]
     jobs: dict[str, Callable[[], None]] = {
         "forwards": lambda: _forwards(learner, transitions, steps),
-        "sampler": lambda: _sample(learner, batch),
+        "sampler": lambda: sample(learner),
         "forwards, LoRA merged": lambda: _merged(
             learner, lambda: _forwards(learner, transitions, steps)
         ),
-        "sampler, LoRA merged": lambda: _merged(learner, lambda: _sample(learner, batch)),
+        "sampler, LoRA merged": lambda: _merged(learner, lambda: sample(learner)),
         "forwards and backwards": lambda: _passes(learner, transitions, batch),
-        "update": lambda: _update(learner, rollout),
+        "update": lambda: update(learner, rollout),
     }
     seconds = best_of(jobs, repeats)
     pairs = {"sampler": "forwards", "update": "forwards and backwards"}
@@ -66,47 +69,47 @@ def best_of(jobs: dict[str, Callable[[], None]], repeats: int) -> dict[str, floa
     return best
 
 
-def _learner(model: str, batch: int, steps: int, device: str) -> Learner:
-    """A learner whose batch and micro-batch are the whole rollout, every step but the last SDE."""
-    if batch % GROUP:
-        raise UserError(f"--batch is {batch}, expected a multiple of {GROUP}")
+def bench_learner(model: str, device: str, batch: int, rollout: dict[str, Any]) -> Learner:
+    """A learner with these options under `rollout`; at most `batch` rows in any forward."""
     config = parse_config(
         {
             "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
             "prompts": {"train": "tiny:geneval:train"},
             "rewards": [{"name": "brightness"}],
-            "rollout": {
-                "prompts": batch // GROUP,
-                "group_size": GROUP,
-                "steps": steps,
-                "batch_size": batch,
-                "merge_lora": False,
-            },
+            "rollout": {"batch_size": batch, "merge_lora": False} | rollout,
             "optim": {"micro_batch": batch},
         }
     )
     return build_learner(config, Runtime(device=device), Given())
 
 
-def _with_random_rewards(rollout: Rollout) -> Rollout:
+def with_random_rewards(rollout: Rollout) -> Rollout:
     """What an update costs must not depend on what an untrained pipeline happens to earn."""
     reward = torch.rand(rollout.reward.shape, generator=torch.Generator().manual_seed(0))
     return replace(rollout, reward=reward, valid=torch.ones_like(rollout.valid))
 
 
 def _forwards(learner: Learner, transitions: Transitions, steps: int) -> None:
-    rows = transitions.take(transitions.step == 0)
-    cond, sigma = rows.cond.take(rows.prompt), transitions.sigmas[0]
+    rows = transitions.take((transitions.sigma == transitions.sigma[0]).nonzero().squeeze(1))
+    cond = rows.cond.take(rows.prompt)
     with torch.no_grad():
         for _ in range(steps):
-            learner.policy.velocity(rows.x, sigma, cond)
+            learner.policy.velocity(rows.x, rows.sigma, cond)
 
 
-def _sample(learner: Learner, batch: int) -> None:
-    request = group_request(
-        learner.prompts.at(0), GROUP, seed=learner.seed, iteration=0, same_noise=False
+def sample(learner: Learner) -> None:
+    """Grow the first iteration's forest; neither decoded nor scored."""
+    plan = learner.rollout.plan(0)
+    request = group_request(learner.prompts.at(0), plan, seed=learner.seed, iteration=0)
+    draw(
+        learner.backbone,
+        learner.policy.velocity,
+        learner.encode,
+        request,
+        plan,
+        learner.schedule(),
+        learner.rollout.batch_size,
     )
-    draw(learner.backbone, learner.policy.velocity, learner.encode, request, learner.plan(0), batch)
 
 
 def _merged(learner: Learner, job: Callable[[], None]) -> None:
@@ -117,11 +120,11 @@ def _merged(learner: Learner, job: Callable[[], None]) -> None:
 def _passes(learner: Learner, transitions: Transitions, batch: int) -> None:
     for chunk in transitions.chunks(batch):
         cond = chunk.cond.take(chunk.prompt)
-        learner.policy.velocity(chunk.x, chunk.sigmas[chunk.step], cond).square().mean().backward()
+        learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean().backward()
     learner.optimizer.zero_grad()
 
 
-def _update(learner: Learner, rollout: Rollout) -> None:
-    # The ratio is 1 in the first round only: later ones learn from an old rollout.
+def update(learner: Learner, rollout: Rollout) -> None:
+    """Learn from a rollout again and again: its ratio is 1 in the first round only."""
     loose = replace(learner, update=replace(learner.update, ratio_tolerance=float("inf")))
     loose.learn(rollout, 0)

@@ -20,6 +20,15 @@ from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Objective
+from flowrl.objectives.credit import (
+    Credit,
+    Keep,
+    keep_all,
+    keep_b2_pairs,
+    keep_extreme,
+    keep_max_variance,
+    keep_parent_top1,
+)
 from flowrl.objectives.grpo import GRPO
 from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
@@ -29,14 +38,9 @@ from flowrl.report import Report
 from flowrl.reward import Reward, RewardSpec, check_evaluation, check_prompts, load_reward
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
-from flowrl.samplers.plan import (
-    FixedWindow,
-    ProgressiveWindow,
-    RandomWindow,
-    Window,
-    all_steps,
-    ode_plan,
-)
+from flowrl.samplers.schedule import make_schedule
+from flowrl.sections_credit import Credit as CreditSection
+from flowrl.sections_credit import Keep as KeepSection
 from flowrl.train import Learner, RolloutSettings, UpdateSettings
 
 BACKBONES = {"sd3": SD3}
@@ -62,17 +66,6 @@ def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbon
         height=p.height,
         width=p.width,
     )
-
-
-def build_window(config: Config) -> Window:
-    w = config.rollout.window
-    if w.kind == "fixed":
-        return FixedWindow(size=w.size, start=w.start)
-    if w.kind == "random":
-        return RandomWindow(size=w.size, start=w.start, stop=w.stop, seed=config.run.seed)
-    if w.kind == "progressive":
-        return ProgressiveWindow(size=w.size, period=w.period, start=w.start, stop=w.stop)
-    return all_steps
 
 
 def build_rewards(config: Config, given: Given) -> list[RewardSpec]:
@@ -124,10 +117,11 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given."""
     p, r, u = config.pipeline, config.rollout, config.optim
-    if r.prompts * r.group_size < runtime.world_size:
+    trees = r.prompts * r.plan(0, config.run.seed).roots
+    if trees < runtime.world_size:
         raise UserError(
-            f"{r.prompts * r.group_size} pictures cannot be shared among {runtime.world_size} "
-            "processes: raise rollout.prompts or rollout.group_size, or start fewer processes"
+            f"{trees} trees cannot be shared among {runtime.world_size} processes, which take "
+            "whole ones: raise rollout.prompts or the roots of a prompt, or start fewer processes"
         )
     specs = build_rewards(config, given)
     prompts = build_prompts(config.prompts.train, given.prompts)
@@ -168,13 +162,29 @@ def build_objective(config: Config) -> Objective:
     o = config.objective
     return GRPO(
         kernel=KERNELS[config.rollout.kernel],
+        credit=build_credit(o.credit),
         clip_nats=o.clip_nats,
         clip_eps=o.clip_eps,
         kl_coef=o.kl_coef,
         kl_form=o.kl_form,
-        advantage_scope=o.advantage_scope,
-        advantage_clip=o.advantage_clip,
     )
+
+
+def build_credit(section: CreditSection) -> Credit:
+    options = section.model_dump(exclude={"keep"})
+    return Credit(**options, keep=_keep(section.keep))
+
+
+def _keep(section: KeepSection) -> Keep:
+    if section.kind == "parent_top1":
+        return keep_parent_top1
+    if section.kind == "extreme":
+        return functools.partial(keep_extreme, count=section.count)
+    if section.kind == "max_variance":
+        return functools.partial(keep_max_variance, count=section.count)
+    if section.kind == "b2_pairs":
+        return functools.partial(keep_b2_pairs, threshold=section.threshold)
+    return keep_all
 
 
 def rollout_settings(config: Config) -> RolloutSettings:
@@ -182,15 +192,13 @@ def rollout_settings(config: Config) -> RolloutSettings:
     # Folding rounds the weights: in fp32 that is far below any clip, in half precision it is not.
     exact = config.pipeline.dtype == "fp32"
     return RolloutSettings(
-        group_size=r.group_size,
+        plan=functools.partial(r.plan, seed=config.run.seed),
         steps=r.steps,
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,
-        window=build_window(config),
         batch_size=r.batch_size,
         decode_batch=config.pipeline.decode_batch,
         merge_lora=exact if r.merge_lora == "auto" else r.merge_lora,
-        same_noise=r.same_noise,
     )
 
 
@@ -207,7 +215,7 @@ def build_evaluator(
         encode=TextCache(backbone, config.rollout.negative),
         prompts=PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0),
         specs=specs,
-        plan=ode_plan(backbone.sigmas(e.steps), KERNELS[config.rollout.kernel]),
+        schedule=make_schedule(backbone.sigmas(e.steps), KERNELS["flow_sde"], 0.0),
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,

@@ -11,15 +11,9 @@ from flowrl.errors import UserError
 from flowrl.fields import Section, option
 from flowrl.recipe import dump_yaml, load_recipe
 from flowrl.sections import Evaluation, Failures, Lora, Pipeline, Prompts, Reward, Run
-from flowrl.sections_learning import (
-    Ema,
-    FixedWindow,
-    Grpo,
-    Optim,
-    ProgressiveWindow,
-    RandomWindow,
-    Rollout,
-)
+from flowrl.sections_credit import Credit
+from flowrl.sections_learning import Ema, Grpo, Optim, Rollout
+from flowrl.trees.shape import count
 
 
 class Config(Section):
@@ -39,38 +33,31 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        _check_window(self.rollout)
         _check_noise(self.rollout)
         _check_groups(self.rollout, self.optim)
+        _check_plan(self.rollout, self.run)
         _check_clip(self.objective)
+        _check_credit(self.objective.credit)
         _check_kl(self.objective, self.rollout)
         _check_rewards(self.rewards)
         return self
 
 
-def _check_window(rollout: Rollout) -> None:
-    """The last step has no noise and is never trained, so windows end at steps - 1."""
-    last = rollout.steps - 1
-    if last < 1:
-        raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
-    window = rollout.window
-    if isinstance(window, (FixedWindow, RandomWindow, ProgressiveWindow)):
-        stop = last if isinstance(window, FixedWindow) or window.stop is None else window.stop
-        if stop > last:
+def _check_plan(rollout: Rollout, run: Run) -> None:
+    """The first and the last iteration can be drawn, and have something to learn from."""
+    for iteration in (0, run.iterations - 1):
+        plan = rollout.plan(iteration, run.seed)
+        if not count(plan).trained_edges:
             raise ValueError(
-                f"rollout.window.stop is {stop}, but the window must end before the last of "
-                f"{rollout.steps} steps: the nearest valid value is {last}"
+                f"rollout.depth_pruning leaves no step to learn from in iteration {iteration}: "
+                "make it smaller, or null"
             )
-        if window.start >= stop:
+        gain = max(move.gain for move in plan.moves if move.noise)
+        if rollout.kernel in ("cps", "renoise") and gain * rollout.noise_level > 1:
             raise ValueError(
-                f"rollout.window.start is {window.start}, but the window must end at step {stop}: "
-                f"the nearest valid value is {max(stop - window.size, 0)}"
-            )
-        if window.size > stop - window.start:
-            raise ValueError(
-                f"rollout.window.size is {window.size}, but only {stop - window.start} steps lie "
-                f"from step {window.start} to {stop} (the last of {rollout.steps} steps has no "
-                f"noise): the nearest valid value is {stop - window.start}"
+                f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
+                f"{rollout.noise_level:g}, but {rollout.kernel} takes at most 1 in all: the "
+                f"nearest noise_level that works is {1 / gain:g}"
             )
 
 
@@ -79,6 +66,11 @@ def _check_noise(rollout: Rollout) -> None:
         raise ValueError(
             f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
             "replaces all noise: the nearest valid value is 1"
+        )
+    if rollout.kernel == "renoise" and rollout.noise_level != 1:
+        raise ValueError(
+            f"rollout.noise_level is {rollout.noise_level}, but renoise always replaces all "
+            "noise: the nearest valid value is 1"
         )
 
 
@@ -109,6 +101,14 @@ def _check_clip(objective: Grpo) -> None:
         raise ValueError(
             f"objective.clip_nats and objective.clip_eps: {state} set, expected one; to use "
             "clip_eps, write objective.clip_nats=null beside it"
+        )
+
+
+def _check_credit(credit: Credit) -> None:
+    if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, but fans are compared within their tree "
+            "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
         )
 
 

@@ -14,8 +14,9 @@ from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec
 from flowrl.rollout import Request, decode, draw, judge, occurrences
 from flowrl.runtime import Runtime
-from flowrl.samplers.plan import Plan
+from flowrl.samplers.schedule import Schedule
 from flowrl.storage import load_state, save_state
+from flowrl.trees.plan import ode_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Comparison:
 class Evaluator:
     """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
 
-    `plan` is without noise. The first `keep` pictures are kept for people to look at. `key` stands
+    Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to look at. `key` stands
     for everything that decides the pictures of the base and their scores.
     """
 
@@ -72,7 +73,7 @@ class Evaluator:
     encode: TextCache
     prompts: Sequence[PromptRecord]
     specs: Sequence[RewardSpec]
-    plan: Plan
+    schedule: Schedule
     seed: int
     batch_size: int
     decode_batch: int
@@ -98,9 +99,15 @@ class Evaluator:
             part = request.take(rows)
             with runtime.autocast():
                 tree, _ = draw(
-                    self.backbone, velocity, self.encode, part, self.plan, self.batch_size
+                    self.backbone,
+                    velocity,
+                    self.encode,
+                    part,
+                    ode_plan(len(self.schedule.g)),
+                    self.schedule,
+                    self.batch_size,
                 )
-                images = decode(self.backbone, tree.x[tree.leaf], self.decode_batch)
+                images = decode(self.backbone, tree.leaves(), self.decode_batch)
             scores.append(judge(self.specs, images, part).scores)
             kept.append((images[rows < self.keep] * 255).round().to(torch.uint8))
         shown = range(min(self.keep, len(self.prompts)))

@@ -19,6 +19,23 @@ METRICS: dict[str, str] = {
         "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
         "their advantages are 0."
     ),
+    "tree/forwards": "Velocities computed for the rollout, one a node that has children.",
+    "tree/nodes": "Latents of the rollout's trees, the initial noise included.",
+    "tree/edges": "Denoising steps between them, stochastic or not.",
+    "tree/leaves": "Pictures of the rollout.",
+    "tree/trained_edges": "Stochastic steps that the plan trains, before any is dropped.",
+    "tree/train_forwards": (
+        "Forwards, each with a backward, of one pass over what is learned from: steps from one "
+        "latent share it."
+    ),
+    "tree/no_advantage": (
+        "Share of the trained steps whose advantage is 0: they teach nothing, and are dropped "
+        "unless a pull to the base model needs them."
+    ),
+    "tree/distance/step_<i>": (
+        "Mean distance, per latent element, of pictures whose ways parted at denoising step i."
+    ),
+    "tree/distance/roots": "The same for pictures of one prompt from different roots.",
     "policy/ratio_mean": (
         "Mean of the probability ratio between the policy and the one that drew the rollout. "
         "1 in the first pass over a rollout."

@@ -21,16 +21,17 @@ from flowrl.reward import (
 )
 from flowrl.runtime import Runtime
 from flowrl.samplers.forest import FrontierVelocity, grow
-from flowrl.samplers.plan import Plan
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Conditioning, Tree
+from flowrl.trees.plan import TreePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Images to draw: `prompts` (P), and for each of L images its prompt and its root number.
+    """Trees to grow: `prompts` (P), and for each of R trees its prompt and its root number.
 
-    prompt, root: (L,) long. Image l depends on (seed, iteration, uid of its prompt, root) and
-    the network alone: neither on its batch, nor on the process that draws it. same_noise: all
+    prompt, root: (R,) long. A tree depends on (seed, iteration, uid of its prompt, root), the plan
+    and the network alone: neither on its batch, nor on the process that grows it. same_noise: all
     roots of a prompt start from one noise.
     """
 
@@ -42,19 +43,24 @@ class Request:
     same_noise: bool = False
 
     def take(self, rows: Tensor) -> "Request":
-        """The images of `rows` (N,) long, with the prompts they use."""
+        """The trees of `rows` (N,) long, with the prompts they use."""
         used, prompt = self.prompt[rows].unique(return_inverse=True)
-        return Request(
+        return replace(
+            self,
             prompts=[self.prompts[i] for i in used.tolist()],
             prompt=prompt,
             root=self.root[rows],
-            seed=self.seed,
-            iteration=self.iteration,
-            same_noise=self.same_noise,
         )
 
-    def noise(self, step: int, role: str, shape: Sequence[int], device: torch.device) -> Tensor:
-        """(L, *shape) fp32."""
+    def noise(
+        self,
+        path: tuple[int, ...],
+        step: int,
+        role: str,
+        shape: Sequence[int],
+        device: torch.device,
+    ) -> Tensor:
+        """One draw a tree, (R, *shape) fp32; path: where in the tree."""
         shared = role == "init" and self.same_noise
         seeds = [
             noise_seed(
@@ -62,6 +68,7 @@ class Request:
                 iteration=self.iteration,
                 prompt=self.prompts[p].uid,
                 root=0 if shared else r,
+                path=path,
                 step=step,
                 role=role,
             )
@@ -81,20 +88,20 @@ def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
 
 
 def group_request(
-    prompts: Sequence[PromptRecord], group_size: int, *, seed: int, iteration: int, same_noise: bool
+    prompts: Sequence[PromptRecord], plan: TreePlan, *, seed: int, iteration: int
 ) -> Request:
-    """Every prompt `group_size` times, siblings side by side.
+    """The plan's trees for every prompt, those of one prompt side by side.
 
     A prompt that stands there twice is two groups, with roots of their own.
     """
-    first = torch.tensor(occurrences(prompts)) * group_size
+    first = torch.tensor(occurrences(prompts)) * plan.roots
     return Request(
         prompts=prompts,
-        prompt=torch.arange(len(prompts)).repeat_interleave(group_size),
-        root=(first[:, None] + torch.arange(group_size)).flatten(),
+        prompt=torch.arange(len(prompts)).repeat_interleave(plan.roots),
+        root=(first[:, None] + torch.arange(plan.roots)).flatten(),
         seed=seed,
         iteration=iteration,
-        same_noise=same_noise,
+        same_noise=plan.same_noise,
     )
 
 
@@ -103,22 +110,20 @@ def draw(
     velocity: VelocityField,
     encode: TextCache,
     request: Request,
-    plan: Plan,
+    plan: TreePlan,
+    schedule: Schedule,
     batch_size: int,
 ) -> tuple[Tree, Conditioning]:
-    """Sample the request's images as one forest; the network sees at most `batch_size` rows."""
+    """Grow the request's trees as one forest; the network sees at most `batch_size` rows."""
     cond = encode(request.prompts)
     shape, device = backbone.latent_shape(), backbone.device
+
+    def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
+        return request.noise(path, step, role, shape, device)
+
+    x = noise((), 0, "init").to(backbone.dtype)
     prompt = request.prompt.to(device)
-    x = request.noise(0, "init", shape, device).to(backbone.dtype)
-    tree = grow(
-        batched(velocity, cond, batch_size),
-        x,
-        prompt,
-        plan,
-        lambda step: request.noise(step, "step", shape, device),
-    )
-    return tree, cond
+    return grow(batched(velocity, cond, batch_size), x, prompt, plan, schedule, noise), cond
 
 
 def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierVelocity:
@@ -151,8 +156,9 @@ def check_finite(images: Tensor, runtime: Runtime) -> None:
 
 
 def judge(specs: Sequence[RewardSpec], images: Tensor, request: Request) -> RewardResult:
-    """Score images (L, 3, H, W) with the prompts that asked for them."""
-    prompts = [request.prompts[i] for i in request.prompt.tolist()]
+    """Score images (R * l, 3, H, W), l of each tree, with the prompts that asked for them."""
+    leaves = len(images) // len(request.prompt)
+    prompts = [request.prompts[i] for i in request.prompt.tolist() for _ in range(leaves)]
     return score(specs, images, [p.text for p in prompts], [p.metadata for p in prompts])
 
 

@@ -110,9 +110,7 @@ class Run:
         if self.report is not None:
             self.report.log(self.done, metrics)
             if s.sample_every and self.done % s.sample_every == 0:
-                captions = [
-                    rollout.prompts[i] for i in rollout.tree.prompt[rollout.tree.leaf].tolist()
-                ]
+                captions = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves().tolist()]
                 self.report.images(self.done, rollout.images[:SHOWN], captions[:SHOWN])
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}

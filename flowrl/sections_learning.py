@@ -4,63 +4,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from flowrl.fields import Count, Flag, NonNegative, Number, Positive, Section, Whole, option
+from flowrl.fields import Count, Flag, NonNegative, Number, Positive, Section, option
+from flowrl.sections_credit import Credit
+from flowrl.sections_trees import DepthPruning, FlowGrpo, Tree
+from flowrl.trees.plan import TreePlan
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
-MIX_GRPO = "MixGRPO, arXiv 2507.21802"
-
-
-class AllSteps(Section):
-    """Noise in every step but the last."""
-
-    kind: Literal["all"] = option("all", "Every step but the last is stochastic.", FLOW_GRPO)
-
-
-class FixedWindow(Section):
-    """Noise in the same steps in every rollout."""
-
-    kind: Literal["fixed"] = option(
-        "fixed", "The window never moves.", "MixGRPO-Flash*, 2507.21802"
-    )
-    size: Count = option(..., "How many steps are stochastic and trained.")
-    start: Whole = option(0, "First stochastic step, counted from 0 at pure noise.")
-
-
-class RandomWindow(Section):
-    """Noise in a stretch that is drawn anew for every rollout."""
-
-    kind: Literal["random"] = option(
-        "random", "The window is drawn for every rollout.", "Flow-GRPO-Fast, second version"
-    )
-    size: Count = option(..., "How many steps are stochastic and trained.", "published: 2 or 3")
-    start: Whole = option(0, "First step that the window may cover.")
-    stop: Count | None = option(
-        None,
-        "The window ends before this step; null is steps - 1, since the last step has no noise.",
-        "published: half of the steps",
-    )
-
-
-class ProgressiveWindow(Section):
-    """Noise in a stretch that moves from pure noise towards the picture."""
-
-    kind: Literal["progressive"] = option(
-        "progressive", "The window moves on as training goes.", MIX_GRPO
-    )
-    size: Count = option(4, "How many steps are stochastic and trained.", MIX_GRPO)
-    period: Count = option(25, "Iterations between two moves by one step.", MIX_GRPO)
-    start: Whole = option(0, "Where the window begins, and begins again after the end.")
-    stop: Count | None = option(
-        None,
-        "The window ends before this step; null is steps - 1.",
-        "MixGRPO lets it shrink; here not",
-    )
-
-
-Window = Annotated[
-    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow, Field(discriminator="kind")
-]
 
 
 class Rollout(Section):
@@ -68,7 +18,17 @@ class Rollout(Section):
 
     prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
     group_size: Count = option(
-        12, "Pictures of one prompt that are compared with each other.", "published: 8 to 24"
+        12,
+        "Pictures of one prompt, the leaves of its trees, which are compared with each other.",
+        "published: 8 to 24",
+    )
+    tree: Tree = option(
+        FlowGrpo(),
+        "Which steps branch, are stochastic and are trained; a preset by its kind, drawn by "
+        "`flowrl tree KIND`.",
+    )
+    depth_pruning: DepthPruning | None = option(
+        None, "Steps that are drawn but not learned from, moving as training goes; null is none."
     )
     steps: Count = option(8, "Denoising steps of a rollout.", "published: 10 for SD3.5")
     guidance: NonNegative = option(
@@ -90,20 +50,20 @@ class Rollout(Section):
         "Strength of the noise: a for flow_sde, eta for dance_sde, a in (0, 1] for cps.",
         "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
     )
-    window: Window = option(
-        AllSteps(), "Which steps are stochastic and trained; kind: all, fixed, random, progressive."
-    )
     batch_size: Count = option(96, "Most pictures that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(
         "auto",
         "Fold the adapter into the weights while drawing, which is faster; auto folds where that "
         "is exact enough for the log-probabilities.",
     )
-    same_noise: Flag = option(
-        False,
-        "Give the pictures of one group the same initial noise.",
-        "false in Flow-GRPO, true in DanceGRPO",
-    )
+
+    def plan(self, iteration: int, seed: int) -> TreePlan:
+        """What one iteration does. Raises PlanError for what cannot work."""
+        whole = self.tree.plan(
+            iteration=iteration, steps=self.steps, leaves=self.group_size, seed=seed
+        )
+        pruned = self.depth_pruning
+        return whole if pruned is None else whole.without_training(pruned.steps(iteration))
 
 
 class Grpo(Section):
@@ -131,12 +91,7 @@ class Grpo(Section):
         "element, or the published code's form without the step length.",
         "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
     )
-    advantage_scope: Literal["group", "global"] = option(
-        "group",
-        "Divide advantages by the spread of the group, or of the whole iteration.",
-        "global in Flow-GRPO's SD3 settings, group in most later ones",
-    )
-    advantage_clip: Positive = option(5.0, "Largest advantage, either sign.", FLOW_GRPO_CODE)
+    credit: Credit = option(Credit(), "From the rewards of pictures to the advantages of steps.")
 
 
 class Optim(Section):
@@ -160,7 +115,7 @@ class Optim(Section):
         "2 in Flow-GRPO's published settings",
     )
     micro_batch: Count = option(
-        96, "Most pictures in one backward pass; smaller needs less memory, same gradient."
+        96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
     )
     ratio_tolerance: Positive = option(
         0.1,

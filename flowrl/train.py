@@ -1,6 +1,6 @@
 """The loop: draw groups, score them, give credit, step. It knows no objective by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ import torch
 from flowrl.backbones.base import Backbone
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
-from flowrl.functional.advantage import group_stats
 from flowrl.functional.sde import StepKernel
+from flowrl.measures import RowMeans, rollout_metrics
 from flowrl.objectives.base import Batch, Objective
 from flowrl.policy import Policy
 from flowrl.prompts import PromptSampler
@@ -26,23 +26,22 @@ from flowrl.rollout import (
 )
 from flowrl.run import Run
 from flowrl.runtime import Runtime
-from flowrl.samplers.plan import Plan, Window, make_plan
-from flowrl.trajectory import Metrics, Rollout
+from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.trajectory import Rollout
+from flowrl.trees.plan import TreePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSettings:
     """How images are drawn: see the options of the same names under `rollout`."""
 
-    group_size: int
+    plan: Callable[[int], TreePlan]  # of a training iteration
     steps: int
     kernel: StepKernel
     noise_level: float
-    window: Window
     batch_size: int
     decode_batch: int
     merge_lora: bool
-    same_noise: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +79,9 @@ class Learner:
     max_invalid_fraction: float
     seed: int
 
-    def plan(self, iteration: int) -> Plan:
-        """This iteration's noise: the window's steps are stochastic, the rest is ODE."""
+    def schedule(self) -> Schedule:
         r = self.rollout
-        window = r.window(iteration, r.steps)
-        return make_plan(self.backbone.sigmas(r.steps), r.kernel, r.noise_level, window)
+        return make_schedule(self.backbone.sigmas(r.steps), r.kernel, r.noise_level)
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """One iteration: a rollout, then the updates that learn from it, and all its metrics."""
@@ -95,39 +92,41 @@ class Learner:
         return rollout, rollout_metrics(rollout) | metrics | watch.seconds
 
     def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
-        """Draw this process's share of the groups, score it, and learn all processes' scores."""
-        r, policy = self.rollout, self.policy
-        records = self.prompts.at(iteration)
+        """Grow this process's share of the trees, score it, and learn all processes' scores."""
+        r, policy, plan = self.rollout, self.policy, self.rollout.plan(iteration)
         request = group_request(
-            records, r.group_size, seed=self.seed, iteration=iteration, same_noise=r.same_noise
+            self.prompts.at(iteration), plan, seed=self.seed, iteration=iteration
         )
-        rows = self.runtime.share(len(request.prompt))
-        own = request.take(rows)
+        trees = self.runtime.share(len(request.prompt))
+        own = request.take(trees)
         policy.remember()
         network = policy.merged() if r.merge_lora else nullcontext()
         # Folded before autocast begins, which would compute the change of the weights in 16 bits.
         with torch.no_grad(), network, self.runtime.autocast():
             tree, cond = draw(
-                self.backbone, policy.velocity, self.encode, own, self.plan(iteration), r.batch_size
+                self.backbone, policy.velocity, self.encode, own, plan, self.schedule(), r.batch_size
             )
-            images = decode(self.backbone, tree.x[tree.leaf], r.decode_batch)
+            images = decode(self.backbone, tree.leaves(), r.decode_batch)
         check_finite(images, self.runtime)
         watch.lap("time/rollout")
         result = gather_result(judge(self.specs, images, own), self.runtime)
         watch.lap("time/reward")
-        reward, valid = weighted_sum(result, train_weights(self.specs))
+        weights = train_weights(self.specs)
+        reward, valid = weighted_sum(result, weights)
         check_invalid(valid, max_fraction=self.max_invalid_fraction, errors=result.errors)
         return Rollout(
             tree=tree,
             cond=cond,
             prompts=tuple(p.text for p in own.prompts),
             images=images,
-            rows=rows,
+            trees=trees,
             scores=result.scores,
             names=result.names,
+            weights=torch.tensor(weights),
             reward=reward,
             valid=valid,
-            group=request.prompt,
+            group=request.prompt.repeat_interleave(len(tree.leaf)),
+            log_prob=self.runtime.gather(tree.log_prob),
         )
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
@@ -138,6 +137,7 @@ class Learner:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + iteration)
         batch = self.objective.prepare(rollout)
         means = RowMeans()
+        means.add(batch.metrics(), 1)
         for update, part in enumerate(batch.updates(u.updates_per_rollout)):
             rows = self.runtime.sum(len(part))  # of all processes
             if not rows:
@@ -154,7 +154,7 @@ class Learner:
         return means.result()
 
     def _backward(
-        self, part: Batch, rows: float, generator: torch.Generator, means: "RowMeans"
+        self, part: Batch, rows: float, generator: torch.Generator, means: RowMeans
     ) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
         for chunk in part.chunks(self.update.micro_batch):
@@ -169,7 +169,7 @@ class Learner:
             self.runtime.backward(loss * (len(chunk) / rows))
             means.add(metrics | {"loss": loss.detach()}, len(chunk))
 
-    def _check_ratio(self, means: "RowMeans") -> None:
+    def _check_ratio(self, means: RowMeans) -> None:
         error = means.result().get("policy/ratio_error_max", 0.0)
         limit = self.update.ratio_tolerance
         # Written so that NaN is an error too; decided together, or the others would wait forever.
@@ -180,43 +180,6 @@ class Learner:
                 "do not compute the same velocities. Set rollout.merge_lora to false, use the same "
                 "rollout.batch_size and optim.micro_batch, or pipeline.dtype fp32"
             )
-
-
-class RowMeans:
-    """Means of metrics over micro-batches of unequal size; names ending in _max are maxima."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
-
-    def add(self, metrics: Metrics, rows: int) -> None:
-        for name, value in metrics.items():
-            self._values.setdefault(name, []).append((value, rows))
-
-    def result(self) -> dict[str, float]:
-        found = {}
-        for name, pairs in self._values.items():
-            values = torch.stack([value.cpu().double() for value, _ in pairs])
-            weights = torch.tensor([rows for _, rows in pairs]).double()
-            mean = (values * weights).sum() / weights.sum()
-            found[name] = (values.max() if name.endswith("_max") else mean).item()
-        return found
-
-
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards and groups of all processes; latents and pictures of this one."""
-    stats = group_stats(rollout.reward, rollout.valid, rollout.group)
-    x0, images = rollout.tree.x[rollout.tree.leaf].float(), rollout.images
-    metrics = {
-        "reward/mean": rollout.reward.nanmean().item(),
-        "reward/std_in_group": stats.spread,
-        "reward/invalid": stats.invalid,
-        "groups/no_signal": stats.no_signal,
-        "latent/norm": x0.square().mean().sqrt().item(),
-        "image/brightness": images.mean().item(),
-        "image/contrast": images.flatten(1).std(1).mean().item(),
-    }
-    means = rollout.scores.nanmean(0).tolist()
-    return metrics | {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
 
 
 def train(learner: Learner, run: Run, *, iterations: int) -> None:

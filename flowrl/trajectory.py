@@ -1,8 +1,8 @@
 """The data that flows: conditioning, a rollout as a forest, and the two units of learning.
 
-P prompts, L leaves (images), M nodes, E trained edges, R rewards, N rows. A node holds one
-latent; an edge is named by its child. A plain group is a forest of chains, so nothing after the
-sampler knows whether it branched.
+A node holds one latent; an edge is named by its child. All trees of a rollout have one shape, so
+what is known of it is stored once and everything else has an axis of trees. A plain group is a
+forest of chains, so nothing after the sampler knows whether it branched.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,98 +41,167 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A rollout forest in breadth-first order: parents come before children.
+    """R trees of one shape with n nodes each, the root first and parents before children.
 
-    x: (M, *latent) in the dtype they are stored and scored in. step: (M,) long, index of the
-    node's sigma. parent: (M,) long, -1 at roots. prompt: (M,) long. leaf: (L,) node ids, in the
-    order of the images. sigmas: (T+1,), g: (T,) with 0 at ODE steps.
-    edge: (E,) long, the child node of each trained edge; mean_old: (E, *latent) fp32, the mean
-    that its child was drawn around: ratios come from means, not from two subtracted densities.
+    x: (R, n, *latent) in the dtype they are stored and scored in. prompt: (R,) long.
+    log_prob: (R, n), log-density of the step into each node, averaged over the latent, 0 where it
+    had no noise. sigmas: (T+1,). forwards: velocities that were computed, of all trees.
+
+    The shape, the same for every tree: step (n,) long, index of the node's sigma; parent (n,)
+    long, -1 at the root; move (n,) long, number of the plan's move that made it; g (n,), the noise
+    of the step into it; leaf (l,) node numbers, in the order of the images; noisy, the children of
+    stochastic edges; edge (e,), those that are learned from. mean_old: (R, e, *latent) fp32, the
+    mean that an edge's child was drawn around: ratios come from means, not from two subtracted
+    densities.
     """
 
     x: Tensor
+    prompt: Tensor
+    log_prob: Tensor
+    mean_old: Tensor
     step: Tensor
     parent: Tensor
-    prompt: Tensor
-    leaf: Tensor
-    sigmas: Tensor
+    move: Tensor
     g: Tensor
+    leaf: Tensor
+    noisy: Tensor
     edge: Tensor
-    mean_old: Tensor
+    sigmas: Tensor
+    forwards: int
 
-    def leaves_below(self) -> Tensor:
-        """(M, L) bool: is leaf l a descendant of node m (or m itself)?"""
-        below = torch.zeros(len(self.x), len(self.leaf), dtype=torch.bool)
-        node, row = self.leaf.cpu().clone(), torch.arange(len(self.leaf))
-        parent = self.parent.cpu()
-        while len(node):
-            below[node, row] = True
-            node = parent[node]
-            alive = node >= 0
-            node, row = node[alive], row[alive]
-        return below
+    def __len__(self) -> int:
+        """R, the number of trees."""
+        return len(self.x)
+
+    def leaves(self) -> Tensor:
+        """(R * l, *latent): the clean latents, tree by tree."""
+        return self.x[:, self.leaf].flatten(0, 1)
+
+    def prompt_of_leaves(self) -> Tensor:
+        """(R * l,) long."""
+        return self.prompt.repeat_interleave(len(self.leaf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One collection: a forest, what it was asked for and what it is worth.
 
-    tree: this process's leaves, with `tree.prompt` an index into `cond` and `prompts` (P).
-    images: (L, 3, H, W) fp32 in [0, 1], this process's. rows: (L,) long, their places among the
-    G >= L leaves of all processes. Every process knows of all leaves: scores (G, R) with NaN =
-    missing or not applicable, names of the R rewards, reward (G,) their weighted sum (NaN where
-    invalid), valid (G,) bool, group (G,) long.
+    tree: this process's R trees, `tree.prompt` an index into `cond` and `prompts` (P). images:
+    (R * l, 3, H, W) fp32 in [0, 1], theirs. trees: (R,) long, their places among the N >= R trees
+    of all processes. Every process knows of all G = N * l leaves, tree by tree: scores (G, K) with
+    NaN = missing or not applicable, names and weights (K,) of the K rewards, reward (G,) their
+    weighted sum (NaN where invalid), valid (G,) bool, group (G,) long; and log_prob (N, n).
     """
 
     tree: Tree
     cond: Conditioning
     prompts: tuple[str, ...]
     images: Tensor
-    rows: Tensor
+    trees: Tensor
     scores: Tensor
     names: tuple[str, ...]
+    weights: Tensor
     reward: Tensor
     valid: Tensor
     group: Tensor
+    log_prob: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """Denoising steps to learn from, N rows, each an edge of a rollout tree; for objectives on
-    the reverse process.
+    """Denoising steps to learn from, for objectives on the reverse process: N parents, each seen
+    by the network once, and the E edges to their children.
 
-    x, x_next, mean_old: (N, *latent). step: (N,) long, index into sigmas (T+1,) and g (T,).
-    advantage: (N,). prompt: (N,) long, index into `cond` (P rows). group: (N,) long, the same
-    numbers on every process.
+    x: (N, *latent); sigma: (N,); prompt: (N,) long, index into `cond` (P rows); group: (N,) long,
+    the same numbers on every process.
+    parent: (E,) long, ascending, index into the N; x_next, mean_old: (E, *latent); sigma_next, g,
+    advantage: (E,); step: (E,) long, index of the parent's sigma. no_advantage: share of the
+    rollout's trained edges whose advantage is 0.
     """
 
     x: Tensor
-    x_next: Tensor
-    mean_old: Tensor
-    step: Tensor
-    advantage: Tensor
+    sigma: Tensor
     prompt: Tensor
     group: Tensor
-    sigmas: Tensor
+    parent: Tensor
+    x_next: Tensor
+    mean_old: Tensor
+    sigma_next: Tensor
     g: Tensor
+    advantage: Tensor
+    step: Tensor
     cond: Conditioning
+    no_advantage: float
 
     def __len__(self) -> int:
-        return len(self.x)
+        """E, the number of edges: what losses average over."""
+        return len(self.parent)
 
     def take(self, rows: Tensor) -> "Transitions":
-        """Rows: (N',) long indices or (N,) bool."""
-        names = ("x", "x_next", "mean_old", "step", "advantage", "prompt", "group")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        """Parents `rows` (N',) long, ascending, with all their edges."""
+        place = torch.full((len(self.x),), -1, device=rows.device)
+        place[rows] = torch.arange(len(rows), device=rows.device)
+        parent = place[self.parent]
+        edges = parent >= 0
+        per_parent, per_edge = ("x", "sigma", "prompt", "group"), (
+            "x_next", "mean_old", "sigma_next", "g", "advantage", "step",
+        )  # fmt: skip
+        return replace(
+            self,
+            **{name: getattr(self, name)[rows] for name in per_parent},
+            **{name: getattr(self, name)[edges] for name in per_edge},
+            parent=parent[edges],
+        )
+
+    def metrics(self) -> Metrics:
+        """What one pass over the rows costs, and what was left out of it."""
+        return {
+            "tree/train_forwards": torch.tensor(float(len(self.x))),
+            "tree/no_advantage": torch.tensor(self.no_advantage),
+        }
 
     def updates(self, count: int) -> list["Transitions"]:
         """`count` parts with whole groups each, for as many optimiser steps.
 
         Groups are dealt in turn, so that processes with consecutive groups share every part.
         """
-        return [self.take(self.group % count == i) for i in range(count)]
+        return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
-        """Consecutive parts of 1 to `size` rows; none of an empty batch."""
-        for start in range(0, len(self), size):
-            yield self.take(torch.arange(start, min(start + size, len(self))))
+        """Consecutive parts of 1 to `size` parents, a forward each; none of an empty batch."""
+        rows = torch.arange(len(self.x), device=self.x.device)
+        yield from (self.take(part) for part in rows.split(size) if len(part))
+
+
+def transitions(
+    tree: Tree, advantage: Tensor, keep: Tensor, group: Tensor, cond: Conditioning
+) -> Transitions:
+    """The trained edges that are kept, gathered under their parents.
+
+    advantage: (R, e); keep: (R, e) bool; group: (R,) long. Parents come level by level, tree by
+    tree, as the sampler batched them: a micro-batch of the rollout's size sees the same rows.
+    """
+    trees, nodes = tree.x.shape[:2]
+    owner, column = keep.nonzero(as_tuple=True)
+    child = tree.edge[column]
+    parent = tree.parent[child]
+    key = ((tree.move[parent] + 1) * trees + owner) * nodes + parent
+    unique, inverse = key.unique(return_inverse=True)
+    order = inverse.argsort(stable=True)
+    owner, column, child, parent = (t[order] for t in (owner, column, child, parent))
+    of, node = unique // nodes % trees, unique % nodes
+    return Transitions(
+        x=tree.x[of, node],
+        sigma=tree.sigmas[tree.step[node]],
+        prompt=tree.prompt[of],
+        group=group[of],
+        parent=inverse[order],
+        x_next=tree.x[owner, child],
+        mean_old=tree.mean_old[owner, column],
+        sigma_next=tree.sigmas[tree.step[child]],
+        g=tree.g[child],
+        advantage=advantage[owner, column],
+        step=tree.step[parent],
+        cond=cond,
+        no_advantage=(advantage == 0).double().mean().item() if advantage.numel() else 0.0,
+    )

@@ -5,59 +5,98 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trajectory import Conditioning, Transitions, Tree
+from flowrl.trajectory import Conditioning, Transitions, Tree, transitions
 
 
-def branching_tree() -> Tree:
-    """Two roots; the first branches into two, the second of these again into two.
-
-    0 -> 2 -> 5      leaves 5, 6, 7, 8
-      -> 3 -> 6, 7
-    1 -> 4 -> 8
+def two_trees() -> Tree:
+    """Two trees of one shape:  0 -> 1 -> 3, 4   leaves 3, 4, 5
+                                  -> 2 -> 5
+    Node n of tree r holds 10 r + n; the edges to 1, 2, 3 and 4 are trained.
     """
-    parent = torch.tensor([-1, -1, 0, 0, 1, 2, 3, 3, 4])
-    step = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])
     return Tree(
-        x=torch.arange(9.0)[:, None],
-        step=step,
-        parent=parent,
-        prompt=torch.tensor([0, 1, 0, 0, 1, 0, 0, 0, 1]),
-        leaf=torch.tensor([5, 6, 7, 8]),
+        x=torch.tensor([[0.0, 1, 2, 3, 4, 5], [10, 11, 12, 13, 14, 15]])[..., None],
+        prompt=torch.tensor([0, 1]),
+        log_prob=torch.zeros(2, 6),
+        mean_old=torch.tensor([[101.0, 102, 103, 104], [111, 112, 113, 114]])[..., None],
+        step=torch.tensor([0, 1, 1, 2, 2, 2]),
+        parent=torch.tensor([-1, 0, 0, 1, 1, 2]),
+        move=torch.tensor([-1, 0, 0, 1, 1, 1]),
+        g=torch.tensor([0.0, 0.7, 0.7, 0.3, 0.3, 0.0]),
+        leaf=torch.tensor([3, 4, 5]),
+        noisy=torch.tensor([1, 2, 3, 4]),
+        edge=torch.tensor([1, 2, 3, 4]),
         sigmas=torch.tensor([1.0, 0.5, 0.0]),
-        g=torch.tensor([0.7, 0.0]),
-        edge=torch.tensor([2, 3, 4]),
-        mean_old=torch.zeros(3, 1),
+        forwards=6,
     )
 
 
-def transitions(groups: list[int]) -> Transitions:
+def gathered(keep: list[list[int]]) -> Transitions:
+    advantage = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]])
+    cond = Conditioning(tensors={"a": torch.zeros(2, 1)})
+    return transitions(
+        two_trees(), advantage, torch.tensor(keep).bool(), torch.tensor([6, 7]), cond
+    )
+
+
+def test_edges_stand_under_their_parents_level_by_level_and_tree_by_tree():
+    batch = gathered([[1, 1, 1, 1], [1, 1, 1, 1]])
+    assert batch.x[:, 0].tolist() == [0, 10, 1, 11]
+    assert batch.group.tolist() == [6, 7, 6, 7] and batch.prompt.tolist() == [0, 1, 0, 1]
+    assert batch.sigma.tolist() == [1.0, 1.0, 0.5, 0.5]
+    assert batch.parent.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert batch.x_next[:, 0].tolist() == [1, 2, 11, 12, 3, 4, 13, 14]
+    assert batch.mean_old[:, 0].tolist() == [101, 102, 111, 112, 103, 104, 113, 114]
+    assert batch.advantage.tolist() == [1, 2, 5, 6, 3, 4, 7, 8]
+    assert batch.g.tolist() == pytest.approx([0.7] * 4 + [0.3] * 4)
+    assert batch.sigma_next.tolist() == [0.5] * 4 + [0.0] * 4
+    assert batch.step.tolist() == [0] * 4 + [1] * 4
+
+
+def test_a_parent_without_kept_edges_costs_no_forward():
+    batch = gathered([[0, 1, 0, 0], [0, 0, 0, 1]])
+    assert batch.x[:, 0].tolist() == [0, 11]
+    assert batch.x_next[:, 0].tolist() == [2, 14] and batch.parent.tolist() == [0, 1]
+    assert len(gathered([[0] * 4, [0] * 4])) == 0
+
+
+def test_metrics_count_forwards_and_the_edges_without_advantage():
+    cond = Conditioning(tensors={"a": torch.zeros(2, 1)})
+    advantage = torch.tensor([[0.0, 2, 3, 0], [5, 0, 7, 8]])
+    batch = transitions(two_trees(), advantage, advantage != 0, torch.tensor([6, 7]), cond)
+    metrics = {name: value.item() for name, value in batch.metrics().items()}
+    assert metrics == {"tree/train_forwards": 4, "tree/no_advantage": 3 / 8}
+
+
+def test_leaves_come_tree_by_tree_with_their_prompts():
+    assert two_trees().leaves()[:, 0].tolist() == [3, 4, 5, 13, 14, 15]
+    assert two_trees().prompt_of_leaves().tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def rows(groups: list[int], children: int = 1) -> Transitions:
+    """A parent for each group number, with so many edges."""
     n = len(groups)
+    parent = torch.arange(n).repeat_interleave(children)
+    edges = len(parent)
     return Transitions(
         x=torch.arange(float(n))[:, None],
-        x_next=torch.arange(float(n))[:, None] + 100,
-        mean_old=torch.arange(float(n))[:, None] + 200,
-        step=torch.zeros(n).long(),
-        advantage=torch.arange(float(n)) + 300,
+        sigma=torch.ones(n),
         prompt=torch.tensor(groups).long(),
         group=torch.tensor(groups).long(),
-        sigmas=torch.tensor([1.0, 0.0]),
-        g=torch.tensor([0.5]),
+        parent=parent,
+        x_next=torch.arange(float(edges))[:, None] + 100,
+        mean_old=torch.arange(float(edges))[:, None] + 200,
+        sigma_next=torch.zeros(edges),
+        g=torch.full((edges,), 0.5),
+        advantage=torch.arange(float(edges)) + 300,
+        step=torch.zeros(edges).long(),
         cond=Conditioning(tensors={"a": torch.zeros(max(groups, default=0) + 1, 2)}),
+        no_advantage=0.0,
     )
-
-
-def test_leaves_below_a_branch_are_those_of_all_its_children():
-    below = branching_tree().leaves_below().int().tolist()
-    assert below == [
-        [1, 1, 1, 0], [0, 0, 0, 1],
-        [1, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1],
-        [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1],
-    ]  # fmt: skip
 
 
 @given(groups=st.lists(st.integers(0, 5), max_size=20), count=st.integers(1, 4))
 def test_updates_hold_every_row_once_and_never_cut_a_group(groups, count):
-    parts = transitions(groups).updates(count)
+    parts = rows(groups).updates(count)
     assert len(parts) == count
     assert sorted(x for part in parts for x in part.x[:, 0].tolist()) == list(range(len(groups)))
     owner = [{g for g in part.group.tolist()} for part in parts]
@@ -66,24 +105,31 @@ def test_updates_hold_every_row_once_and_never_cut_a_group(groups, count):
 
 def test_updates_are_dealt_by_the_number_of_the_group_alone():
     """So that processes that hold different groups agree on which update a group belongs to."""
-    assert [p.group.tolist() for p in transitions([4, 5, 6, 7]).updates(2)] == [[4, 6], [5, 7]]
+    assert [p.group.tolist() for p in rows([4, 5, 6, 7]).updates(2)] == [[4, 6], [5, 7]]
 
 
-@given(groups=st.lists(st.integers(0, 3), max_size=20), size=st.integers(1, 7))
-def test_chunks_are_the_rows_in_order_and_none_is_empty(groups, size):
-    chunks = list(transitions(groups).chunks(size))
+@given(
+    groups=st.lists(st.integers(0, 3), max_size=20),
+    size=st.integers(1, 7),
+    children=st.integers(1, 3),
+)
+def test_chunks_are_the_parents_in_order_with_all_their_edges(groups, size, children):
+    whole = rows(groups, children)
+    chunks = list(whole.chunks(size))
     assert [x for c in chunks for x in c.x[:, 0].tolist()] == list(range(len(groups)))
-    assert all(0 < len(c) <= size for c in chunks)
+    assert [a for c in chunks for a in c.advantage.tolist()] == whole.advantage.tolist()
+    assert all(0 < len(c.x) <= size and len(c) == children * len(c.x) for c in chunks)
+    for chunk in chunks:
+        assert torch.equal(chunk.parent, torch.arange(len(chunk.x)).repeat_interleave(children))
 
 
-def test_taking_rows_keeps_the_fields_of_a_row_together():
-    part = transitions([0, 0, 1, 1]).take(torch.tensor([3, 1]))
-    assert part.x[:, 0].tolist() == [3, 1] and part.x_next[:, 0].tolist() == [103, 101]
-    assert part.mean_old[:, 0].tolist() == [203, 201]
-    assert part.advantage.tolist() == [303, 301]
-    assert part.group.tolist() == [1, 0]
-    mask = torch.tensor([False, True, False, True])
-    assert transitions([0, 0, 1, 1]).take(mask).x[:, 0].tolist() == [1, 3]
+def test_taking_parents_takes_their_edges():
+    part = rows([0, 0, 1, 1], children=2).take(torch.tensor([1, 3]))
+    assert part.x[:, 0].tolist() == [1, 3] and part.group.tolist() == [0, 1]
+    assert part.parent.tolist() == [0, 0, 1, 1]
+    assert part.x_next[:, 0].tolist() == [102, 103, 106, 107]
+    assert part.mean_old[:, 0].tolist() == [202, 203, 206, 207]
+    assert part.advantage.tolist() == [302, 303, 306, 307]
 
 
 def test_conditioning_is_gathered_and_joined_row_by_row():
@@ -97,4 +143,4 @@ def test_conditioning_is_gathered_and_joined_row_by_row():
 @pytest.mark.parametrize("field", ["x", "prompt"])
 def test_data_cannot_be_changed_in_place_by_name(field):
     with pytest.raises(AttributeError):
-        setattr(branching_tree(), field, torch.zeros(1))
+        setattr(two_trees(), field, torch.zeros(1))

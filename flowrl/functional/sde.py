@@ -1,4 +1,4 @@
-"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE and CPS kernels.
+"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS and re-noising kernels.
 
 Every step has the signature (x, v, sigma, sigma_next, g) -> (mean, std) with x, v: (B, *latent)
 in fp32 or wider; sigma, sigma_next, g: () or (B,); mean: (B, *latent); std: (B,). The next
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flowrl.functional.flow import lift, noise_from_velocity
+from flowrl.functional.flow import lift, noise_from_velocity, x0_from_velocity
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 NoiseLaw = Callable[[Tensor, float], Tensor]
@@ -55,6 +55,22 @@ def cps_step(
     return mean, (sigma_next * (g * math.pi / 2).sin()).expand(len(x))
 
 
+def renoise_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Predict the clean latent and noise it anew; `g` is a switch, on where it is not 0.
+
+    A consistency model's transition (RLCM, 2404.03673) in terms of a flow: mean =
+    (1 - sigma_next) x0 and std = sigma_next, with v = (x - f(x, sigma)) / sigma for the
+    consistency function f. It keeps every marginal exactly, for any steps, if f maps marginals
+    to the data as its name promises; with a flow's velocity it is `cps_step` at level 1.
+    """
+    euler, still = ode_step(x, v, sigma, sigma_next, g)
+    on = g != 0
+    mean = torch.where(lift(on, x), lift(1 - sigma_next, x) * x0_from_velocity(x, v, sigma), euler)
+    return mean, torch.where(on, sigma_next, still)
+
+
 def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
     """Flow-GRPO's g = level * sqrt(sigma / (1 - sigma)). (T+1,) -> (T,)
 
@@ -78,6 +94,13 @@ def cps_noise(sigmas: Tensor, level: float) -> Tensor:
     return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
 
 
+def renoise_noise(sigmas: Tensor, level: float) -> Tensor:
+    """On in every step but the last, which returns x0 = f(x, sigma). (T+1,) -> (T,)"""
+    if level != 1:
+        raise ValueError(f"re-noising has no noise level: set it to 1, got {level}")
+    return _until_clean(torch.ones_like(sigmas[:-1]), sigmas)
+
+
 def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
     """No noise in a step that ends at sigma = 0: it would be seen in the picture."""
     return torch.where(sigmas[1:] > 0, g, 0.0)
@@ -96,4 +119,5 @@ KERNELS: dict[str, StepKernel] = {
     "flow_sde": StepKernel(name="flow_sde", step=sde_step, noise=flow_sde_noise),
     "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=dance_noise),
     "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
+    "renoise": StepKernel(name="renoise", step=renoise_step, noise=renoise_noise),
 }

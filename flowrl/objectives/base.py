@@ -32,14 +32,20 @@ class Needs:
 class Batch(Protocol):
     """Tensors to learn from, no model inside: `Transitions` or endpoints."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many terms the loss is a mean of."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """What there is to learn from, before any update."""
+        ...
 
     def updates(self, count: int) -> Sequence[Self]:
         """Parts for `count` optimiser steps, groups whole."""
         ...
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """Parts of at most `size` rows."""
+        """Parts of at most `size` forwards."""
         ...
 
 

@@ -27,7 +27,8 @@ class Shape:
 @lru_cache(maxsize=64)
 def shape_of(plan: TreePlan) -> Shape:
     """Nodes come cohort by cohort, in the order of the plan's moves, siblings side by side."""
-    parent, step, move, path = [-1], [0], [-1], [()]
+    parent, step, move = [-1], [0], [-1]
+    path: list[tuple[int, ...]] = [()]
     cohorts = [[0]]
     for number, m in enumerate(plan.moves):
         made = []
@@ -63,12 +64,12 @@ def widths(plan: TreePlan) -> list[int]:
     return found
 
 
-def levels(plan: TreePlan) -> list[tuple[int, list[tuple[int, Move]]]]:
-    """(step, the numbered moves that start there), ascending: what is computed together."""
-    found: dict[int, list[tuple[int, Move]]] = {}
-    for number, move in enumerate(plan.moves):
-        found.setdefault(move.step, []).append((number, move))
-    return sorted(found.items())
+def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
+    """(step, the moves that start there), in the plan's order: what is computed together."""
+    found: dict[int, list[Move]] = {}
+    for move in plan.moves:
+        found.setdefault(move.step, []).append(move)
+    return list(found.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

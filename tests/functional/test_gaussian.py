@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from gaussian_flow import F64, SCHEDULES, Sampler
+from gaussian_flow import F64, SCHEDULES, Sampler, levels
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Independent, Normal, kl_divergence
@@ -21,13 +21,13 @@ from flowrl.functional.gaussian import (
     ratio_norm,
     velocity_kl,
 )
-from flowrl.functional.sde import KERNELS, cps_step, sde_step
+from flowrl.functional.sde import KERNELS, cps_step, renoise_step, sde_step
 
 SHAPE = (3, 2, 2)
 D = math.prod(SHAPE)
 
 every_kernel = pytest.mark.parametrize(
-    "sampler", [Sampler(k, a) for k in KERNELS.values() for a in (0.3, 0.8)], ids=str
+    "sampler", [Sampler(k, a) for k in KERNELS.values() for a in levels(k, 0.3, 0.8)], ids=str
 )
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 
@@ -167,7 +167,7 @@ def test_gradient_of_the_log_density_is_the_closed_form(sampler, schedule):
     v.requires_grad_()
     mean, std = sampler.kernel.step(x, v, sigma, sigma_next, g)
     (gradient,) = torch.autograd.grad(log_prob(x_next, mean, std).sum(), v)
-    if sampler.kernel.step is cps_step:
+    if sampler.kernel.step in (cps_step, renoise_step):
         per_velocity = -sigma * (1 - sigma_next)
         per_velocity += (1 - sigma) * sigma_next * (g * math.pi / 2).cos()
     else:

@@ -17,13 +17,15 @@ from gaussian_flow import (
     GaussianFlow,
     Sampler,
     extract,
+    levels,
     moments,
+    no_noise,
     uniform_sigmas,
 )
 from torch.testing import assert_close
 
 from flowrl.functional.schedule import flux_mu
-from flowrl.functional.sde import KERNELS, cps_noise, cps_step, sde_step
+from flowrl.functional.sde import KERNELS, cps_noise, cps_step, renoise_step, sde_step
 
 STEPS = (1, 2, 10, 160)
 POINT = GaussianFlow(0.5, 0.0)
@@ -38,7 +40,7 @@ def exact(value, expected, tolerance=1e-10):
 
 
 def is_cps(sampler):
-    return sampler.kernel.step is cps_step
+    return sampler.kernel.step in (cps_step, renoise_step)
 
 
 @every_sampler
@@ -161,7 +163,7 @@ def test_without_noise_every_kernel_is_the_euler_step_of_diffusers_bit_for_bit(
     scheduler.set_timesteps(28, mu=flux_mu(1024) if dynamic else None)
     sigmas = scheduler.sigmas
     generator = torch.Generator().manual_seed(0)
-    for i, g in enumerate(kernel.noise(sigmas, 0.0)):
+    for i, g in enumerate(no_noise(sigmas, 0.0)):
         x, v = torch.randn(2, 4, 16, 8, 8, generator=generator)
         row = (s.expand(shape) for s in (sigmas[i], sigmas[i + 1], g))
         mean, std = kernel.step(x, v, *row)
@@ -170,10 +172,15 @@ def test_without_noise_every_kernel_is_the_euler_step_of_diffusers_bit_for_bit(
         assert torch.equal(std, torch.zeros(4))
 
 
+@pytest.mark.parametrize("name", ["flow_sde", "dance_sde", "cps"])
+def test_noise_of_level_zero_is_none(name):
+    assert torch.equal(KERNELS[name].noise(uniform_sigmas(4), 0.0), torch.zeros(4, dtype=F64))
+
+
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_rows_do_not_see_each_other(kernel):
     sigmas = uniform_sigmas(5)
-    g = kernel.noise(sigmas, 0.7)
+    g = kernel.noise(sigmas, *levels(kernel, 0.7))
     x, v = torch.randn(2, 5, 3, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
     mean, std = kernel.step(x, v, sigmas[:-1], sigmas[1:], g)
     for i in range(5):
@@ -186,7 +193,7 @@ def test_rows_do_not_see_each_other(kernel):
 @every_schedule
 def test_step_to_clean_data_has_no_noise(kernel, schedule):
     for sigmas in map(schedule, STEPS):
-        g = kernel.noise(sigmas, 0.7)
+        g = kernel.noise(sigmas, *levels(kernel, 0.7))
         assert g.shape == (len(sigmas) - 1,)
         assert g[-1] == 0 and bool((g[:-1] > 0).all()) and bool(g.isfinite().all())
 

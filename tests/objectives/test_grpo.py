@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from flowrl.functional.sde import KERNELS
+from flowrl.objectives.credit import Credit
 from flowrl.objectives.grpo import GRPO
 from flowrl.samplers.forest import grow
-from flowrl.samplers.plan import make_plan
-from flowrl.trajectory import Conditioning, Rollout, Tree
+from flowrl.samplers.schedule import make_schedule
+from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
+from flowrl.trees.plan import Step, TreePlan
 
 D, T, GROUP, PROMPTS = 6, 4, 3, 2
 L = GROUP * PROMPTS
@@ -39,42 +41,64 @@ def cond() -> Conditioning:
     return Conditioning(tensors={"c": torch.arange(PROMPTS * D).view(PROMPTS, D).double() / 10})
 
 
+CHAINS = TreePlan(GROUP, (Step(noise=True, train=True),) * (T - 1) + (Step(),))
+# Three pictures of a prompt from one root: 0 -> 3 children, trained at the split and after it.
+SPLIT = TreePlan(
+    1, (Step(branch=GROUP, noise=True, train=True), Step(noise=True, train=True), Step(), Step())
+)
+
+
 @torch.no_grad()
-def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD) -> Rollout:
+def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> Rollout:
     generator = torch.Generator().manual_seed(1)
+    prompt = torch.arange(PROMPTS).repeat_interleave(plan.roots)
 
     def noise(*_):
-        return torch.randn(L, D, generator=generator).double()
+        return torch.randn(len(prompt), D, generator=generator).double()
 
-    prompt = torch.arange(PROMPTS).repeat_interleave(GROUP)
     sigmas = torch.linspace(1, 0, T + 1).double()
-    plan = make_plan(sigmas, KERNELS[kernel], 0.6, range(T))
+    schedule = make_schedule(sigmas, KERNELS[kernel], 1.0 if kernel == "renoise" else 0.6)
 
     def velocity(x, sigma, prompt):
         return toy(x, sigma.expand(len(x)), cond().take(prompt))
 
-    tree = grow(velocity, noise(), prompt, plan, noise)
+    tree = grow(velocity, noise(), prompt, plan, schedule, noise)
     # The sampler computes in fp32; the toy's means are wanted to the last digit of fp64.
-    parent = tree.parent[tree.edge]
-    step, x = tree.step[parent], tree.x[parent]
-    v = velocity(x, sigmas[step], tree.prompt[parent])
-    mean, _ = plan.kernel.step(x, v, sigmas[step], sigmas[step + 1], plan.g[step])
+    before = tree.parent[tree.edge]
+    x = tree.x[:, before].flatten(0, 1)
+    rows = len(tree)
+    s, s1, g = (t.repeat(rows) for t in (sigmas[tree.step[before]], sigmas[tree.step[tree.edge]],
+                                         tree.g[tree.edge]))  # fmt: skip
+    v = toy(x, s, cond().take(prompt.repeat_interleave(len(before))))
+    mean, _ = schedule.kernel.step(x, v, s, s1, g)
+    group = prompt.repeat_interleave(len(tree.leaf))
     return Rollout(
-        tree=replace(tree, mean_old=mean),
+        tree=replace(tree, mean_old=mean.view_as(tree.x[:, before])),
         cond=cond(),
         prompts=("a", "b"),
         images=torch.zeros(L, 3, 1, 1),
-        rows=torch.arange(L),
+        trees=torch.arange(rows),
         scores=reward[:, None],
         names=("r",),
+        weights=torch.ones(1),
         reward=reward,
         valid=reward.isfinite(),
-        group=prompt,
+        group=group,
+        log_prob=tree.log_prob,
+    )
+
+
+def every_edge(rollout: Rollout) -> Transitions:
+    """All trained edges, in the order that batches have: level by level, tree by tree."""
+    tree = rollout.tree
+    shape = (len(tree), len(tree.edge))
+    return transitions(
+        tree, torch.zeros(shape), torch.ones(shape).bool(), tree.prompt, rollout.cond
     )
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
-    return GRPO(kernel=KERNELS[kernel], **options)
+    return GRPO(kernel=KERNELS[kernel], **{"credit": Credit()} | options)
 
 
 def loss_of(objective, toy, batch, reference=no_network):
@@ -90,19 +114,18 @@ def gradient(loss, toy):
 
 def log_density(toy, rollout, kernel):
     """Mean over the latent of log N(x_next; mean(x), std^2) for every trained edge, written out."""
-    t = rollout.tree
-    rows = t.parent[t.edge]
-    s, s1 = t.sigmas[t.step[rows]][:, None], t.sigmas[t.step[rows] + 1][:, None]
-    g, x = t.g[t.step[rows]][:, None], t.x[rows]
-    v = toy(x, s[:, 0], rollout.cond.take(t.prompt[rows]))
+    t = every_edge(rollout)
+    x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma[:, None], t.prompt))
+    s1, g = t.sigma_next[:, None], t.g[:, None]
+    v = toy(x, s[:, 0], rollout.cond.take(prompt))
     x0, eps = x - s * v, x + (1 - s) * v
-    if kernel == "cps":
+    if kernel in ("cps", "renoise"):  # the second is the first at level 1
         std = s1 * torch.sin(g * math.pi / 2)
         mean = (1 - s1) * x0 + s1 * torch.cos(g * math.pi / 2) * eps
     else:
         std = g * (s - s1).sqrt()
         mean = x - (s - s1) * (v + g**2 / (2 * s) * eps)
-    z = (t.x[t.edge] - mean) / std
+    z = (t.x_next - mean) / std
     return (-z.square() / 2 - std.log() - math.log(2 * math.pi) / 2).mean(1)
 
 
@@ -173,10 +196,9 @@ def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
     rollout = collect(toy, reward=torch.ones(L))  # no advantages: the pull alone
     objective = grpo(kl_coef=0.5, kl_form=form)
     loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
-    t = rollout.tree
-    rows = t.parent[t.edge]
-    s, s1, g = t.sigmas[t.step[rows]], t.sigmas[t.step[rows] + 1], t.g[t.step[rows]]
-    x, c = t.x[rows], rollout.cond.take(t.prompt[rows])
+    t = every_edge(rollout)
+    x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma, t.prompt))
+    s1, g, c = t.sigma_next, t.g, rollout.cond.take(prompt)
     apart = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
     # The drift moves the mean by (s - s1) (1 + g^2 (1 - s) / (2 s)) per unit of velocity.
     mean_apart = apart * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
@@ -225,59 +247,57 @@ def test_exactly_one_clip_is_asked_for(clips):
         grpo(**clips)
 
 
-def test_an_edge_above_a_branch_gets_the_mean_advantage_of_the_images_below():
-    """0 -> 2 -> (4, 5), 1 -> 3 -> (6, 7): two roots of one prompt, each branching once."""
-    parent = torch.tensor([-1, -1, 0, 1, 2, 2, 3, 3])
-    reward = torch.tensor([0.0, 0.2, 0.6, 1.0])
-    tree = Tree(
-        x=torch.arange(8.0)[:, None],
-        step=torch.tensor([0, 0, 1, 1, 2, 2, 2, 2]),
-        parent=parent,
-        prompt=torch.zeros(8).long(),
-        leaf=torch.tensor([4, 5, 6, 7]),
-        sigmas=torch.tensor([1.0, 0.6, 0.3]),
-        g=torch.tensor([0.7, 0.7]),
-        edge=torch.arange(2, 8),
-        mean_old=torch.zeros(6, 1),
-    )
-    rollout = replace(
-        collect(Toy()),
-        tree=tree,
-        prompts=("a",),
-        rows=torch.arange(4),
-        reward=reward,
-        valid=torch.ones(4).bool(),
-        group=torch.zeros(4).long(),
-    )
-    own = (reward - reward.mean()) / (reward.std(correction=0) + 1e-4)
+def per_edge(batch: Transitions) -> Transitions:
+    """The same edges with a parent each, as if none had siblings."""
+    gathered = {name: getattr(batch, name)[batch.parent] for name in ("x", "sigma", "prompt")}
+    rows = torch.arange(len(batch))
+    return replace(batch, **gathered, group=batch.group[batch.parent], parent=rows)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge(kernel, kl_coef):
+    toy, reference = Toy(), Toy(seed=1)
+    batch = grpo(kernel, kl_coef=kl_coef).prepare(collect(toy, kernel, plan=SPLIT))
+    assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
+    seen = []
+
+    def counted(x, sigma, cond):
+        seen.append(len(x))
+        return toy(x, sigma, cond)
+
+    losses = [
+        grpo(kernel, kl_coef=kl_coef).loss(
+            counted, b, reference=reference, old=no_network, generator=torch.Generator()
+        )[0]
+        for b in (batch, per_edge(batch))
+    ]
+    assert seen == [len(batch.x), len(batch)]
+    first, second = (gradient(loss, toy) for loss in losses)
+    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
+
+
+def test_a_split_is_credited_by_the_density_of_each_child():
+    toy = Toy()
+    rollout = collect(toy, plan=SPLIT)
     batch = grpo().prepare(rollout)
-    expected = torch.cat([own[:2].mean()[None], own[2:].mean()[None], own])
-    torch.testing.assert_close(batch.advantage, expected)
-    assert torch.equal(batch.x[:, 0], torch.tensor([0.0, 1, 2, 2, 3, 3]))
-    assert torch.equal(batch.x_next[:, 0], torch.arange(2.0, 8))
+    assert torch.equal(batch.parent[: 2 * GROUP], torch.tensor([0, 0, 0, 1, 1, 1]))
+    loss, metrics = loss_of(grpo(), toy, batch)
+    advantage = group_advantages(REWARD).repeat(2)
+    expected = gradient(-(advantage * log_density(toy, rollout, "flow_sde")).mean(), toy)
+    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+    assert metrics["policy/ratio_error_max"] < 1e-5
 
 
-def test_a_process_takes_its_own_rows_of_all_advantages():
+def test_a_process_takes_its_own_trees_of_all_advantages():
     """Advantages come from the whole group, also where a process holds only a part of it."""
     whole = collect(Toy())
-    t = whole.tree
     own = torch.tensor([2, 3])  # cuts both groups
-    keep = torch.isin(torch.arange(len(t.x)) % L, own)
-    renumber = torch.cumsum(keep, 0) - 1
-    edges = keep[t.edge]
+    t = whole.tree
     part = replace(
         whole,
-        tree=replace(
-            t,
-            x=t.x[keep],
-            step=t.step[keep],
-            parent=torch.where(t.parent[keep] < 0, -1, renumber[t.parent[keep].clamp(min=0)]),
-            prompt=t.prompt[keep],
-            leaf=renumber[t.leaf[own]],
-            edge=renumber[t.edge[edges]],
-            mean_old=t.mean_old[edges],
-        ),
-        rows=own,
+        tree=replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own]),
+        trees=own,
         images=whole.images[own],
     )
     batch = grpo().prepare(part)

@@ -1,0 +1,185 @@
+"""`flowrl tree`: what a rollout's tree looks like and costs, before anything is drawn."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.trees.plan import TreePlan
+
+WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
+
+Preset = Annotated[
+    str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
+]
+
+
+def tree(
+    preset: Preset = "",
+    changes: Changes = None,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
+    leaves: Annotated[int, typer.Option(min=1, help="Pictures of a prompt: group_size.")] = 16,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
+    iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of windows that are drawn.")] = 0,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Forwards of a prompt: choose the best splits within it."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a tree of rollouts and what it costs, before anything is drawn.
+
+    Prints each step, the totals for all prompts, and one tree. Nothing is loaded or trained. What
+    works here works as rollout.tree.kind=PRESET rollout.tree.KEY=VALUE in `flowrl train`.
+
+    Examples:
+
+      flowrl tree branch_grpo
+
+      flowrl tree branch_grpo splits=[0,5,10,15] --steps 20 --leaves 16
+
+      flowrl tree branch_grpo --leaves 16 --budget 160
+
+      flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
+
+      flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --picture comb.png
+    """
+    from flowrl.trees.plan import PlanError
+
+    options = _options(preset, changes or [])
+    try:
+        chosen = None if budget is None else _choose(preset, options, steps, leaves, budget)
+        section: Any = _section(preset, options | (chosen or {}))
+        plan = section.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+    except PlanError as error:
+        raise UserError(f"{error}.") from error
+    if as_json:
+        print(json.dumps(_as_json(section, plan, prompts)))
+    else:
+        if chosen is not None:
+            typer.echo(f"Within {budget} forwards the best is splits={chosen['splits']}.\n")
+        _show(plan, prompts)
+    if picture is not None:
+        _save(plan, picture)
+
+
+def _options(preset: str, changes: list[str]) -> dict[str, Any]:
+    """What was asked of the preset. Raises UserError for an unknown preset or unreadable words."""
+    import difflib
+
+    from flowrl.recipe import parse_overrides
+    from flowrl.sections_trees import PRESETS
+
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        got = f"There is no tree {preset!r}" if preset else "No tree given"
+        raise UserError(f"{got}: expected one of {', '.join(PRESETS)}.{hint}")
+    return parse_overrides(changes)
+
+
+def _section(preset: str, options: dict[str, Any]) -> Any:
+    """The preset's section; options of an inner one change its defaults, as in window.size=2."""
+    from pydantic import ValidationError
+
+    from flowrl.complaints import complain
+    from flowrl.fields import Section
+    from flowrl.recipe import merge
+    from flowrl.sections_trees import PRESETS
+
+    kind = PRESETS[preset]
+    inner = {
+        name: field.default.model_dump()
+        for name, field in kind.model_fields.items()
+        if isinstance(field.default, Section)
+    }
+    try:
+        return kind.model_validate(merge({"kind": preset} | inner, {"kind": preset} | options))
+    except ValidationError as error:
+        raise UserError(complain(kind, error)) from error
+
+
+def _choose(
+    preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int
+) -> dict[str, Any]:
+    """The splits that the solver finds. Raises UserError where there are none to choose."""
+    from flowrl.trees.solver import best_splits
+
+    if preset not in WITH_SPLITS:
+        raise UserError(
+            f"--budget chooses splits, and {preset} has none: use {' or '.join(WITH_SPLITS)}, or "
+            "leave --budget out."
+        )
+    if "splits" in options:
+        raise UserError("Got splits and --budget, which chooses them: leave one of them out.")
+    branch = _section(preset, options).branch
+    found = best_splits(steps, leaves, budget, branch=branch, roots=None)
+    if not found.splits:
+        raise UserError(
+            f"Within {budget} forwards {leaves} separate chains are the best: use flow_grpo, or a "
+            f"--budget below {found.forwards}."
+        )
+    return {"splits": list(found.splits)}
+
+
+def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
+    from dataclasses import asdict
+
+    from flowrl.trees.shape import count
+
+    total = count(plan).times(prompts)
+    saving = total.sequential_forwards / total.forwards
+    return asdict(total) | {
+        "forwards_per_leaf": total.forwards / total.leaves,
+        "saving": saving,
+    }
+
+
+def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
+    from flowrl.trees.drawing import table
+
+    return {
+        "tree": section.model_dump(mode="json"),
+        "roots": plan.roots,
+        "same_noise": plan.same_noise,
+        "prompts": prompts,
+        "rows": table(plan, prompts),
+        "totals": _totals(plan, prompts),
+    }
+
+
+def _show(plan: "TreePlan", prompts: int) -> None:
+    from flowrl.commands.show import print_table
+    from flowrl.trees.drawing import draw, table
+
+    rows = table(plan, prompts)
+    columns = dict.fromkeys(name for row in rows for name in row)
+    print_table([dict.fromkeys(columns, "") | row for row in rows])
+    t = _totals(plan, prompts)
+    typer.echo(
+        f"\n{t['leaves']} pictures, {t['forwards']} forwards: {t['forwards_per_leaf']:.2f} a "
+        f"picture, {t['saving']:.2f} times fewer than the {t['sequential_forwards']} of separate "
+        f"chains.\n{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
+        f"{t['trained_edges']} trained edges on {t['train_forwards']} nodes: so many forwards and "
+        f"backwards of an update.\n"
+    )
+    typer.echo(draw(plan))
+
+
+def _save(plan: "TreePlan", picture: Path) -> None:
+    from flowrl.pictures import png
+    from flowrl.storage import write_bytes
+    from flowrl.treeplot import draw_tree
+
+    write_bytes(picture, png(draw_tree(plan)))
+    typer.echo(f"Wrote {picture}.", err=True)

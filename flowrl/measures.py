@@ -1,0 +1,63 @@
+"""What an iteration is measured by: its rewards, pictures and trees, and means over its rows."""
+
+import torch
+
+from flowrl.functional.advantage import group_stats
+from flowrl.functional.diversity import common_ancestor, pairwise_distance_by_ancestor
+from flowrl.trajectory import Metrics, Rollout, Tree
+
+
+class RowMeans:
+    """Means of metrics over micro-batches of unequal size; names ending in _max are maxima."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
+
+    def add(self, metrics: Metrics, rows: int) -> None:
+        for name, value in metrics.items():
+            self._values.setdefault(name, []).append((value, rows))
+
+    def result(self) -> dict[str, float]:
+        found = {}
+        for name, pairs in self._values.items():
+            values = torch.stack([value.cpu().double() for value, _ in pairs])
+            weights = torch.tensor([rows for _, rows in pairs]).double()
+            mean = (values * weights).sum() / weights.sum()
+            found[name] = (values.max() if name.endswith("_max") else mean).item()
+        return found
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards and groups of all processes; latents, pictures and trees of this one."""
+    stats = group_stats(rollout.reward, rollout.valid, rollout.group)
+    x0, images = rollout.tree.leaves().float(), rollout.images
+    metrics = {
+        "reward/mean": rollout.reward.nanmean().item(),
+        "reward/std_in_group": stats.spread,
+        "reward/invalid": stats.invalid,
+        "groups/no_signal": stats.no_signal,
+        "latent/norm": x0.square().mean().sqrt().item(),
+        "image/brightness": images.mean().item(),
+        "image/contrast": images.flatten(1).std(1).mean().item(),
+    }
+    means = rollout.scores.nanmean(0).tolist()
+    scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
+    return metrics | scores | tree_metrics(rollout.tree)
+
+
+def tree_metrics(tree: Tree) -> dict[str, float]:
+    """What the forest cost, and how different its pictures are by where they parted."""
+    trees, nodes = tree.x.shape[:2]
+    ancestor = common_ancestor(tree.parent.cpu(), tree.step.cpu(), tree.leaf.cpu())
+    leaves = tree.x[:, tree.leaf].cpu()
+    distances = pairwise_distance_by_ancestor(leaves, ancestor, tree.prompt.cpu())
+    return {
+        "tree/forwards": float(tree.forwards),
+        "tree/nodes": float(trees * nodes),
+        "tree/edges": float(trees * (nodes - 1)),
+        "tree/leaves": float(trees * len(tree.leaf)),
+        "tree/trained_edges": float(trees * len(tree.edge)),
+    } | {
+        "tree/distance/roots" if step < 0 else f"tree/distance/step_{step}": distance
+        for step, distance in distances.items()
+    }

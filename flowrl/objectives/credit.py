@@ -1,0 +1,137 @@
+"""Credit: from what the pictures of a forest are worth to the advantages of its trained edges."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl.functional import credit as maths
+from flowrl.functional import selection
+from flowrl.functional.advantage import clip_advantage
+from flowrl.functional.normalise import (
+    Centre,
+    Scale,
+    Scope,
+    class_population,
+    combine_gdpo,
+    normalise,
+    population,
+)
+from flowrl.trajectory import Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaves:
+    """The pictures of N trees: reward, valid, advantage (N, l); group (N,), the tree's prompt;
+    siblings (l,), the node of the last split that a leaf hangs on."""
+
+    reward: Tensor
+    valid: Tensor
+    advantage: Tensor
+    group: Tensor
+    siblings: Tensor
+
+
+Keep = Callable[[Leaves], Tensor]  # -> (N, l) bool
+
+
+def keep_all(leaves: Leaves) -> Tensor:
+    return torch.ones_like(leaves.valid)
+
+
+def keep_parent_top1(leaves: Leaves) -> Tensor:
+    return selection.parent_top1(leaves.reward, leaves.valid, leaves.siblings)
+
+
+def keep_extreme(leaves: Leaves, count: int) -> Tensor:
+    return selection.extreme(leaves.reward, leaves.valid, count)
+
+
+def keep_max_variance(leaves: Leaves, count: int) -> Tensor:
+    reward, valid = leaves.reward, leaves.valid
+    group = leaves.group.repeat_interleave(reward.shape[1])
+    return selection.max_variance(reward.flatten(), valid.flatten(), group, count).view_as(valid)
+
+
+def keep_b2_pairs(leaves: Leaves, threshold: float) -> Tensor:
+    return selection.b2_pairs(leaves.advantage, leaves.valid, leaves.siblings, threshold)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    """Fuse the leaves' rewards upward, normalise, credit the edges, select those to learn from.
+
+    See the options of the same names under `objective.credit`. The whole forest of all processes
+    is credited, since a group may lie on several of them; each takes the edges of its own trees.
+    """
+
+    rewards: str = "sum"
+    fusion: str = "uniform"
+    path_coef: float = 1.0
+    edges: maths.Credit = "node"
+    scope: Scope = "prompt"
+    center: Centre = "mean"
+    scale: Scale = "std"
+    ddof: int = 0
+    floor: float = 1e-4
+    clip: float = 5.0
+    keep: Keep = keep_all
+
+    def __call__(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """Advantages (R, e) fp32 of this process's trained edges, and which are kept, bool."""
+        tree = rollout.tree
+        parent, leaf, edge = tree.parent.cpu(), tree.leaf.cpu(), tree.edge.cpu()
+        below = maths.leaves_below(parent, leaf)
+        group = rollout.group.view(-1, len(leaf))[:, 0]
+        reward, valid = (t.view(-1, len(leaf)) for t in self._worth(rollout))
+        value = self._fuse(rollout, below, reward, valid)
+        node = self._normalise(rollout, value, group)
+        credit = maths.credit_edges(
+            node, ~value.isnan(), self.edges, parent=parent, leaf=leaf, below=below
+        )
+        leaves = Leaves(
+            reward=reward,
+            valid=valid,
+            advantage=node[:, leaf],
+            group=group,
+            siblings=selection.last_split(parent, leaf),
+        )
+        kept = selection.edges_above(below, self.keep(leaves))
+        own = rollout.trees.cpu()
+        return clip_advantage(credit[own][:, edge], self.clip).float(), kept[own][:, edge]
+
+    def _worth(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """(G,) what each leaf is worth, and whether that is known."""
+        if self.rewards == "sum":
+            return rollout.reward.cpu(), rollout.valid.cpu()
+        trained = rollout.weights != 0
+        scores = rollout.scores.cpu().masked_fill(~rollout.valid.cpu()[:, None], torch.nan)
+        worth = combine_gdpo(scores[:, trained], rollout.weights[trained], rollout.group)
+        return worth, ~worth.isnan()
+
+    def _fuse(self, rollout: Rollout, below: Tensor, reward: Tensor, valid: Tensor) -> Tensor:
+        """(N, n) values of the nodes, NaN where nothing below is valid."""
+        if self.fusion == "path":
+            return maths.fuse_path(below, reward, valid, rollout.log_prob, self.path_coef)
+        if self.fusion == "local":
+            parent, leaf = rollout.tree.parent.cpu(), rollout.tree.leaf.cpu()
+            return maths.fuse_local(
+                parent, leaf, reward, valid, rollout.log_prob, self.path_coef
+            )
+        return maths.fuse_uniform(below, reward, valid)
+
+    def _normalise(self, rollout: Rollout, value: Tensor, group: Tensor) -> Tensor:
+        """(N, n) advantages of the nodes."""
+        tree = rollout.tree
+        parent, leaf, step = tree.parent.cpu(), tree.leaf.cpu(), tree.step.cpu()
+        if self.edges == "fan":
+            owner = torch.arange(len(group)) if self.scope == "leaf" else group
+            among = class_population(owner, tree.move.cpu()[leaf], parent=parent, leaf=leaf)
+        else:
+            noisy = torch.zeros(len(parent), dtype=torch.bool)
+            noisy[tree.noisy.cpu()] = True
+            among = population(self.scope, group=group, parent=parent, step=step, noisy=noisy)
+        return normalise(
+            value, among, centre=self.center, scale=self.scale, ddof=self.ddof, floor=self.floor
+        )

@@ -1,0 +1,245 @@
+"""Published forests as plans: one pure function each. `leaves` is pictures per prompt, exact.
+
+All raise PlanError when `leaves` (the option group_size) cannot be reached, or when a step that
+should have noise lies outside 0..steps - 2: the last step never has noise.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from flowrl.trees.plan import INDEPENDENT, Coupling, PlanError, Step, TreePlan
+
+BRANCH_COUPLING = Coupling("shared", 4.0)  # BranchGRPO's Eq. 2 with its s
+
+
+def flow_grpo(steps: int, leaves: int) -> TreePlan:
+    """Independent chains, noise in every step but the last (Flow-GRPO, 2505.05470)."""
+    return _chains(steps, leaves, noisy=range(steps - 1))
+
+
+def flow_grpo_fast(steps: int, leaves: int, window: range) -> TreePlan:
+    """Independent chains, stochastic and trained in the window, ODE elsewhere (Flow-GRPO-Fast)."""
+    return _chains(steps, leaves, noisy=check_window(window, steps))
+
+
+def dance_grpo(steps: int, leaves: int, trained: Iterable[int]) -> TreePlan:
+    """Chains from one noise, all stochastic; only `trained` steps are learned from (2505.07818)."""
+    chosen = check_steps("trained", sorted(trained), steps)
+    noisy = range(steps - 1)
+    return _chains(steps, leaves, noisy=noisy, trained=chosen, same_noise=True)
+
+
+def mix_grpo(steps: int, leaves: int, window: range, shared_prefix: bool = True) -> TreePlan:
+    """Chains from one noise, stochastic and trained in the window only (MixGRPO, 2507.21802).
+
+    Up to the window all pictures of a prompt are equal: with shared_prefix this part is drawn
+    once, as the trunk of one tree; without, once a picture.
+    """
+    noisy = check_window(window, steps)
+    if not shared_prefix:
+        return _chains(steps, leaves, noisy=noisy, same_noise=True)
+    check_leaves(leaves)
+    parts = {noisy[0]: leaves}
+    return TreePlan(roots=1, steps=_forest(steps, noisy, noisy, parts, INDEPENDENT))
+
+
+def branch_grpo(
+    steps: int,
+    leaves: int,
+    branch: int,
+    splits: Sequence[int],
+    coupling: Coupling = BRANCH_COUPLING,
+) -> TreePlan:
+    """All steps but the last stochastic, `branch` children at each split (BranchGRPO, 2509.06040).
+
+    Steps before the first split of a single tree are not trained: one node a depth has nothing to
+    be compared with.
+    """
+    roots = _roots_of_splits(steps, leaves, branch, splits)
+    noisy = range(steps - 1)
+    trained = _compared(noisy, splits, roots)
+    return TreePlan(
+        roots=roots, steps=_forest(steps, noisy, trained, dict.fromkeys(splits, branch), coupling)
+    )
+
+
+def branch_grpo_mix(
+    steps: int,
+    leaves: int,
+    branch: int,
+    splits: Sequence[int],
+    window: range,
+    coupling: Coupling = BRANCH_COUPLING,
+) -> TreePlan:
+    """BranchGRPO with noise and training at the splits and in the window only, ODE elsewhere."""
+    roots = _roots_of_splits(steps, leaves, branch, splits)
+    noisy = {*splits, *check_window(window, steps)}
+    trained = _compared(noisy, splits, roots)
+    return TreePlan(
+        roots=roots, steps=_forest(steps, noisy, trained, dict.fromkeys(splits, branch), coupling)
+    )
+
+
+def tree_grpo(
+    steps: int, leaves: int, branch: int, window: range, coupling: Coupling = INDEPENDENT
+) -> TreePlan:
+    """`branch` children at each step of the window, ODE elsewhere (TreeGRPO, 2512.08153).
+
+    With w steps of the window from step i, a tree takes i + sum_{j<w} k^j + k^w (T - i - w)
+    forwards. Siblings are independent in the paper; simplex coupling keeps the same law of each
+    picture and loses none of the gradient to the group's mean.
+    """
+    inside = check_window(window, steps)
+    roots = _roots_of_power(leaves, branch, len(inside))
+    parts = dict.fromkeys(inside, branch)
+    return TreePlan(roots=roots, steps=_forest(steps, inside, inside, parts, coupling))
+
+
+def dynamic_tree(
+    steps: int,
+    leaves: int,
+    window: range,
+    gain_growth: float,
+    coupling: Coupling = INDEPENDENT,
+) -> TreePlan:
+    """TreeGRPO in twos, the noise growing with the depth (Dynamic-TreeRPO, 2509.23352).
+
+    gain_k = 1 + gain_growth k / w at depth k = 0..w-1, in the draw and in its likelihood. The
+    paper describes a linear growth with k; its exact formula could not be compared.
+    """
+    inside = check_window(window, steps)
+    roots = _roots_of_power(leaves, 2, len(inside))
+    parts = dict.fromkeys(inside, 2)
+    gains = {step: 1 + gain_growth * k / len(inside) for k, step in enumerate(inside)}
+    return TreePlan(roots=roots, steps=_forest(steps, inside, inside, parts, coupling, gains))
+
+
+def b2_diffurl(
+    steps: int, leaves: int, branch: int, last: int, coupling: Coupling = INDEPENDENT
+) -> TreePlan:
+    """A stochastic trunk, `branch` continuations of the last steps (B2-DiffuRL, 2503.11240).
+
+    The continuations are trained, as far as they have noise. A tree takes
+    (T - m) + K m - (K - 1) forwards, m = last: the published (T - m) + K m counts the velocity at
+    the branching once for every child.
+    """
+    if not 2 <= last <= steps:
+        near = min(max(last, 2), steps)
+        raise PlanError(
+            f"the last {last} of {steps} steps cannot be continuations: they begin before the "
+            f"last step, which has no noise; the nearest number that works is {near}"
+        )
+    split = steps - last
+    roots = _roots_of_power(leaves, branch, 1)
+    noisy, trained = range(steps - 1), range(split, steps - 1)
+    return TreePlan(roots=roots, steps=_forest(steps, noisy, trained, {split: branch}, coupling))
+
+
+def b2_stage(iteration: int, stages: int, first: int, last: int) -> int:
+    """How many last steps B2-DiffuRL trains at an iteration: few at first, more later.
+
+    m(j) = m_lo + floor(j (m_hi - m_lo + 1) / J) for j < J = stages, then m_hi.
+    """
+    j = min(iteration, stages - 1)
+    return first + j * (last - first + 1) // stages
+
+
+# --- what the presets share --------------------------------------------------------------------
+
+
+def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
+    """How many trees of `unit` leaves make `leaves`; made_of: the unit's factors, as in 2^4."""
+    if leaves < 1:
+        raise PlanError(f"group_size is {leaves}: the nearest that works is {unit}")
+    if leaves % unit == 0:
+        return leaves // unit
+    below = leaves // unit * unit
+    near = [n for n in (below, below + unit) if n > 0]
+    near = [n for n in near if abs(n - leaves) == min(abs(m - leaves) for m in near)]
+    made = str(unit) if made_of == str(unit) else f"{made_of} = {unit}"
+    which = "nearest that works is" if len(near) == 1 else "nearest that work are"
+    raise PlanError(
+        f"group_size is {leaves}, but trees of {made} leaves give {unit}, {2 * unit}, ...: "
+        f"the {which} {' and '.join(map(str, near))}"
+    )
+
+
+def check_window(window: range, steps: int) -> range:
+    """The window if it is a stretch within the steps that may have noise."""
+    if not window or window.step != 1:
+        raise PlanError(f"the window is {window}, expected at least one step and none left out")
+    if window[0] < 0 or window[-1] > steps - 2:
+        size = min(len(window), steps - 1)
+        first = min(max(window[0], 0), steps - 1 - size)
+        raise PlanError(
+            f"the window covers steps {window[0]} to {window[-1]}, but noise is possible in steps "
+            f"0 to {steps - 2}, never in the last: the nearest window that works is {first} to "
+            f"{first + size - 1}"
+        )
+    return window
+
+
+def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
+    """The steps if they are distinct, within 0..T-2 and at least one; name: of the option."""
+    if not chosen:
+        raise PlanError(f"{name} is empty, expected at least one step: the nearest that works is 0")
+    for n, step in enumerate(chosen):
+        if step in chosen[:n]:
+            wrong = "more than once"
+        elif not 0 <= step <= steps - 2:
+            wrong = f"but noise is possible in steps 0 to {steps - 2}, never in the last"
+        else:
+            continue
+        free = [i for i in range(steps - 1) if i not in chosen]
+        near = min(free, key=lambda i: (abs(i - step), i), default=None)
+        instead = "leave it out" if near is None else f"the nearest that works is {near}"
+        raise PlanError(f"{name} has step {step} {wrong}: {instead}")
+    return chosen
+
+
+def _roots_of_splits(steps: int, leaves: int, branch: int, splits: Sequence[int]) -> int:
+    check_steps("splits", splits, steps)
+    return _roots_of_power(leaves, branch, len(splits))
+
+
+def _roots_of_power(leaves: int, branch: int, power: int) -> int:
+    if branch < 2:
+        raise PlanError(f"branch is {branch}, expected at least 2: the nearest that works is 2")
+    return check_leaves(leaves, branch**power, f"{branch}^{power}" if power > 1 else str(branch))
+
+
+def _compared(noisy: Iterable[int], splits: Sequence[int], roots: int) -> set[int]:
+    """The steps with noise whose edges have others to be compared with."""
+    return {i for i in noisy if roots > 1 or i >= min(splits)}
+
+
+def _chains(
+    steps: int,
+    leaves: int,
+    noisy: Iterable[int],
+    trained: Iterable[int] | None = None,
+    same_noise: bool = False,
+) -> TreePlan:
+    check_leaves(leaves)
+    made = _forest(steps, noisy, noisy if trained is None else trained, {}, INDEPENDENT)
+    return TreePlan(roots=leaves, steps=made, same_noise=same_noise)
+
+
+def _forest(
+    steps: int,
+    noisy: Iterable[int],
+    trained: Iterable[int],
+    branch: dict[int, int],
+    coupling: Coupling,
+    gains: dict[int, float] | None = None,
+) -> tuple[Step, ...]:
+    noisy, trained, gains = set(noisy), set(trained), gains or {}
+    return tuple(
+        Step(
+            branch=branch.get(i, 1),
+            noise=i in noisy,
+            coupling=coupling if i in branch else INDEPENDENT,
+            gain=gains.get(i, 1.0),
+            train=i in trained,
+        )
+        for i in range(steps)
+    )

@@ -1,0 +1,108 @@
+"""Trees to test with: those of plans, and random ones that no plan makes."""
+
+import random
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flowrl.functional.credit import leaves_below
+from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
+from flowrl.trees.shape import shape_of
+
+F64 = torch.float64
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The structure of one tree, as tensors."""
+
+    parent: Tensor
+    step: Tensor
+    leaf: Tensor
+
+    @property
+    def below(self) -> Tensor:
+        return leaves_below(self.parent, self.leaf)
+
+    def children(self, node: int) -> list[int]:
+        return torch.nonzero(self.parent == node).flatten().tolist()
+
+    def path(self, node: int) -> list[int]:
+        """From the root to the node."""
+        up = [] if self.parent[node] < 0 else self.path(int(self.parent[node]))
+        return [*up, node]
+
+
+def from_parents(parent: list[int]) -> Grown:
+    """Steps are depths; leaves the nodes without children, in order."""
+    step = [0]
+    for above in parent[1:]:
+        step.append(step[above] + 1)
+    leaf = [node for node in range(len(parent)) if node not in parent]
+    return Grown(torch.tensor(parent), torch.tensor(step), torch.tensor(leaf))
+
+
+def from_plan(plan: TreePlan) -> Grown:
+    shape = shape_of(plan)
+    return Grown(torch.tensor(shape.parent), torch.tensor(shape.step), torch.tensor(shape.leaf))
+
+
+def branching(steps: int, splits: dict[int, int], coupling: Coupling | None = None) -> TreePlan:
+    """splits: children at each splitting step."""
+    coupling = coupling or Coupling()
+    made = (
+        Step(branch=splits.get(i, 1), noise=i < steps - 1, train=i < steps - 1, coupling=coupling)
+        for i in range(steps)
+    )
+    return TreePlan(roots=1, steps=tuple(made))
+
+
+def comb() -> Grown:
+    """Fans of 2 at steps 0 and 1 of 3, each child finished once; 4 leaves."""
+    plain = tuple(Step() for _ in range(3))
+    return from_plan(
+        TreePlan(roots=1, steps=plain, fans=(Fan(step=0, width=2), Fan(step=1, width=2)))
+    )
+
+
+BALANCED = from_plan(branching(4, {0: 2, 2: 3}))  # 6 leaves, unbranched steps between and after
+LOPSIDED = from_parents([-1, 0, 0, 1, 1, 1, 2, 6])  # leaves 3, 4, 5 below 1, and 7 below 2
+
+
+@st.composite
+def trees(draw, most: int = 14) -> Grown:
+    """Any tree of up to `most` nodes, parents first."""
+    n = draw(st.integers(1, most))
+    return from_parents([-1, *(draw(st.integers(0, node - 1)) for node in range(1, n))])
+
+
+@st.composite
+def rewarded(draw, tree: Grown | None = None, all_valid: bool = False):
+    """(tree, reward (R, l) with NaN where invalid, valid) for up to 3 trees of one shape."""
+    tree = draw(trees()) if tree is None else tree
+    rows, leaves = draw(st.integers(1, 3)), len(tree.leaf)
+    column = st.lists(st.floats(-5, 5, width=16), min_size=rows * leaves, max_size=rows * leaves)
+    reward = torch.tensor(draw(column), dtype=F64).view(rows, leaves)
+    valid = torch.ones(rows, leaves, dtype=torch.bool)
+    if not all_valid:
+        mask = st.lists(st.booleans(), min_size=rows * leaves, max_size=rows * leaves)
+        valid = torch.tensor(draw(mask)).view(rows, leaves)
+    return tree, torch.where(valid, reward, torch.nan), valid
+
+
+def renumbered(tree: Grown, seed: int) -> tuple[Grown, Tensor]:
+    """The same tree with its nodes in another order, parents still first: (tree, old numbers)."""
+    chance, order, ready = random.Random(seed), [], [0]
+    while ready:
+        order.append(ready.pop(chance.randrange(len(ready))))
+        ready += tree.children(order[-1])
+    new = {old: i for i, old in enumerate(order)} | {-1: -1}
+    parent = torch.tensor([new[int(tree.parent[old])] for old in order])
+    leaf = torch.tensor([new[int(old)] for old in tree.leaf])
+    return Grown(parent, tree.step[torch.tensor(order)], leaf), torch.tensor(order)
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,170 @@
+"""Trees on Gaussian data: what leaves are distributed like, and how two of them depend.
+
+Velocities are affine there, so a leaf is an affine function of the draws that made it. Feeding
+each draw as a unit vector reads that function off the sampler: covariances without Monte Carlo.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.functional.coupling import correlation
+from flowrl.functional.diversity import common_ancestor
+from flowrl.functional.sde import KERNELS
+from flowrl.samplers.forest import grow
+from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.trajectory import Tree
+from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
+
+T, MEAN, STD = 8, 0.5, 0.6
+ODE, NOISY = Step(), Step(noise=True, train=True)
+EXACT = 2e-5  # the sampler computes in fp32
+
+
+def variance(sigma: Tensor) -> Tensor:
+    return (1 - sigma) ** 2 * STD**2 + sigma**2
+
+
+def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+    slope = (sigma - (1 - sigma) * STD**2) / variance(sigma)
+    return slope * (x - (1 - sigma) * MEAN) - MEAN
+
+
+@dataclass
+class UnitDraws:
+    """Draw number d is 1 in tree d alone; the last tree has none at all."""
+
+    trees: int
+    names: dict = field(default_factory=dict)
+
+    def __call__(self, path: tuple[int, ...], step: int, role: str) -> Tensor:
+        number = self.names.setdefault((path, step, role), len(self.names))
+        return torch.eye(self.trees)[:, number, None] * (number < self.trees - 1)
+
+
+def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
+    """A tree, the leaves without noise (l,), and their slopes by draw (l, draws) float64."""
+    trees = 200
+    draws = UnitDraws(trees)
+    x = draws((), 0, "init")
+    tree = grow(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
+    assert len(draws.names) < trees
+    leaves = tree.x[:, tree.leaf, 0].double()
+    return tree, leaves[-1], (leaves[:-1] - leaves[-1]).T
+
+
+def slopes(numbers: Schedule, noisy: set[int]) -> tuple[list[float], list[float]]:
+    """a_i and std_i of every step as x' = a x + c + std xi, read off the kernel."""
+    found = []
+    for i in range(T):
+        s, s1 = numbers.sigmas[i].double(), numbers.sigmas[i + 1].double()
+        g = numbers.g[i].double() if i in noisy else torch.zeros(()).double()
+        kernel = numbers.kernel if i in noisy else KERNELS["flow_sde"]
+        points = torch.tensor([[0.0], [1.0]]).double()
+        mean, std = kernel.step(points, velocity(points, s, points), s, s1, g)
+        found.append(((mean[1] - mean[0]).item(), std[0].item()))
+    return [a for a, _ in found], [std for _, std in found]
+
+
+def covariance(a: list[float], std: list[float], parted: int | None, rho: float) -> float:
+    """Of two leaves first separated at step `parted`; of a leaf with itself if None (trees.md 4).
+
+    (prod a)^2 + sum over shared steps std_i^2 A_i^2 + rho std_d^2 A_d^2, A_i = prod of later a.
+    """
+    after = [math.prod(a[i + 1 :]) for i in range(T)]
+    shared = range(T if parted is None else parted)
+    total = math.prod(a) ** 2 + sum((std[i] * after[i]) ** 2 for i in shared)
+    return total + (rho * (std[parted] * after[parted]) ** 2 if parted is not None else 0.0)
+
+
+couplings = pytest.mark.parametrize(
+    "coupling",
+    [
+        Coupling(),
+        Coupling("shared", 0.5),
+        Coupling("shared", 4.0),
+        Coupling("simplex"),
+    ],
+    ids=str,
+)
+
+
+@couplings
+@pytest.mark.parametrize("branch", [2, 3])
+@pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "cps", "renoise"])
+def test_two_leaves_share_what_came_before_they_parted(kernel, branch, coupling):
+    level = 1.0 if kernel == "renoise" else 0.6
+    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS[kernel], level)
+    split = Step(branch=branch, noise=True, coupling=coupling, train=True)
+    plan = TreePlan(1, tuple(split if i in (1, 4) else NOISY for i in range(T - 1)) + (ODE,))
+    tree, _, slope = response(plan, numbers)
+    a, std = slopes(numbers, set(range(T - 1)))
+    ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
+    rho = correlation(coupling.kind, coupling.strength, branch)
+    for i in range(len(tree.leaf)):
+        for j in range(len(tree.leaf)):
+            parted = None if i == j else int(ancestor[i, j])
+            expected = covariance(a, std, parted, rho)
+            assert (slope[i] @ slope[j]).item() == pytest.approx(expected, abs=EXACT)
+
+
+@couplings
+def test_every_leaf_is_distributed_like_the_end_of_a_chain(coupling):
+    """Whatever the tree and its coupling: mean and variance of each leaf, to float tolerance."""
+    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    chain = TreePlan(1, (NOISY,) * (T - 1) + (ODE,))
+    split = Step(branch=2, noise=True, coupling=coupling, train=True)
+    tree = TreePlan(1, tuple(split if i in (0, 2, 5) else NOISY for i in range(T - 1)) + (ODE,))
+    _, mean, slope = response(chain, numbers)
+    _, means, slopes_ = response(tree, numbers)
+    torch.testing.assert_close(means, mean.expand_as(means), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        slopes_.square().sum(1), slope.square().sum(1).expand(8), rtol=0, atol=EXACT
+    )
+    # The noise is normal, so mean and variance are the whole distribution.
+
+
+def test_the_scaled_noise_of_the_released_code_breaks_the_marginals():
+    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    _, _, slope = response(TreePlan(1, (NOISY,) * (T - 1) + (ODE,)), numbers)
+    split = Step(branch=2, noise=True, coupling=Coupling("scaled", 4.0), train=True)
+    _, _, scaled = response(TreePlan(1, (NOISY, split, *(NOISY,) * (T - 3), ODE)), numbers)
+    assert scaled.square().sum(1).min() > slope.square().sum() * 1.2
+
+
+def test_a_fan_is_a_chain_with_noise_in_one_step():
+    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    tree, _, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
+    a, std = slopes(numbers, {3})
+    own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()
+    assert own == pytest.approx(covariance(a, std, None, 0.0), abs=EXACT)
+    assert both == pytest.approx(covariance(a, std, 3, 0.0), abs=EXACT)
+    assert common_ancestor(tree.parent, tree.step, tree.leaf)[0, 1] == 3
+
+
+def test_a_consistency_function_grows_trees_whose_leaves_are_the_data():
+    """RLCM (2404.03673): with the exact f(x, sigma) every leaf is N(m, s^2), for any horizon; two
+    leaves that part at step d share what f carried there."""
+
+    def consistency(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        x0 = MEAN + STD * (x - (1 - sigma) * MEAN) / variance(sigma).sqrt()
+        return (x - x0) / sigma
+
+    for steps in (2, 4, 8):
+        numbers = make_schedule(torch.linspace(1, 0, steps + 1), KERNELS["renoise"], 1.0)
+        split = Step(branch=3, noise=True, train=True)
+        plan = TreePlan(1, (split, *(NOISY,) * (steps - 2), ODE))
+        draws = UnitDraws(200)
+        x = draws((), 0, "init")
+        tree = grow(consistency, x, torch.zeros(200).long(), plan, numbers, draws)
+        leaves = tree.x[:, tree.leaf, 0].double()
+        slope = (leaves[:-1] - leaves[-1]).T
+        assert leaves[-1].tolist() == pytest.approx([MEAN] * 3, abs=EXACT)
+        assert slope.square().sum(1).tolist() == pytest.approx([STD**2] * 3, abs=EXACT)
+        carried = STD**2  # of x0 = f(x), then of f((1 - s) x0 + s z)
+        for s in numbers.sigmas[1:-1].double():
+            carried *= ((1 - s) * STD / variance(s).sqrt()).item() ** 2
+        assert (slope[0] @ slope[1]).item() == pytest.approx(carried, abs=EXACT)

@@ -1,0 +1,90 @@
+"""A velocity without a network, noise by name, and a chain sampler written out for comparison."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from flowrl.functional.flow import lift
+from flowrl.functional.sde import KERNELS, StepKernel, ode_step
+from flowrl.samplers.forest import grow
+from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.trajectory import Tree
+from flowrl.trees.plan import TreePlan
+
+D = 5
+FLOW = KERNELS["flow_sde"]
+
+
+def schedule(steps: int, kernel: StepKernel = FLOW, level: float = 0.5) -> Schedule:
+    return make_schedule(torch.linspace(1, 0, steps + 1), kernel, level)
+
+
+def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+    """Each row by itself, and by elementwise operations alone: no bit depends on the batch."""
+    return 0.3 * x + 0.5 * x / (1 + x * x) + sigma + prompt.to(x)[:, None]
+
+
+class Counting:
+    """A velocity field that counts the rows it is asked for, and its calls."""
+
+    def __init__(self, size: int | None = None):
+        self.rows = self.calls = 0
+        self.size = size
+
+    def __call__(self, x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        self.rows += len(x)
+        self.calls += 1
+        size = self.size or len(x)
+        parts = zip(x.split(size), prompt.split(size), strict=True)
+        return torch.cat([velocity(rows, sigma, p) for rows, p in parts])
+
+
+def named_noise(roots: list[int], dim: int = D):
+    """Noise for trees with these root numbers, a function of (root, path, step, role) alone."""
+
+    def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
+        rows = []
+        for root in roots:
+            name = hashlib.blake2b(repr((root, path, step, role)).encode(), digest_size=6).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(name, "big"))
+            rows.append(torch.randn(dim, generator=generator))
+        return torch.stack(rows)
+
+    return noise
+
+
+def grown(
+    plan: TreePlan,
+    numbers: Schedule | None = None,
+    *,
+    prompts: int = 2,
+    dtype: torch.dtype = torch.float32,
+    field=velocity,
+) -> Tree:
+    """The plan's trees of some prompts."""
+    roots = list(range(prompts * plan.roots))
+    prompt = torch.arange(prompts).repeat_interleave(plan.roots)
+    x = named_noise([p if plan.same_noise else r for r, p in enumerate(prompt.tolist())])
+    return grow(
+        field,
+        x((), 0, "init").to(dtype),
+        prompt,
+        plan,
+        numbers or schedule(len(plan.steps)),
+        named_noise(roots),
+    )
+
+
+def chain(
+    x: Tensor, prompt: Tensor, numbers: Schedule, stops: list[int], noises: dict[int, Tensor]
+) -> Tensor:
+    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises: of the
+    moves that have some, by the index they start from -> clean latents."""
+    for i, j in zip(stops[:-1], stops[1:], strict=True):
+        s, s_next = numbers.sigmas[i], numbers.sigmas[j]
+        v = velocity(x, s, prompt)
+        kernel = numbers.kernel.step if i in noises else ode_step
+        mean, std = kernel(x, v, s, s_next, numbers.g[i])
+        x = mean + lift(std, mean) * noises[i] if i in noises else mean
+    return x
