@@ -171,8 +171,19 @@ def build_objective(config: Config) -> Objective:
 
 
 def build_credit(section: CreditSection) -> Credit:
-    options = section.model_dump(exclude={"keep"})
-    return Credit(**options, keep=_keep(section.keep))
+    return Credit(
+        rewards=section.rewards,
+        fusion=section.fusion,
+        path_coef=section.path_coef,
+        edges=section.edges,
+        scope=section.scope,
+        center=section.center,
+        scale=section.scale,
+        ddof=section.ddof,
+        floor=section.floor,
+        clip=section.clip,
+        keep=_keep(section.keep),
+    )
 
 
 def _keep(section: KeepSection) -> Keep:

@@ -1,7 +1,7 @@
 """Line charts with Pillow: one panel a metric, each value thin, their running mean thick."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -11,6 +11,9 @@ from flowrl.pictures import GREY, INK, PAPER, Color, font
 SCALE = 2  # drawn at twice the size and reduced, for smooth lines
 THIN: Color = (168, 199, 240)
 THICK: Color = (9, 82, 178)
+COLORS: tuple[Color, ...] = (
+    (101, 109, 118), (9, 82, 178), (207, 34, 46), (191, 135, 0), (26, 127, 55), (130, 80, 223),
+)  # fmt: skip
 RULE: Color = (226, 230, 235)
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44  # pixels around a panel's plot
 SHARE = 20  # the running mean covers one point in so many
@@ -39,6 +42,39 @@ def draw_curves(
         drawn = _panel(name, list(points), x_label, panel)
         chart.paste(drawn, (i % across * panel[0], i // across * panel[1]))
     return chart
+
+
+def draw_comparison(
+    lines: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str,
+    level: float | None = None,
+    panel: tuple[int, int] = (720, 420),
+) -> Image.Image:
+    """Several named lines in one panel, a colour each, with a legend.
+
+    level: a value to reach, drawn across. Raises ValueError for more lines than colours, or none.
+    """
+    if not 0 < len(lines) <= len(COLORS):
+        raise ValueError(f"a comparison needs 1 to {len(COLORS)} lines, got {len(lines)}")
+    image = Image.new("RGB", (panel[0] * SCALE, panel[1] * SCALE), PAPER)
+    pen = ImageDraw.Draw(image)
+    _text(pen, (LEFT, 17), title, INK, "lm", 15)
+    _text(pen, ((LEFT + panel[0] - RIGHT) / 2, panel[1] - 12), x_label, GREY, "mm", 12)
+    xs, ys = zip(*(point for points in lines.values() for point in points), strict=True)
+    heights = ys if level is None else (*ys, level)
+    place = _axes(pen, _spread(xs, 0.0), _spread(heights, 0.06), panel)
+    if level is not None:
+        _line(pen, [place(min(xs), level), place(max(xs), level)], GREY, 1)
+    for i, ((name, points), color) in enumerate(zip(lines.items(), COLORS, strict=False)):
+        _line(pen, [place(x, y) for x, y in points], color, 2.5)
+        for point in points:
+            _dot(pen, place(*point), color)
+        row = panel[1] - BOTTOM - 18 * (len(lines) - i)
+        _line(pen, [(panel[0] - 190, row), (panel[0] - 170, row)], color, 2.5)
+        _text(pen, (panel[0] - 162, row), name, INK, "lm", 12)
+    return image.resize(panel, Image.Resampling.LANCZOS)
 
 
 def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -85,7 +121,20 @@ def _panel(name: str, points: list, x_label: str, size: tuple[int, int]) -> Imag
 
 def _plot(pen: ImageDraw.ImageDraw, points: list, window: int, size: tuple[int, int]) -> None:
     xs, ys = [p[0] for p in points], [p[1] for p in points]
-    x_range, y_range = _spread(xs, 0.0), _spread(ys, 0.06)
+    place = _axes(pen, _spread(xs, 0.0), _spread(ys, 0.06), size)
+    _line(pen, [place(x, y) for x, y in points], THIN, 1.5)
+    smooth = running_mean(ys, window)
+    _line(pen, [place(x, y) for x, y in zip(xs, smooth, strict=True)], THICK, 2.5)
+    _dot(pen, place(xs[-1], smooth[-1]), THICK)
+
+
+def _axes(
+    pen: ImageDraw.ImageDraw,
+    x_range: tuple[float, float],
+    y_range: tuple[float, float],
+    size: tuple[int, int],
+) -> Callable[[float, float], tuple[float, float]]:
+    """Draw rules and numbers -> where a point (x, y) lies on the panel."""
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - x_range[0]) / (x_range[1] - x_range[0])
@@ -102,12 +151,7 @@ def _plot(pen: ImageDraw.ImageDraw, points: list, window: int, size: tuple[int, 
     for value in ticks(*x_range):
         x, bottom = place(value, y_range[0])
         _text(pen, (x, bottom + 12), f"{value:.6g}", GREY, "mm", 12)
-    _line(pen, [place(x, y) for x, y in points], THIN, 1.5)
-    smooth = running_mean(ys, window)
-    _line(pen, [place(x, y) for x, y in zip(xs, smooth, strict=True)], THICK, 2.5)
-    end = (xs[-1], smooth[-1])
-    x, y = (c * SCALE for c in place(*end))
-    pen.ellipse((x - 6, y - 6, x + 6, y + 6), THICK)
+    return place
 
 
 def _spread(values: Sequence[float], pad: float) -> tuple[float, float]:
@@ -117,6 +161,11 @@ def _spread(values: Sequence[float], pad: float) -> tuple[float, float]:
         width = 0.1 * abs(low) or 1.0
         return low - width / 2, low + width / 2
     return low - pad * (high - low), high + pad * (high - low)
+
+
+def _dot(pen: ImageDraw.ImageDraw, at: tuple[float, float], color: Color) -> None:
+    x, y = (c * SCALE for c in at)
+    pen.ellipse((x - 6, y - 6, x + 6, y + 6), color)
 
 
 def _line(pen: ImageDraw.ImageDraw, points: list, color: Color, width: float) -> None:

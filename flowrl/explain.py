@@ -25,7 +25,8 @@ def explain(key: str = "") -> str:
         raise UserError(_unknown(key, path, options))
     if found[0].is_section:
         return _section(found[0], options)
-    return "\n\n".join(_one(option) for option in found)
+    # One text for what several kinds share, such as the windows of several trees.
+    return "\n\n".join(dict.fromkeys(_one(option) for option in found))
 
 
 def _path(key: str) -> str:

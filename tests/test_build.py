@@ -17,7 +17,7 @@ def test_two_rewards_of_one_name_are_refused(make_learner):
 
 def test_fewer_pictures_than_processes_are_refused(make_learner, monkeypatch):
     monkeypatch.setattr(Runtime, "world_size", 9)
-    with pytest.raises(UserError, match="8 pictures cannot be shared among 9 processes"):
+    with pytest.raises(UserError, match="8 trees cannot be shared among 9 processes"):
         make_learner()
 
 

@@ -22,6 +22,10 @@ def parse(text="", overrides=()):
     return parse_config(merge(data, parse_overrides(overrides)))
 
 
+FAST = "rollout.tree={kind: flow_grpo_fast, window: %s}"
+TREE = "rollout.tree={kind: branch_grpo, %s}"
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_is_valid_and_reads_back_from_its_resolved_form(name, tmp_path):
     config = load_config(name)
@@ -56,9 +60,11 @@ def test_plain_yaml_with_its_text_floats_still_gives_floats():
         ("rollout.lr=1", "Unknown option rollout.lr: .*; did you mean optim.lr?"),
         ("optimm.lr=1", "Unknown option optimm: .*; did you mean optim?"),
         ("rewards.0.wieght=1", "Unknown option rewards.0.wieght: .* rewards.0.weight?"),
-        ("rollout.window={kind: random, sise: 2}", "rollout.window.sise: .*rollout.window.size?"),
-        ("rollout.window={kind: randm}", "window.kind is 'randm': .*; did you mean random?"),
-        ("rollout.window={size: 2}", "Option rollout.window.kind is missing"),
+        ("rollout.tree={kind: branch_grpo, split: [0]}", "tree.split: .*did you mean .*splits?"),
+        ("rollout.tree={kind: branch_grp}", "tree.kind is 'branch_grp': .*; did you mean branch_g"),
+        ("rollout.tree={splits: [0]}", "Option rollout.tree.kind is missing"),
+        (FAST % "{kind: random, sise: 2}", "window.sise: .*rollout.tree.window.size?"),
+        (FAST % "{kind: randm}", "window.kind is 'randm': .*; did you mean random?"),
         ("qqqq=1", "Unknown option qqqq: the top level has pipeline, lora, .*, run.$"),
         ("optim.lr=fast", "Option optim.lr is 'fast': expected a number.$"),
         ("optim.lr=0", "Option optim.lr is 0: expected a number greater than 0.$"),
@@ -68,8 +74,8 @@ def test_plain_yaml_with_its_text_floats_still_gives_floats():
         ("lora.rank=true", "Option lora.rank: expected a number, got true.$"),
         ("optim.lr=true", "Option optim.lr: expected a number, got true.$"),
         ("pipeline.height=true", "Option pipeline.height: expected a number, got true.$"),
-        ("rollout.same_noise=yes", "Option rollout.same_noise is 'yes': expected true or false.$"),
-        ("rollout.same_noise=1", "Option rollout.same_noise is 1: expected true or false.$"),
+        ("rewards.0.held_out=yes", "Option rewards.0.held_out is 'yes': expected true or false.$"),
+        ("rewards.0.held_out=1", "Option rewards.0.held_out is 1: expected true or false.$"),
         ("rollout.merge_lora=on", "merge_lora is 'on': expected 'auto' or true or false.$"),
         ("run.trackers=[tb]", "Option run.trackers.0 is 'tb': expected 'tensorboard', 'wandb' or"),
         ("prompts.train=", "Option prompts.train: expected some text, got none.$"),
@@ -104,23 +110,59 @@ def test_what_must_be_given_is_asked_for():
 @pytest.mark.parametrize(
     ("overrides", "sentence", "mended"),
     [
-        (["rollout.window={kind: random, size: 9}"], "nearest valid value is 7", "size=7"),
-        (["rollout.window={kind: fixed, size: 4, start: 5}"], "value is 2", "size=2"),
-        (["rollout.window={kind: fixed, size: 2, start: 7}"], "value is 5", "start=5"),
-        (["rollout.window={kind: random, size: 2, stop: 8}"], "value is 7", "stop=7"),
-        (["rollout.window={kind: progressive, size: 4, stop: 3}"], "value is 3", "size=3"),
+        ([FAST % "{kind: random, size: 9}"], "window.size is 9.* is 7", "size=7"),
+        ([FAST % "{kind: fixed, size: 4, start: 5}"], "window.size is 4.* is 2", "size=2"),
+        ([FAST % "{kind: fixed, size: 2, start: 7}"], "window.start is 7.* is 5", "start=5"),
+        ([FAST % "{kind: random, size: 2, stop: 8}"], "window.stop is 8.* is 7", "stop=7"),
+        ([FAST % "{kind: progressive, size: 4, stop: 3}"], "window.size is 4.* is 3", "size=3"),
     ],
 )
 def test_an_impossible_window_is_refused_and_the_suggestion_works(overrides, sentence, mended):
     with pytest.raises(UserError, match=sentence):
         parse("", overrides)
-    parse("", [*overrides, f"rollout.window.{mended}"])
+    parse("", [*overrides, f"rollout.tree.window.{mended}"])
 
 
 def test_a_window_may_reach_but_not_cover_the_last_step():
-    assert parse("", ["rollout.window={kind: fixed, size: 7}"]).rollout.window.kind == "fixed"
-    with pytest.raises(UserError, match="rollout.window.size is 8"):
-        parse("", ["rollout.window={kind: fixed, size: 8}"])
+    assert parse("", [FAST % "{kind: fixed, size: 7}"]).rollout.tree.window.size == 7
+    with pytest.raises(UserError, match="rollout.tree.window.size is 8"):
+        parse("", [FAST % "{kind: fixed, size: 8}"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence", "mended"),
+    [
+        ([TREE % "splits: [0, 12]"], "12.*last of 8 steps", "rollout.tree.splits=[0, 6]"),
+        ([TREE % "splits: [0, 1]", "rollout.group_size=10"], "10.*is 8", "rollout.group_size=8"),
+        ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
+        (
+            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 8}"],
+            "leaves no step to learn from",
+            "rollout.depth_pruning.size=6",
+        ),
+        (
+            [
+                "rollout.tree={kind: dynamic_tree, gain_growth: 1.0}",
+                "rollout.group_size=16",
+                "rollout.kernel=cps",
+                "rollout.noise_level=0.8",
+            ],
+            "1.75 times.*is 0.57",
+            "rollout.noise_level=0.57",
+        ),
+    ],
+)
+def test_an_impossible_tree_is_refused_and_the_suggestion_works(overrides, sentence, mended):
+    with pytest.raises(UserError, match=sentence):
+        parse("", overrides)
+    parse("", [*overrides, mended])
+
+
+def test_fans_are_compared_with_fans():
+    fan = ["rollout.tree={kind: tempflow, at: [0, 1]}", "objective.credit.edges=fan"]
+    with pytest.raises(UserError, match="objective.credit.scope is depth"):
+        parse("", [*fan, "objective.credit.scope=depth"])
+    assert parse("", [*fan, "objective.credit.scope=leaf"]).objective.credit.scope == "leaf"
 
 
 def test_one_step_cannot_be_trained():
@@ -197,7 +239,9 @@ def test_every_option_has_a_meaning():
 def test_every_option_is_read_where_the_run_is_built():
     """Counted by name, so that `rollout.steps` does not stand for `evaluation.steps`."""
     package = Path(__file__).parent.parent / "flowrl"
-    files = [package / f"{name}.py" for name in ("build", "handover", "actions")]
+    plans = ("learning", "trees", "forests", "windows")  # these sections make plans themselves
+    names = ("build", "handover", "actions", *(f"sections_{name}" for name in plans))
+    files = [package / f"{name}.py" for name in names]
     trees = [ast.parse(path.read_text()) for path in files]
     read = Counter(n.attr for t in trees for n in ast.walk(t) if isinstance(n, ast.Attribute))
     paths = {o.path for o in walk(Config) if not o.is_section and not o.path.endswith(".kind")}
@@ -267,7 +311,8 @@ def test_explain_shows_every_option():
 
 
 def test_explain_tells_the_variants_of_an_option_apart():
-    assert explain("rollout.window.size").count("(when kind is") == 3
+    assert explain("rollout.tree.window.size").count("(when kind is") == 4
+    assert "(when kind is branch_grpo)" in explain("rollout.tree.splits")
 
 
 @pytest.mark.parametrize(("key", "near"), [("optim.lrr", "optim.lr"), ("noise_lvl", "noise_level")])

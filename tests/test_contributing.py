@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.functional.sde import KERNELS
 from flowrl.reward import RewardSpec, load_reward, score
-from flowrl.samplers.plan import make_plan
+from flowrl.sections_trees import Custom
+from flowrl.trees.shape import count
 
 TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
 
@@ -33,12 +33,12 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(tmp_path
     assert result.scores[1, 0] == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    "iteration, trained", [(0, [0]), (120, [0, 1, 2]), (10_000, list(range(7)))]
-)
-def test_the_window_of_the_guide_makes_a_plan(iteration, trained):
-    scope: dict = {}
-    exec(example("window"), scope)
-    sigmas = torch.linspace(1, 0, 9)
-    plan = make_plan(sigmas, KERNELS["dance_sde"], 0.3, scope["widening"](iteration, 8))
-    assert plan.trained() == trained
+@pytest.mark.parametrize("iteration, trained", [(0, 1), (120, 3), (10_000, 7)])
+def test_the_plan_of_the_guide_is_found_by_its_path(tmp_path, monkeypatch, iteration, trained):
+    (tmp_path / "my_plans.py").write_text(example("plan"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    section = Custom(kind="custom", function="my_plans:widening")
+    plan = section.plan(iteration=iteration, steps=8, leaves=4, seed=0)
+    assert [step.train for step in plan.steps] == [True] * trained + [False] * (8 - trained)
+    assert count(plan).leaves == 4

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
+from flowrl.measures import RowMeans, rollout_metrics
 from flowrl.policy import POLICY
 from flowrl.reward import RewardFailure, SamplerFailure
 from flowrl.rollout import Stopwatch
-from flowrl.train import RowMeans, rollout_metrics
 
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8}
 
@@ -148,10 +148,10 @@ def test_without_any_signal_nothing_moves(make_learner):
 
 
 def test_a_window_trains_its_steps_only(make_learner):
-    window = {"kind": "fixed", "size": 1, "start": 1}
-    learner = make_learner(rollout=ROLLOUT | {"window": window})
+    tree = {"kind": "flow_grpo_fast", "window": {"kind": "fixed", "size": 1, "start": 1}}
+    learner = make_learner(rollout=ROLLOUT | {"tree": tree})
     rollout, metrics = learner.iterate(0)
-    assert len(rollout.tree.edge) == 8
+    assert len(rollout.tree) * len(rollout.tree.edge) == 8
     assert [k for k in metrics if k.startswith("policy/ratio_std/")] == ["policy/ratio_std/step_1"]
 
 
@@ -212,7 +212,7 @@ def test_metrics_say_what_they_are(make_learner):
     learner = make_learner()
     rollout = learner.collect(0, Stopwatch())
     metrics = rollout_metrics(rollout)
-    x0 = rollout.tree.x[rollout.tree.leaf]
+    x0 = rollout.tree.leaves()
     assert metrics["latent/norm"] == pytest.approx(x0.pow(2).mean().item() ** 0.5)
     assert metrics["reward/mean"] == pytest.approx(rollout.images.mean().item(), abs=2e-3)
     missing = replace(rollout, scores=torch.full_like(rollout.scores, math.nan))

@@ -11,11 +11,10 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.trees.plan import TreePlan
 
+PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
 WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
 
-Preset = Annotated[
-    str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")
-]
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")]
 Changes = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
@@ -39,8 +38,9 @@ def tree(
 ) -> None:
     """Show a tree of rollouts and what it costs, before anything is drawn.
 
-    Prints each step, the totals for all prompts, and one tree. Nothing is loaded or trained. What
-    works here works as rollout.tree.kind=PRESET rollout.tree.KEY=VALUE in `flowrl train`.
+    Prints each step, the totals of all prompts, and one tree; loads no model.
+
+    In a recipe the same tree is rollout.tree.kind=PRESET rollout.tree.KEY=VALUE.
 
     Examples:
 
@@ -67,7 +67,10 @@ def tree(
         print(json.dumps(_as_json(section, plan, prompts)))
     else:
         if chosen is not None:
-            typer.echo(f"Within {budget} forwards the best is splits={chosen['splits']}.\n")
+            trees = "1 tree" if plan.roots == 1 else f"{plan.roots} trees"
+            typer.echo(
+                f"The best within {budget} forwards: splits={chosen['splits']}, {trees} a prompt.\n"
+            )
         _show(plan, prompts)
     if picture is not None:
         _save(plan, picture)
@@ -163,15 +166,16 @@ def _show(plan: "TreePlan", prompts: int) -> None:
     from flowrl.trees.drawing import draw, table
 
     rows = table(plan, prompts)
-    columns = dict.fromkeys(name for row in rows for name in row)
-    print_table([dict.fromkeys(columns, "") | row for row in rows])
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [n for n in names if any(row.get(n) not in (None, PLAIN.get(n)) for row in rows)]
+    print_table([{name: row.get(name, "") for name in shown} for row in rows])
     t = _totals(plan, prompts)
     typer.echo(
-        f"\n{t['leaves']} pictures, {t['forwards']} forwards: {t['forwards_per_leaf']:.2f} a "
-        f"picture, {t['saving']:.2f} times fewer than the {t['sequential_forwards']} of separate "
-        f"chains.\n{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
-        f"{t['trained_edges']} trained edges on {t['train_forwards']} nodes: so many forwards and "
-        f"backwards of an update.\n"
+        f"\n{t['leaves']} pictures from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
+        f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
+        f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
+        f"{t['trained_edges']} trained edges, {t['train_forwards']} forwards and backwards in an "
+        "update: those from one node share them.\n"
     )
     typer.echo(draw(plan))
 

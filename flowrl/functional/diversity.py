@@ -36,7 +36,7 @@ def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -
         own = torch.arange(trees)
         parted[own, :, own] = ancestor.cpu()
         each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
-        distance = _distances(rows.flatten(2).flatten(0, 1))[each[0], each[1]]
+        distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
         parted = parted.view(trees * leaves, -1)[each[0], each[1]]
         for key in parted.unique().tolist():
             sums[key] += distance[parted == key].sum().item()

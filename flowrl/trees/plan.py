@@ -197,8 +197,8 @@ def _check_fan(fan: Fan, total: int) -> None:
         raise PlanError(f"{fan} needs step >= 0 and width, length and strides of at least 1")
     if fan.step + fan.length >= total:
         raise PlanError(
-            f"the fan at step {fan.step} ends its noise at step {fan.step + fan.length} of "
-            f"{total}, and the last step never has noise: the last possible is {total - 1 - fan.length}"
+            f"the fan at step {fan.step} ends its noise at step {fan.step + fan.length} of {total}"
+            f", and the last step never has noise: the last possible is {total - 1 - fan.length}"
         )
     _check_noise(f"the fan at step {fan.step}", fan.width, fan.coupling, fan.gain)
 

@@ -17,7 +17,7 @@ from flowrl.trees.plan import PlanError
 class Choice:
     """Where `roots` trees branch, and what it takes for one prompt.
 
-    unshared: mean number of steps that two leaves do not share; T for a lone leaf.
+    unshared: mean number of steps that two leaves do not share; T + 1 for a lone leaf.
     """
 
     splits: tuple[int, ...]
@@ -34,9 +34,9 @@ def best_splits(
     """The best distinct splits within 0..steps - 2 that make `leaves` within `budget` forwards.
 
     Best is the largest mean, over all pairs of leaves of a prompt, of the number of steps that
-    they do not share: T - s for leaves that part at split s, T for leaves of different trees (the
-    initial noise is no step). Ties go to fewer forwards, then to the widest smallest gap between
-    splits, then to the earlier splits. roots None also chooses the number of trees.
+    they do not share: T - s for leaves that part at split s, T + 1 for leaves of different trees,
+    whose initial noises differ too. Ties go to fewer forwards, then to the widest smallest gap
+    between splits, then to the earlier splits. roots None also chooses the number of trees.
 
     Raises PlanError, with the nearest number that works, when nothing does.
     """
@@ -57,14 +57,13 @@ def best_splits(
         for s in _early_splits(steps, branch, m, budget // r)
     ]
     common, forwards, _, splits, trees = min(candidates)
-    pairs = math.comb(leaves, 2)
     return Choice(
         splits=splits,
         branch=branch,
         roots=trees,
         leaves=leaves,
         forwards=forwards,
-        unshared=steps - common / max(pairs, 1),
+        unshared=steps + 1 - common / max(math.comb(leaves, 2), 1),
     )
 
 
@@ -93,10 +92,10 @@ def _forwards(steps: int, branch: int, roots: int, splits: Sequence[int]) -> int
 
 
 def _common(branch: int, roots: int, splits: Sequence[int]) -> int:
-    """The steps in common, summed over all pairs of leaves of a prompt."""
+    """Steps in common and, as one more, the initial noise, over all pairs of leaves of a prompt."""
     siblings, m = math.comb(branch, 2), len(splits)
     return roots * sum(
-        branch**j * siblings * branch ** (2 * (m - 1 - j)) * s for j, s in enumerate(splits)
+        branch**j * siblings * branch ** (2 * (m - 1 - j)) * (s + 1) for j, s in enumerate(splits)
     )
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flowrl.functional.credit import leaves_below
+from flowrl.functional.credit import fuse_local, fuse_path, fuse_uniform, leaves_below
 from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
 from flowrl.trees.shape import shape_of
 
@@ -106,3 +106,18 @@ def renumbered(tree: Grown, seed: int) -> tuple[Grown, Tensor]:
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
+
+
+def fused(tree: Grown, reward: Tensor, valid: Tensor, log_prob: Tensor) -> dict[str, Tensor]:
+    """Values by each of the three fusions."""
+    return {
+        "uniform": fuse_uniform(tree.below, reward, valid),
+        "path": fuse_path(tree.below, reward, valid, log_prob),
+        "local": fuse_local(tree.parent, tree.leaf, reward, valid, log_prob),
+    }
+
+
+def edge_log_probs(tree: Grown, rows: int, seed: int = 0) -> Tensor:
+    log_prob = randn(rows, len(tree.parent), seed=seed)
+    log_prob[:, 0] = 0
+    return log_prob

@@ -1,4 +1,4 @@
-"""Couplings are linear: fed unit vectors, they show their covariance, so nothing here is sampled."""
+"""Couplings are linear: fed unit vectors, they show their covariance. Nothing is sampled."""
 
 import math
 
@@ -195,9 +195,7 @@ def leaf_covariance(coupling: Coupling) -> torch.Tensor:
     ("kind", "strength"),
     [("independent", 1.0), ("shared", 2.0), ("shared", 0.0), ("simplex", 1.0), ("scaled", 1.5)],
 )
-def test_leaves_of_a_linear_sampler_have_the_variance_of_the_chain_and_the_covariance_of_their_split(
-    kind, strength
-):
+def test_leaves_of_a_linear_sampler_vary_as_a_chain_and_covary_by_their_split(kind, strength):
     """Leaves first parted at step d share all noise before it, and rho of it at d."""
     found = leaf_covariance(Coupling(kind, strength))
     after = [math.prod(GAINS[i + 1 :]) for i in range(5)]

@@ -1,0 +1,81 @@
+"""Distances between pictures by where their paths parted."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from grown import BALANCED, LOPSIDED, branching, comb, from_plan, randn, trees
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.functional.diversity import common_ancestor, pairwise_distance_by_ancestor
+
+
+def ancestors(tree):
+    return common_ancestor(tree.parent, tree.step, tree.leaf)
+
+
+@given(tree=trees())
+def test_the_common_ancestor_is_the_last_node_of_both_paths(tree):
+    found = ancestors(tree)
+    for (i, a), (j, b) in itertools.product(enumerate(tree.leaf.tolist()), repeat=2):
+        shared = set(tree.path(a)) & set(tree.path(b))
+        assert found[i, j] == max(tree.step[n].item() for n in shared)
+
+
+def test_leaves_of_a_plan_part_at_its_splits_and_those_of_a_comb_at_its_fans():
+    assert ancestors(BALANCED)[0].tolist() == [4, 2, 2, 0, 0, 0]
+    assert ancestors(comb()).tolist() == [[3, 0, 0, 0], [0, 3, 0, 0], [0, 0, 3, 1], [0, 0, 1, 3]]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
+@given(seed=st.integers(0, 2**31))
+def test_distances_are_the_means_over_pairs_written_out(shape, seed):
+    tree, group = LOPSIDED, torch.tensor([5, 2, 5])
+    x0 = randn(3, 4, *shape, seed=seed)
+    parted, expected = ancestors(tree), {}
+    for (a, i), (b, j) in itertools.combinations(itertools.product(range(3), range(4)), 2):
+        if group[a] == group[b]:
+            key = parted[i, j].item() if a == b else -1
+            distance = (x0[a, i] - x0[b, j]).square().mean().sqrt().item()
+            expected.setdefault(key, []).append(distance)
+    found = pairwise_distance_by_ancestor(x0, parted, group)
+    assert list(found) == sorted(expected) == [-1, 0, 1]
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(sum(values) / len(values), rel=1e-9)
+
+
+def test_independent_standard_normal_latents_lie_root_two_apart():
+    x0 = randn(2, 6, 4, 64, 64)
+    for distance in pairwise_distance_by_ancestor(x0, ancestors(BALANCED), torch.zeros(2)).values():
+        assert distance == pytest.approx(math.sqrt(2), rel=0.01)
+
+
+def test_paths_that_part_later_end_closer_in_a_random_walk():
+    """After the split at step d of T unit steps, two leaves are sqrt(2 (T - d)) apart."""
+    tree = from_plan(branching(9, {0: 2, 4: 2, 7: 2}))
+    x = torch.zeros(len(tree.parent), 20_000, dtype=torch.float64)
+    for node in range(1, len(x)):
+        x[node] = x[tree.parent[node]] + randn(20_000, seed=node)
+    found = pairwise_distance_by_ancestor(x[None, tree.leaf], ancestors(tree), torch.zeros(1))
+    assert list(found) == [0, 4, 7]
+    for step, distance in found.items():
+        assert distance == pytest.approx(math.sqrt(2 * (9 - step)), rel=0.02)
+
+
+def test_equal_pictures_are_at_distance_zero_though_all_share_a_large_part():
+    """In fp32 around 1000, differences of 0.01 would drown in a Gram matrix of the raw latents."""
+    base = torch.full((1, 6, 100), 1000.0)
+    found = pairwise_distance_by_ancestor(base, ancestors(BALANCED), torch.zeros(1))
+    assert found == {0: 0.0, 2: 0.0}
+    moved = base + 0.25 * torch.tensor([0, 0, 0, 1, 1, 1])[:, None]
+    found = pairwise_distance_by_ancestor(moved, ancestors(BALANCED), torch.zeros(1))
+    assert found == {0: pytest.approx(0.25, abs=1e-9), 2: pytest.approx(0, abs=1e-9)}
+
+
+def test_chains_have_only_distances_between_trees():
+    x0, chain = randn(3, 1, 5), from_plan(branching(3, {}))
+    found = pairwise_distance_by_ancestor(x0, ancestors(chain), torch.tensor([0, 0, 1]))
+    assert found == {-1: pytest.approx((x0[0] - x0[1]).square().mean().sqrt().item())}
+    assert pairwise_distance_by_ancestor(x0, ancestors(chain), torch.arange(3)) == {}

@@ -1,0 +1,114 @@
+"""`flowrl tree`: what it prints, and that its refusals are one sentence."""
+
+import json
+
+import pytest
+import typer
+from PIL import Image
+
+from flowrl.cli import explained
+from flowrl.commands.trees import tree
+from flowrl.sections_trees import PRESETS
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command alone -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = typer.Typer(rich_markup_mode="rich")
+    app.command()(tree)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            explained(lambda: app(list(words), prog_name="flowrl tree"), debug=False)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+def test_it_prints_the_steps_the_totals_and_the_tree(run):
+    code, out, _ = run("branch_grpo")
+    assert code == 0
+    assert out.splitlines()[1].split() == ["0", "1", "2", "sde", "shared(4)", "2", "1"]
+    assert "16 pictures from 203 forwards, 12.69 each; separate chains take 320, 1.58" in out
+    assert "218 edges, 219 nodes, at most 16 at once." in out
+    assert "202 trained edges, 187 forwards and backwards" in out
+    assert out.count("┳") == 15
+
+
+def test_options_of_the_preset_change_the_tree(run):
+    _, out, _ = run("tree_grpo", "branch=4", "window.size=2", "--leaves", "32", "--steps", "6")
+    assert "One of 2 trees alike" in out and "32 pictures from" in out
+    assert out.count("┳") == 5
+
+
+def test_numbers_are_for_all_prompts(run):
+    _, out, _ = run("branch_grpo", "--prompts", "10")
+    assert "160 pictures from 2030 forwards, 12.69 each" in out
+
+
+def test_windows_move_with_the_iteration_and_the_seed(run):
+    words = ("tree_grpo", "--leaves", "27", "--json")
+    shown = {run(*words, "--iteration", str(i), "--seed", "3")[1] for i in range(10)}
+    assert len(shown) > 1
+    assert run(*words, "--seed", "3") == run(*words, "--seed", "3")
+
+
+def test_json_is_one_object_with_rows_and_totals(run):
+    _, out, _ = run("tempflow", "width=2", "at=[0,2]", "--leaves", "8", "--steps", "5", "--json")
+    found = json.loads(out)
+    assert found["tree"]["at"] == [0, 2] and found["roots"] == 2
+    assert sum(row["forwards"] for row in found["rows"]) == found["totals"]["forwards"]
+    assert found["totals"]["saving"] == pytest.approx(40 / found["totals"]["forwards"])
+
+
+def test_a_budget_chooses_the_splits(run):
+    _, out, _ = run("branch_grpo", "--budget", "203", "--json")
+    found = json.loads(out)
+    assert found["totals"]["forwards"] <= 203 and found["totals"]["leaves"] == 16
+    _, out, _ = run("branch_grpo", "--budget", "160")
+    assert "The best within 160 forwards: splits=[1, 18], 4 trees a prompt." in out
+
+
+def test_a_picture_is_written_beside_the_text(run, tmp_path):
+    code, out, err = run("branch_grpo", "--picture", str(tmp_path / "tree.png"))
+    assert code == 0 and "203 forwards" in out and "Wrote" in err
+    assert Image.open(tmp_path / "tree.png").format == "PNG"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "No tree given: expected one of flow_grpo, "),
+        (("brnch_grpo",), "Did you mean 'branch_grpo'?"),
+        (("branch_grpo", "spilts=[0]"), "did you mean splits?"),
+        (("branch_grpo", "splits"), "expected KEY=VALUE"),
+        (("branch_grpo", "kind=tempflow"), "Option kind is 'tempflow'"),
+        (("branch_grpo", "branch=1"), "Option branch is 1"),
+        (("branch_grpo", "--leaves", "20"), "the nearest that works is 16."),
+        (("branch_grpo", "--steps", "8"), "splits has step 9"),
+        (("tree_grpo", "window.size=30"), "rollout.tree.window.size is 30"),
+        (("custom",), "Option function is missing"),
+        (("tree_grpo", "--budget", "99"), "tree_grpo has none"),
+        (("branch_grpo", "splits=[0]", "--budget", "99"), "leave one of them out"),
+        (("branch_grpo", "--budget", "45"), "the nearest that works is 46."),
+        (("branch_grpo", "--budget", "320"), "16 separate chains are the best"),
+    ],
+)
+def test_refusals_are_one_sentence(run, words, said):
+    code, out, err = run(*words)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "custom"])
+def test_every_preset_says_which_leaves_work_when_it_does_not(run, preset):
+    code, out, err = run(preset, "--leaves", "11")
+    assert ("11 pictures" in out) if code == 0 else ("group_size is 11" in err)
+
+
+def test_help_teaches_with_examples(run):
+    code, out, _ = run("--help")
+    assert code == 0 and "flowrl tree branch_grpo --leaves 16 --budget 160" in out

@@ -1,0 +1,56 @@
+"""Plans of every kind for hypothesis, small enough to walk node by node."""
+
+import re
+
+from hypothesis import strategies as st
+
+from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
+
+
+@st.composite
+def steps_of(draw, total: int):
+    """`total` steps, at most two of which branch; the last is without noise."""
+    branching = draw(st.sets(st.integers(0, total - 2), max_size=2))
+    made = []
+    for i in range(total - 1):
+        noise = i in branching or draw(st.booleans())
+        branch = draw(st.integers(2, 3)) if i in branching else 1
+        train = noise and draw(st.booleans())
+        made.append(Step(branch=branch, noise=noise, train=train))
+    return (*made, Step())
+
+
+@st.composite
+def fans_of(draw, total: int):
+    made = []
+    for _ in range(draw(st.integers(0, 3))):
+        step = draw(st.integers(0, total - 2))
+        made.append(
+            Fan(
+                step=step,
+                width=draw(st.integers(1, 3)),
+                length=draw(st.integers(1, total - 1 - step)),
+                strides=tuple(draw(st.sets(st.integers(1, 3), min_size=1))),
+                coupling=Coupling("simplex"),
+                train=draw(st.booleans()),
+            )
+        )
+    return tuple(made)
+
+
+@st.composite
+def plans(draw):
+    total = draw(st.integers(2, 7))
+    return TreePlan(
+        roots=draw(st.integers(1, 3)),
+        steps=draw(steps_of(total)),
+        fans=draw(fans_of(total)),
+        same_noise=draw(st.booleans()),
+    )
+
+
+def nearest(error: object) -> list[int]:
+    """The numbers that a message recommends."""
+    found = re.search(r"nearest[a-z ]* (?:is|are) ([\d to,and]+)", str(error))
+    assert found, f"{error} names no nearest number"
+    return [int(n) for n in re.findall(r"\d+", found[1])]

@@ -1,0 +1,120 @@
+"""Tables add up to the counts, and drawings show each leaf, branch and kind of edge."""
+
+import pytest
+from any_plan import plans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.trees import combs, presets
+from flowrl.trees.drawing import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
+from flowrl.trees.plan import Step, TreePlan
+from flowrl.trees.shape import count, shape_of
+
+
+@given(plans(), st.integers(1, 3))
+def test_the_rows_of_a_table_add_up_to_the_counts(plan, prompts):
+    rows, total = table(plan, prompts), count(plan).times(prompts)
+    assert sum(row["forwards"] for row in rows) == total.forwards
+    assert sum(row["trained"] for row in rows) == total.trained_edges
+
+
+def test_a_table_says_what_happens_at_each_step():
+    rows = table(presets.branch_grpo(4, 4, 2, [1]), prompts=3)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["nodes"] for row in rows] == [6, 6, 12, 12]
+    assert [row["branch"] for row in rows] == [1, 2, 1, 1]
+    assert [row["noise"] for row in rows] == ["sde", "sde", "sde", "ode"]
+    assert [row["coupling"] for row in rows] == ["", "shared(4)", "", ""]
+    assert [row["trained"] for row in rows] == [6, 12, 12, 0]
+    assert [row["forwards"] for row in rows] == [6, 6, 12, 12]
+
+
+def test_a_table_has_a_row_for_every_fan():
+    rows = [row for row in table(combs.e_grpo(6, 12, 3, [1, 2], [1, 2])) if "fan" in row]
+    assert [(row["fan"], row["step"], row["length"]) for row in rows] == [
+        (0, 1, 1), (1, 1, 2), (2, 2, 1), (3, 2, 2)
+    ]  # fmt: skip
+    assert [row["forwards"] for row in rows] == [12, 9, 1 + 9, 6]  # the third has its trunk's
+    assert table(combs.g2rpo(6, 4, 2, [1], [1, 3]))[-1]["strides"] == "1, 3"
+
+
+def test_a_tree_is_drawn_as_it_branches():
+    drawing = draw(presets.branch_grpo(6, 4, 2, [1, 3]))
+    assert drawing.splitlines()[1:5] == [
+        "┅┅┳━━━┳━━━──",
+        "  ┃   ┗━━━──",
+        "  ┗━━━┳━━━──",
+        "      ┗━━━──",
+    ]
+
+
+def test_a_comb_is_drawn_with_its_trunk_above_its_fans():
+    assert draw(combs.tempflow(4, 6, 2)).splitlines()[1:7] == [
+        "┰─┰─┳━──",
+        "┃ ┃ ┗━──",
+        "┃ ┣━────",
+        "┃ ┗━────",
+        "┣━──────",
+        "┗━──────",
+    ]
+
+
+def test_merged_steps_and_strides_are_drawn_at_their_length():
+    assert draw(combs.e_grpo(5, 2, 1, [1], [1, 2])).splitlines()[1:3] == [
+        "──┳━──────",
+        "  ┗━━━────",
+    ]
+    assert draw(combs.g2rpo(5, 4, 2, [0], [1, 2])).splitlines()[1:5] == [
+        "┳━┬───────",
+        "┃ └───────",
+        "┗━┬───────",
+        "  └───────",
+    ]
+
+
+@given(plans())
+def test_every_leaf_has_a_line_that_reaches_the_end(plan):
+    lines = draw(plan, max_leaves=10**6).splitlines()
+    leaves = count(plan).leaves // plan.roots
+    drawn = lines[1 : 1 + leaves]
+    assert lines[1 + leaves] == ""
+    assert all(len(line) == CELL * len(plan.steps) for line in drawn)
+
+
+@given(plans())
+def test_the_last_sign_of_an_edge_says_what_it_is(plan):
+    shape = shape_of(plan)
+    lines = draw(plan, max_leaves=10**6).splitlines()[1:]
+    rows = layout(shape).row
+    for node in range(1, len(shape.parent)):
+        move = plan.moves[shape.move[node]]
+        sign = lines[rows[node]][CELL * shape.step[node] - 1]
+        assert sign == (PLAIN if not move.noise else TRAINED if move.train else NOISY)
+
+
+def test_what_is_left_out_is_said():
+    plan = presets.branch_grpo(8, 32, 2, [0, 1, 2, 3])
+    text = draw(plan, max_leaves=3)
+    assert len(text.splitlines()) == 1 + 3 + 1 + 3
+    assert "The first 3 of 16 leaves are drawn." in text
+    assert "One of 2 trees alike, which start from noises of their own." in text
+    assert "The first" not in draw(plan) and "trees alike" not in draw(combs.tempflow(4, 3, 1))
+    assert "which start from one noise" in draw(presets.dance_grpo(4, 3, [0]))
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (Step(), ("ODE",)),
+        (Step(noise=True), ("stochastic", "ODE")),
+        (Step(noise=True, train=True), ("stochastic and trained", "ODE")),
+    ],
+)
+def test_only_the_signs_that_occur_are_explained(step, said):
+    legend = draw(TreePlan(roots=1, steps=(step, Step()))).splitlines()[-1]
+    assert [part[2:] for part in legend.split(", ")] == list(said)
+
+
+def test_every_fifth_step_is_numbered_above_its_column():
+    header = draw(presets.flow_grpo(12, 1)).splitlines()[0]
+    assert [header.index(n) for n in ("0", "5", "10")] == [0, 5 * CELL, 10 * CELL]

@@ -1,0 +1,111 @@
+"""What a plan refuses, and the moves it is compiled into."""
+
+from dataclasses import replace
+
+import pytest
+from any_plan import plans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.trees.plan import Coupling, Fan, Move, PlanError, Step, TreePlan, ode_plan
+
+NOISY = Step(noise=True, train=True)
+
+
+def plan(*steps: Step, fans: tuple[Fan, ...] = (), roots: int = 1) -> TreePlan:
+    return TreePlan(roots=roots, steps=steps, fans=fans)
+
+
+@given(plans())
+def test_moves_are_sorted_and_their_sources_are_made_before_use(made):
+    assert [m.step for m in made.moves] == sorted(m.step for m in made.moves)
+    for number, move in enumerate(made.moves):
+        assert move.source <= number
+        at = 0 if move.source == 0 else made.moves[move.source - 1].to
+        assert at == move.step < move.to <= len(made.steps)
+
+
+@given(plans())
+def test_every_way_ends_after_the_last_step_unless_it_is_a_trunk_with_fans(made):
+    sources = {m.source for m in made.moves}
+    ends = [m.to for n, m in enumerate(made.moves) if n + 1 not in sources]
+    assert ends and set(ends) == {len(made.steps)}
+
+
+@given(plans())
+def test_a_plan_can_be_a_key(made):
+    twin = replace(made, roots=made.roots)
+    assert hash(twin) == hash(made) and twin == made
+    assert replace(made, roots=made.roots + 1) != made
+
+
+def test_a_trunk_ends_where_its_last_fan_begins():
+    made = plan(Step(), Step(), Step(), Step(), fans=(Fan(step=1, width=2),))
+    assert [(m.step, m.to) for m in made.moves if m.fan < 0] == [(0, 1)]
+
+
+def test_a_merged_step_and_strides_jump_over_steps_and_end_at_the_last():
+    made = plan(*[Step()] * 9, fans=(Fan(step=0, width=1, length=2, strides=(3,)),))
+    assert [(m.step, m.to) for m in made.moves] == [(0, 2), (2, 5), (5, 8), (8, 9)]
+    assert [m.noise for m in made.moves] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("move", "names"),
+    [
+        (Move(source=0, step=0, to=1, noise=True), [(7,)]),
+        (Move(source=0, step=0, to=1, branch=2, noise=True), [(7, 0), (7, 1)]),
+        (Move(source=0, step=0, to=1, noise=True, fan=2), [(7, -3, 0)]),
+        (Move(source=0, step=1, to=2, fan=2), [(7,)]),
+    ],
+)
+def test_only_branches_and_fans_lengthen_a_path(move, names):
+    assert move.paths((7,)) == names
+
+
+@given(plans(), st.sets(st.integers(0, 6)))
+def test_pruned_steps_are_drawn_as_before_and_not_trained(made, steps):
+    pruned = made.without_training(steps)
+    for before, after in zip(made.moves, pruned.moves, strict=True):
+        assert after == replace(before, train=before.train and before.step not in steps)
+
+
+def test_an_ode_plan_is_one_chain_without_noise():
+    assert [(m.step, m.noise, m.branch) for m in ode_plan(3).moves] == [
+        (0, False, 1),
+        (1, False, 1),
+        (2, False, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: plan(NOISY, Step(), roots=0), "at least 1 root, got 0"),
+        (lambda: plan(Step()), "at least 2 steps, got 1"),
+        (lambda: plan(Step(), NOISY), "step 1 is the last of 2 .* is 0"),
+        (lambda: plan(Step(branch=2), Step()), "branches into 2 without noise"),
+        (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches, expected at least 1"),
+        (lambda: plan(Step(train=True), Step()), "trained but has no noise"),
+        (lambda: plan(replace(NOISY, gain=0.0), Step()), "gain 0.0"),
+        (lambda: plan(replace(NOISY, coupling=Coupling("shared", -1)), Step()), "strength"),
+        (
+            lambda: plan(replace(NOISY, branch=3, coupling=Coupling("antithetic")), Step()),
+            "3 antithetic siblings.*works is 4",
+        ),
+        (lambda: plan(Step(), Step(), fans=(Fan(step=1, width=2),)), "last possible is 0"),
+        (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=0),)), "width"),
+        (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=1, strides=()),)), "strides"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(make, words):
+    with pytest.raises(PlanError, match=words):
+        make()
+
+
+def test_a_coupling_is_shown_with_its_strength_where_it_has_one():
+    assert [str(Coupling(kind, 4)) for kind in ("shared", "simplex", "scaled")] == [
+        "shared(4)",
+        "simplex",
+        "scaled(4)",
+    ]

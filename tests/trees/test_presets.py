@@ -1,0 +1,222 @@
+"""Published forests: exact leaves, the papers' costs, and refusals that name what works."""
+
+import pytest
+from any_plan import nearest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.trees import presets
+from flowrl.trees.plan import INDEPENDENT, Coupling, PlanError, TreePlan
+from flowrl.trees.shape import count, shape_of
+
+
+def noisy(plan: TreePlan) -> list[int]:
+    return [i for i, step in enumerate(plan.steps) if step.noise]
+
+
+def trained(plan: TreePlan) -> list[int]:
+    return [i for i, step in enumerate(plan.steps) if step.train]
+
+
+def branches(plan: TreePlan) -> dict[int, int]:
+    return {i: step.branch for i, step in enumerate(plan.steps) if step.branch > 1}
+
+
+EVERY = {
+    "flow_grpo": presets.flow_grpo(8, 12),
+    "flow_grpo_fast": presets.flow_grpo_fast(8, 12, range(2, 4)),
+    "dance_grpo": presets.dance_grpo(8, 12, {1, 4}),
+    "mix_grpo": presets.mix_grpo(8, 12, range(2, 4)),
+    "mix_grpo_apart": presets.mix_grpo(8, 12, range(2, 4), shared_prefix=False),
+    "branch_grpo": presets.branch_grpo(8, 12, 2, [1, 4]),
+    "branch_grpo_mix": presets.branch_grpo_mix(8, 12, 2, [1, 4], range(2, 4)),
+    "tree_grpo": presets.tree_grpo(8, 12, 2, range(2, 4)),
+    "dynamic_tree": presets.dynamic_tree(8, 12, range(2, 4), 0.5),
+    "b2_diffurl": presets.b2_diffurl(8, 12, 3, 5),
+}
+
+
+@pytest.mark.parametrize("plan", EVERY.values(), ids=EVERY)
+def test_a_preset_makes_exactly_its_leaves(plan):
+    assert count(plan).leaves == plan.roots * len(shape_of(plan).leaf) == 12
+
+
+@pytest.mark.parametrize("plan", EVERY.values(), ids=EVERY)
+def test_what_is_trained_or_branches_has_noise_and_the_last_step_has_none(plan):
+    assert {*trained(plan), *branches(plan)} <= set(noisy(plan)) <= set(range(7))
+    assert trained(plan)
+
+
+def test_independent_chains_are_stochastic_and_trained_as_published():
+    plan = EVERY["flow_grpo"]
+    assert (plan.roots, plan.same_noise, branches(plan)) == (12, False, {})
+    assert noisy(plan) == trained(plan) == list(range(7))
+    fast = EVERY["flow_grpo_fast"]
+    assert (fast.roots, fast.same_noise) == (12, False)
+    assert noisy(fast) == trained(fast) == [2, 3]
+
+
+def test_dancegrpo_starts_from_one_noise_and_trains_some_of_its_stochastic_steps():
+    plan = EVERY["dance_grpo"]
+    assert (plan.roots, plan.same_noise) == (12, True)
+    assert noisy(plan) == list(range(7)) and trained(plan) == [1, 4]
+
+
+def test_mixgrpo_draws_the_shared_prefix_once():
+    plan, apart = EVERY["mix_grpo"], EVERY["mix_grpo_apart"]
+    assert (plan.roots, branches(plan)) == (1, {2: 12})
+    assert (apart.roots, apart.same_noise, branches(apart)) == (12, True, {})
+    for either in (plan, apart):
+        assert noisy(either) == trained(either) == [2, 3]
+        assert count(either).trained_edges == 24
+    assert count(plan).forwards == 3 + 12 * 5  # steps 0 to 2 once, 3 to 7 for each
+    assert count(apart).forwards == 12 * 8
+
+
+def test_branchgrpo_does_not_train_before_a_single_tree_splits():
+    single = presets.branch_grpo(8, 4, 2, [2, 4])
+    assert noisy(single) == list(range(7)) and trained(single) == [2, 3, 4, 5, 6]
+    several = presets.branch_grpo(8, 8, 2, [2, 4])
+    assert several.roots == 2 and trained(several) == list(range(7))
+
+
+def test_branchgrpo_couples_siblings_as_in_the_paper_and_nothing_else():
+    plan = presets.branch_grpo(8, 4, 2, [2, 4])
+    couplings = [str(step.coupling) for step in plan.steps]
+    assert [i for i, c in enumerate(couplings) if c == "shared(4)"] == [2, 4]
+    other = presets.branch_grpo(8, 4, 2, [2, 4], Coupling("simplex"))
+    assert other.steps[2].coupling.kind == "simplex"
+
+
+def test_branchgrpo_mix_has_noise_at_splits_and_in_the_window_only():
+    plan = presets.branch_grpo_mix(12, 4, 2, [2, 4], range(6, 8))
+    assert noisy(plan) == trained(plan) == [2, 4, 6, 7]
+    early = presets.branch_grpo_mix(12, 4, 2, [2, 4], range(1, 3))
+    assert noisy(early) == [1, 2, 4] and trained(early) == [2, 4]
+
+
+@given(
+    branch=st.integers(2, 4),
+    size=st.integers(1, 4),
+    start=st.integers(0, 5),
+    after=st.integers(1, 6),
+    trees=st.integers(1, 3),
+)
+def test_treegrpo_takes_the_forwards_of_its_formula(branch, size, start, after, trees):
+    """i + sum_{j<w} k^j + k^w (T - i - w) a tree; (k^w - 1) / (k - 1) of them in the window."""
+    steps = start + size + after
+    window = range(start, start + size)
+    plan = presets.tree_grpo(steps, trees * branch**size, branch, window)
+    internal = sum(branch**j for j in range(size))
+    total = count(plan)
+    assert plan.roots == trees and trained(plan) == list(window)
+    assert total.forwards == trees * (start + internal + branch**size * (steps - start - size))
+    assert total.train_forwards == trees * internal == trees * (branch**size - 1) // (branch - 1)
+    assert {step.coupling for step in plan.steps} == {INDEPENDENT}
+
+
+def test_a_dynamic_trees_noise_grows_with_its_depth_in_the_window():
+    plan = presets.dynamic_tree(10, 16, range(3, 7), 2.0)
+    assert [step.gain for step in plan.steps[2:8]] == [1, 1, 1.5, 2, 2.5, 1]
+    still = presets.dynamic_tree(10, 16, range(3, 7), 0.0)
+    assert still == presets.tree_grpo(10, 16, 2, range(3, 7))
+
+
+@given(branch=st.integers(2, 6), steps=st.integers(3, 20), trees=st.integers(1, 3), data=st.data())
+def test_b2_diffurl_takes_its_formula_less_the_velocity_that_siblings_share(
+    branch, steps, trees, data
+):
+    """(T - m) + K m in the paper, where each of K children computes the velocity at the split."""
+    last = data.draw(st.integers(2, steps))
+    plan = presets.b2_diffurl(steps, trees * branch, branch, last)
+    assert count(plan).forwards == trees * (steps - last + branch * last - (branch - 1))
+    assert trained(plan) == list(range(steps - last, steps - 1))
+    assert branches(plan) == {steps - last: branch} and noisy(plan) == list(range(steps - 1))
+
+
+def test_b2_diffurl_trains_more_steps_stage_by_stage():
+    """m(j) = m_lo + floor(j (m_hi - m_lo + 1) / J): 14 to 20 in 100 stages, and 20 for ever."""
+    found = [presets.b2_stage(j, 100, 14, 20) for j in range(130)]
+    assert found[:100] == [14 + j * 7 // 100 for j in range(100)]
+    assert set(found[:100]) == set(range(14, 21)) and set(found[100:]) == {20}
+
+
+# --- refusals ----------------------------------------------------------------------------------
+
+LEAVES = {
+    "branch_grpo": (20, lambda n: presets.branch_grpo(20, n, 2, [0, 3, 6, 9])),
+    "branch_grpo_mix": (5, lambda n: presets.branch_grpo_mix(9, n, 3, [1, 2], range(2))),
+    "tree_grpo": (40, lambda n: presets.tree_grpo(10, n, 3, range(3))),
+    "dynamic_tree": (24, lambda n: presets.dynamic_tree(10, n, range(4), 0.0)),
+    "b2_diffurl": (3, lambda n: presets.b2_diffurl(10, n, 5, 6)),
+    "flow_grpo": (0, lambda n: presets.flow_grpo(10, n)),
+    "mix_grpo": (0, lambda n: presets.mix_grpo(10, n, range(3))),
+}
+
+
+@pytest.mark.parametrize(("leaves", "make"), LEAVES.values(), ids=LEAVES)
+def test_leaves_that_cannot_be_reached_name_the_nearest_that_can(leaves, make):
+    with pytest.raises(PlanError, match=f"group_size is {leaves}") as caught:
+        make(leaves)
+    near = nearest(caught.value)
+    assert all(count(make(n)).leaves == n for n in near)
+    closer = [n for n in range(1, 200) if abs(n - leaves) < abs(near[0] - leaves)]
+    for n in closer:
+        with pytest.raises(PlanError):
+            make(n)
+
+
+def test_the_message_about_leaves_says_what_a_tree_gives():
+    with pytest.raises(PlanError) as caught:
+        presets.branch_grpo(20, 20, 2, [0, 3, 6, 9])
+    assert str(caught.value) == (
+        "group_size is 20, but trees of 2^4 = 16 leaves give 16, 32, ...: the nearest that works "
+        "is 16"
+    )
+    with pytest.raises(PlanError, match="nearest that work are 16 and 32"):
+        presets.branch_grpo(20, 24, 2, [0, 3, 6, 9])
+
+
+@pytest.mark.parametrize("wrong", [-1, 9, 10, 30, 3])
+def test_a_split_where_none_can_be_names_the_nearest_free_step(wrong):
+    """Step 9 is the last of 10; step 3 is there already."""
+    with pytest.raises(PlanError, match=f"splits has step {wrong} ") as caught:
+        presets.branch_grpo(10, 8, 2, [0, 3, wrong])
+    presets.branch_grpo(10, 8, 2, [0, 3, *nearest(caught.value)])
+
+
+def test_no_split_and_no_branch_are_refused():
+    with pytest.raises(PlanError, match="splits is empty") as caught:
+        presets.branch_grpo(10, 8, 2, [])
+    presets.branch_grpo(10, 8, 2, nearest(caught.value))
+    with pytest.raises(PlanError, match="branch is 1") as caught:
+        presets.tree_grpo(10, 8, 1, range(3))
+    presets.tree_grpo(10, 8, nearest(caught.value)[0], range(3))
+
+
+@pytest.mark.parametrize("window", [range(7, 11), range(-2, 1), range(8, 12), range(0, 30)])
+def test_a_window_beyond_the_steps_names_the_nearest_within(window):
+    with pytest.raises(PlanError, match="the window covers") as caught:
+        presets.mix_grpo(10, 8, window)
+    first, last = nearest(caught.value)
+    assert len(range(first, last + 1)) == min(len(window), 9)
+    presets.mix_grpo(10, 8, range(first, last + 1))
+
+
+@pytest.mark.parametrize("window", [range(3, 3), range(0, 6, 2)])
+def test_a_window_is_a_stretch_of_steps(window):
+    with pytest.raises(PlanError, match="at least one step and none left out"):
+        presets.flow_grpo_fast(10, 8, window)
+
+
+@pytest.mark.parametrize("last", [0, 1, 11])
+def test_continuations_that_cannot_be_name_the_nearest_that_can(last):
+    with pytest.raises(PlanError, match=f"the last {last} of 10") as caught:
+        presets.b2_diffurl(10, 8, 2, last)
+    presets.b2_diffurl(10, 8, 2, nearest(caught.value)[0])
+
+
+def test_dancegrpo_trains_only_steps_with_noise():
+    with pytest.raises(PlanError, match="trained has step 9 ") as caught:
+        presets.dance_grpo(10, 8, {1, 9})
+    presets.dance_grpo(10, 8, {1, *nearest(caught.value)})

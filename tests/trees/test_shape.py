@@ -1,0 +1,138 @@
+"""A tree node by node, and counts that equal it; the formulas of the papers."""
+
+import math
+from collections import Counter
+
+import pytest
+from any_plan import plans
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.trees import presets
+from flowrl.trees.plan import Fan, Step, TreePlan
+from flowrl.trees.shape import Counts, count, levels, shape_of, widths
+
+EXAMPLE = presets.branch_grpo(20, 16, 2, [0, 3, 6, 9])
+
+
+@given(plans())
+def test_parents_come_before_children_and_time_runs_forwards(plan):
+    shape = shape_of(plan)
+    assert (shape.parent[0], shape.step[0], shape.path[0]) == (-1, 0, ())
+    for node, parent in enumerate(shape.parent[1:], 1):
+        assert 0 <= parent < node
+        assert shape.step[parent] < shape.step[node]
+        assert plan.moves[shape.move[node]].to == shape.step[node]
+
+
+@given(plans())
+def test_counts_are_those_of_the_tree_walked_node_by_node(plan):
+    shape = shape_of(plan)
+    parents = {p for p in shape.parent if p >= 0}
+    at = Counter(shape.step[p] for p in parents)
+    trained = [n for n, m in enumerate(shape.move) if m >= 0 and plan.moves[m].train]
+    leaves = len(shape.parent) - len(parents)
+    one = Counts(
+        leaves=leaves,
+        forwards=len(parents),
+        edges=len(shape.parent) - 1,
+        nodes=len(shape.parent),
+        trained_edges=len(trained),
+        train_forwards=len({shape.parent[n] for n in trained}),
+        peak_frontier=max(*at.values(), leaves),
+        sequential_forwards=leaves * len(plan.steps),
+    )
+    assert count(plan) == one.times(plan.roots)
+    assert len(shape.leaf) == leaves and shape.edge == tuple(trained)
+    assert {shape.step[n] for n in shape.leaf} == {len(plan.steps)}
+
+
+@given(plans())
+def test_nodes_are_roots_and_edges_together(plan):
+    total = count(plan)
+    assert total.nodes == plan.roots + total.edges
+
+
+@given(plans())
+def test_no_two_noises_share_a_name(plan):
+    """The noise of an edge is keyed by its child's path and the step where it begins."""
+    shape = shape_of(plan)
+    keys = [(shape.path[n], plan.moves[shape.move[n]].step) for n in shape.noisy]
+    ends = [(shape.path[n], shape.step[n]) for n in shape.noisy]
+    assert len(set(keys)) == len(keys) and len(set(ends)) == len(ends)
+
+
+@given(plans())
+def test_siblings_share_a_path_up_to_their_own_number(plan):
+    shape = shape_of(plan)
+    for node in range(1, len(shape.parent)):
+        move = plan.moves[shape.move[node]]
+        start = shape.path[shape.parent[node]]
+        assert shape.path[node][: len(start)] == start
+        if move.branch == 1 and not (move.noise and move.fan >= 0):
+            assert shape.path[node] == start
+
+
+@given(noisy=st.lists(st.booleans(), min_size=1, max_size=10))
+def test_a_chain_has_the_empty_path_throughout(noisy):
+    plan = TreePlan(roots=3, steps=(*(Step(noise=n) for n in noisy), Step()))
+    assert set(shape_of(plan).path) == {()}
+
+
+@given(plans())
+def test_levels_hold_every_move_once_in_order(plan):
+    found = levels(plan)
+    assert [step for step, _ in found] == sorted({m.step for m in plan.moves})
+    assert [m for _, moves in found for m in moves] == list(plan.moves)
+    assert all(m.step == step for step, moves in found for m in moves)
+
+
+# --- the papers' numbers -----------------------------------------------------------------------
+
+
+def test_the_worked_example_of_branchgrpo():
+    """T = 20, splits 0, 3, 6, 9 into 2: the paper's 13.68 'NFE' is nodes per leaf, 219 / 16."""
+    total = count(EXAMPLE)
+    assert (total.leaves, total.forwards, total.edges, total.nodes) == (16, 203, 218, 219)
+    assert (total.peak_frontier, total.sequential_forwards) == (16, 320)
+    assert total.nodes / total.leaves == 13.6875
+    split = [n for n, m in enumerate(shape_of(EXAMPLE).move) if EXAMPLE.moves[m].branch == 2]
+    split = [n for n in split if n]  # the root has move -1
+    assert len(split) == 30 and len({shape_of(EXAMPLE).parent[n] for n in split}) == 15
+
+
+def test_the_worked_example_trains_all_but_the_edges_of_the_last_step():
+    """The last step has no noise, so the 16 edges into the leaves, of 16 parents, are left out."""
+    total = count(EXAMPLE)
+    assert (total.trained_edges, total.train_forwards) == (218 - 16, 203 - 16)
+
+
+@given(
+    steps=st.integers(2, 12),
+    roots=st.integers(1, 3),
+    branch=st.integers(2, 3),
+    data=st.data(),
+)
+def test_the_cost_of_a_forest_follows_its_widths(steps, roots, branch, data):
+    """n_0 = R, n_(i+1) = n_i k_i; F = sum of n_i, E = sum of n_(i+1), N = n_T."""
+    splits = data.draw(st.sets(st.integers(0, steps - 2), min_size=1, max_size=4))
+    leaves = roots * branch ** len(splits)
+    plan = presets.branch_grpo(steps, leaves, branch, sorted(splits))
+    n = [roots]
+    for i in range(steps):
+        n.append(n[-1] * (branch if i in splits else 1))
+    total = count(plan)
+    assert (total.forwards, total.edges, total.leaves) == (sum(n[:-1]), sum(n[1:]), n[-1])
+    assert [roots * w for w in widths(plan)] == n
+
+
+@pytest.mark.parametrize(("step", "stride", "length"), [(0, 1, 1), (2, 3, 1), (1, 2, 3)])
+def test_a_fan_adds_the_forwards_of_its_tails(step, stride, length):
+    fan = Fan(step=step, width=4, length=length, strides=(stride,))
+    total = count(TreePlan(roots=1, steps=(Step(),) * 8, fans=(fan,)))
+    assert total.forwards == step + 1 + 4 * math.ceil((8 - step - length) / stride)
+
+
+def test_counts_of_several_prompts_are_multiples():
+    assert count(EXAMPLE).times(3).forwards == 3 * 203
+    assert count(EXAMPLE).times(3).peak_frontier == 48
