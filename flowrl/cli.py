@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flowrl import __version__
-from flowrl.commands import looking, pictures, training
+from flowrl.commands import looking, pictures, training, trees
 from flowrl.errors import UserError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app.command()(pictures.sample)
 app.command()(pictures.score)
 app.command()(pictures.gallery)
 app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
+app.command()(trees.tree)
 app.command()(looking.explain)
 app.command()(looking.doctor)
 app.command()(looking.bench)

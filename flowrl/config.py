@@ -45,6 +45,8 @@ class Config(Section):
 
 def _check_plan(rollout: Rollout, run: Run) -> None:
     """The first and the last iteration can be drawn, and have something to learn from."""
+    if rollout.steps < 2:
+        raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
     for iteration in (0, run.iterations - 1):
         plan = rollout.plan(iteration, run.seed)
         if not count(plan).trained_edges:

@@ -132,8 +132,8 @@ def test_a_window_may_reach_but_not_cover_the_last_step():
 @pytest.mark.parametrize(
     ("overrides", "sentence", "mended"),
     [
-        ([TREE % "splits: [0, 12]"], "12.*last of 8 steps", "rollout.tree.splits=[0, 6]"),
-        ([TREE % "splits: [0, 1]", "rollout.group_size=10"], "10.*is 8", "rollout.group_size=8"),
+        ([TREE % "splits: [0, 12]"], "splits has step 12 .* is 6", "rollout.tree.splits=[0, 6]"),
+        ([TREE % "splits: [0, 1]", "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
         ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
         (
             [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 8}"],

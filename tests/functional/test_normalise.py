@@ -237,6 +237,24 @@ def test_prompts_do_not_see_each_other():
         assert torch.equal(together[rows], alone)
 
 
+def test_a_population_without_differences_gives_nothing_to_those_only_measured_by_it():
+    """The noisy nodes all gained alike: how far the others are from them has no scale."""
+    chain = from_plan(branching(4, {}))
+    gain = torch.tensor([[0.0, 0.3, 0.3, 0.3, 9.0]])
+    noisy = torch.tensor([False, True, True, True, False])
+    for scale in ("std", "none"):
+        assert not normalise(gain, among(chain, groups(1), "joint", noisy), scale=scale).any()
+
+
+def test_the_global_scale_of_a_single_leaf_is_the_floor_alone():
+    """Gains differ along a chain, and one leaf has no sample std, which torch calls NaN."""
+    chain, gain = from_plan(branching(2, {})), torch.tensor([[0.0, 1.0, 3.0]])
+    noisy = torch.tensor([False, True, True])
+    one = among(chain, groups(1), "joint", noisy)
+    advantage = normalise(gain, one, scale="global", ddof=1, floor=0.5)
+    assert advantage.tolist() == [[-4, -2, 2]]
+
+
 # Classes of leaves.
 
 
@@ -253,6 +271,8 @@ def test_leaves_are_compared_within_their_class_and_their_owner_only():
     wanted = (first - first.mean()) / first.std()
     exact(found[:2, 1:3].flatten(), torch.from_numpy(wanted), 1e-9)
     exact(found[2], expected[2], 1e-9)
+    inner = torch.where(value.isnan(), 1e3, value)
+    assert torch.equal(normalise(inner, seed, floor=1e-12)[:, 0], torch.zeros(3, dtype=F64))
 
 
 # Misuse.

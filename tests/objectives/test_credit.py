@@ -1,0 +1,226 @@
+"""Credit over whole rollouts: published recipes as settings, and shares of processes."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.credit import (
+    Credit,
+    keep_b2_pairs,
+    keep_extreme,
+    keep_max_variance,
+    keep_parent_top1,
+)
+from flowrl.samplers.forest import grow
+from flowrl.samplers.schedule import make_schedule
+from flowrl.trajectory import Conditioning, Rollout
+from flowrl.trees.plan import Fan, Step, TreePlan
+
+ODE, NOISY = Step(), Step(noise=True, train=True)
+SPLIT = Step(branch=2, noise=True, train=True)
+CHAINS = TreePlan(4, (NOISY, NOISY, ODE))
+TREE = TreePlan(1, (SPLIT, SPLIT, NOISY, ODE))  # edges: 2 at step 0, 4 at step 1, 4 at step 2
+COMB = TreePlan(2, (ODE,) * 4, fans=(Fan(step=0, width=2, strides=(1, 2)), Fan(step=2, width=2)))
+
+
+def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) -> Rollout:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.arange(prompts).repeat_interleave(plan.roots)
+
+    def noise(*_):
+        return torch.randn(len(prompt), 3, generator=generator)
+
+    steps = len(plan.steps)
+    schedule = make_schedule(torch.linspace(1, 0, steps + 1), KERNELS["flow_sde"], 0.5)
+    tree = grow(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
+    worth = torch.tensor(reward)
+    return Rollout(
+        tree=tree,
+        cond=Conditioning(tensors={"a": torch.zeros(prompts, 1)}),
+        prompts=("p",) * prompts,
+        images=torch.zeros(len(worth), 3, 1, 1),
+        trees=torch.arange(len(tree)),
+        scores=worth[:, None] if scores is None else scores,
+        names=("r",),
+        weights=torch.ones(1 if scores is None else scores.shape[1]),
+        reward=worth,
+        valid=worth.isfinite(),
+        group=prompt.repeat_interleave(len(tree.leaf)),
+        log_prob=tree.log_prob,
+    )
+
+
+def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
+    rows = torch.tensor(values).double()
+    return ((rows - rows.mean()) / (rows.std(correction=ddof) + floor)).float()
+
+
+REWARD = [0.1, 0.5, 0.9, 0.3]
+
+
+def test_chains_get_flow_grpos_advantage_at_every_step():
+    advantage, keep = Credit()(rollout(CHAINS, REWARD))
+    torch.testing.assert_close(advantage, z(REWARD)[:, None].expand(4, 2))
+    assert bool(keep.all())
+
+
+def test_a_tree_gives_an_edge_the_mean_of_the_pictures_below_it():
+    advantage, _ = Credit(scope="leaf")(rollout(TREE, REWARD))
+    a = z(REWARD)
+    expected = torch.cat([torch.stack([a[:2].mean(), a[2:].mean()]), a, a])
+    torch.testing.assert_close(advantage[0], expected)
+
+
+def test_branch_grpo_compares_the_nodes_of_one_depth():
+    advantage, _ = Credit(scope="depth", ddof=1, floor=1e-8)(rollout(TREE, REWARD))
+    first = z([0.3, 0.6], ddof=1, floor=1e-8)
+    own = z(REWARD, ddof=1, floor=1e-8)
+    torch.testing.assert_close(advantage[0], torch.cat([first, own, own]))
+    assert advantage[0, :2].abs().tolist() == pytest.approx([math.sqrt(0.5)] * 2)
+
+
+def test_siblings_are_told_what_they_gained_over_their_parent():
+    """Raw values: the gains along a path sum to the reward minus the root's value."""
+    credit = Credit(edges="sibling", scope="leaf", scale="none")
+    advantage, _ = credit(rollout(TREE, REWARD))
+    gains = advantage[0]
+    assert gains[:2].tolist() == pytest.approx([0.3 - 0.45, 0.6 - 0.45])
+    assert gains[2:6].tolist() == pytest.approx([-0.2, 0.2, 0.3, -0.3])
+    assert gains[6:].tolist() == [0.0] * 4  # nothing was decided after the last split
+    assert (gains[0] + gains[2] + gains[6]).item() == pytest.approx(0.1 - 0.45)
+
+
+def test_leaves_as_trajectories_of_their_own_weigh_a_shared_step_by_their_number():
+    advantage, _ = Credit(edges="path")(rollout(TREE, REWARD))
+    a = z(REWARD)
+    torch.testing.assert_close(advantage[0, :2], torch.stack([a[:2].sum(), a[2:].sum()]))
+    torch.testing.assert_close(advantage[0, 2:], a.repeat(2))
+
+
+def test_fans_are_compared_with_their_own_and_strides_are_summed():
+    """Two trees; leaves: fan 0 with stride 1 (2), with stride 2 (2), then fan 1 (2)."""
+    r = rollout(COMB, [0.0, 1.0, 0.2, 0.8, 0.5, 0.6, 0.3, 0.1, 0.9, 0.4, 0.7, 0.2])
+    by_class = r.reward.view(2, 12 // 2)
+    order = r.tree.move[r.tree.leaf]
+    assert len(order.unique()) == 3  # a class for each fan and stride
+    advantage, _ = Credit(edges="fan", scope="leaf")(r)
+    below = {name: [i for i, c in enumerate(order.tolist()) if c == name] for name in set(order.tolist())}
+    for tree in range(2):
+        a = torch.zeros(6)
+        for rows in below.values():
+            a[rows] = z(by_class[tree, rows].tolist())
+        for column, edge in enumerate(r.tree.edge.tolist()):
+            leaves = [i for i, leaf in enumerate(r.tree.leaf.tolist()) if _is_below(r, leaf, edge)]
+            assert advantage[tree, column].item() == pytest.approx(a[leaves].sum().item(), abs=1e-5)
+    together, _ = Credit(edges="fan", scope="prompt")(r)
+    assert not torch.allclose(together, advantage)
+
+
+def _is_below(r: Rollout, node: int, edge: int) -> bool:
+    while node > 0:
+        if node == edge:
+            return True
+        node = int(r.tree.parent[node])
+    return False
+
+
+def test_mc_grpo_is_a_median_and_an_absolute_deviation():
+    """2601.22582, five pictures: the pivot gets exactly 0 and teaches nothing."""
+    values = [0.1, 0.5, 0.9, 0.3, 0.7]
+    plan = TreePlan(5, (NOISY, NOISY, ODE))
+    advantage, _ = Credit(center="median", scale="mad", floor=1e-3)(rollout(plan, values))
+    expected = [(v - 0.5) / (0.2 + 1e-3) for v in values]
+    assert advantage[:, 0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert advantage[1, 0] == 0 and int((advantage[:, 0] != 0).sum()) == 4
+
+
+def test_gdpo_does_not_let_a_reward_with_a_larger_unit_win():
+    values = torch.tensor([[0.1, 300.0], [0.5, 100.0], [0.9, 200.0], [0.3, 400.0]])
+    credit = Credit(rewards="gdpo", scale="global", floor=1e-4)
+    first, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values))
+    second, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values * torch.tensor([1.0, 0.01])))
+    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
+    each = [z(values[:, k].tolist(), ddof=1) for k in range(2)]
+    total = each[0] + each[1]
+    expected = total / (total.double().std(correction=0).float() + 1e-4)
+    torch.testing.assert_close(first[:, 0], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_reward_of_weight_0_takes_no_part_in_gdpo():
+    values = torch.tensor([[0.1, 3.0], [0.5, 1.0], [0.9, 2.0], [0.3, 4.0]])
+    whole = rollout(CHAINS, [0.0] * 4, scores=values)
+    alone = Credit(rewards="gdpo")(replace(whole, weights=torch.tensor([1.0, 0.0])))[0]
+    torch.testing.assert_close(alone, Credit(rewards="gdpo")(rollout(CHAINS, REWARD))[0])
+
+
+@pytest.mark.parametrize("fusion", ["path", "local"])
+def test_weighing_by_probability_needs_the_densities_and_vanishes_without_them(fusion):
+    r = rollout(TREE, REWARD)
+    uniform, _ = Credit()(r)
+    weighed, _ = Credit(fusion=fusion)(r)
+    assert not torch.allclose(uniform, weighed)
+    flat, _ = Credit(fusion=fusion)(replace(r, log_prob=torch.zeros_like(r.log_prob)))
+    torch.testing.assert_close(flat, uniform)
+    none, _ = Credit(fusion=fusion, path_coef=0.0)(r)
+    torch.testing.assert_close(none, uniform)
+
+
+PRUNINGS = {
+    "parent_top1": (keep_parent_top1, [0, 1, 1, 0]),
+    "extreme": (lambda leaves: keep_extreme(leaves, 1), [1, 0, 1, 0]),
+    "max_variance": (lambda leaves: keep_max_variance(leaves, 3), [1, 0, 1, 1]),
+    "b2_pairs": (lambda leaves: keep_b2_pairs(leaves, 0.5), [1, 0, 1, 0]),
+}
+
+
+@pytest.mark.parametrize(("keep", "leaves"), PRUNINGS.values(), ids=PRUNINGS)
+def test_width_pruning_drops_edges_and_changes_no_advantage(keep, leaves):
+    reward = [0.1, 0.5, 0.9, 0.3] if keep is not PRUNINGS["b2_pairs"][0] else [0.0, 0.5, 1.0, 0.5]
+    r = rollout(TREE, reward)
+    whole, everything = Credit()(r)
+    pruned, kept = Credit(keep=keep)(r)
+    assert torch.equal(whole, pruned) and bool(everything.all())
+    first = [bool(leaves[0] or leaves[1]), bool(leaves[2] or leaves[3])]
+    assert kept[0].tolist() == first + [bool(x) for x in leaves * 2]
+
+
+def test_missing_pictures_count_nowhere():
+    advantage, _ = Credit()(rollout(CHAINS, [0.1, math.nan, 0.9, 0.3]))
+    own = z([0.1, 0.9, 0.3])
+    torch.testing.assert_close(advantage[[0, 2, 3], 0], own)
+    assert advantage[1].tolist() == [0, 0]
+    tree, _ = Credit()(rollout(TREE, [0.1, math.nan, 0.9, 0.3]))
+    torch.testing.assert_close(tree[0, 0], own[0])  # the mean of what is there
+    assert bool(tree.isfinite().all())
+
+
+@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
+@pytest.mark.parametrize("plan", [CHAINS, TREE])
+def test_equal_rewards_are_exactly_no_advantage(scope, plan):
+    advantage, _ = Credit(scope=scope)(rollout(plan, [0.1] * 4))
+    assert bool((advantage == 0).all())
+
+
+@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
+@pytest.mark.parametrize("edges", ["node", "sibling", "path"])
+def test_a_process_credits_its_trees_as_one_that_holds_all(scope, edges):
+    plan = replace(TREE, roots=2)
+    generator = torch.Generator().manual_seed(1)
+    reward = torch.rand(16, generator=generator).tolist()
+    whole = rollout(plan, reward, prompts=2)
+    credit = Credit(scope=scope, edges=edges)
+    advantage, keep = credit(whole)
+    own = torch.tensor([1, 2])  # one tree of each prompt
+    t = whole.tree
+    part = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
+    share, kept = credit(replace(whole, tree=part, trees=own))
+    assert torch.equal(share, advantage[own]) and torch.equal(kept, keep[own])
+
+
+def test_advantages_are_bounded_last():
+    advantage, _ = Credit(clip=0.5)(rollout(CHAINS, REWARD))
+    torch.testing.assert_close(advantage[:, 0], z(REWARD).clamp(-0.5, 0.5))
