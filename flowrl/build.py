@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -12,6 +13,7 @@ import torch
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.sd3 import SD3
+from flowrl.build_credit import build_credit
 from flowrl.checkpoint import Checkpoints
 from flowrl.config import Config
 from flowrl.encode import TextCache
@@ -19,16 +21,8 @@ from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
+from flowrl.memory import check_memory, free_bytes
 from flowrl.objectives.base import Objective
-from flowrl.objectives.credit import (
-    Credit,
-    Keep,
-    keep_all,
-    keep_b2_pairs,
-    keep_extreme,
-    keep_max_variance,
-    keep_parent_top1,
-)
 from flowrl.objectives.grpo import GRPO
 from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
@@ -39,8 +33,6 @@ from flowrl.reward import Reward, RewardSpec, check_evaluation, check_prompts, l
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
 from flowrl.samplers.schedule import make_schedule
-from flowrl.sections_credit import Credit as CreditSection
-from flowrl.sections_credit import Keep as KeepSection
 from flowrl.train import Learner, RolloutSettings, UpdateSettings
 
 BACKBONES = {"sd3": SD3}
@@ -117,19 +109,17 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given."""
     p, r, u = config.pipeline, config.rollout, config.optim
-    trees = r.prompts * r.plan(0, config.run.seed).roots
-    if trees < runtime.world_size:
-        raise UserError(
-            f"{trees} trees cannot be shared among {runtime.world_size} processes, which take "
-            "whole ones: raise rollout.prompts or the roots of a prompt, or start fewer processes"
-        )
+    _check_shares(config, runtime)
     specs = build_rewards(config, given)
     prompts = build_prompts(config.prompts.train, given.prompts)
     check_prompts(specs, prompts)
     check_evaluation(specs, evaluation_prompts(config, given))
-    load = functools.partial(load_pipeline, p.path, dtype=p.dtype, device=runtime.device)
-    pipeline = given.pipeline.to(runtime.device) if given.pipeline is not None else load()
+    if given.pipeline is not None:
+        pipeline = given.pipeline.to(runtime.device)
+    else:
+        pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
     backbone = build_backbone(config, pipeline, guidance=r.guidance)
+    _check_memory(config, backbone, runtime)
     objective = build_objective(config)
     policy = build_policy(config, backbone, keep_old=objective.needs.old)
     optimizer = torch.optim.AdamW(
@@ -158,6 +148,26 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     )
 
 
+def _check_shares(config: Config, runtime: Runtime) -> None:
+    """Every process gets a tree."""
+    r = config.rollout
+    trees = r.prompts * r.plan(0, config.run.seed).roots
+    if trees < runtime.world_size:
+        raise UserError(
+            f"{trees} trees cannot be shared among {runtime.world_size} processes, which take "
+            "whole ones: raise rollout.prompts or the roots of a prompt, or start fewer processes"
+        )
+
+
+def _check_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:
+    """The first iteration's trees fit beside the weights, which are loaded by now."""
+    r = config.rollout
+    prompts = -(-r.prompts // runtime.world_size)
+    latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize
+    plan = r.plan(0, config.run.seed)
+    check_memory(plan, prompts, latent, itemsize, free_bytes(runtime.device))
+
+
 def build_objective(config: Config) -> Objective:
     o = config.objective
     return GRPO(
@@ -168,34 +178,6 @@ def build_objective(config: Config) -> Objective:
         kl_coef=o.kl_coef,
         kl_form=o.kl_form,
     )
-
-
-def build_credit(section: CreditSection) -> Credit:
-    return Credit(
-        rewards=section.rewards,
-        fusion=section.fusion,
-        path_coef=section.path_coef,
-        edges=section.edges,
-        scope=section.scope,
-        center=section.center,
-        scale=section.scale,
-        ddof=section.ddof,
-        floor=section.floor,
-        clip=section.clip,
-        keep=_keep(section.keep),
-    )
-
-
-def _keep(section: KeepSection) -> Keep:
-    if section.kind == "parent_top1":
-        return keep_parent_top1
-    if section.kind == "extreme":
-        return functools.partial(keep_extreme, count=section.count)
-    if section.kind == "max_variance":
-        return functools.partial(keep_max_variance, count=section.count)
-    if section.kind == "b2_pairs":
-        return functools.partial(keep_b2_pairs, threshold=section.threshold)
-    return keep_all
 
 
 def rollout_settings(config: Config) -> RolloutSettings:

@@ -65,8 +65,8 @@ class Comparison:
 class Evaluator:
     """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
 
-    Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to look at. `key` stands
-    for everything that decides the pictures of the base and their scores.
+    Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to
+    look at. `key` stands for everything that decides the pictures of the base and their scores.
     """
 
     backbone: Backbone

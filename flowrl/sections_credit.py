@@ -102,7 +102,9 @@ class Credit(Section):
     floor: Positive = option(
         1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO, 1e-8 in BranchGRPO, 1e-3 in MC-GRPO"
     )
-    clip: Positive = option(5.0, "Largest advantage, either sign.", "Flow-GRPO's published settings")
+    clip: Positive = option(
+        5.0, "Largest advantage, either sign.", "Flow-GRPO's published settings"
+    )
     keep: Keep = option(
         KeepAll(),
         "Which pictures are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "

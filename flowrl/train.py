@@ -94,9 +94,8 @@ class Learner:
     def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
         """Grow this process's share of the trees, score it, and learn all processes' scores."""
         r, policy, plan = self.rollout, self.policy, self.rollout.plan(iteration)
-        request = group_request(
-            self.prompts.at(iteration), plan, seed=self.seed, iteration=iteration
-        )
+        records = self.prompts.at(iteration)
+        request = group_request(records, plan, seed=self.seed, iteration=iteration)
         trees = self.runtime.share(len(request.prompt))
         own = request.take(trees)
         policy.remember()
@@ -104,7 +103,13 @@ class Learner:
         # Folded before autocast begins, which would compute the change of the weights in 16 bits.
         with torch.no_grad(), network, self.runtime.autocast():
             tree, cond = draw(
-                self.backbone, policy.velocity, self.encode, own, plan, self.schedule(), r.batch_size
+                self.backbone,
+                policy.velocity,
+                self.encode,
+                own,
+                plan,
+                self.schedule(),
+                r.batch_size,
             )
             images = decode(self.backbone, tree.leaves(), r.decode_batch)
         check_finite(images, self.runtime)

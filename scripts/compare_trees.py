@@ -22,8 +22,8 @@ CARD = """# Trees against chains
 `python scripts/compare_trees.py`, on {machine}. The built-in pipeline learns GenEval's partial
 score, as in the quickstart, with rollouts of different shapes: always 16 pictures of each of 6
 prompts in 5 steps, seeds {seeds}. Scores are those of 600 pictures of unseen prompts, means over
-the seeds, with their standard deviation over seeds; seconds are those of iterations, evaluations left
-out. A tree is asked to reach Flow-GRPO's final score in at most {share} of its wall time.
+the seeds, with their standard deviation over seeds. Seconds are those of iterations, without
+evaluations. A tree is asked to reach Flow-GRPO's final score in at most {share} of its wall time.
 
 ![Strict score against wall time](wall-time.png)
 ![Strict score against forwards](forwards.png)

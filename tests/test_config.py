@@ -133,7 +133,11 @@ def test_a_window_may_reach_but_not_cover_the_last_step():
     ("overrides", "sentence", "mended"),
     [
         ([TREE % "splits: [0, 12]"], "splits has step 12 .* is 6", "rollout.tree.splits=[0, 6]"),
-        ([TREE % "splits: [0, 1]", "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
+        (
+            [TREE % "splits: [0, 1]", "rollout.group_size=10"],
+            "is 10.* 8 and 12",
+            "rollout.group_size=8",
+        ),
         ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
         (
             [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 8}"],
@@ -240,7 +244,13 @@ def test_every_option_is_read_where_the_run_is_built():
     """Counted by name, so that `rollout.steps` does not stand for `evaluation.steps`."""
     package = Path(__file__).parent.parent / "flowrl"
     plans = ("learning", "trees", "forests", "windows")  # these sections make plans themselves
-    names = ("build", "handover", "actions", *(f"sections_{name}" for name in plans))
+    names = (
+        "build",
+        "build_credit",
+        "handover",
+        "actions",
+        *(f"sections_{name}" for name in plans),
+    )
     files = [package / f"{name}.py" for name in names]
     trees = [ast.parse(path.read_text()) for path in files]
     read = Counter(n.attr for t in trees for n in ast.walk(t) if isinstance(n, ast.Attribute))

@@ -116,9 +116,7 @@ class Credit:
             return maths.fuse_path(below, reward, valid, rollout.log_prob, self.path_coef)
         if self.fusion == "local":
             parent, leaf = rollout.tree.parent.cpu(), rollout.tree.leaf.cpu()
-            return maths.fuse_local(
-                parent, leaf, reward, valid, rollout.log_prob, self.path_coef
-            )
+            return maths.fuse_local(parent, leaf, reward, valid, rollout.log_prob, self.path_coef)
         return maths.fuse_uniform(below, reward, valid)
 
     def _normalise(self, rollout: Rollout, value: Tensor, group: Tensor) -> Tensor:

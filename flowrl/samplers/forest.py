@@ -90,9 +90,7 @@ def _frontier(
     return dict(zip(sources, v, strict=True))
 
 
-def _advance(
-    growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: KeyedNoise
-) -> None:
+def _advance(growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: KeyedNoise) -> None:
     """Add the cohort that one move makes from parents with velocities v (R * w, *latent)."""
     parents, paths = growth.x[move.source], growth.paths[move.source]
     trees, width = parents.shape[:2]

@@ -64,14 +64,14 @@ def test_paths_that_part_later_end_closer_in_a_random_walk():
         assert distance == pytest.approx(math.sqrt(2 * (9 - step)), rel=0.02)
 
 
-def test_equal_pictures_are_at_distance_zero_though_all_share_a_large_part():
-    """In fp32 around 1000, differences of 0.01 would drown in a Gram matrix of the raw latents."""
-    base = torch.full((1, 6, 100), 1000.0)
+def test_small_distances_are_exact_though_all_pictures_share_a_large_part():
+    """In a Gram matrix of the latents as they are, differences of 1e-3 in 1e5 would drown."""
+    base = (1e5 * randn(100)).expand(1, 6, 100)
     found = pairwise_distance_by_ancestor(base, ancestors(BALANCED), torch.zeros(1))
-    assert found == {0: 0.0, 2: 0.0}
-    moved = base + 0.25 * torch.tensor([0, 0, 0, 1, 1, 1])[:, None]
+    assert found == {0: pytest.approx(0, abs=1e-9), 2: pytest.approx(0, abs=1e-9)}
+    moved = base + 1e-3 * torch.tensor([0, 0, 0, 1, 1, 1])[:, None]
     found = pairwise_distance_by_ancestor(moved, ancestors(BALANCED), torch.zeros(1))
-    assert found == {0: pytest.approx(0.25, abs=1e-9), 2: pytest.approx(0, abs=1e-9)}
+    assert found == {0: pytest.approx(1e-3, rel=1e-6), 2: pytest.approx(0, abs=1e-9)}
 
 
 def test_chains_have_only_distances_between_trees():

@@ -72,7 +72,7 @@ def test_rows_may_be_switched_one_by_one():
     """A row with g = 0 is the Euler step, to the last bit, beside one that is noised anew."""
     x, v = randn(2, 3, 4, dtype=torch.float32)
     sigma, sigma_next = torch.full((3,), 0.6), torch.full((3,), 0.3)
-    g = torch.tensor([1.0, 0.0, 1.0])
+    g = torch.tensor([1.0, 0.0, 0.25])  # a switch: any other value is on
     mean, std = renoise_step(x, v, sigma, sigma_next, g)
     assert torch.equal(mean[1], x[1] + (sigma_next - sigma)[1] * v[1])
     assert torch.equal(std, torch.tensor([0.3, 0.0, 0.3]))

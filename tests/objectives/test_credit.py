@@ -108,7 +108,9 @@ def test_fans_are_compared_with_their_own_and_strides_are_summed():
     order = r.tree.move[r.tree.leaf]
     assert len(order.unique()) == 3  # a class for each fan and stride
     advantage, _ = Credit(edges="fan", scope="leaf")(r)
-    below = {name: [i for i, c in enumerate(order.tolist()) if c == name] for name in set(order.tolist())}
+    below = {
+        name: [i for i, c in enumerate(order.tolist()) if c == name] for name in set(order.tolist())
+    }
     for tree in range(2):
         a = torch.zeros(6)
         for rows in below.values():

@@ -41,11 +41,10 @@ def cond() -> Conditioning:
     return Conditioning(tensors={"c": torch.arange(PROMPTS * D).view(PROMPTS, D).double() / 10})
 
 
-CHAINS = TreePlan(GROUP, (Step(noise=True, train=True),) * (T - 1) + (Step(),))
-# Three pictures of a prompt from one root: 0 -> 3 children, trained at the split and after it.
-SPLIT = TreePlan(
-    1, (Step(branch=GROUP, noise=True, train=True), Step(noise=True, train=True), Step(), Step())
-)
+ODE, NOISY = Step(), Step(noise=True, train=True)
+CHAINS = TreePlan(GROUP, (NOISY,) * (T - 1) + (ODE,))
+# Three pictures of a prompt from one root, trained at the split and after it.
+SPLIT = TreePlan(1, (replace(NOISY, branch=GROUP), NOISY, ODE, ODE))
 
 
 @torch.no_grad()
@@ -67,8 +66,8 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
     before = tree.parent[tree.edge]
     x = tree.x[:, before].flatten(0, 1)
     rows = len(tree)
-    s, s1, g = (t.repeat(rows) for t in (sigmas[tree.step[before]], sigmas[tree.step[tree.edge]],
-                                         tree.g[tree.edge]))  # fmt: skip
+    steps = (sigmas[tree.step[before]], sigmas[tree.step[tree.edge]], tree.g[tree.edge])
+    s, s1, g = (t.repeat(rows) for t in steps)
     v = toy(x, s, cond().take(prompt.repeat_interleave(len(before))))
     mean, _ = schedule.kernel.step(x, v, s, s1, g)
     group = prompt.repeat_interleave(len(tree.leaf))
@@ -91,10 +90,8 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
 def every_edge(rollout: Rollout) -> Transitions:
     """All trained edges, in the order that batches have: level by level, tree by tree."""
     tree = rollout.tree
-    shape = (len(tree), len(tree.edge))
-    return transitions(
-        tree, torch.zeros(shape), torch.ones(shape).bool(), tree.prompt, rollout.cond
-    )
+    ones = torch.ones(len(tree), len(tree.edge))
+    return transitions(tree, ones, ones.bool(), tree.prompt, rollout.cond)
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
@@ -213,8 +210,7 @@ def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
 
 def test_the_reference_is_called_only_when_it_was_declared():
     assert grpo().needs.reference is False and grpo(kl_coef=0.1).needs.reference is True
-    objective = grpo()
-    loss_of(objective, Toy(), objective.prepare(collect(Toy())), no_network)
+    loss_of(grpo(), Toy(), grpo().prepare(collect(Toy())), no_network)
 
 
 def test_clipped_rows_have_no_gradient():
@@ -294,13 +290,8 @@ def test_a_process_takes_its_own_trees_of_all_advantages():
     whole = collect(Toy())
     own = torch.tensor([2, 3])  # cuts both groups
     t = whole.tree
-    part = replace(
-        whole,
-        tree=replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own]),
-        trees=own,
-        images=whole.images[own],
-    )
-    batch = grpo().prepare(part)
+    tree = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
+    batch = grpo().prepare(replace(whole, tree=tree, trees=own))
     expected = group_advantages(REWARD)[own].repeat(T - 1).float()
     torch.testing.assert_close(batch.advantage.float(), expected, rtol=1e-4, atol=1e-5)
     assert batch.group.tolist() == [0, 1] * (T - 1)

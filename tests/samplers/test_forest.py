@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from toy_forest import D, Counting, chain, grown, named_noise, schedule, velocity
+from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
 from flowrl.functional.flow import lift
 from flowrl.functional.sde import KERNELS
 from flowrl.samplers.forest import grow
 from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import transitions
-from flowrl.trees.plan import Coupling, Fan, Step, TreePlan, ode_plan
+from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, Step, TreePlan, ode_plan
 from flowrl.trees.shape import count
 
 T = 6
@@ -21,7 +21,7 @@ def chains(roots: int = 3, steps: int = T, **options) -> TreePlan:
     return TreePlan(roots, (NOISY,) * (steps - 1) + (ODE,), **options)
 
 
-def branching(*at: int, branch: int = 2, roots: int = 1, coupling=Coupling()) -> TreePlan:
+def branching(*at: int, branch: int = 2, roots: int = 1, coupling=INDEPENDENT) -> TreePlan:
     split = Step(branch=branch, noise=True, coupling=coupling, train=True)
     return TreePlan(roots, tuple(split if i in at else NOISY for i in range(T - 1)) + (ODE,))
 
@@ -100,9 +100,7 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain(plan):
                 g = tree.g[after]
                 mean, std = numbers.kernel.step(x, v, numbers.sigmas[i], numbers.sigmas[j], g)
                 noises[i] = (tree.x[:, after] - mean) / lift(std, mean)
-                gained = Schedule(
-                    sigmas=numbers.sigmas, g=numbers.g.clone(), kernel=numbers.kernel
-                )
+                gained = Schedule(sigmas=numbers.sigmas, g=numbers.g.clone(), kernel=numbers.kernel)
                 gained.g[i] = g
                 numbers = gained
         stops = tree.step[nodes].tolist()
