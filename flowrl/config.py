@@ -54,13 +54,23 @@ def _check_plan(rollout: Rollout, run: Run) -> None:
                 f"rollout.depth_pruning leaves no step to learn from in iteration {iteration}: "
                 "make it smaller, or null"
             )
-        gain = max(move.gain for move in plan.moves if move.noise)
-        if rollout.kernel in ("cps", "renoise") and gain * rollout.noise_level > 1:
-            raise ValueError(
-                f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
-                f"{rollout.noise_level:g}, but {rollout.kernel} takes at most 1 in all: the "
-                f"nearest noise_level that works is {1 / gain:g}"
-            )
+        _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
+
+
+def _check_gains(rollout: Rollout, gains: list[float]) -> None:
+    """What a tree multiplies the noise by stays within what the kernel can take."""
+    gain = max(gains)
+    if rollout.kernel == "cps" and gain * rollout.noise_level > 1:
+        raise ValueError(
+            f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
+            f"{rollout.noise_level:g}, but cps takes at most 1 in all: the nearest noise_level "
+            f"that works is {1 / gain:g}"
+        )
+    if rollout.kernel == "renoise" and set(gains) != {1.0}:
+        raise ValueError(
+            f"rollout.tree multiplies the noise by up to {gain:g}, but renoise always replaces all "
+            "of it: the nearest rollout.tree.gain_growth that works is 0"
+        )
 
 
 def _check_noise(rollout: Rollout) -> None:

@@ -1,46 +1,14 @@
-"""From rewards to advantages: each image against its siblings of the same prompt.
+"""Plain groups: what they can teach, and the bound on advantages.
 
 reward: (L,) float, NaN allowed where invalid; valid: (L,) bool; group: (L,) long. Invalid rows
-count nowhere and get 0.
+count nowhere. How advantages are computed is in `flowrl.functional.normalise`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Scope = Literal["group", "global"]
-
-
-def group_advantage(
-    reward: Tensor,
-    valid: Tensor,
-    group: Tensor,
-    *,
-    scope: Scope = "group",
-    eps: float = 1e-4,
-    ddof: int = 0,
-) -> Tensor:
-    """GRPO's advantage (reward - group mean) / (std + eps). (L,) in the dtype of `reward`.
-
-    scope: the std is that of the group, or of all valid rows ("global"). ddof: 0 for the
-    population std (Flow-GRPO), 1 for the sample std (DanceGRPO). A group whose rewards are all
-    equal, or with fewer than two, has no signal and gets exactly 0. Raises ValueError when a
-    valid reward is not finite.
-    """
-    if scope not in ("group", "global"):
-        raise ValueError(f"advantage scope is {scope!r}; it must be 'group' or 'global'")
-    # float64, hence the CPU: some accelerators have none, and these are a few hundred numbers.
-    exact = _checked(reward, valid)
-    advantage = torch.zeros_like(exact)
-    for rows in _groups(valid, group):
-        members = exact[rows]
-        if _has_signal(members):
-            scale = (exact[valid.cpu()] if scope == "global" else members).std(correction=ddof)
-            advantage[rows] = (members - members.mean()) / (scale + eps)
-    return advantage.to(reward)
 
 
 def clip_advantage(advantage: Tensor, limit: float) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl.functional.coupling import COUPLINGS
+from flowrl.functional.coupling import COUPLINGS, NEEDS_SHARED
 from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import log_prob
 from flowrl.functional.sde import ode_step
@@ -117,11 +117,10 @@ def _advance(growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: 
 def _siblings(move: Move, path: tuple[int, ...], noise: KeyedNoise) -> Tensor:
     """Noises of the children of one node, in every tree: (R, branch, *latent)."""
     z = torch.stack([noise(child, move.step, "step") for child in move.paths(path)], 1)
-    if move.branch == 1:
-        return z
-    couple = COUPLINGS[move.coupling.kind]
-    shared = noise(path, move.step, "shared") if move.coupling.kind == "shared" else z[:, 0]
-    return couple(z, shared, move.coupling.strength)
+    kind = move.coupling.kind
+    needed = kind in NEEDS_SHARED and move.branch > 1
+    shared = noise(path, move.step, "shared") if needed else None
+    return COUPLINGS[kind](z, shared, move.coupling.strength)
 
 
 def _finish(growth: _Growth, prompt: Tensor, shape: Shape, schedule: Schedule) -> Tree:
