@@ -86,11 +86,18 @@ METHODS = (
             *PAPER,
         ),
     ),
+    Method("BranchGRPO, prompt scope", 120, 20, (f"rollout.tree={{{BINARY}}}",)),
     Method(
         "TreeGRPO",
         120,
         20,
         ("rollout.tree={kind: tree_grpo, branch: 4, window: {kind: geometric, size: 2}}",),
+    ),
+    Method(
+        "TreeGRPO, first steps",
+        120,
+        20,
+        ("rollout.tree={kind: tree_grpo, branch: 4, window: {kind: fixed, size: 2}}",),
     ),
 )
 
@@ -104,7 +111,8 @@ def main() -> None:
     runs = []
     for seed in SEEDS:  # outermost, so that a disturbed hour disturbs all methods alike
         for method in METHODS:
-            folder = options.runs / f"{method.name.replace(', ', '-').lower()}-{seed}"
+            name = method.name.replace(", ", "-").replace(" ", "-").lower()
+            folder = options.runs / f"{name}-{seed}"
             train(method, seed, folder)
             runs.append(Run(method=method.name, seed=seed, metrics=read_metrics(folder)))
     write_curves(options.output, runs, "eval/geneval_strict")

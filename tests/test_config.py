@@ -107,68 +107,6 @@ def test_what_must_be_given_is_asked_for():
     assert "Option rewards is missing" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence", "mended"),
-    [
-        ([FAST % "{kind: random, size: 9}"], "window.size is 9.* is 7", "size=7"),
-        ([FAST % "{kind: fixed, size: 4, start: 5}"], "window.size is 4.* is 2", "size=2"),
-        ([FAST % "{kind: fixed, size: 2, start: 7}"], "window.start is 7.* is 5", "start=5"),
-        ([FAST % "{kind: random, size: 2, stop: 8}"], "window.stop is 8.* is 7", "stop=7"),
-        ([FAST % "{kind: progressive, size: 4, stop: 3}"], "window.size is 4.* is 3", "size=3"),
-    ],
-)
-def test_an_impossible_window_is_refused_and_the_suggestion_works(overrides, sentence, mended):
-    with pytest.raises(UserError, match=sentence):
-        parse("", overrides)
-    parse("", [*overrides, f"rollout.tree.window.{mended}"])
-
-
-def test_a_window_may_reach_but_not_cover_the_last_step():
-    assert parse("", [FAST % "{kind: fixed, size: 7}"]).rollout.tree.window.size == 7
-    with pytest.raises(UserError, match="rollout.tree.window.size is 8"):
-        parse("", [FAST % "{kind: fixed, size: 8}"])
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence", "mended"),
-    [
-        ([TREE % "splits: [0, 12]"], "splits has step 12 .* is 6", "rollout.tree.splits=[0, 6]"),
-        (
-            [TREE % "splits: [0, 1]", "rollout.group_size=10"],
-            "is 10.* 8 and 12",
-            "rollout.group_size=8",
-        ),
-        ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
-        (
-            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 8}"],
-            "leaves no step to learn from",
-            "rollout.depth_pruning.size=6",
-        ),
-        (
-            [
-                "rollout.tree={kind: dynamic_tree, gain_growth: 1.0}",
-                "rollout.group_size=16",
-                "rollout.kernel=cps",
-                "rollout.noise_level=0.8",
-            ],
-            "1.75 times.*is 0.57",
-            "rollout.noise_level=0.57",
-        ),
-    ],
-)
-def test_an_impossible_tree_is_refused_and_the_suggestion_works(overrides, sentence, mended):
-    with pytest.raises(UserError, match=sentence):
-        parse("", overrides)
-    parse("", [*overrides, mended])
-
-
-def test_fans_are_compared_with_fans():
-    fan = ["rollout.tree={kind: tempflow, at: [0, 1]}", "objective.credit.edges=fan"]
-    with pytest.raises(UserError, match="objective.credit.scope is depth"):
-        parse("", [*fan, "objective.credit.scope=depth"])
-    assert parse("", [*fan, "objective.credit.scope=leaf"]).objective.credit.scope == "leaf"
-
-
 def test_one_step_cannot_be_trained():
     with pytest.raises(UserError, match="rollout.steps is 1, expected at least 2"):
         parse("", ["rollout.steps=1"])
@@ -305,27 +243,3 @@ def test_arguments_that_make_no_sense_are_explained():
     with pytest.raises(UserError, match="--learning_rate has no value"):
         sort_arguments(["a", "--learning_rate"])
     assert sort_arguments(["--resume_from_checkpoint", "latest", "a"]).resume == "latest"
-
-
-def test_explain_tells_meaning_type_default_and_source():
-    text = explain("learning_rate")
-    assert text.startswith("optim.lr\n  Learning rate.")
-    for part in ("takes:   number, above 0", "default: 0.0003", "source:  Flow-GRPO"):
-        assert part in text
-
-
-def test_explain_shows_every_option():
-    for path in {option.path for option in walk(Config)}:
-        assert path in explain(path)
-    assert len(explain().splitlines()) == len(Config.model_fields)
-
-
-def test_explain_tells_the_variants_of_an_option_apart():
-    assert explain("rollout.tree.window.size").count("(when kind is") == 4
-    assert "(when kind is branch_grpo)" in explain("rollout.tree.splits")
-
-
-@pytest.mark.parametrize(("key", "near"), [("optim.lrr", "optim.lr"), ("noise_lvl", "noise_level")])
-def test_explain_suggests_the_nearest_option(key, near):
-    with pytest.raises(UserError, match=f"Did you mean .*{near}"):
-        explain(key)

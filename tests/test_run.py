@@ -24,8 +24,13 @@ from flowrl.runtime import Runtime
 from flowrl.storage import load_state
 from flowrl.train import train
 
+# Schedules of the iteration: a window that is drawn, and pruning that ends.
+MOVING = {
+    "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 1}},
+    "depth_pruning": {"start": 2, "size": 1, "stop": 2, "until": 3},
+}
 SMALL = {
-    "rollout": {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 4},
+    "rollout": {"prompts": 2, "group_size": 2, "steps": 4, "batch_size": 4, **MOVING},
     "optim": {"lr": 1e-2, "micro_batch": 4},
     "ema": {"decay": 0.5},
     "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "every": 2},
@@ -70,6 +75,12 @@ def assert_same_run(folder: Path, expected: Path) -> None:
 
 def timeless(line: dict) -> dict:
     return {k: v for k, v in line.items() if not k.startswith("time/")}
+
+
+def test_what_is_trained_moved_in_that_run(whole):
+    """Or the tests below would say nothing of schedules."""
+    lines = [line for line in read_metrics(whole) if "tree/forwards" in line]
+    assert len({tuple(k for k in line if k.startswith("tree/distance/")) for line in lines}) > 1
 
 
 # --- real processes ------------------------------------------------------------------------------
@@ -276,18 +287,3 @@ def test_a_checkpoint_of_other_adapters_cannot_be_resumed(whole, config_for, loa
     run = build_run(config, learner, evaluator, state, resumed=True)
     with run.session(), pytest.raises(UserError, match="lora.rank"):
         train(learner, run, iterations=1)
-
-
-def test_signals_are_given_back_after_the_run(config_for, load_tiny, tmp_path):
-    config = config_for(tmp_path)
-    learner, evaluator = build(config, pipeline=load_tiny())
-    before = signal.getsignal(signal.SIGINT)
-    run = build_run(config, learner, evaluator, None, resumed=False)
-    with run.session():
-        assert signal.getsignal(signal.SIGINT) is not before
-        os.kill(os.getpid(), signal.SIGINT)
-        assert run.interrupted and run.should_stop()
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-    assert signal.getsignal(signal.SIGINT) is before

@@ -1,5 +1,8 @@
-"""A run that goes on under a changed recipe, and one that a reward stops."""
+"""A run that goes on under a changed recipe, one that a reward stops, and what is left after."""
 
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,3 +90,16 @@ def test_a_run_that_a_reward_stops_keeps_what_it_learned(make_run):
     with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
         train(learner, run, iterations=4)
     assert run.checkpoints.steps()[-1] == 3
+
+
+def test_signals_are_given_back_after_the_run(make_run):
+    before = signal.getsignal(signal.SIGINT)
+    _, run = make_run()
+    with run.session():
+        assert signal.getsignal(signal.SIGINT) is not before
+        os.kill(os.getpid(), signal.SIGINT)
+        assert run.interrupted and run.should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -81,7 +81,15 @@ def seen(tiny_config, tmp_path_factory) -> dict[str, dict]:
     """What one process saw, and each of two: keys "1-0", "2-0", "2-1"."""
     folder = tmp_path_factory.mktemp("processes")
     config = tiny_config(
-        rollout={"prompts": 4, "group_size": 3, "steps": 3, "batch_size": 12, "merge_lora": False},
+        # Two trees of a prompt, so that the second prompt's group lies on both processes.
+        rollout={
+            "prompts": 3,
+            "group_size": 4,
+            "steps": 3,
+            "tree": {"kind": "branch_grpo", "splits": [0]},
+            "batch_size": 12,
+            "merge_lora": False,
+        },
         optim={"lr": 1e-3, "micro_batch": 6},
         evaluation={"prompts": "tiny:colors:test", "images": 5, "steps": 2},
     )

@@ -35,6 +35,26 @@ def rollouts(draw):
     return torch.where(valid, reward, torch.nan), valid, group
 
 
+def in_numpy(reward, valid, group, scope, ddof):
+    """(reward - group mean) / (std + 1e-4) row by row, in NumPy; 0 without two unequal rewards."""
+    reward, valid, group = (t.numpy() for t in (reward, valid, group))
+    advantage = np.zeros(len(reward))
+    for i in np.flatnonzero(valid):
+        members = reward[valid & (group == group[i])]
+        if len(members) > 1 and members.min() < members.max():
+            spread = np.std(members if scope == "group" else reward[valid], ddof=ddof)
+            advantage[i] = (reward[i] - members.mean()) / (spread + 1e-4)
+    return torch.tensor(advantage)
+
+
+@scopes
+@pytest.mark.parametrize("ddof", [0, 1])
+@given(rollout=rollouts())
+def test_it_is_grpos_formula_row_by_row(scope, ddof, rollout):
+    advantage = group_advantage(*rollout, scope=scope, ddof=ddof)
+    assert_close(advantage, in_numpy(*rollout, scope, ddof), rtol=0, atol=1e-9)
+
+
 @scopes
 @pytest.mark.parametrize("ddof", [0, 1])
 @given(rollout=rollouts())
