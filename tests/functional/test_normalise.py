@@ -14,6 +14,7 @@ from flowrl.functional.credit import fuse_uniform
 from flowrl.functional.normalise import class_population, normalise, population
 
 nan = math.nan
+SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
 SCOPES = ["leaf", "prompt", "depth", "sibling"]
 CONSTANTS = st.sampled_from([0.1, 1 / 3, -7.3, 1e6 + 0.1, 0.0])
 scopes, scales = st.sampled_from(SCOPES), st.sampled_from(["std", "mad", "none", "global"])
@@ -45,9 +46,8 @@ def test_chains_of_any_length_have_the_advantage_of_plain_groups_at_every_node(d
     valid = torch.tensor([True, True, False, True, True, True])
     value = fuse_uniform(chain.below, reward, valid[:, None])
     advantage = normalise(value, among(chain, group, "prompt"), ddof=ddof)
-    point = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
     leaves = torch.where(valid[:, None], reward, nan)
-    plain = normalise(leaves, population("prompt", group=group, **point), ddof=ddof)
+    plain = normalise(leaves, population("prompt", group=group, **SINGLE), ddof=ddof)
     exact(advantage, plain.expand(6, 5))
 
 
