@@ -5,11 +5,8 @@ Executors that ask it elsewhere (a process pool, a server) will replace `_ask` a
 """
 
 import functools
-import importlib
 import inspect
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.imports import load_callable
 from flowrl.prompts import PromptRecord
 
 Reward = Callable[[Tensor, list[str], list[dict]], Any]  # -> (B,) tensor or list of floats
@@ -70,23 +68,15 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     Raises UserError when there is none, saying where Python looked, or when args do not fit.
     """
     target = BUILT_IN.get(name, name)
-    module_name, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in target:
         known = ", ".join(BUILT_IN)
         raise UserError(
             f"unknown reward {name!r}: use one of {known}, or your own as 'module:attribute'"
         )
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the `flowrl` command starts without it, unlike python
     try:
-        found: Any = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        package = sys.modules.get(module_name.partition(".")[0])
-        where = list(getattr(package, "__path__", [])) or getattr(package, "__file__", None)
-        place = f"the package found lies at {where}" if where else "no such package was found"
-        raise UserError(f"cannot load reward {name!r} from {target}: {error} ({place})") from error
-    if not callable(found):
-        raise UserError(f"reward {name!r} is {found!r}; expected a class or a function")
+        found = load_callable(target)
+    except LookupError as error:
+        raise UserError(f"cannot load reward {name!r} from {target}: {error.args[0]}") from error
     if not inspect.isclass(found):
         return cast(Reward, functools.partial(found, **args) if args else found)
     try:

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "flowrl"
 
 # Each line may import itself and the lines above it. A new file needs a place here.
 LAYERS = [
-    {"errors", "storage"},
+    {"errors", "storage", "imports"},
     {"functional", "noise", "trees"},
     {"trajectory", "runtime"},
     {"backbones", "policy", "tiny"},

@@ -1,11 +1,9 @@
 """Plans of people's own: a callable under its import path, and a check of what it returns."""
 
-import importlib
-import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from flowrl.imports import load_callable
 from flowrl.trees.plan import PlanError, TreePlan
 from flowrl.trees.shape import count
 
@@ -24,7 +22,10 @@ def custom_plan(
     Modules are looked for where Python does, and last in the working directory. Raises PlanError
     when there is none, or when what it returns is no plan of so many steps and leaves.
     """
-    make = _load(target)
+    try:
+        make = load_callable(target)
+    except LookupError as error:
+        raise PlanError(f"cannot load the plan {target}: {error.args[0]}") from error
     try:
         plan = make(iteration=iteration, steps=steps, leaves=leaves, seed=seed, **args)
     except TypeError as error:
@@ -42,18 +43,3 @@ def custom_plan(
             f"works is {made}"
         )
     return plan
-
-
-def _load(target: str) -> Any:
-    module, colon, attribute = target.partition(":")
-    if not (module and colon and attribute):
-        raise PlanError(f"function is {target!r}, expected module:attribute, as in my_plans:star")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the `flowrl` command starts without it, unlike python
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(f"cannot load the plan {target}: {error}") from error
-    if not callable(found):
-        raise PlanError(f"{target} is {found!r}, expected something that can be called")
-    return found

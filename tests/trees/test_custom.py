@@ -52,10 +52,10 @@ def test_a_plan_of_another_size_is_refused(make):
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("starry_plans", "expected module:attribute"),
+        ("starry_plans", "is not written as module:attribute"),
         ("no_such_module_of_plans:star", "No module named"),
         ("starry_plans:moon", "has no attribute 'moon'"),
-        ("starry_plans:NUMBER", "expected something that can be called"),
+        ("starry_plans:NUMBER", "it is 3, expected a class or a function"),
         ("starry_plans:nothing", "returned None"),
     ],
 )

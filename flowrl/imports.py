@@ -1,0 +1,29 @@
+"""People's own components: a callable by its import path."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def load_callable(target: str) -> Callable[..., Any]:
+    """`module:attribute` -> the attribute. Raises LookupError that says what was found, and where.
+
+    Modules are looked for where Python does, and last in the working directory.
+    """
+    module, colon, attribute = target.partition(":")
+    if not (module and colon and attribute):
+        raise LookupError(f"{target!r} is not written as module:attribute")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # the `flowrl` command starts without it, unlike python
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        package = sys.modules.get(module.partition(".")[0])
+        where = list(getattr(package, "__path__", [])) or getattr(package, "__file__", None)
+        place = f"the package found lies at {where}" if where else "no such package was found"
+        raise LookupError(f"{error} ({place})") from error
+    if not callable(found):
+        raise LookupError(f"it is {found!r}, expected a class or a function")
+    return found
