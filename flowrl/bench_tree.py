@@ -61,10 +61,10 @@ def _row(
     ratio, by_counts = seconds[job] / seconds[other], forwards(job) / forwards(other)
     return {
         "job": job,
-        "seconds": seconds[job],
-        "to": other,
-        "its seconds": seconds[other],
+        "s": seconds[job],
+        "against": other,
+        "its s": seconds[other],
         "ratio": ratio,
         "by counts": by_counts,
-        "ratio / counts": ratio / by_counts,
+        "of counts": ratio / by_counts,
     }

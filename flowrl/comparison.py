@@ -69,13 +69,7 @@ def mean_curve(runs: Sequence[Run]) -> list[Point]:
 
 
 def time_to_reach(curve: Sequence[Point], name: str, level: float) -> float | None:
-    """Seconds until a score first stands at `level`, straight between evaluations; None if never.
-
-    >>> a = Point(step=0, seconds=0.0, forwards=0.0, scores={"r": 0.0})
-    >>> b = Point(step=9, seconds=10.0, forwards=9.0, scores={"r": 1.0})
-    >>> time_to_reach([a, b], "r", 0.25)
-    2.5
-    """
+    """Seconds until a score stands at `level`, straight between evaluations; None if never."""
     for before, after in zip(curve[:-1], curve[1:], strict=True):
         low, high = before.scores[name], after.scores[name]
         if low >= level:

@@ -50,6 +50,38 @@ def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner, ke
     assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
 
 
+def test_siblings_learn_from_one_forward_and_their_first_ratio_is_exactly_0_too(make_learner):
+    tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
+    learner = warm(make_learner(rollout=ROLLOUT | {"merge_lora": False, "tree": tree}))
+    rollout, metrics = learner.iterate(0)
+    assert metrics["policy/ratio_error_max"] == 0
+    assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
+    assert metrics["grad/norm"] > 0 and metrics["tree/distance/step_0"] > 0
+
+
+TREES = {
+    "branch_grpo": ({"splits": [0, 1]}, {"scope": "depth"}),
+    "mix_grpo": ({"window": {"kind": "fixed", "size": 2, "start": 1}}, {"edges": "sibling"}),
+    "tempflow": ({"width": 2, "at": [0, 1]}, {"edges": "fan", "scope": "leaf"}),
+    "e_grpo": ({"width": 2, "at": [0], "draw": None}, {"edges": "fan"}),
+}
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize(("kind", "options"), TREES.items())
+def test_every_shape_learns_at_a_ratio_of_1(make_learner, kind, options, kl_coef):
+    tree, credit = options
+    objective = {"kl_coef": kl_coef, "credit": credit}
+    rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
+    learner = warm(make_learner(rollout=rollout, objective=objective))
+    before = [p.clone() for p in learner.policy.parameters()]
+    drawn, metrics = learner.iterate(0)
+    assert len(drawn.images) == 8 and metrics["policy/ratio_error_max"] < 0.1  # nats
+    assert metrics["grad/norm"] > 0 and metrics["tree/no_advantage"] < 1
+    after = learner.policy.parameters()
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
 @pytest.mark.parametrize("options", [{"merge_lora": True}, {"merge_lora": False, "batch_size": 3}])
 def test_folded_or_in_other_batches_it_is_1_to_float_tolerance(make_learner, options):
     learner = warm(make_learner(rollout=ROLLOUT | options))

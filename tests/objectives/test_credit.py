@@ -75,6 +75,13 @@ def test_a_tree_gives_an_edge_the_mean_of_the_pictures_below_it():
     torch.testing.assert_close(advantage[0], expected)
 
 
+@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth"])
+def test_what_came_before_the_first_split_of_a_lone_tree_has_exactly_no_advantage(scope):
+    plan = TreePlan(1, (NOISY, SPLIT, SPLIT, ODE))
+    advantage, _ = Credit(scope=scope)(rollout(plan, REWARD))
+    assert advantage[0, 0] == 0 and bool((advantage[0, 1:] != 0).any())
+
+
 def test_branch_grpo_compares_the_nodes_of_one_depth():
     advantage, _ = Credit(scope="depth", ddof=1, floor=1e-8)(rollout(TREE, REWARD))
     first = z([0.3, 0.6], ddof=1, floor=1e-8)

@@ -1,0 +1,65 @@
+"""Methods side by side: what a curve, a crossing and a row of the table are."""
+
+import pytest
+from PIL import Image
+
+from flowrl.comparison import Run, markdown, mean_curve, points, rows, time_to_reach, write_curves
+
+SCORE = "eval/r"
+
+
+def run(method: str, seed: int, seconds: float, scores: list[float]) -> Run:
+    """An evaluation every two iterations; each iteration takes `seconds` and 30 forwards."""
+    line = {"time/rollout": seconds / 2, "time/train": seconds / 2, "time/reward": None}
+    metrics: list[dict] = [{"step": 0, SCORE: scores[0]}]
+    for step in range(1, 2 * len(scores) - 1):
+        metrics.append({"step": step, "tree/forwards": 20, "tree/train_forwards": 10} | line)
+        if step % 2 == 0:
+            metrics[-1] |= {SCORE: scores[step // 2]}
+    return Run(method=method, seed=seed, metrics=metrics)
+
+
+SLOW = [run("chains", 0, 4.0, [0.1, 0.2, 0.3]), run("chains", 1, 4.0, [0.1, 0.4, 0.5])]
+FAST = [run("tree", 0, 1.0, [0.1, 0.5, 0.5]), run("tree", 1, 1.0, [0.1, 0.5, 0.7])]
+
+
+def test_a_point_adds_up_what_came_before_it_and_leaves_evaluations_out():
+    found = points(SLOW[0])
+    assert [p.step for p in found] == [0, 2, 4]
+    assert [p.seconds for p in found] == [0, 8, 16]
+    assert [p.forwards for p in found] == [0, 60, 120]
+    assert [p.scores[SCORE] for p in found] == [0.1, 0.2, 0.3]
+
+
+def test_the_curve_of_a_method_is_the_mean_over_its_seeds():
+    assert [p.scores[SCORE] for p in mean_curve(SLOW)] == pytest.approx([0.1, 0.3, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("level", "seconds"), [(0.1, 0.0), (0.2, 4.0), (0.3, 8.0), (0.35, 12.0), (0.5, None)]
+)
+def test_a_level_is_reached_on_the_straight_line_between_evaluations(level, seconds):
+    reached = time_to_reach(mean_curve(SLOW), SCORE, level)
+    assert reached == (seconds if seconds is None else pytest.approx(seconds))
+
+
+def test_others_are_measured_by_the_first_methods_final_score():
+    first, second = rows([*SLOW, *FAST], SCORE)
+    assert first["final"] == "0.400 ± 0.141" and first["seconds"] == "16"
+    # 0.4 lies three quarters of the way from 0.1 at 0 s to 0.5 at 2 s: 1.5 s of 16 s.
+    assert second["reaches the first's final after"] == "2 s (9%)"
+    assert second["s / iteration"] == "1.00" and second["forwards / iteration"] == "30"
+    (never,) = rows([*FAST[:1], run("lost", 0, 1.0, [0.1, 0.2, 0.1])], SCORE)[1:]
+    assert never["reaches the first's final after"] == "never"
+
+
+def test_the_files_hold_every_evaluation_and_two_charts(tmp_path):
+    write_curves(tmp_path, [*SLOW, *FAST], SCORE)
+    lines = (tmp_path / "curves.csv").read_text().splitlines()
+    assert lines[0] == "method,seed,iteration,seconds,forwards,eval/r"
+    assert lines[2] == "chains,0,2,8.0,60,0.2000" and len(lines) == 1 + 4 * 3
+    for name in ("wall-time.png", "forwards.png"):
+        with Image.open(tmp_path / name) as chart:
+            assert len(chart.convert("RGB").getcolors(100_000) or []) > 3
+    table = markdown(rows([*SLOW, *FAST], SCORE))
+    assert table.splitlines()[2].startswith("| chains | 4.00 | 30 | 4 | 16 | 0.100 |")
