@@ -32,7 +32,7 @@ from flowrl.report import Report
 from flowrl.reward import Reward, RewardSpec, check_evaluation, check_prompts, load_reward
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
-from flowrl.samplers.schedule import make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.train import Learner, RolloutSettings, UpdateSettings
 
 BACKBONES = {"sd3": SD3}
@@ -208,7 +208,7 @@ def build_evaluator(
         encode=TextCache(backbone, config.rollout.negative),
         prompts=PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0),
         specs=specs,
-        schedule=make_schedule(backbone.sigmas(e.steps), KERNELS["flow_sde"], 0.0),
+        schedule=Schedule(sigmas=backbone.sigmas(e.steps), kernel=KERNELS["flow_sde"], level=0.0),
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,

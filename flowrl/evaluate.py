@@ -103,7 +103,7 @@ class Evaluator:
                     velocity,
                     self.encode,
                     part,
-                    ode_plan(len(self.schedule.g)),
+                    ode_plan(len(self.schedule.sigmas) - 1),
                     self.schedule,
                     self.batch_size,
                 )

@@ -52,15 +52,8 @@ class Request:
             root=self.root[rows],
         )
 
-    def noise(
-        self,
-        path: tuple[int, ...],
-        step: int,
-        role: str,
-        shape: Sequence[int],
-        device: torch.device,
-    ) -> Tensor:
-        """One draw a tree, (R, *shape) fp32; path: where in the tree."""
+    def noise(self, path: tuple[int, ...], step: int, role: str, shape: Sequence[int]) -> Tensor:
+        """One draw a tree, (R, *shape) fp32 on the CPU; path: where in the tree."""
         shared = role == "init" and self.same_noise
         seeds = [
             noise_seed(
@@ -74,7 +67,7 @@ class Request:
             )
             for p, r in zip(self.prompt.tolist(), self.root.tolist(), strict=True)
         ]
-        return keyed_noise(seeds, shape, device=device)
+        return keyed_noise(seeds, shape, device="cpu")
 
 
 def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
@@ -119,9 +112,9 @@ def draw(
     shape, device = backbone.latent_shape(), backbone.device
 
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
-        return request.noise(path, step, role, shape, device)
+        return request.noise(path, step, role, shape)
 
-    x = noise((), 0, "init").to(backbone.dtype)
+    x = noise((), 0, "init").to(device, backbone.dtype)
     prompt = request.prompt.to(device)
     return grow(batched(velocity, cond, batch_size), x, prompt, plan, schedule, noise), cond
 

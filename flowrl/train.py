@@ -26,7 +26,7 @@ from flowrl.rollout import (
 )
 from flowrl.run import Run
 from flowrl.runtime import Runtime
-from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan
 
@@ -81,7 +81,7 @@ class Learner:
 
     def schedule(self) -> Schedule:
         r = self.rollout
-        return make_schedule(self.backbone.sigmas(r.steps), r.kernel, r.noise_level)
+        return Schedule(sigmas=self.backbone.sigmas(r.steps), kernel=r.kernel, level=r.noise_level)
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """One iteration: a rollout, then the updates that learn from it, and all its metrics."""
@@ -143,13 +143,15 @@ class Learner:
         batch = self.objective.prepare(rollout)
         means = RowMeans()
         means.add(batch.metrics(), 1)
-        for update, part in enumerate(batch.updates(u.updates_per_rollout)):
+        fresh = self.objective.needs.ratio  # nothing has moved since the rollout
+        for part in batch.updates(u.updates_per_rollout):
             rows = self.runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
             self._backward(part, rows, generator, means)
-            if update == 0 and self.objective.needs.ratio:
+            if fresh:
                 self._check_ratio(means)
+            fresh = False
             self.runtime.reduce_gradients(policy.parameters())
             norm = self.runtime.clip_gradients(policy.parameters(), u.max_grad_norm)
             self.optimizer.step()

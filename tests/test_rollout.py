@@ -17,12 +17,11 @@ from flowrl.rollout import (
     judge,
     occurrences,
 )
-from flowrl.samplers.schedule import make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trees.plan import Step, TreePlan
 
 RECORDS = load_prompts("tiny:all:train", limit=3)
 SHAPE = (16, 8, 8)
-CPU = torch.device("cpu")
 
 
 PLAN = TreePlan(2, (Step(noise=True, train=True),) * 2 + (Step(),))
@@ -39,7 +38,7 @@ ROUNDING = 1e-4
 @pytest.fixture(scope="module")
 def sample(make_learner):
     learner = make_learner()
-    schedule = make_schedule(learner.backbone.sigmas(3), KERNELS["flow_sde"], 0.7)
+    schedule = Schedule(sigmas=learner.backbone.sigmas(3), kernel=KERNELS["flow_sde"], level=0.7)
     generator = torch.Generator().manual_seed(0)
     for p in learner.policy.parameters():  # away from the fresh adapter, which changes nothing
         p.data += 0.05 * torch.randn(p.shape, generator=generator)
@@ -80,15 +79,15 @@ def test_a_share_holds_the_pictures_of_the_whole(sample, rows):
 
 
 def test_noise_is_that_of_its_prompt_whatever_stands_beside_it():
-    alone = request_of(RECORDS[1:2]).noise((), 2, "step", SHAPE, CPU)
-    among = request_of().noise((), 2, "step", SHAPE, CPU)
+    alone = request_of(RECORDS[1:2]).noise((), 2, "step", SHAPE)
+    among = request_of().noise((), 2, "step", SHAPE)
     assert torch.equal(among[2:4], alone)
     other = [
-        request_of(seed=1).noise((), 2, "step", SHAPE, CPU),
-        request_of(iteration=5).noise((), 2, "step", SHAPE, CPU),
-        request_of().noise((1,), 2, "step", SHAPE, CPU),
-        request_of().noise((), 1, "step", SHAPE, CPU),
-        request_of().noise((), 2, "init", SHAPE, CPU),
+        request_of(seed=1).noise((), 2, "step", SHAPE),
+        request_of(iteration=5).noise((), 2, "step", SHAPE),
+        request_of().noise((1,), 2, "step", SHAPE),
+        request_of().noise((), 1, "step", SHAPE),
+        request_of().noise((), 2, "init", SHAPE),
     ]
     rows = torch.cat([among, *other])
     assert len(rows.flatten(1).unique(dim=0)) == len(rows)
@@ -96,7 +95,7 @@ def test_noise_is_that_of_its_prompt_whatever_stands_beside_it():
 
 def test_siblings_share_their_first_noise_when_asked_and_only_that():
     request = request_of(plan=replace(PLAN, same_noise=True))
-    first, later = (request.noise((), 0, role, SHAPE, CPU) for role in ("init", "step"))
+    first, later = (request.noise((), 0, role, SHAPE) for role in ("init", "step"))
     assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
     assert not torch.equal(later[0], later[1])
 
@@ -105,7 +104,7 @@ def test_a_prompt_that_stands_there_twice_is_two_groups_with_noise_of_their_own(
     request = request_of([RECORDS[0], RECORDS[1], RECORDS[0]])
     assert request.root.tolist() == [0, 1, 0, 1, 2, 3]
     assert occurrences([RECORDS[0], RECORDS[1], RECORDS[0]]) == [0, 0, 1]
-    noise = request.noise((), 0, "init", SHAPE, CPU)
+    noise = request.noise((), 0, "init", SHAPE)
     assert len(noise.flatten(1).unique(dim=0)) == 6
 
 

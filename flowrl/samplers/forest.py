@@ -17,7 +17,8 @@ from flowrl.trees.shape import Shape, levels, shape_of
 
 # (x (B, *latent), sigma (), prompt (B,) long) -> velocity like x
 FrontierVelocity = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (path in the tree, step index, role) -> (R, *latent) fp32 standard normal, one draw a tree
+# (path in the tree, step index, role) -> (R, *latent) fp32 standard normal, one draw a tree, on
+# any device: the noises of a move are joined before they go where they are used
 KeyedNoise = Callable[[tuple[int, ...], int, str], Tensor]
 
 
@@ -51,7 +52,7 @@ def grow(
     """
     rows = _PromptRows(prompt)
     nothing = torch.zeros(len(x), 1, device=x.device)
-    growth = _Growth(x=[x[:, None]], log_prob=[nothing], g=[schedule.g.new_zeros(1)], paths=[[()]])
+    growth = _Growth(x=[x[:, None]], log_prob=[nothing], g=[nothing.new_zeros(1)], paths=[[()]])
     for step, moves in levels(plan):
         sources = sorted({move.source for move in moves})
         velocities = _frontier(velocity, growth, sources, schedule.sigmas[step], rows)
@@ -95,20 +96,20 @@ def _advance(growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: 
     parents, paths = growth.x[move.source], growth.paths[move.source]
     trees, width = parents.shape[:2]
     x, sigmas = parents.flatten(0, 1).float(), schedule.sigmas
-    g = schedule.g[move.step] * move.gain
+    g = schedule.g(move.step, move.to) * move.gain if move.noise else sigmas.new_zeros(())
     step = schedule.kernel.step if move.noise else ode_step
     mean, std = step(x, v.float(), sigmas[move.step], sigmas[move.to], g)
     drawn = mean
     if move.noise:
         mean, std = (t.repeat_interleave(move.branch, 0) for t in (mean, std))
         xi = torch.stack([_siblings(move, path, noise) for path in paths], 1)
-        drawn = mean + lift(std, mean) * xi.flatten(0, 2)
+        drawn = mean + lift(std, mean) * xi.flatten(0, 2).to(mean.device)
     drawn = drawn.to(parents.dtype)
     density = log_prob(drawn.float(), mean, std) if move.noise else mean.new_zeros(len(mean))
     whole = (trees, width * move.branch)
     growth.x.append(drawn.unflatten(0, whole))
     growth.log_prob.append(density.unflatten(0, whole))
-    growth.g.append((g if move.noise else 0 * g).expand(whole[1]))
+    growth.g.append(g.expand(whole[1]))
     growth.paths.append([child for path in paths for child in move.paths(path)])
     if move.train:
         growth.mean_old.append(mean.unflatten(0, whole))

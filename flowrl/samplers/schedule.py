@@ -1,4 +1,4 @@
-"""The numbers behind a plan: a schedule of sigmas, and how much noise each of its steps gets."""
+"""The numbers behind a plan: a schedule of sigmas, and how much noise each move gets."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,17 @@ from flowrl.functional.sde import StepKernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """sigmas: (T+1,) fp32 from 1 to 0; g: (T,), the noise of a step where a plan asks for some.
-
-    `kernel` turns g into a mean and a std.
-    """
+    """sigmas: (T+1,) fp32 from 1 to 0. kernel, level: the step where a plan asks for noise, and
+    the strength of that noise by the kernel's own law."""
 
     sigmas: Tensor
-    g: Tensor
     kernel: StepKernel
+    level: float
 
+    def g(self, step: int, to: int) -> Tensor:
+        """() the noise of a move from sigma `step` to sigma `to`; 0 for one that ends at 0.
 
-def make_schedule(sigmas: Tensor, kernel: StepKernel, level: float) -> Schedule:
-    """Noise of strength `level`, by the kernel's own law; never any in the last step."""
-    return Schedule(sigmas=sigmas, g=kernel.noise(sigmas, level), kernel=kernel)
+        The law sees the move's own two sigmas: at sigma = 1 Flow-SDE takes its limit from the
+        second, which for merged steps is not the schedule's next.
+        """
+        return self.kernel.noise(self.sigmas[[step, to]], self.level)[0]

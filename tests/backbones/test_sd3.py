@@ -10,7 +10,7 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts import load_prompts
 from flowrl.rollout import Request, decode, draw
-from flowrl.samplers.schedule import make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trees.plan import ode_plan
 
 COUNT, STEPS = 4, 3
@@ -37,14 +37,14 @@ def request_():
 def ours(pipeline, request_, guidance, tokens=12):
     backbone = SD3(pipeline, guidance=guidance, max_sequence_length=tokens)
     encode = TextCache(backbone, NEGATIVE)
-    schedule = make_schedule(backbone.sigmas(STEPS), KERNELS["flow_sde"], 0.0)
+    schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
     plan = ode_plan(STEPS)
     tree, _ = draw(backbone, backbone.velocity, encode, request_, plan, schedule, COUNT)
     return backbone, tree.leaves()
 
 
 def theirs(pipeline, request_, backbone, guidance, output, tokens=12):
-    latents = request_.noise((), 0, "init", backbone.latent_shape(), torch.device("cpu"))
+    latents = request_.noise((), 0, "init", backbone.latent_shape())
     return pipeline(
         [p.text for p in request_.prompts],
         negative_prompt=[NEGATIVE] * COUNT,
@@ -109,7 +109,7 @@ def test_a_sigma_for_each_row_equals_one_for_all(pipeline, request_):
     """Training mixes steps in one batch, where the rollout has one: the velocities are the same."""
     backbone = SD3(pipeline, max_sequence_length=12)
     cond = TextCache(backbone)(request_.prompts)
-    x = request_.noise((), 0, "init", backbone.latent_shape(), torch.device("cpu"))
+    x = request_.noise((), 0, "init", backbone.latent_shape())
     with torch.no_grad():
         one = backbone.velocity(x, torch.tensor(0.6), cond)
         each = backbone.velocity(x, torch.full((COUNT,), 0.6), cond)

@@ -16,7 +16,7 @@ from flowrl.objectives.credit import (
     keep_parent_top1,
 )
 from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Fan, Step, TreePlan
 
@@ -35,7 +35,9 @@ def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) 
         return torch.randn(len(prompt), 3, generator=generator)
 
     steps = len(plan.steps)
-    schedule = make_schedule(torch.linspace(1, 0, steps + 1), KERNELS["flow_sde"], 0.5)
+    schedule = Schedule(
+        sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS["flow_sde"], level=0.5
+    )
     tree = grow(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
     worth = torch.tensor(reward)
     return Rollout(

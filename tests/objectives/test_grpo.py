@@ -10,7 +10,7 @@ from flowrl.functional.sde import KERNELS
 from flowrl.objectives.credit import Credit
 from flowrl.objectives.grpo import GRPO
 from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
 from flowrl.trees.plan import Step, TreePlan
 
@@ -56,7 +56,9 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
         return torch.randn(len(prompt), D, generator=generator).double()
 
     sigmas = torch.linspace(1, 0, T + 1).double()
-    schedule = make_schedule(sigmas, KERNELS[kernel], 1.0 if kernel == "renoise" else 0.6)
+    schedule = Schedule(
+        sigmas=sigmas, kernel=KERNELS[kernel], level=1.0 if kernel == "renoise" else 0.6
+    )
 
     def velocity(x, sigma, prompt):
         return toy(x, sigma.expand(len(x)), cond().take(prompt))

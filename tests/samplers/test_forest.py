@@ -91,7 +91,7 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain(plan):
         nodes = [leaf]
         while nodes[0]:
             nodes.insert(0, int(tree.parent[nodes[0]]))
-        noises = {}
+        noises, gain = {}, {}
         for before, after in zip(nodes[:-1], nodes[1:], strict=True):
             i, j = int(tree.step[before]), int(tree.step[after])
             if after in tree.noisy:
@@ -100,11 +100,9 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain(plan):
                 g = tree.g[after]
                 mean, std = numbers.kernel.step(x, v, numbers.sigmas[i], numbers.sigmas[j], g)
                 noises[i] = (tree.x[:, after] - mean) / lift(std, mean)
-                gained = Schedule(sigmas=numbers.sigmas, g=numbers.g.clone(), kernel=numbers.kernel)
-                gained.g[i] = g
-                numbers = gained
+                gain[i] = float(g / numbers.g(i, j))
         stops = tree.step[nodes].tolist()
-        x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises)
+        x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises, gain)
         torch.testing.assert_close(tree.x[:, leaf], x0, rtol=1e-5, atol=1e-6)
 
 
@@ -171,6 +169,21 @@ def test_the_density_of_a_step_is_that_of_its_mean_and_std(plan):
         torch.testing.assert_close(tree.log_prob[:, node], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", [0.5, 1.0])
+def test_a_merged_first_step_has_the_std_of_a_single_one(level):
+    """At sigma = 1 Flow-SDE's std is its level, however far the step goes."""
+    lengths = (1, 2, 3)
+    plan = TreePlan(1, (ODE,) * T, fans=tuple(Fan(step=0, width=1, length=n) for n in lengths))
+    numbers = schedule(T, level=level)
+    tree = grown(plan, numbers)
+    sigma = numbers.sigmas[0]
+    stds = [
+        (tree.g[node] * (sigma - numbers.sigmas[tree.step[node]]).sqrt()).item()
+        for node in tree.edge
+    ]
+    assert stds == pytest.approx([level] * 3, rel=1e-6)
+
+
 def test_the_gain_is_in_the_noise_and_in_the_density():
     quiet, loud = (
         grown(TreePlan(1, (Step(noise=True, train=True, gain=gain), *(ODE,) * 3)), schedule(4))
@@ -193,7 +206,7 @@ def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(T)
-    numbers = Schedule(sigmas=scheduler.sigmas, g=torch.zeros(T), kernel=KERNELS["flow_sde"])
+    numbers = Schedule(sigmas=scheduler.sigmas, kernel=KERNELS["flow_sde"], level=0.0)
     tree = grown(ode_plan(T), numbers, prompts=3)
     x, prompt = tree.x[:, 0], tree.prompt
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):

@@ -15,13 +15,17 @@ from flowrl.functional.coupling import correlation
 from flowrl.functional.diversity import common_ancestor
 from flowrl.functional.sde import KERNELS
 from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
 
 T, MEAN, STD = 8, 0.5, 0.6
 ODE, NOISY = Step(), Step(noise=True, train=True)
 EXACT = 2e-5  # the sampler computes in fp32
+
+
+def schedule(kernel: str, level: float, steps: int = T) -> Schedule:
+    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], level=level)
 
 
 def variance(sigma: Tensor) -> Tensor:
@@ -61,7 +65,7 @@ def slopes(numbers: Schedule, noisy: set[int]) -> tuple[list[float], list[float]
     found = []
     for i in range(T):
         s, s1 = numbers.sigmas[i].double(), numbers.sigmas[i + 1].double()
-        g = numbers.g[i].double() if i in noisy else torch.zeros(()).double()
+        g = numbers.g(i, i + 1).double() if i in noisy else torch.zeros(()).double()
         kernel = numbers.kernel if i in noisy else KERNELS["flow_sde"]
         points = torch.tensor([[0.0], [1.0]]).double()
         mean, std = kernel.step(points, velocity(points, s, points), s, s1, g)
@@ -97,7 +101,7 @@ couplings = pytest.mark.parametrize(
 @pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "cps", "renoise"])
 def test_two_leaves_share_what_came_before_they_parted(kernel, branch, coupling):
     level = 1.0 if kernel == "renoise" else 0.6
-    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS[kernel], level)
+    numbers = schedule(kernel, level, T)
     split = Step(branch=branch, noise=True, coupling=coupling, train=True)
     plan = TreePlan(1, tuple(split if i in (1, 4) else NOISY for i in range(T - 1)) + (ODE,))
     tree, _, slope = response(plan, numbers)
@@ -114,7 +118,7 @@ def test_two_leaves_share_what_came_before_they_parted(kernel, branch, coupling)
 @couplings
 def test_every_leaf_is_distributed_like_the_end_of_a_chain(coupling):
     """Whatever the tree and its coupling: mean and variance of each leaf, to float tolerance."""
-    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    numbers = schedule("flow_sde", 0.7, T)
     chain = TreePlan(1, (NOISY,) * (T - 1) + (ODE,))
     split = Step(branch=2, noise=True, coupling=coupling, train=True)
     tree = TreePlan(1, tuple(split if i in (0, 2, 5) else NOISY for i in range(T - 1)) + (ODE,))
@@ -128,7 +132,7 @@ def test_every_leaf_is_distributed_like_the_end_of_a_chain(coupling):
 
 
 def test_the_scaled_noise_of_the_released_code_breaks_the_marginals():
-    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    numbers = schedule("flow_sde", 0.7, T)
     _, _, slope = response(TreePlan(1, (NOISY,) * (T - 1) + (ODE,)), numbers)
     split = Step(branch=2, noise=True, coupling=Coupling("scaled", 4.0), train=True)
     _, _, scaled = response(TreePlan(1, (NOISY, split, *(NOISY,) * (T - 3), ODE)), numbers)
@@ -136,7 +140,7 @@ def test_the_scaled_noise_of_the_released_code_breaks_the_marginals():
 
 
 def test_a_fan_is_a_chain_with_noise_in_one_step():
-    numbers = make_schedule(torch.linspace(1, 0, T + 1), KERNELS["flow_sde"], 0.7)
+    numbers = schedule("flow_sde", 0.7, T)
     tree, _, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
     a, std = slopes(numbers, {3})
     own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()
@@ -154,7 +158,7 @@ def test_a_consistency_function_grows_trees_whose_leaves_are_the_data():
         return (x - x0) / sigma
 
     for steps in (2, 4, 8):
-        numbers = make_schedule(torch.linspace(1, 0, steps + 1), KERNELS["renoise"], 1.0)
+        numbers = schedule("renoise", 1.0, steps)
         split = Step(branch=3, noise=True, train=True)
         plan = TreePlan(1, (split, *(NOISY,) * (steps - 2), ODE))
         draws = UnitDraws(200)

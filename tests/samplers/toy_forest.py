@@ -8,7 +8,7 @@ from torch import Tensor
 from flowrl.functional.flow import lift
 from flowrl.functional.sde import KERNELS, StepKernel, ode_step
 from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule, make_schedule
+from flowrl.samplers.schedule import Schedule
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import TreePlan
 
@@ -17,7 +17,7 @@ FLOW = KERNELS["flow_sde"]
 
 
 def schedule(steps: int, kernel: StepKernel = FLOW, level: float = 0.5) -> Schedule:
-    return make_schedule(torch.linspace(1, 0, steps + 1), kernel, level)
+    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=kernel, level=level)
 
 
 def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
@@ -77,14 +77,20 @@ def grown(
 
 
 def chain(
-    x: Tensor, prompt: Tensor, numbers: Schedule, stops: list[int], noises: dict[int, Tensor]
+    x: Tensor,
+    prompt: Tensor,
+    numbers: Schedule,
+    stops: list[int],
+    noises: dict[int, Tensor],
+    gain: dict[int, float] | None = None,
 ) -> Tensor:
-    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises: of the
-    moves that have some, by the index they start from -> clean latents."""
+    """One latent a row from sigma to sigma: no tree, no plan. stops: sigma indices; noises, gain:
+    of the moves that have some, by the index they start from -> clean latents."""
     for i, j in zip(stops[:-1], stops[1:], strict=True):
         s, s_next = numbers.sigmas[i], numbers.sigmas[j]
         v = velocity(x, s, prompt)
         kernel = numbers.kernel.step if i in noises else ode_step
-        mean, std = kernel(x, v, s, s_next, numbers.g[i])
+        g = numbers.g(i, j) * (gain or {}).get(i, 1.0)
+        mean, std = kernel(x, v, s, s_next, g)
         x = mean + lift(std, mean) * noises[i] if i in noises else mean
     return x
