@@ -34,6 +34,7 @@ from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
 from flowrl.samplers.schedule import Schedule
 from flowrl.train import Learner, RolloutSettings, UpdateSettings
+from flowrl.trees.plan import PlanError, TreePlan
 
 BACKBONES = {"sd3": SD3}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
@@ -149,9 +150,9 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
 
 
 def _check_shares(config: Config, runtime: Runtime) -> None:
-    """Every process gets a tree."""
+    """Every process gets a tree in every iteration."""
     r = config.rollout
-    trees = r.prompts * r.plan(0, config.run.seed).roots
+    trees = min(r.prompts * plan.roots for plan in config.plans())
     if trees < runtime.world_size:
         raise UserError(
             f"{trees} trees cannot be shared among {runtime.world_size} processes, which take "
@@ -160,12 +161,12 @@ def _check_shares(config: Config, runtime: Runtime) -> None:
 
 
 def _check_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:
-    """The first iteration's trees fit beside the weights, which are loaded by now."""
-    r = config.rollout
-    prompts = -(-r.prompts // runtime.world_size)
+    """The trees of every iteration fit beside the weights, which are loaded by now."""
+    prompts = -(-config.rollout.prompts // runtime.world_size)
     latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize
-    plan = r.plan(0, config.run.seed)
-    check_memory(plan, prompts, latent, itemsize, free_bytes(runtime.device))
+    free = free_bytes(runtime.device)
+    for plan in config.plans():
+        check_memory(plan, prompts, latent, itemsize, free)
 
 
 def build_objective(config: Config) -> Objective:
@@ -180,12 +181,19 @@ def build_objective(config: Config) -> Objective:
     )
 
 
+def _plan(config: Config, iteration: int) -> TreePlan:
+    try:
+        return config.rollout.plan(iteration, config.run.seed)
+    except PlanError as error:
+        raise UserError(f"iteration {iteration} cannot be drawn: {error}") from error
+
+
 def rollout_settings(config: Config) -> RolloutSettings:
     r = config.rollout
     # Folding rounds the weights: in fp32 that is far below any clip, in half precision it is not.
     exact = config.pipeline.dtype == "fp32"
     return RolloutSettings(
-        plan=functools.partial(r.plan, seed=config.run.seed),
+        plan=functools.partial(_plan, config),
         steps=r.steps,
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,

@@ -80,16 +80,32 @@ def time_to_reach(curve: Sequence[Point], name: str, level: float) -> float | No
     return None
 
 
+def time_to_stay(curve: Sequence[Point], name: str, level: float) -> float | None:
+    """Seconds at the first evaluation from which on none falls below `level`; None if the last
+    does."""
+    above = [point.scores[name] >= level for point in curve]
+    if not above[-1]:
+        return None
+    return curve[len(above) - above[::-1].index(False) if False in above else 0].seconds
+
+
 def rows(runs: Sequence[Run], score: str) -> list[dict[str, str]]:
-    """A table row a method, the first being the one that the others are measured by."""
+    """A table row a method; all are measured by the first one's final score, and by its time."""
     methods = dict.fromkeys(run.method for run in runs)
-    curves = {m: mean_curve([run for run in runs if run.method == m]) for m in methods}
-    first = next(iter(curves.values()))[-1]
+    by_method = {m: [run for run in runs if run.method == m] for m in methods}
+    first = next(iter(by_method.values()))
+    goal = mean_curve(first)[-1]
+    own_goals = {run.seed: points(run)[-1] for run in first}
     found = []
-    for method, curve in curves.items():
-        own = [points(run)[-1].scores[score] for run in runs if run.method == method]
+    for method, own in by_method.items():
+        curve = mean_curve(own)
         iterations, last = curve[-1].step, curve[-1]
-        reached = time_to_reach(curve, score, first.scores[score])
+        finals = [points(run)[-1].scores[score] for run in own]
+        crossings = [
+            _share(time_to_reach(points(run), score, own_goals[run.seed].scores[score]),
+                   own_goals[run.seed].seconds)
+            for run in own
+        ]  # fmt: skip
         found.append(
             {
                 "method": method,
@@ -98,13 +114,18 @@ def rows(runs: Sequence[Run], score: str) -> list[dict[str, str]]:
                 "iterations": f"{iterations}",
                 "seconds": f"{last.seconds:.0f}",
                 "base": f"{curve[0].scores[score]:.3f}",
-                "final": f"{last.scores[score]:.3f}" + (f" ± {stdev(own):.3f}" if own[1:] else ""),
-                "reaches the first's final after": "never"
-                if reached is None
-                else f"{reached:.0f} s ({reached / first.seconds:.0%})",
+                "final": f"{last.scores[score]:.3f}"
+                + (f" ± {stdev(finals):.3f}" if finals[1:] else ""),
+                "reaches": _share(time_to_reach(curve, score, goal.scores[score]), goal.seconds),
+                "stays above": _share(time_to_stay(curve, score, goal.scores[score]), goal.seconds),
+                "reaches, by seed": ", ".join(crossings),
             }
         )
     return found
+
+
+def _share(seconds: float | None, whole: float) -> str:
+    return "never" if seconds is None else f"{seconds / whole:.0%}"
 
 
 def markdown(table: Sequence[Mapping[str, str]]) -> str:

@@ -13,6 +13,7 @@ from flowrl.recipe import dump_yaml, load_recipe
 from flowrl.sections import Evaluation, Failures, Lora, Pipeline, Prompts, Reward, Run
 from flowrl.sections_credit import Credit
 from flowrl.sections_learning import Ema, Grpo, Optim, Rollout
+from flowrl.trees.plan import TreePlan
 from flowrl.trees.shape import count
 
 
@@ -35,26 +36,34 @@ class Config(Section):
     def _check(self) -> "Config":
         _check_noise(self.rollout)
         _check_groups(self.rollout, self.optim)
-        _check_plan(self.rollout, self.run)
+        if self.rollout.steps < 2:
+            raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
+        for plan, iteration in self.plans().items():
+            _check_plan(plan, iteration, self.rollout)
+            _check_credit(self.objective.credit, plan)
         _check_clip(self.objective)
-        _check_credit(self.objective.credit)
         _check_kl(self.objective, self.rollout)
         _check_rewards(self.rewards)
         return self
 
+    def plans(self) -> dict[TreePlan, int]:
+        """Every tree that the run will draw, and the first iteration that does."""
+        found: dict[TreePlan, int] = {}
+        for iteration in range(self.run.iterations):
+            found.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
+        return found
 
-def _check_plan(rollout: Rollout, run: Run) -> None:
-    """The first and the last iteration can be drawn, and have something to learn from."""
-    if rollout.steps < 2:
-        raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
-    for iteration in (0, run.iterations - 1):
-        plan = rollout.plan(iteration, run.seed)
-        if not count(plan).trained_edges:
-            raise ValueError(
-                f"rollout.depth_pruning leaves no step to learn from in iteration {iteration}: "
-                "make it smaller, or null"
-            )
-        _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
+
+def _check_plan(plan: TreePlan, iteration: int, rollout: Rollout) -> None:
+    """An iteration has something to learn from, with noise that the kernel can give."""
+    if not count(plan).trained_edges:
+        reason = (
+            "rollout.depth_pruning leaves no step to learn from: make it smaller, or null"
+            if rollout.depth_pruning and count(rollout.whole(iteration, 0)).trained_edges
+            else "rollout.tree trains no step: give it at least one with noise and training"
+        )
+        raise ValueError(f"in iteration {iteration} {reason}")
+    _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
 
 
 def _check_gains(rollout: Rollout, gains: list[float]) -> None:
@@ -116,7 +125,25 @@ def _check_clip(objective: Grpo) -> None:
         )
 
 
-def _check_credit(credit: Credit) -> None:
+def _check_credit(credit: Credit, plan: TreePlan) -> None:
+    """The comparison that is asked for exists in the trees, and means something."""
+    if count(plan).leaves == plan.roots:
+        for name, value, instead in (
+            ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
+            ("edges", credit.edges == "sibling", "node"),
+            ("keep", credit.keep.kind == "parent_top1", "extreme or max_variance"),
+        ):
+            if value:
+                raise ValueError(
+                    f"objective.credit.{name} compares pictures of one tree, but each tree of "
+                    f"rollout.tree has one picture: use {instead}"
+                )
+    if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, which measures a node and the one it comes "
+            "from by different comparisons, and edges: sibling subtracts them: use prompt, leaf or "
+            "joint"
+        )
     if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
         raise ValueError(
             f"objective.credit.scope is {credit.scope}, but fans are compared within their tree "
@@ -125,10 +152,10 @@ def _check_credit(credit: Credit) -> None:
 
 
 def _check_kl(objective: Grpo, rollout: Rollout) -> None:
-    if objective.kl_form == "latent_no_dt" and rollout.kernel == "cps":
+    if objective.kl_form == "latent_no_dt" and rollout.kernel in ("cps", "renoise"):
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
-            "rollout.kernel cps has none: use latent_dt, which is the published form for cps"
+            f"rollout.kernel {rollout.kernel} has none: use latent_dt, the published form for cps"
         )
 
 

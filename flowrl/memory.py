@@ -1,7 +1,5 @@
 """Whether a rollout's latents fit into memory, told before anything is drawn."""
 
-import os
-
 import torch
 
 from flowrl.errors import UserError
@@ -25,11 +23,14 @@ def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> i
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, None where nobody can tell."""
+    """Memory of the device that new tensors can have, None where nobody can tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and "SC_AVPHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type == "cpu":
+        import psutil
+
+        return psutil.virtual_memory().available
     return None
 
 

@@ -24,9 +24,9 @@ class ParentTop1(Section):
 
 
 class Extreme(Section):
-    """Width pruning: learn from a tree's best and worst pictures."""
+    """Width pruning: learn from a prompt's best and worst pictures."""
 
-    kind: Literal["extreme"] = option("extreme", "The best and the worst of a tree.", BRANCH_GRPO)
+    kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
     count: Count = option(2, "How many of the best, and as many of the worst.")
 
 

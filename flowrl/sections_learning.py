@@ -61,11 +61,16 @@ class Rollout(Section):
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """What one iteration does. Raises PlanError for what cannot work."""
-        whole = self.tree.plan(
+        whole, pruned = self.whole(iteration, seed), self.depth_pruning
+        if pruned is None:
+            return whole
+        return whole.without_training(pruned.at(iteration, self.steps))
+
+    def whole(self, iteration: int, seed: int) -> TreePlan:
+        """The same before pruning."""
+        return self.tree.plan(
             iteration=iteration, steps=self.steps, leaves=self.group_size, seed=seed
         )
-        pruned = self.depth_pruning
-        return whole if pruned is None else whole.without_training(pruned.steps(iteration))
 
 
 class Grpo(Section):

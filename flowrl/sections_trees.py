@@ -21,7 +21,7 @@ from flowrl.sections_forests import (
 )
 from flowrl.sections_windows import BRANCH_GRPO
 from flowrl.trees import combs, custom, presets, windows
-from flowrl.trees.plan import TreePlan
+from flowrl.trees.plan import PlanError, TreePlan
 
 TEMPFLOW = "TempFlow-GRPO, arXiv 2508.04324"
 G2RPO = "G2RPO, arXiv 2510.01982"
@@ -112,6 +112,19 @@ PRESETS: dict[str, type[Section]] = {
     "e_grpo": EGrpo,
     "custom": Custom,
 }
+# What a method's paper or code adds under objective.credit, the rest being the defaults.
+PUBLISHED_CREDIT = {
+    "flow_grpo": "{scale: global}",
+    "dance_grpo": "{ddof: 1, floor: 1e-8}",
+    "mix_grpo": "{ddof: 1, floor: 1e-8}",
+    "branch_grpo": "{scope: depth, ddof: 1, floor: 1e-8}",
+    "branch_grpo_mix": "{scope: depth, ddof: 1, floor: 1e-8}",
+    "tree_grpo": "{fusion: local}",
+    "b2_diffurl": "{floor: 1e-8, keep: {kind: b2_pairs}}",
+    "tempflow": "{edges: fan, scope: leaf}",
+    "g2rpo": "{edges: fan, scope: leaf}",
+    "e_grpo": "{edges: fan, scope: leaf}",
+}
 Tree = Annotated[
     FlowGrpo
     | FlowGrpoFast
@@ -144,19 +157,32 @@ class DepthPruning(Section):
     )
     period: Count = option(30, "Iterations between two moves by one step.", BRANCH_GRPO)
     stop: Whole | None = option(
-        None, "First step without gradient at the end; null is no limit but step 0."
+        None,
+        "First step without gradient at the end; null: where the last step with noise is reached, "
+        "or step 0.",
     )
     until: Count | None = option(
         None, "Iteration from which every step is learned from again; null is never."
     )
 
-    def steps(self, iteration: int) -> range:
-        """The steps without gradient. Raises ValueError when `stop` lies on the other side."""
+    def at(self, iteration: int, steps: int) -> range:
+        """The steps without gradient in one iteration. Raises PlanError for steps without noise.
+
+        Without `stop`, later steps end with the last that has noise, earlier ones at step 0.
+        """
+        last = steps - 2
+        for name, value in (("start", self.start), ("stop", self.stop)):
+            if value is not None and value > last:
+                raise PlanError(
+                    f"rollout.depth_pruning.{name} is {value}, but noise is possible in steps 0 to "
+                    f"{last}, never in the last: the nearest that works is {last}"
+                )
+        end = max(steps - 1 - self.size, self.start)
         return windows.DepthPruning(
             start=self.start,
             size=self.size,
             direction=1 if self.direction == "later" else -1,
             period=self.period,
-            stop=self.stop,
+            stop=end if self.stop is None and self.direction == "later" else self.stop,
             until=self.until,
         )(iteration)

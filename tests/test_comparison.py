@@ -3,7 +3,16 @@
 import pytest
 from PIL import Image
 
-from flowrl.comparison import Run, markdown, mean_curve, points, rows, time_to_reach, write_curves
+from flowrl.comparison import (
+    Run,
+    markdown,
+    mean_curve,
+    points,
+    rows,
+    time_to_reach,
+    time_to_stay,
+    write_curves,
+)
 
 SCORE = "eval/r"
 
@@ -43,14 +52,23 @@ def test_a_level_is_reached_on_the_straight_line_between_evaluations(level, seco
     assert reached == (seconds if seconds is None else pytest.approx(seconds))
 
 
-def test_others_are_measured_by_the_first_methods_final_score():
+def test_it_stays_above_from_the_evaluation_after_which_none_falls_below():
+    curve = points(run("x", 0, 1.0, [0.5, 0.1, 0.4, 0.6]))
+    assert time_to_stay(curve, SCORE, 0.4) == 4.0
+    assert time_to_stay(curve, SCORE, 0.05) == 0.0
+    assert time_to_stay(curve, SCORE, 0.7) is None
+
+
+def test_others_are_measured_by_the_first_methods_final_score_and_its_time():
     first, second = rows([*SLOW, *FAST], SCORE)
     assert first["final"] == "0.400 ± 0.141" and first["seconds"] == "16"
     # 0.4 lies three quarters of the way from 0.1 at 0 s to 0.5 at 2 s: 1.5 s of 16 s.
-    assert second["reaches the first's final after"] == "2 s (9%)"
+    assert (second["reaches"], second["stays above"]) == ("9%", "12%")
+    # Seed 0 against 0.3: half of the way. Seed 1 against 0.5: all of it.
+    assert second["reaches, by seed"] == "6%, 12%"
     assert second["s / iteration"] == "1.00" and second["forwards / iteration"] == "30"
     (never,) = rows([*FAST[:1], run("lost", 0, 1.0, [0.1, 0.2, 0.1])], SCORE)[1:]
-    assert never["reaches the first's final after"] == "never"
+    assert never["reaches"] == never["stays above"] == never["reaches, by seed"] == "never"
 
 
 def test_the_files_hold_every_evaluation_and_two_charts(tmp_path):

@@ -128,9 +128,12 @@ def test_impossible_numbers_are_refused_and_the_suggestion_works(overrides, mend
     parse("", [*overrides, mended])
 
 
-def test_the_form_of_the_pull_fits_the_kernel():
-    with pytest.raises(UserError, match="use latent_dt, which is the published form for cps"):
-        parse("", ["rollout.kernel=cps", "objective.kl_form=latent_no_dt"])
+@pytest.mark.parametrize("kernel", ["cps", "renoise"])
+def test_the_form_of_the_pull_fits_the_kernel(kernel):
+    words = [f"rollout.kernel={kernel}", "rollout.noise_level=1"]
+    with pytest.raises(UserError, match="use latent_dt, the published form for cps"):
+        parse("", [*words, "objective.kl_form=latent_no_dt"])
+    parse("", [*words, "objective.kl_form=latent_dt"])
 
 
 def test_the_clip_is_given_in_one_unit():

@@ -136,8 +136,8 @@ def test_a_single_step_has_no_window():
 
 def test_depth_pruning_moves_as_its_options_say():
     later = DepthPruning(start=3, size=2, period=5, stop=4)
-    assert [list(later.steps(i)) for i in (0, 5, 50)] == [[3, 4], [4, 5], [4, 5]]
+    assert [list(later.at(i, 20)) for i in (0, 5, 50)] == [[3, 4], [4, 5], [4, 5]]
     earlier = DepthPruning(start=3, size=2, direction="earlier", period=5, until=9)
-    assert [list(earlier.steps(i)) for i in (0, 5, 9)] == [[3, 4], [2, 3], []]
+    assert [list(earlier.at(i, 20)) for i in (0, 5, 9)] == [[3, 4], [2, 3], []]
     with pytest.raises(PlanError, match="stop is 5"):
-        DepthPruning(start=3, direction="earlier", stop=5).steps(0)
+        DepthPruning(start=3, direction="earlier", stop=5).at(0, 20)

@@ -72,6 +72,7 @@ def tree(
                 f"The best within {budget} forwards: splits={chosen['splits']}, {trees} a prompt.\n"
             )
         _show(plan, prompts)
+        _show_credit(preset)
     if picture is not None:
         _save(plan, picture)
 
@@ -159,6 +160,14 @@ def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
         "rows": table(plan, prompts),
         "totals": _totals(plan, prompts),
     }
+
+
+def _show_credit(preset: str) -> None:
+    """A plan does not choose how rewards become advantages, so say what its authors do."""
+    from flowrl.sections_trees import PUBLISHED_CREDIT
+
+    if credit := PUBLISHED_CREDIT.get(preset):
+        typer.echo(f'\nIts published credit: "objective.credit={credit}"')
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:

@@ -37,6 +37,7 @@ Keep = Callable[[Leaves], Tensor]  # -> (N, l) bool
 
 
 def keep_all(leaves: Leaves) -> Tensor:
+    """Also those without a valid reward: their steps have no advantage."""
     return torch.ones_like(leaves.valid)
 
 
@@ -45,7 +46,10 @@ def keep_parent_top1(leaves: Leaves) -> Tensor:
 
 
 def keep_extreme(leaves: Leaves, count: int) -> Tensor:
-    return selection.extreme(leaves.reward, leaves.valid, count)
+    """Of all trees of a prompt, which stand side by side and are as many for each."""
+    prompts = len(leaves.group.unique())
+    reward, valid = (t.view(prompts, -1) for t in (leaves.reward, leaves.valid))
+    return selection.extreme(reward, valid, count).view_as(leaves.valid)
 
 
 def keep_max_variance(leaves: Leaves, count: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Plans of people's own: a callable under its import path, and a check of what it returns."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,18 @@ def custom_plan(
         make = load_callable(target)
     except LookupError as error:
         raise PlanError(f"cannot load the plan {target}: {error.args[0]}") from error
+    named = {"iteration": iteration, "steps": steps, "leaves": leaves, "seed": seed} | dict(args)
     try:
-        plan = make(iteration=iteration, steps=steps, leaves=leaves, seed=seed, **args)
+        inspect.signature(make).bind(**named)
     except TypeError as error:
         raise PlanError(
             f"the plan {target} cannot be made with args {dict(args)}: {error}"
+        ) from error
+    try:
+        plan = make(**named)
+    except Exception as error:  # whatever people's own code raises, it is one sentence to them
+        raise PlanError(
+            f"the plan {target} failed in iteration {iteration}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(plan, TreePlan):
         raise PlanError(f"{target} returned {plan!r}, expected a flowrl.trees.plan.TreePlan")

@@ -139,8 +139,9 @@ def b2_stage(iteration: int, stages: int, first: int, last: int) -> int:
 
     m(j) = m_lo + floor(j (m_hi - m_lo + 1) / J) for j < J = stages, then m_hi.
     """
-    j = min(iteration, stages - 1)
-    return first + j * (last - first + 1) // stages
+    if iteration >= stages:
+        return last
+    return first + iteration * (last - first + 1) // stages
 
 
 # --- what the presets share --------------------------------------------------------------------

@@ -199,6 +199,20 @@ def test_width_pruning_drops_edges_and_changes_no_advantage(keep, leaves):
     assert kept[0].tolist() == first + [bool(x) for x in leaves * 2]
 
 
+def test_the_extremes_of_a_prompt_are_sought_among_all_its_trees():
+    plan, reward = replace(CHAINS, roots=4), [0.1, 0.5, 0.9, 0.3, 0.2, 0.8, 0.4, 0.6]
+    _, kept = Credit(keep=lambda leaves: keep_extreme(leaves, 1))(rollout(plan, reward, prompts=2))
+    assert kept[:, 0].tolist() == [True, False, True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("scope", ["leaf", "prompt", "joint"])
+def test_gains_of_siblings_sum_to_0_and_those_without_siblings_are_0(scope):
+    advantage, _ = Credit(edges="sibling", scope=scope)(rollout(TREE, [1.0, 2.0, 5.0, 9.0]))
+    pairs = advantage[0, :6].view(3, 2)
+    torch.testing.assert_close(pairs.sum(1), torch.zeros(3), rtol=0, atol=1e-6)
+    assert bool((pairs[:, 1] > 0).all()) and advantage[0, 6:].tolist() == [0] * 4
+
+
 def test_missing_pictures_count_nowhere():
     advantage, _ = Credit()(rollout(CHAINS, [0.1, math.nan, 0.9, 0.3]))
     own = z([0.1, 0.9, 0.3])

@@ -139,6 +139,7 @@ def test_b2_diffurl_trains_more_steps_stage_by_stage():
     found = [presets.b2_stage(j, 100, 14, 20) for j in range(130)]
     assert found[:100] == [14 + j * 7 // 100 for j in range(100)]
     assert set(found[:100]) == set(range(14, 21)) and set(found[100:]) == {20}
+    assert [presets.b2_stage(j, 3, 14, 20) for j in range(5)] == [14, 16, 18, 20, 20]
 
 
 # --- refusals ----------------------------------------------------------------------------------
