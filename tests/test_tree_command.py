@@ -69,7 +69,7 @@ def test_a_budget_chooses_the_splits(run):
     found = json.loads(out)
     assert found["totals"]["forwards"] <= 203 and found["totals"]["leaves"] == 16
     _, out, _ = run("branch_grpo", "--budget", "160")
-    assert "The best within 160 forwards: splits=[1, 18], 4 trees a prompt." in out
+    assert "The best within 160 forwards: splits=[5, 10, 12], 2 trees a prompt." in out
 
 
 def test_a_picture_is_written_beside_the_text(run, tmp_path):
@@ -112,3 +112,16 @@ def test_every_preset_says_which_leaves_work_when_it_does_not(run, preset):
 def test_help_teaches_with_examples(run):
     code, out, _ = run("--help")
     assert code == 0 and "flowrl tree branch_grpo --leaves 16 --budget 160" in out
+
+
+def test_it_says_how_the_authors_credit_what_the_plan_leaves_open(run):
+    from flowrl.config import parse_config
+    from flowrl.recipe import merge, parse_overrides
+    from flowrl.sections_trees import PUBLISHED_CREDIT
+
+    _, out, _ = run("tempflow", "--leaves", "114")
+    assert 'Its published credit: "objective.credit={edges: fan, scope: leaf}"' in out
+    smallest = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}
+    tree = "rollout.tree={kind: branch_grpo, splits: [0]}"  # on which every one means something
+    for credit in PUBLISHED_CREDIT.values():
+        parse_config(merge(smallest, parse_overrides([tree, f"objective.credit={credit}"])))
