@@ -19,6 +19,23 @@ from flowrl.train import Learner
 TINY_LOADING = "from flowrl import pipeline_path"
 
 
+METHODS = {  # the trees' names among people
+    "flow_grpo": "Flow-GRPO",
+    "flow_grpo_fast": "Flow-GRPO-Fast",
+    "dance_grpo": "DanceGRPO",
+    "mix_grpo": "MixGRPO",
+    "branch_grpo": "BranchGRPO",
+    "branch_grpo_mix": "BranchGRPO-Mix",
+    "tree_grpo": "TreeGRPO",
+    "dynamic_tree": "Dynamic-TreeRPO",
+    "b2_diffurl": "B2-DiffuRL",
+    "tempflow": "TempFlow-GRPO",
+    "g2rpo": "G2RPO",
+    "e_grpo": "E-GRPO",
+    "custom": "GRPO",
+}
+
+
 def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
     """Evaluate the weights at the root, compare them with the base, write gallery and card.
 
@@ -32,8 +49,9 @@ def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
     rows = compare(before, after) if before and after else []
     shown = pairs(before, after) if before and after else []
     if shown:
+        method = METHODS[config.rollout.tree.kind]
         caption = (
-            f"{config.pipeline.path}, {run.done} iterations of Flow-GRPO, seed {config.run.seed}"
+            f"{config.pipeline.path}, {run.done} iterations of {method}, seed {config.run.seed}"
         )
         write_gallery(
             run.folder / "gallery", shown, title=f"{config.pipeline.path}: base and aligned",
@@ -103,7 +121,7 @@ def card(
         imports=TINY_LOADING if built_in else "",
         call=call_settings(config),
         license="apache-2.0" if built_in else None,
-        method="Flow-GRPO",
+        method=METHODS[config.rollout.tree.kind],
         weights="EMA" if learner.policy.best_name == EMA else "policy",
         step=run.done,
         command=f"flowrl train {run.folder / 'config.yaml'} run.output_dir=runs/again",

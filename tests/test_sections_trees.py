@@ -141,3 +141,9 @@ def test_depth_pruning_moves_as_its_options_say():
     assert [list(earlier.at(i, 20)) for i in (0, 5, 9)] == [[3, 4], [2, 3], []]
     with pytest.raises(PlanError, match="stop is 5"):
         DepthPruning(start=3, direction="earlier", stop=5).at(0, 20)
+
+
+def test_every_tree_has_a_name_for_the_card():
+    from flowrl.handover import METHODS
+
+    assert METHODS.keys() == PRESETS.keys()
