@@ -23,7 +23,8 @@ def bench_tree(
     torch.set_num_threads(threads)
     shared = {"prompts": prompts, "group_size": 16, "steps": steps}
     tree = shared | {"tree": {"kind": "branch_grpo", "branch": 2, "splits": SPLITS}}
-    window = {"start": SPLITS[-1] + 1, "size": 5, "stop": SPLITS[-1] + 1}
+    after = SPLITS[-1] + 1
+    window = {"start": after, "size": min(5, steps - 1 - after), "stop": after}
     learners = {
         "chains": bench_learner(model, device, batch, shared | {"tree": {"kind": "flow_grpo"}}),
         "tree": bench_learner(model, device, batch, tree),

@@ -39,8 +39,16 @@ class Config(Section):
         if self.rollout.steps < 2:
             raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
         for plan, iteration in self.plans().items():
-            _check_plan(plan, iteration, self.rollout)
+            _check_plan(plan, iteration, self.rollout, self.run.seed)
             _check_credit(self.objective.credit, plan)
+        if self.rollout.depth_pruning and all(
+            plan == self.rollout.whole(iteration, self.run.seed)
+            for plan, iteration in self.plans().items()
+        ):
+            raise ValueError(
+                "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
+                "move its start there, or set it to null"
+            )
         _check_clip(self.objective)
         _check_kl(self.objective, self.rollout)
         _check_rewards(self.rewards)
@@ -54,12 +62,12 @@ class Config(Section):
         return found
 
 
-def _check_plan(plan: TreePlan, iteration: int, rollout: Rollout) -> None:
+def _check_plan(plan: TreePlan, iteration: int, rollout: Rollout, seed: int) -> None:
     """An iteration has something to learn from, with noise that the kernel can give."""
     if not count(plan).trained_edges:
         reason = (
             "rollout.depth_pruning leaves no step to learn from: make it smaller, or null"
-            if rollout.depth_pruning and count(rollout.whole(iteration, 0)).trained_edges
+            if rollout.depth_pruning and count(rollout.whole(iteration, seed)).trained_edges
             else "rollout.tree trains no step: give it at least one with noise and training"
         )
         raise ValueError(f"in iteration {iteration} {reason}")

@@ -112,18 +112,20 @@ PRESETS: dict[str, type[Section]] = {
     "e_grpo": EGrpo,
     "custom": Custom,
 }
-# What a method's paper or code adds under objective.credit, the rest being the defaults.
+# What a method's paper or code has under objective.credit, where it differs from the defaults; and
+# the scale in any case, since recipes set another.
 PUBLISHED_CREDIT = {
     "flow_grpo": "{scale: global}",
-    "dance_grpo": "{ddof: 1, floor: 1e-8}",
-    "mix_grpo": "{ddof: 1, floor: 1e-8}",
-    "branch_grpo": "{scope: depth, ddof: 1, floor: 1e-8}",
-    "branch_grpo_mix": "{scope: depth, ddof: 1, floor: 1e-8}",
-    "tree_grpo": "{fusion: local}",
-    "b2_diffurl": "{floor: 1e-8, keep: {kind: b2_pairs}}",
-    "tempflow": "{edges: fan, scope: leaf}",
-    "g2rpo": "{edges: fan, scope: leaf}",
-    "e_grpo": "{edges: fan, scope: leaf}",
+    "flow_grpo_fast": "{scale: std}",
+    "dance_grpo": "{scale: std, ddof: 1, floor: 1e-8}",
+    "mix_grpo": "{scale: std, ddof: 1, floor: 1e-8}",
+    "branch_grpo": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
+    "branch_grpo_mix": "{scope: depth, scale: std, ddof: 1, floor: 1e-8}",
+    "tree_grpo": "{fusion: local, scale: std}",
+    "b2_diffurl": "{scale: std, floor: 1e-8, keep: {kind: b2_pairs}}",
+    "tempflow": "{edges: fan, scope: leaf, scale: std}",
+    "g2rpo": "{edges: fan, scope: leaf, scale: std}",
+    "e_grpo": "{edges: fan, scope: leaf, scale: std}",
 }
 Tree = Annotated[
     FlowGrpo
@@ -177,7 +179,13 @@ class DepthPruning(Section):
                     f"rollout.depth_pruning.{name} is {value}, but noise is possible in steps 0 to "
                     f"{last}, never in the last: the nearest that works is {last}"
                 )
-        end = max(steps - 1 - self.size, self.start)
+        room = steps - 1 - max(self.start, self.stop or 0)
+        if self.size > room:
+            raise PlanError(
+                f"rollout.depth_pruning.size is {self.size}, but its window then reaches beyond "
+                f"step {last}, the last with noise: the nearest that works is {room}"
+            )
+        end = steps - 1 - self.size
         return windows.DepthPruning(
             start=self.start,
             size=self.size,

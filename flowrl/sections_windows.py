@@ -132,7 +132,7 @@ def _check(window: Window, steps: int, path: str) -> None:
         )
     if window.size > stop - start:
         raise PlanError(
-            f"{path}.size is {window.size}, but only {stop - start} steps lie from step {start} to "
-            f"{stop} (the last of {steps} steps has no noise): the nearest valid value is "
+            f"{path}.size is {window.size}, but {stop - start} is all there is from step {start} "
+            f"to {stop} (the last of {steps} steps has no noise): the nearest valid value is "
             f"{stop - start}"
         )

@@ -40,7 +40,11 @@ def test_a_window_may_reach_but_not_cover_the_last_step():
 @pytest.mark.parametrize(
     ("overrides", "sentence", "mended"),
     [
-        ([TREE % "splits: [0, 12]"], "splits has step 12 .* is 6", "rollout.tree.splits=[0, 6]"),
+        (
+            [TREE % "splits: [12, 9]"],
+            "splits has step 12, .*nearest that work are 5, 6",
+            "rollout.tree.splits=[5, 6]",
+        ),
         (
             [TREE % "splits: [0, 1]", "rollout.group_size=10"],
             "is 10.* 8 and 12",
@@ -48,17 +52,27 @@ def test_a_window_may_reach_but_not_cover_the_last_step():
         ),
         ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
         (
-            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 8}"],
+            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 0, size: 7, stop: 0}"],
             "in iteration 0 rollout.depth_pruning leaves no step to learn from",
             "rollout.depth_pruning.size=6",
         ),
         (
-            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 9}"],
+            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 2, size: 9}"],
+            "depth_pruning.size is 9.*nearest that works is 5",
+            "rollout.depth_pruning.size=5",
+        ),
+        (
+            [FAST % "{kind: fixed, size: 2}", "rollout.depth_pruning={start: 2, size: 1, stop: 2}"],
+            "depth_pruning covers no step that rollout.tree trains",
+            "rollout.depth_pruning={start: 1, size: 1, stop: 1}",
+        ),
+        (
+            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 9, size: 1}"],
             "depth_pruning.start is 9.*nearest that works is 6",
             "rollout.depth_pruning.start=6",
         ),
         (
-            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 2, stop: 7}"],
+            [TREE % "splits: [0, 1]", "rollout.depth_pruning={start: 2, size: 1, stop: 7}"],
             "depth_pruning.stop is 7.*nearest that works is 6",
             "rollout.depth_pruning.stop=6",
         ),

@@ -1,6 +1,9 @@
 """`flowrl tree`: what it prints, and that its refusals are one sentence."""
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 import typer
@@ -8,7 +11,9 @@ from PIL import Image
 
 from flowrl.cli import explained
 from flowrl.commands.trees import tree
-from flowrl.sections_trees import PRESETS
+from flowrl.config import load_config, parse_config
+from flowrl.recipe import merge, parse_overrides
+from flowrl.sections_trees import PRESETS, PUBLISHED_CREDIT
 
 
 @pytest.fixture
@@ -34,7 +39,7 @@ def test_it_prints_the_steps_the_totals_and_the_tree(run):
     assert out.splitlines()[1].split() == ["0", "1", "2", "sde", "shared(4)", "2", "1"]
     assert "16 pictures from 203 forwards, 12.69 each; separate chains take 320, 1.58" in out
     assert "218 edges, 219 nodes, at most 16 at once." in out
-    assert "202 trained edges, 187 forwards and backwards" in out
+    assert "202 trained edges, those from one node sharing a forward: 187 in an update." in out
     assert out.count("┳") == 15
 
 
@@ -81,7 +86,6 @@ def test_a_picture_is_written_beside_the_text(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "No tree given: expected one of flow_grpo, "),
         (("brnch_grpo",), "Did you mean 'branch_grpo'?"),
         (("branch_grpo", "spilts=[0]"), "did you mean splits?"),
         (("branch_grpo", "splits"), "expected KEY=VALUE"),
@@ -114,14 +118,26 @@ def test_help_teaches_with_examples(run):
     assert code == 0 and "flowrl tree branch_grpo --leaves 16 --budget 160" in out
 
 
-def test_it_says_how_the_authors_credit_what_the_plan_leaves_open(run):
-    from flowrl.config import parse_config
-    from flowrl.recipe import merge, parse_overrides
-    from flowrl.sections_trees import PUBLISHED_CREDIT
+SMALLEST = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}
+PAGE = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
 
-    _, out, _ = run("tempflow", "--leaves", "114")
-    assert 'Its published credit: "objective.credit={edges: fan, scope: leaf}"' in out
-    smallest = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}
-    tree = "rollout.tree={kind: branch_grpo, splits: [0]}"  # on which every one means something
-    for credit in PUBLISHED_CREDIT.values():
-        parse_config(merge(smallest, parse_overrides([tree, f"objective.credit={credit}"])))
+
+@pytest.mark.parametrize("name", PRESETS.keys() - {"custom"})
+def test_every_preset_shows_itself_and_what_it_says_of_recipes_works(run, name):
+    code, out, _ = run(name)
+    assert code == 0
+    words = shlex.split(re.search(r"In a recipe: (.*)", out)[1])  # type: ignore[index]
+    if credit := PUBLISHED_CREDIT.get(name):
+        assert f'Its published credit: "objective.credit={credit}"' in out
+        words.append(f"objective.credit={credit}")
+        assert f"| `{name}` |" in PAGE and f"| `{credit}` |" in PAGE
+    config = parse_config(merge(SMALLEST, parse_overrides(words)))
+    assert f"{config.rollout.group_size} pictures from" in out
+    on_quickstart = load_config("quickstart", words)  # whose credit is not the default
+    assert on_quickstart.rollout.tree == config.rollout.tree
+    assert on_quickstart.objective.credit.scale == config.objective.credit.scale or not credit
+
+
+def test_without_a_preset_it_lists_them(run):
+    code, out, _ = run()
+    assert code == 0 and all(name in out for name in PRESETS)

@@ -25,7 +25,10 @@ def tree(
     preset: Preset = "",
     changes: Changes = None,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
-    leaves: Annotated[int, typer.Option(min=1, help="Pictures of a prompt: group_size.")] = 16,
+    leaves: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pictures of a prompt, group_size; 16 or the nearest that works."),
+    ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
     seed: Annotated[int, typer.Option(help="Of windows that are drawn.")] = 0,
@@ -40,7 +43,7 @@ def tree(
 
     Prints each step, the totals of all prompts, and one tree; loads no model.
 
-    In a recipe the same tree is rollout.tree.kind=PRESET rollout.tree.KEY=VALUE.
+    Its last lines are what to write in a recipe. Without PRESET it lists them.
 
     Examples:
 
@@ -56,11 +59,14 @@ def tree(
     """
     from flowrl.trees.plan import PlanError
 
+    if not preset:
+        _list()
+        return
     options = _options(preset, changes or [])
     try:
-        chosen = None if budget is None else _choose(preset, options, steps, leaves, budget)
+        chosen = None if budget is None else _choose(preset, options, steps, leaves or 16, budget)
         section: Any = _section(preset, options | (chosen or {}))
-        plan = section.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+        plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
     except PlanError as error:
         raise UserError(f"{error}.") from error
     if as_json:
@@ -72,7 +78,7 @@ def tree(
                 f"The best within {budget} forwards: splits={chosen['splits']}, {trees} a prompt.\n"
             )
         _show(plan, prompts)
-        _show_credit(preset)
+        _show_recipe(section, plan)
     if picture is not None:
         _save(plan, picture)
 
@@ -87,9 +93,28 @@ def _options(preset: str, changes: list[str]) -> dict[str, Any]:
     if preset not in PRESETS:
         near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        got = f"There is no tree {preset!r}" if preset else "No tree given"
-        raise UserError(f"{got}: expected one of {', '.join(PRESETS)}.{hint}")
+        raise UserError(f"There is no tree {preset!r}: expected one of {', '.join(PRESETS)}.{hint}")
     return parse_overrides(changes)
+
+
+def _list() -> None:
+    """Every preset with a line of its own."""
+    from flowrl.commands.show import print_table
+    from flowrl.sections_trees import PRESETS
+
+    print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
+
+
+def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
+    """The section's plan, of the nearest number of pictures that works if none was asked for."""
+    from flowrl.trees.plan import PlanError
+
+    try:
+        return section.plan(leaves=16 if leaves is None else leaves, **when)
+    except PlanError as error:
+        if leaves is not None or error.leaves is None:
+            raise
+        return section.plan(leaves=error.leaves, **when)
 
 
 def _section(preset: str, options: dict[str, Any]) -> Any:
@@ -162,12 +187,21 @@ def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
     }
 
 
-def _show_credit(preset: str) -> None:
-    """A plan does not choose how rewards become advantages, so say what its authors do."""
-    from flowrl.sections_trees import PUBLISHED_CREDIT
+def _show_recipe(section: Any, plan: "TreePlan") -> None:
+    """What to write to train with the tree. It does not choose how rewards become advantages, so
+    that is said beside it."""
+    import yaml
 
-    if credit := PUBLISHED_CREDIT.get(preset):
-        typer.echo(f'\nIts published credit: "objective.credit={credit}"')
+    from flowrl.sections_trees import PUBLISHED_CREDIT
+    from flowrl.trees.shape import count
+
+    options = yaml.safe_dump(
+        section.model_dump(mode="json"), default_flow_style=True, sort_keys=False, width=10_000
+    ).strip()
+    size = f"rollout.steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
+    typer.echo(f'\nIn a recipe: {size} "rollout.tree={options}"')
+    if credit := PUBLISHED_CREDIT.get(section.kind):
+        typer.echo(f'Its published credit: "objective.credit={credit}"')
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:
@@ -183,8 +217,8 @@ def _show(plan: "TreePlan", prompts: int) -> None:
         f"\n{t['leaves']} pictures from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
         f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
         f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
-        f"{t['trained_edges']} trained edges, {t['train_forwards']} forwards and backwards in an "
-        "update: those from one node share them.\n"
+        f"{t['trained_edges']} trained edges, those from one node sharing a forward: "
+        f"{t['train_forwards']} in an update.\n"
     )
     typer.echo(draw(plan))
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl.functional.credit import exact_rewards
+
 
 def clip_advantage(advantage: Tensor, limit: float) -> Tensor:
     """Bound advantages to [-limit, limit]; a group's sum is then no longer exactly 0."""
@@ -28,7 +30,7 @@ class GroupStats:
 
 def group_stats(reward: Tensor, valid: Tensor, group: Tensor) -> GroupStats:
     """Diagnosis of a rollout: groups without signal, missing rewards, spread. Never NaN."""
-    exact = _checked(reward, valid)
+    exact = exact_rewards(reward, valid)
     members = [exact[rows] for rows in _groups(valid, group)]
     groups = len(group.unique())
     silent = groups - sum(_has_signal(m) for m in members)
@@ -51,10 +53,3 @@ def _groups(valid: Tensor, group: Tensor) -> Iterator[Tensor]:
 def _has_signal(members: Tensor) -> bool:
     # Compared, not subtracted from a mean: the mean of three times 0.1 is not 0.1.
     return bool(members.min() < members.max())
-
-
-def _checked(reward: Tensor, valid: Tensor) -> Tensor:
-    exact = reward.detach().cpu().double()
-    if not bool(exact[valid.cpu()].isfinite().all()):
-        raise ValueError("a valid reward is not finite: mark its row invalid instead")
-    return exact

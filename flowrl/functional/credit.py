@@ -65,7 +65,7 @@ def fuse_local(
     """
     weight = beta * log_prob.detach().cpu().double()
     value = torch.full_like(weight, torch.nan)
-    value[:, leaf] = torch.where(valid.cpu(), _exact(reward, valid), torch.nan)
+    value[:, leaf] = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
     for node in reversed(parent[parent >= 0].unique().tolist()):
         children = torch.nonzero(parent == node).squeeze(1)
         value[:, node] = _softmax_mean(value[:, children], weight[:, children])
@@ -101,7 +101,7 @@ def credit_edges(
 
 def _fuse(below: Tensor, reward: Tensor, valid: Tensor, log_weight: Tensor) -> Tensor:
     """Softmax mean over the valid leaves below each node. log_weight: (R, l) -> (R, n)"""
-    exact = torch.where(valid.cpu(), _exact(reward, valid), torch.nan)
+    exact = torch.where(valid.cpu(), exact_rewards(reward, valid), torch.nan)
     return _softmax_mean(torch.where(below, exact.unsqueeze(1), torch.nan), log_weight[:, None])
 
 
@@ -114,7 +114,8 @@ def _softmax_mean(value: Tensor, log_weight: Tensor) -> Tensor:
     return (weight * value.nan_to_num()).sum(-1)
 
 
-def _exact(reward: Tensor, valid: Tensor) -> Tensor:
+def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:
+    """Float64 on the CPU. Raises ValueError when a valid reward is not finite."""
     exact = reward.detach().cpu().double()
     if not bool(exact[valid.cpu()].isfinite().all()):
         raise ValueError("a valid reward is not finite: mark its leaf invalid instead")

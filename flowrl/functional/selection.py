@@ -32,7 +32,7 @@ def parent_top1(reward: Tensor, valid: Tensor, siblings: Tensor) -> Tensor:
 
 
 def extreme(reward: Tensor, valid: Tensor, b: int) -> Tensor:
-    """The best b and the worst b leaves of every tree, all if there are fewer than 2 b.
+    """The best b and the worst b leaves of every row, all if there are fewer than 2 b.
 
     Extreme-b of BranchGRPO (2509.06040). (R, l) bool
     """

@@ -29,7 +29,6 @@ class _Growth:
     x: list[Tensor]  # (R, w, *latent)
     log_prob: list[Tensor]  # (R, w), 0 without noise
     g: list[Tensor]  # (w,), 0 without noise
-    paths: list[list[tuple[int, ...]]]  # w names in the tree
     mean_old: list[Tensor] = field(default_factory=list)  # of trained cohorts
     forwards: int = 0
 
@@ -50,15 +49,16 @@ def grow(
     cast to the storage dtype *before* anything scores it, so that the density is that of the
     latent the network will see. Steps without noise are diffusers' Euler steps, bit for bit.
     """
-    rows = _PromptRows(prompt)
+    shape, rows = shape_of(plan), _PromptRows(prompt)
     nothing = torch.zeros(len(x), 1, device=x.device)
-    growth = _Growth(x=[x[:, None]], log_prob=[nothing], g=[nothing.new_zeros(1)], paths=[[()]])
+    growth = _Growth(x=[x[:, None]], log_prob=[nothing], g=[nothing.new_zeros(1)])
     for step, moves in levels(plan):
         sources = sorted({move.source for move in moves})
         velocities = _frontier(velocity, growth, sources, schedule.sigmas[step], rows)
         for move in moves:
-            _advance(growth, move, velocities[move.source], schedule, noise)
-    return _finish(growth, prompt, shape_of(plan), schedule)
+            names = shape.names(move.source)
+            _advance(growth, move, velocities[move.source], schedule, noise, names)
+    return _finish(growth, prompt, shape, schedule)
 
 
 class _PromptRows:
@@ -91,9 +91,17 @@ def _frontier(
     return dict(zip(sources, v, strict=True))
 
 
-def _advance(growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: KeyedNoise) -> None:
-    """Add the cohort that one move makes from parents with velocities v (R * w, *latent)."""
-    parents, paths = growth.x[move.source], growth.paths[move.source]
+def _advance(
+    growth: _Growth,
+    move: Move,
+    v: Tensor,
+    schedule: Schedule,
+    noise: KeyedNoise,
+    paths: tuple[tuple[int, ...], ...],
+) -> None:
+    """Add the cohort that one move makes from parents with velocities v (R * w, *latent), which
+    have these w paths in every tree."""
+    parents = growth.x[move.source]
     trees, width = parents.shape[:2]
     x, sigmas = parents.flatten(0, 1).float(), schedule.sigmas
     g = schedule.g(move.step, move.to) * move.gain if move.noise else sigmas.new_zeros(())
@@ -110,7 +118,6 @@ def _advance(growth: _Growth, move: Move, v: Tensor, schedule: Schedule, noise: 
     growth.x.append(drawn.unflatten(0, whole))
     growth.log_prob.append(density.unflatten(0, whole))
     growth.g.append(g.expand(whole[1]))
-    growth.paths.append([child for path in paths for child in move.paths(path)])
     if move.train:
         growth.mean_old.append(mean.unflatten(0, whole))
 

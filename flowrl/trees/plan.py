@@ -15,7 +15,14 @@ CouplingKind = Literal["independent", "shared", "simplex", "antithetic", "scaled
 
 
 class PlanError(ValueError):
-    """A plan that cannot work: says why, with numbers, and names the nearest one that does."""
+    """A plan that cannot work: says why, with numbers, and names the nearest one that does.
+
+    leaves: a number that works, where theirs was wrong.
+    """
+
+    def __init__(self, message: str, *, leaves: int | None = None):
+        super().__init__(message)
+        self.leaves = leaves
 
 
 @dataclass(frozen=True, slots=True)

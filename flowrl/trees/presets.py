@@ -160,7 +160,8 @@ def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
     which = "nearest that works is" if len(near) == 1 else "nearest that work are"
     raise PlanError(
         f"group_size is {leaves}, but trees of {made} leaves give {unit}, {2 * unit}, ...: "
-        f"the {which} {' and '.join(map(str, near))}"
+        f"the {which} {' and '.join(map(str, near))}",
+        leaves=near[-1],
     )
 
 
@@ -185,16 +186,24 @@ def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
         raise PlanError(f"{name} is empty, expected at least one step: the nearest that works is 0")
     for n, step in enumerate(chosen):
         if step in chosen[:n]:
-            wrong = "more than once"
+            wrong = " more than once"
         elif not 0 <= step <= steps - 2:
-            wrong = f"but noise is possible in steps 0 to {steps - 2}, never in the last"
+            wrong = f", but noise is possible in steps 0 to {steps - 2}, never in the last"
         else:
             continue
-        free = [i for i in range(steps - 1) if i not in chosen]
-        near = min(free, key=lambda i: (abs(i - step), i), default=None)
-        instead = "leave it out" if near is None else f"the nearest that works is {near}"
-        raise PlanError(f"{name} has step {step} {wrong}: {instead}")
+        near = ", ".join(map(str, _repaired(chosen, steps)))
+        raise PlanError(f"{name} has step {step}{wrong}: the nearest that work are {near}")
     return chosen
+
+
+def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
+    """The nearest distinct steps that may have noise, as many as there are."""
+    kept: list[int] = []
+    for step in sorted(chosen, key=lambda step: not 0 <= step <= steps - 2):  # good ones first
+        free = [i for i in range(steps - 1) if i not in kept]
+        if free:
+            kept.append(min(free, key=lambda i: (abs(i - step), i)))
+    return sorted(kept)
 
 
 def _roots_of_splits(steps: int, leaves: int, branch: int, splits: Sequence[int]) -> int:

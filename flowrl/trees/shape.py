@@ -23,6 +23,10 @@ class Shape:
     noisy: tuple[int, ...]
     edge: tuple[int, ...]
 
+    def names(self, cohort: int) -> tuple[tuple[int, ...], ...]:
+        """The paths of a cohort's nodes: the root's, or those that move `cohort - 1` made."""
+        return tuple(p for p, m in zip(self.path, self.move, strict=True) if m == cohort - 1)
+
 
 @lru_cache(maxsize=64)
 def shape_of(plan: TreePlan) -> Shape:

@@ -18,7 +18,7 @@ import numpy as np
 
 from flowrl.trees.plan import PlanError
 
-TIE = 1e-12  # relative; the sums are good to 1e-15
+TIE = 1e-12  # of means of about 0.01 to 0.5, whose sums are good to 1e-16
 MOST = 2**23  # steps^2 x leaves of a tree: all tables then take at most 256 MiB
 
 

@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from coupled import correlation, gradient_factor
 from grown import F64, branching, from_plan, randn
 from torch.testing import assert_close
 
-from flowrl.functional.coupling import COUPLINGS, NEEDS_SHARED, correlation, gradient_factor
-from flowrl.functional.gaussian import log_ratio
+from flowrl.functional.coupling import COUPLINGS, NEEDS_SHARED
+from flowrl.functional.gaussian import log_prob, log_ratio
 from flowrl.trees.plan import Coupling
 
 KEEPING = [
@@ -150,6 +151,17 @@ def test_simplex_and_antithetic_noise_keep_the_whole_gradient_in_any_scope(kind,
 
 def test_uncorrected_scaling_breaks_the_variance_that_every_other_coupling_keeps():
     exact(covariance("scaled", 4.0, 3), 16 * torch.eye(3, dtype=F64))
+
+
+@pytest.mark.parametrize("c", [1.0, 4.0])
+def test_scaled_noise_multiplies_the_score_of_a_split_edge(c):
+    """d log p / d mean = (x - mean) / std^2 per element: c z / std for a draw of c z."""
+    z, std = randn(1, 3, 5), torch.tensor(0.7, dtype=F64)
+    mean = randn(3, 5).requires_grad_()
+    x = mean.detach() + std * COUPLINGS["scaled"](z, None, c)[0]
+    density = log_prob(x, mean, std.expand(3)) * 5  # summed over the latent
+    (score,) = torch.autograd.grad(density.sum(), mean)
+    assert_close(score, c * z[0] / std, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("c", [0.3, 1.0, 1.3])

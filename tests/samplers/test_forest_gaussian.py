@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.functional.coupling import correlation
 from flowrl.functional.diversity import common_ancestor
 from flowrl.functional.sde import KERNELS
 from flowrl.samplers.forest import grow
@@ -51,7 +50,7 @@ class UnitDraws:
 
 def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
     """A tree, the leaves without noise (l,), and their slopes by draw (l, draws) float64."""
-    trees = 200
+    trees = 300
     draws = UnitDraws(trees)
     x = draws((), 0, "init")
     tree = grow(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
@@ -84,6 +83,15 @@ def covariance(a: list[float], std: list[float], parted: int | None, rho: float)
     return total + (rho * (std[parted] * after[parted]) ** 2 if parted is not None else 0.0)
 
 
+def rho(coupling: Coupling, siblings: int, i: int, j: int) -> float:
+    """Correlation of the noises of siblings number i and j."""
+    if coupling.kind == "shared":
+        return 1 / (1 + coupling.strength**2)
+    if coupling.kind == "simplex":
+        return -1 / (siblings - 1)
+    return -1.0 if coupling.kind == "antithetic" and i // 2 == j // 2 else 0.0
+
+
 couplings = pytest.mark.parametrize(
     "coupling",
     [
@@ -91,15 +99,18 @@ couplings = pytest.mark.parametrize(
         Coupling("shared", 0.5),
         Coupling("shared", 4.0),
         Coupling("simplex"),
+        Coupling("antithetic"),
     ],
     ids=str,
 )
 
 
 @couplings
-@pytest.mark.parametrize("branch", [2, 3])
+@pytest.mark.parametrize("branch", [2, 3, 4])
 @pytest.mark.parametrize("kernel", ["flow_sde", "dance_sde", "cps", "renoise"])
 def test_two_leaves_share_what_came_before_they_parted(kernel, branch, coupling):
+    if coupling.kind == "antithetic" and branch % 2:
+        return  # they come in pairs
     level = 1.0 if kernel == "renoise" else 0.6
     numbers = schedule(kernel, level, T)
     split = Step(branch=branch, noise=True, coupling=coupling, train=True)
@@ -107,11 +118,12 @@ def test_two_leaves_share_what_came_before_they_parted(kernel, branch, coupling)
     tree, _, slope = response(plan, numbers)
     a, std = slopes(numbers, set(range(T - 1)))
     ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
-    rho = correlation(coupling.kind, coupling.strength, branch)
     for i in range(len(tree.leaf)):
         for j in range(len(tree.leaf)):
             parted = None if i == j else int(ancestor[i, j])
-            expected = covariance(a, std, parted, rho)
+            # Leaves are numbered in base `branch`, the first split's digit first.
+            number = [i // branch, j // branch] if parted == 1 else [i % branch, j % branch]
+            expected = covariance(a, std, parted, rho(coupling, branch, *number))
             assert (slope[i] @ slope[j]).item() == pytest.approx(expected, abs=EXACT)
 
 

@@ -90,11 +90,11 @@ def test_leaves_that_cannot_be_reached_name_the_nearest_that_can(leaves, make):
 
 @pytest.mark.parametrize("wrong", [-1, 7, 8, 2])
 @pytest.mark.parametrize("make", [combs.tempflow, combs.g2rpo, combs.e_grpo])
-def test_a_fan_where_none_can_be_names_the_nearest_free_step(make, wrong):
-    with pytest.raises(PlanError, match=f"at has step {wrong} ") as caught:
+def test_a_fan_where_none_can_be_names_the_nearest_steps_that_work(make, wrong):
+    with pytest.raises(PlanError, match=f"at has step {wrong}[, ]") as caught:
         make(8, 48, 2, [0, 2, wrong])
     with pytest.raises(PlanError, match="group_size is 1,"):  # the steps are right now
-        make(8, 1, 2, [0, 2, *nearest(caught.value)])
+        make(8, 1, 2, nearest(caught.value))
 
 
 def test_impossible_widths_strides_and_lengths_are_refused():
