@@ -13,7 +13,7 @@ THIN: Color = (168, 199, 240)
 THICK: Color = (9, 82, 178)
 COLORS: tuple[Color, ...] = (
     (101, 109, 118), (9, 82, 178), (207, 34, 46), (191, 135, 0), (26, 127, 55), (130, 80, 223),
-    (20, 160, 170),
+    (20, 160, 170), (200, 80, 160),
 )  # fmt: skip
 RULE: Color = (226, 230, 235)
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 44  # pixels around a panel's plot

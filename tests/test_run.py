@@ -26,11 +26,11 @@ from flowrl.train import train
 
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
 MOVING = {
-    "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 1}},
+    "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 2}},
     "depth_pruning": {"start": 2, "size": 1, "stop": 2, "until": 3},
 }
 SMALL = {
-    "rollout": {"prompts": 2, "group_size": 2, "steps": 4, "batch_size": 4, **MOVING},
+    "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 4, **MOVING},
     "optim": {"lr": 1e-2, "micro_batch": 4},
     "ema": {"decay": 0.5},
     "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "every": 2},
