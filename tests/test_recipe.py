@@ -1,4 +1,5 @@
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -184,3 +185,14 @@ def test_a_file_that_is_no_text_is_one_sentence(tmp_path):
 def test_presets_are_listed_by_name():
     assert "quickstart" in preset_names()
     assert not [name for name in preset_names() if name.startswith("_")]
+
+
+GALLERY = Path(__file__).parents[1] / "gallery"
+
+
+@pytest.mark.parametrize("path", sorted(GALLERY.glob("*/config.yaml")), ids=lambda p: p.parent.name)
+def test_what_stands_in_the_gallery_can_be_run_again(path):
+    from flowrl.config import config_yaml, load_config
+
+    assert config_yaml(load_config(path)) == path.read_text()
+    assert path.read_text().strip() in (path.parent / "README.md").read_text()
