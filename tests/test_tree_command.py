@@ -74,7 +74,7 @@ def test_a_budget_chooses_the_splits(run):
     found = json.loads(out)
     assert found["totals"]["forwards"] <= 203 and found["totals"]["leaves"] == 16
     _, out, _ = run("branch_grpo", "--budget", "160")
-    assert "The best within 160 forwards: splits=[5, 10, 12], 2 trees a prompt." in out
+    assert "The best within 160 forwards: splits=[5, 10, 12], 2 trees a prompt; siblings" in out
 
 
 def test_a_picture_is_written_beside_the_text(run, tmp_path):

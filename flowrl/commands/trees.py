@@ -10,6 +10,7 @@ from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.trees.plan import TreePlan
+    from flowrl.trees.solver import Choice
 
 PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
 WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
@@ -65,7 +66,8 @@ def tree(
     options = _options(preset, changes or [])
     try:
         chosen = None if budget is None else _choose(preset, options, steps, leaves or 16, budget)
-        section: Any = _section(preset, options | (chosen or {}))
+        splits = {} if chosen is None else {"splits": list(chosen.splits)}
+        section: Any = _section(preset, options | splits)
         plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
     except PlanError as error:
         raise UserError(f"{error}.") from error
@@ -75,7 +77,9 @@ def tree(
         if chosen is not None:
             trees = "1 tree" if plan.roots == 1 else f"{plan.roots} trees"
             typer.echo(
-                f"The best within {budget} forwards: splits={chosen['splits']}, {trees} a prompt.\n"
+                f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
+                f"siblings differ in {chosen.unshared:.3g} of {steps} steps, the harmonic mean over "
+                "splits.\n"
             )
         _show(plan, prompts)
         _show_recipe(section, plan)
@@ -138,9 +142,7 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
         raise UserError(complain(kind, error)) from error
 
 
-def _choose(
-    preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int
-) -> dict[str, Any]:
+def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int) -> "Choice":
     """The splits that the solver finds. Raises UserError where there are none to choose."""
     from flowrl.trees.solver import best_splits
 
@@ -158,7 +160,7 @@ def _choose(
             f"Within {budget} forwards {leaves} separate chains are the best: use flow_grpo, or a "
             f"--budget below {found.forwards}."
         )
-    return {"splits": list(found.splits)}
+    return found
 
 
 def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
