@@ -75,12 +75,7 @@ def tree(
         print(json.dumps(_as_json(section, plan, prompts)))
     else:
         if chosen is not None:
-            trees = "1 tree" if plan.roots == 1 else f"{plan.roots} trees"
-            typer.echo(
-                f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
-                f"siblings differ in {chosen.unshared:.3g} of {steps} steps, the harmonic mean over "
-                "splits.\n"
-            )
+            _show_choice(chosen, budget, steps)
         _show(plan, prompts)
         _show_recipe(section, plan)
     if picture is not None:
@@ -187,6 +182,14 @@ def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
         "rows": table(plan, prompts),
         "totals": _totals(plan, prompts),
     }
+
+
+def _show_choice(chosen: "Choice", budget: int | None, steps: int) -> None:
+    trees = "1 tree" if chosen.roots == 1 else f"{chosen.roots} trees"
+    typer.echo(
+        f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
+        f"siblings differ\nin {chosen.unshared:.3g} of {steps} steps, the harmonic mean over splits.\n"
+    )
 
 
 def _show_recipe(section: Any, plan: "TreePlan") -> None:
