@@ -188,7 +188,8 @@ def _show_choice(chosen: "Choice", budget: int | None, steps: int) -> None:
     trees = "1 tree" if chosen.roots == 1 else f"{chosen.roots} trees"
     typer.echo(
         f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
-        f"siblings differ\nin {chosen.unshared:.3g} of {steps} steps, the harmonic mean over splits.\n"
+        f"siblings differ\nin {chosen.unshared:.3g} of {steps} steps, the harmonic mean over "
+        "splits.\n"
     )
 
 
