@@ -123,6 +123,7 @@ class TreePlan:
             _check_step(i, step, len(self.steps))
         for fan in self.fans:
             _check_fan(fan, len(self.steps))
+        _check_trunk(self.steps, self.fans)
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
@@ -208,6 +209,16 @@ def _check_fan(fan: Fan, total: int) -> None:
             f", and the last step never has noise: the last possible is {total - 1 - fan.length}"
         )
     _check_noise(f"the fan at step {fan.step}", fan.width, fan.coupling, fan.gain)
+
+
+def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
+    end = max((fan.step for fan in fans), default=len(steps))
+    for i, step in enumerate(steps[end:], end):
+        if step != Step():
+            raise PlanError(
+                f"step {i} has branches or noise, but the trunk ends with its last fan at step "
+                f"{end}: the last step of the trunk that may have them is {end - 1}"
+            )
 
 
 def _check_noise(where: str, branch: int, coupling: Coupling, gain: float) -> None:

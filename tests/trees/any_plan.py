@@ -41,10 +41,12 @@ def fans_of(draw, total: int):
 @st.composite
 def plans(draw):
     total = draw(st.integers(2, 7))
+    steps, fans = draw(steps_of(total)), draw(fans_of(total))
+    end = max((fan.step for fan in fans), default=total)  # of the trunk
     return TreePlan(
         roots=draw(st.integers(1, 3)),
-        steps=draw(steps_of(total)),
-        fans=draw(fans_of(total)),
+        steps=steps[:end] + (Step(),) * (total - end),
+        fans=fans,
         same_noise=draw(st.booleans()),
     )
 

@@ -96,6 +96,10 @@ def test_an_ode_plan_is_one_chain_without_noise():
         (lambda: plan(Step(), Step(), fans=(Fan(step=1, width=2),)), "last possible is 0"),
         (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=0),)), "width"),
         (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=1, strides=()),)), "strides"),
+        (
+            lambda: plan(Step(), NOISY, Step(), fans=(Fan(step=1, width=2),)),
+            "step 1 has branches or noise, but the trunk ends .* may have them is 0",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(make, words):
