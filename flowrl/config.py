@@ -38,12 +38,13 @@ class Config(Section):
         _check_groups(self.rollout, self.optim)
         if self.rollout.steps < 2:
             raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
-        for plan, iteration in self.plans().items():
+        plans = self.plans()
+        for plan, iteration in plans.items():
             _check_plan(plan, iteration, self.rollout, self.run.seed)
             _check_credit(self.objective.credit, plan)
         if self.rollout.depth_pruning and all(
             plan == self.rollout.whole(iteration, self.run.seed)
-            for plan, iteration in self.plans().items()
+            for plan, iteration in plans.items()
         ):
             raise ValueError(
                 "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "

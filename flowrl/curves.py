@@ -61,20 +61,20 @@ def draw_comparison(
         raise ValueError(f"a comparison needs 1 to {len(COLORS)} lines, got {len(lines)}")
     image = Image.new("RGB", (panel[0] * SCALE, panel[1] * SCALE), PAPER)
     pen = ImageDraw.Draw(image)
-    _text(pen, (LEFT, 17), title, INK, "lm", 15)
-    _text(pen, ((LEFT + panel[0] - RIGHT) / 2, panel[1] - 12), x_label, GREY, "mm", 12)
+    draw_text(pen, (LEFT, 17), title, INK, "lm", 15)
+    draw_text(pen, ((LEFT + panel[0] - RIGHT) / 2, panel[1] - 12), x_label, GREY, "mm", 12)
     xs, ys = zip(*(point for points in lines.values() for point in points), strict=True)
     heights = ys if level is None else (*ys, level)
     place = _axes(pen, _spread(xs, 0.0), _spread(heights, 0.06), panel)
     if level is not None:
-        _line(pen, [place(min(xs), level), place(max(xs), level)], GREY, 1)
+        draw_line(pen, [place(min(xs), level), place(max(xs), level)], GREY, 1)
     for i, ((name, points), color) in enumerate(zip(lines.items(), COLORS, strict=False)):
-        _line(pen, [place(x, y) for x, y in points], color, 2.5)
+        draw_line(pen, [place(x, y) for x, y in points], color, 2.5)
         for point in points:
             _dot(pen, place(*point), color)
         row = panel[1] - BOTTOM - 18 * (len(lines) - i)
-        _line(pen, [(panel[0] - 190, row), (panel[0] - 170, row)], color, 2.5)
-        _text(pen, (panel[0] - 162, row), name, INK, "lm", 12)
+        draw_line(pen, [(panel[0] - 190, row), (panel[0] - 170, row)], color, 2.5)
+        draw_text(pen, (panel[0] - 162, row), name, INK, "lm", 12)
     return image.resize(panel, Image.Resampling.LANCZOS)
 
 
@@ -109,23 +109,23 @@ def _panel(name: str, points: list, x_label: str, size: tuple[int, int]) -> Imag
     image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), PAPER)
     pen = ImageDraw.Draw(image)
     window = 2 * (len(points) // SHARE // 2) + 1
-    _text(pen, (LEFT, 17), name, INK, "lm", 15)
+    draw_text(pen, (LEFT, 17), name, INK, "lm", 15)
     if window > 1:
-        _text(pen, (size[0] - RIGHT, 17), f"thick: mean of {window}", GREY, "rm", 12)
-    _text(pen, ((LEFT + size[0] - RIGHT) / 2, size[1] - 12), x_label, GREY, "mm", 12)
+        draw_text(pen, (size[0] - RIGHT, 17), f"thick: mean of {window}", GREY, "rm", 12)
+    draw_text(pen, ((LEFT + size[0] - RIGHT) / 2, size[1] - 12), x_label, GREY, "mm", 12)
     if points:
         _plot(pen, points, window, size)
     else:
-        _text(pen, (size[0] / 2, size[1] / 2), "no values", GREY, "mm", 14)
+        draw_text(pen, (size[0] / 2, size[1] / 2), "no values", GREY, "mm", 14)
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
 def _plot(pen: ImageDraw.ImageDraw, points: list, window: int, size: tuple[int, int]) -> None:
     xs, ys = [p[0] for p in points], [p[1] for p in points]
     place = _axes(pen, _spread(xs, 0.0), _spread(ys, 0.06), size)
-    _line(pen, [place(x, y) for x, y in points], THIN, 1.5)
+    draw_line(pen, [place(x, y) for x, y in points], THIN, 1.5)
     smooth = running_mean(ys, window)
-    _line(pen, [place(x, y) for x, y in zip(xs, smooth, strict=True)], THICK, 2.5)
+    draw_line(pen, [place(x, y) for x, y in zip(xs, smooth, strict=True)], THICK, 2.5)
     _dot(pen, place(xs[-1], smooth[-1]), THICK)
 
 
@@ -147,11 +147,11 @@ def _axes(
 
     for value in ticks(*y_range):
         left, y = place(x_range[0], value)
-        _line(pen, [(left, y), (size[0] - RIGHT, y)], RULE, 1)
-        _text(pen, (left - 8, y), f"{value:.6g}", GREY, "rm", 12)
+        draw_line(pen, [(left, y), (size[0] - RIGHT, y)], RULE, 1)
+        draw_text(pen, (left - 8, y), f"{value:.6g}", GREY, "rm", 12)
     for value in ticks(*x_range):
         x, bottom = place(value, y_range[0])
-        _text(pen, (x, bottom + 12), f"{value:.6g}", GREY, "mm", 12)
+        draw_text(pen, (x, bottom + 12), f"{value:.6g}", GREY, "mm", 12)
     return place
 
 
@@ -169,13 +169,14 @@ def _dot(pen: ImageDraw.ImageDraw, at: tuple[float, float], color: Color) -> Non
     pen.ellipse((x - 6, y - 6, x + 6, y + 6), color)
 
 
-def _line(pen: ImageDraw.ImageDraw, points: list, color: Color, width: float) -> None:
+def draw_line(pen: ImageDraw.ImageDraw, points: list, color: Color, width: float) -> None:
+    """Points and width in pixels of the finished picture; the pen draws SCALE times as large."""
     if len(points) > 1:
         scaled = [(x * SCALE, y * SCALE) for x, y in points]
         pen.line(scaled, color, round(width * SCALE), joint="curve")
 
 
-def _text(
+def draw_text(
     pen: ImageDraw.ImageDraw,
     at: tuple[float, float],
     text: str,
@@ -183,5 +184,6 @@ def _text(
     anchor: str,
     size: int,
 ) -> None:
+    """Place and size in pixels of the finished picture; anchor as Pillow has it."""
     place = (at[0] * SCALE, at[1] * SCALE)
     pen.text(place, text, color, font(size * SCALE), anchor=anchor)

@@ -47,7 +47,7 @@ class Coupling(Section):
 
 
 SIBLINGS = "How the noises of siblings depend on each other: {kind, strength}."
-SHARED = Coupling(kind="shared", strength=4.0)
+SHARED = Coupling(kind=presets.BRANCH_COUPLING.kind, strength=presets.BRANCH_COUPLING.strength)
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 
 

@@ -2,7 +2,7 @@
 
 from PIL import Image, ImageDraw
 
-from flowrl.curves import RULE, SCALE, THICK
+from flowrl.curves import RULE, SCALE, THICK, draw_line, draw_text
 from flowrl.pictures import GREY, INK, PAPER, Color, font
 from flowrl.trees.drawing import MEANING, NOISY, PLAIN, TRAINED, layout, line_of
 from flowrl.trees.plan import TreePlan
@@ -38,9 +38,9 @@ def draw_tree(plan: TreePlan) -> Image.Image:
     _heading(pen, plan, shown, len(leaves))
     for step in range(steps + 1):
         x = LEFT + step * across
-        _line(pen, [(x, TOP - 10), (x, size[1] - BOTTOM + 10)], RULE, 1)
+        draw_line(pen, [(x, TOP - 10), (x, size[1] - BOTTOM + 10)], RULE, 1)
         if step % 5 == 0 or step == steps:
-            _text(pen, (x, size[1] - 12), str(step), GREY, 12, "mm")
+            draw_text(pen, (x, size[1] - 12), str(step), GREY, "mm", 12)
     heights = _heights(plan, shape, down)
     _edges(pen, plan, shape, heights, across, limit=TOP + shown * down)
     return image.resize(size, Image.Resampling.LANCZOS)
@@ -51,11 +51,11 @@ def _heading(pen: ImageDraw.ImageDraw, plan: TreePlan, shown: int, leaves: int) 
     parts = [f"{total.leaves} pictures, {total.forwards} forwards"]
     parts += [f"one of {plan.roots} trees"] * (plan.roots > 1)
     parts += [f"first {shown} of its {leaves} leaves"] * (shown < leaves)
-    _text(pen, (LEFT, 17), "; ".join(parts), INK, 15, "lm")
+    draw_text(pen, (LEFT, 17), "; ".join(parts), INK, "lm", 15)
     x = LEFT
     for sign, (color, width) in STYLE.items():
-        _line(pen, [(x, 40), (x + 24, 40)], color, width)
-        _text(pen, (x + 32, 40), MEANING[sign], GREY, 12, "lm")
+        draw_line(pen, [(x, 40), (x + 24, 40)], color, width)
+        draw_text(pen, (x + 32, 40), MEANING[sign], GREY, "lm", 12)
         x += 48 + round(font(12).getlength(MEANING[sign]))
 
 
@@ -88,24 +88,8 @@ def _edges(
         start, end = (LEFT + shape.step[n] * across for n in (parent, node))
         bend = start + 0.4 * across
         points = [(start, min(heights[parent], limit)), (bend, heights[node]), (end, heights[node])]
-        _line(pen, points, *STYLE[lines[node]])
+        draw_line(pen, points, *STYLE[lines[node]])
     for leaf in shape.leaf:
         if heights[leaf] < limit:
             x, y = (LEFT + shape.step[leaf] * across) * SCALE, heights[leaf] * SCALE
             pen.ellipse((x - 4, y - 4, x + 4, y + 4), INK)
-
-
-def _line(pen: ImageDraw.ImageDraw, points: list, color: Color, width: float) -> None:
-    pen.line([(x * SCALE, y * SCALE) for x, y in points], color, round(width * SCALE), "curve")
-
-
-def _text(
-    pen: ImageDraw.ImageDraw,
-    at: tuple[float, float],
-    text: str,
-    color: Color,
-    size: int,
-    anchor: str,
-) -> None:
-    place = (at[0] * SCALE, at[1] * SCALE)
-    pen.text(place, text, color, font(size * SCALE), anchor=anchor)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from flowrl.functional.sde import StepKernel
@@ -22,4 +23,5 @@ class Schedule:
         The law sees the move's own two sigmas: at sigma = 1 Flow-SDE takes its limit from the
         second, which for merged steps is not the schedule's next.
         """
-        return self.kernel.noise(self.sigmas[[step, to]], self.level)[0]
+        ends = torch.stack((self.sigmas[step], self.sigmas[to]))  # no index from the host
+        return self.kernel.noise(ends, self.level)[0]

@@ -31,17 +31,17 @@ def g2rpo(
     steps: int,
     leaves: int,
     width: int,
-    at: Sequence[int] | None = None,
+    at: Sequence[int],
     strides: Sequence[int] = (1, 2, 3),
     coupling: Coupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose children are each finished once for every stride (G2RPO, 2510.01982).
 
-    `at` None is the first half of the steps. The published cost of fans of G at steps k < M is
+    The published cost of fans of G at steps k < M is
     M + G sum_k sum_lambda ceil((T - k - 1) / lambda), which counts a child's first velocity once
     for every stride; here the strides share it, which saves (number of strides - 1) G M.
     """
-    at = check_steps("at", first_half(steps) if at is None else at, steps)
+    at = check_steps("at", at, steps)
     if len(set(strides)) < len(strides) or min(strides, default=0) < 1:
         raise PlanError(f"strides are {list(strides)}, expected distinct numbers of at least 1")
     fans = [Fan(step=k, width=width, strides=tuple(strides), coupling=coupling) for k in at]
@@ -52,16 +52,16 @@ def e_grpo(
     steps: int,
     leaves: int,
     width: int,
-    at: Sequence[int] | None = None,
+    at: Sequence[int],
     lengths: Sequence[int] = (1, 2),
     coupling: Coupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose noisy step merges several steps into one (E-GRPO, 2601.00423).
 
-    `at` None is the first half of the steps. A step of `at` has a fan for each length that ends
+    A step of `at` has a fan for each length that ends
     before the last step.
     """
-    at = check_steps("at", first_half(steps) if at is None else at, steps)
+    at = check_steps("at", at, steps)
     if len(set(lengths)) < len(lengths) or min(lengths, default=0) < 1:
         raise PlanError(f"lengths are {list(lengths)}, expected distinct numbers of at least 1")
     fans = [

@@ -1,18 +1,16 @@
 """Which steps have noise, branch, or are learned from, as functions of the training iteration.
 
-A window is asked anew for every iteration. What it answers depends on its own numbers, a seed and
-the iteration alone: draws have a random stream of their own, seeded by these two, so nothing but
-the iteration, which every checkpoint holds, is needed to go on after a stop.
+A window is asked anew for every iteration, with its number and the steps T of a rollout, and
+answers a range within 0..T-2: the last step has no noise. What it answers depends on its own
+numbers, a seed and the iteration alone: draws have a random stream of their own, seeded by these
+two, so nothing but the iteration, which every checkpoint holds, is needed to go on after a stop.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowrl.trees.plan import PlanError
-
-# (training iteration, steps T) -> step indices, all within 0..T-2: the last step has no noise.
-Window = Callable[[int, int], range]
 
 
 def all_steps(iteration: int, steps: int) -> range:

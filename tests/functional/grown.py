@@ -6,12 +6,22 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.testing import assert_close
 
 from flowrl.functional.credit import fuse_local, fuse_path, fuse_uniform, leaves_below
 from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
 from flowrl.trees.shape import shape_of
 
 F64 = torch.float64
+
+
+def assert_exact(value, expected, tolerance=1e-12):
+    assert_close(value, expected, rtol=0, atol=tolerance)
+
+
+def assert_exact_with_nan(value, expected, tolerance=1e-12):
+    """The same, where NaN stands for no value and is expected."""
+    assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 @dataclass(frozen=True)

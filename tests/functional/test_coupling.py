@@ -37,23 +37,23 @@ def covariance(kind, strength, siblings):
     return linear @ linear.T
 
 
-def exact(value, expected):
+def assert_exact(value, expected):
     assert_close(value, expected, rtol=0, atol=1e-14)
 
 
 @keeping
 def test_every_childs_noise_has_variance_one(kind, strength, siblings):
-    exact(covariance(kind, strength, siblings).diagonal(), torch.ones(siblings, dtype=F64))
+    assert_exact(covariance(kind, strength, siblings).diagonal(), torch.ones(siblings, dtype=F64))
 
 
 @keeping
 def test_siblings_have_the_stated_correlation(kind, strength, siblings):
     found = covariance(kind, strength, siblings)
     rho = torch.full((siblings,), correlation(kind, strength, siblings), dtype=F64)
-    exact((found.sum(1) - 1) / (siblings - 1), rho)
+    assert_exact((found.sum(1) - 1) / (siblings - 1), rho)
     if kind != "antithetic":
         others = ~torch.eye(siblings, dtype=torch.bool)
-        exact(found[others], rho[0].expand(siblings * (siblings - 1)))
+        assert_exact(found[others], rho[0].expand(siblings * (siblings - 1)))
 
 
 def test_the_correlations_are_those_of_the_papers():
@@ -85,7 +85,7 @@ def test_parents_do_not_see_each_other(kind):
     together = COUPLINGS[kind](z, shared, 1.5)
     for row in range(3):
         alone = COUPLINGS[kind](z[row : row + 1], shared[row : row + 1], 1.5)
-        exact(alone[0], together[row])
+        assert_exact(alone[0], together[row])
 
 
 @pytest.mark.parametrize("kind", COUPLINGS)
@@ -106,8 +106,10 @@ def test_the_shared_draw_is_needed_exactly_where_it_is_said_to_be(kind):
 
 
 def test_simplex_noises_sum_to_zero_and_for_two_they_are_antithetic():
-    exact(COUPLINGS["simplex"](randn(2, 5, 3), None, 1.0).sum(1), torch.zeros(2, 3, dtype=F64))
-    exact(covariance("simplex", 1.0, 2), covariance("antithetic", 1.0, 2))
+    assert_exact(
+        COUPLINGS["simplex"](randn(2, 5, 3), None, 1.0).sum(1), torch.zeros(2, 3, dtype=F64)
+    )
+    assert_exact(covariance("simplex", 1.0, 2), covariance("antithetic", 1.0, 2))
 
 
 def test_antithetic_siblings_are_neighbours_of_opposite_sign_and_an_odd_number_is_refused():
@@ -133,7 +135,7 @@ def test_a_mean_baseline_leaves_the_stated_part_of_the_gradient(kind, strength, 
     found = torch.block_diag(*[covariance(kind, strength, siblings)] * parents)
     rho, n = correlation(kind, strength, siblings), parents * siblings
     factor = gradient_factor(rho, siblings, n)
-    exact(baseline_leaves(found), torch.full((n,), factor, dtype=F64))
+    assert_exact(baseline_leaves(found), torch.full((n,), factor, dtype=F64))
     if parents == 1:
         assert factor == pytest.approx((1 - 1 / siblings) * (1 - rho), abs=1e-15)
 
@@ -150,7 +152,7 @@ def test_simplex_and_antithetic_noise_keep_the_whole_gradient_in_any_scope(kind,
 
 
 def test_uncorrected_scaling_breaks_the_variance_that_every_other_coupling_keeps():
-    exact(covariance("scaled", 4.0, 3), 16 * torch.eye(3, dtype=F64))
+    assert_exact(covariance("scaled", 4.0, 3), 16 * torch.eye(3, dtype=F64))
 
 
 @pytest.mark.parametrize("c", [1.0, 4.0])
@@ -217,7 +219,7 @@ def test_leaves_of_a_linear_sampler_vary_as_a_chain_and_covary_by_their_split(ki
     if kind == "scaled":
         assert bool((found.diagonal() - variance > 0.01).all())
         return
-    exact(found.diagonal(), variance)
+    assert_exact(found.diagonal(), variance)
     parted_at_1 = start + spread[0] + correlation(kind, strength, 2) * spread[1]
     parted_at_3 = start + sum(spread[:3]) + correlation(kind, strength, 4) * spread[3]
     assert found[0, 4:].tolist() == pytest.approx([parted_at_1] * 4, abs=1e-14)

@@ -8,6 +8,7 @@ from grown import (
     BALANCED,
     F64,
     LOPSIDED,
+    assert_exact_with_nan,
     branching,
     comb,
     edge_log_probs,
@@ -20,7 +21,6 @@ from grown import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 from flowrl.functional.credit import (
     credit_edges,
@@ -31,10 +31,6 @@ from flowrl.functional.credit import (
 from flowrl.functional.normalise import class_population, normalise, population
 
 nan = math.nan
-
-
-def exact(value, expected, tolerance=1e-12):
-    assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 def credit(tree, advantage, mode, known=None):
@@ -59,7 +55,7 @@ def test_sibling_credit_telescopes_along_a_path(case, seed):
         told = credit(tree, value, "sibling")
         for column, leaf in enumerate(tree.leaf.tolist()):
             along = told[:, tree.path(leaf)].sum(1)
-            exact(along, reward[:, column] - value[:, 0], 1e-9)
+            assert_exact_with_nan(along, reward[:, column] - value[:, 0], 1e-9)
 
 
 @given(case=rewarded())
@@ -70,7 +66,9 @@ def test_sibling_credit_of_a_set_sums_to_zero_weighted_by_valid_leaves(case):
     count = (tree.below & valid[:, None]).sum(-1)
     for node in tree.parent[tree.parent >= 0].unique().tolist():
         children = tree.children(node)
-        exact((count * told)[:, children].sum(1), torch.zeros(len(reward), dtype=F64), 1e-9)
+        assert_exact_with_nan(
+            (count * told)[:, children].sum(1), torch.zeros(len(reward), dtype=F64), 1e-9
+        )
 
 
 @given(case=rewarded())
@@ -109,7 +107,7 @@ def test_path_credit_is_that_of_the_leaves_as_separate_trajectories(case):
         told = torch.zeros_like(advantage)
         for column, leaf in enumerate(tree.leaf.tolist()):
             told[:, tree.path(leaf)[1:]] += reward[:, [column]]
-        exact(credit(tree, advantage, mode), told)
+        assert_exact_with_nan(credit(tree, advantage, mode), told)
 
 
 def test_in_chains_all_modes_but_sibling_broadcast_the_leafs_advantage():
@@ -163,7 +161,7 @@ def test_the_order_of_nodes_does_not_matter(case, seed):
     for mode in ("node", "sibling", "path"):
         for scope in ("leaf", "prompt", "depth", "sibling"):
             mixed = told(other, log_prob[:, old], mode, scope)
-            exact(mixed, told(tree, log_prob, mode, scope)[:, old], 1e-9)
+            assert_exact_with_nan(mixed, told(tree, log_prob, mode, scope)[:, old], 1e-9)
 
 
 def test_an_unknown_mode_is_refused():

@@ -8,6 +8,7 @@ from grown import (
     BALANCED,
     F64,
     LOPSIDED,
+    assert_exact_with_nan,
     edge_log_probs,
     fused,
     randn,
@@ -15,7 +16,6 @@ from grown import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 from flowrl.functional.credit import (
     fuse_local,
@@ -26,10 +26,6 @@ from flowrl.functional.credit import (
 nan = math.nan
 
 
-def exact(value, expected, tolerance=1e-12):
-    assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
-
-
 @given(case=rewarded())
 def test_a_uniform_value_is_the_mean_of_the_valid_leaves_below(case):
     tree, reward, valid = case
@@ -38,7 +34,7 @@ def test_a_uniform_value_is_the_mean_of_the_valid_leaves_below(case):
         for node, mask in enumerate(tree.below):
             here = reward[row, mask & valid[row]]
             expected = here.mean() if len(here) else torch.tensor(nan, dtype=F64)
-            exact(value[row, node], expected)
+            assert_exact_with_nan(value[row, node], expected)
 
 
 @given(case=rewarded())
@@ -49,7 +45,7 @@ def test_a_uniform_value_is_the_mean_of_the_children_weighted_by_their_valid_lea
     for node in tree.parent[tree.parent >= 0].unique().tolist():
         children = tree.children(node)
         weighted = (count[:, children] * value[:, children].nan_to_num()).sum(1)
-        exact(value[:, node], weighted / count[:, node])
+        assert_exact_with_nan(value[:, node], weighted / count[:, node])
 
 
 def test_the_plain_mean_of_the_children_is_the_value_in_balanced_trees_only():
@@ -77,7 +73,7 @@ def test_path_weights_are_the_softmax_of_the_log_probs_summed_from_the_node(case
                     weight = math.exp(beta * float(log_prob[row, edges].sum()))
                     top, bottom = top + weight * float(reward[row, column]), bottom + weight
             expected = top / bottom if bottom else nan
-            exact(value[row, node], torch.tensor(expected, dtype=F64), 1e-10)
+            assert_exact_with_nan(value[row, node], torch.tensor(expected, dtype=F64), 1e-10)
 
 
 @given(case=rewarded(all_valid=True), seed=st.integers(0, 99))
@@ -91,7 +87,9 @@ def test_path_weights_obey_the_recursion_over_children(case, seed):
         if children := tree.children(node):
             weight = log_prob[:, children] + total[:, children]
             total[:, node] = weight.logsumexp(1)
-            exact(value[:, node], (weight.softmax(1) * value[:, children]).sum(1), 1e-10)
+            assert_exact_with_nan(
+                value[:, node], (weight.softmax(1) * value[:, children]).sum(1), 1e-10
+            )
 
 
 @given(case=rewarded(), beta=st.sampled_from([0.0, 1.0, 3.0]), seed=st.integers(0, 99))
@@ -99,13 +97,13 @@ def test_local_weights_are_the_softmax_over_the_children_that_have_a_value(case,
     tree, reward, valid = case
     log_prob = edge_log_probs(tree, len(reward), seed)
     value = fuse_local(tree.parent, tree.leaf, reward, valid, log_prob, beta)
-    exact(value[:, tree.leaf], reward)
+    assert_exact_with_nan(value[:, tree.leaf], reward)
     for row in range(len(reward)):
         for node in tree.parent[tree.parent >= 0].unique().tolist():
             alive = [c for c in tree.children(node) if not value[row, c].isnan()]
             weight = (beta * log_prob[row, alive]).softmax(0)
             expected = (weight * value[row, alive]).sum() if alive else torch.tensor(nan).double()
-            exact(value[row, node], expected)
+            assert_exact_with_nan(value[row, node], expected)
 
 
 def test_path_and_local_weights_differ_where_a_child_splits_again():

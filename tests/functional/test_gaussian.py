@@ -36,7 +36,7 @@ def randn(*shape, seed=0, dtype=F64):
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-def exact(value, expected):
+def assert_exact(value, expected):
     assert_close(value, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -60,9 +60,11 @@ def test_direct_ratios_equal_differences_of_densities(seed, std, drift):
     mean, std = mean_old + drift * delta, torch.full((2,), std, dtype=F64)
     difference = log_prob(x, mean, std) - log_prob(x, mean_old, std)
     raw = ((x - mean_old) ** 2 - (x - mean) ** 2).flatten(1).mean(1)
-    exact(log_ratio(x, mean, mean_old, std), difference)
-    exact(cps_raw_log_ratio(x, mean, mean_old), raw)
-    exact(ratio_norm(x, mean, mean_old, std), std * (difference + latent_kl(mean, mean_old, std)))
+    assert_exact(log_ratio(x, mean, mean_old, std), difference)
+    assert_exact(cps_raw_log_ratio(x, mean, mean_old), raw)
+    assert_exact(
+        ratio_norm(x, mean, mean_old, std), std * (difference + latent_kl(mean, mean_old, std))
+    )
 
 
 def test_ratio_of_equal_means_is_exactly_one():
@@ -140,12 +142,12 @@ def test_true_kl_of_a_step_is_the_published_form_times_size_over_dt(sampler, sch
     mean, std = sampler.kernel.step(x, v, sigma, sigma_next, g)
     mean_ref, _ = sampler.kernel.step(x, v_ref, sigma, sigma_next, g)
     true = kl_sum(mean, mean_ref, std)
-    exact(true, latent_kl_no_dt(mean, mean_ref, std, dt) * D / dt.abs())
+    assert_exact(true, latent_kl_no_dt(mean, mean_ref, std, dt) * D / dt.abs())
     if sampler.kernel.step is sde_step:
         published = (mean - mean_ref).square().flatten(1).mean(1) / (2 * g**2)
-        exact(latent_kl_no_dt(mean, mean_ref, std, dt), published)
+        assert_exact(latent_kl_no_dt(mean, mean_ref, std, dt), published)
         weight = dt.abs() / 2 * (g * (1 - sigma) / (2 * sigma) + 1 / g) ** 2
-        exact(true, weight * velocity_kl(v, v_ref) * D)
+        assert_exact(true, weight * velocity_kl(v, v_ref) * D)
 
 
 def test_latent_kl_refuses_a_step_without_noise():
@@ -173,7 +175,7 @@ def test_gradient_of_the_log_density_is_the_closed_form(sampler, schedule):
     else:
         per_velocity = (sigma_next - sigma) * (1 + g**2 * (1 - sigma) / (2 * sigma))
     expected = lift(per_velocity / (D * std**2), x) * (x_next - mean)
-    exact(gradient, expected.detach())
+    assert_exact(gradient, expected.detach())
 
 
 @every_kernel
@@ -186,7 +188,7 @@ def test_ratio_has_the_gradient_of_the_density(sampler, schedule):
     mean_old, _ = sampler.kernel.step(x, v_old, sigma, sigma_next, g)
     (density,) = torch.autograd.grad(log_prob(x_next, mean, std).sum(), v, retain_graph=True)
     (ratio,) = torch.autograd.grad(log_ratio(x_next, mean, mean_old, std).sum(), v)
-    exact(ratio, density)
+    assert_exact(ratio, density)
 
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16])

@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from grown import F64
+from grown import F64, assert_exact
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 from flowrl.functional.normalise import normalise, population
 
 SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
-
-
-def exact(value, expected, tolerance=1e-12):
-    assert_close(value, expected, rtol=0, atol=tolerance)
 
 
 ODD = st.lists(st.integers(-50, 50), min_size=3, max_size=13).filter(lambda r: len(r) % 2)
@@ -26,7 +21,7 @@ def test_the_pivot_of_an_odd_group_has_advantage_exactly_zero_and_may_be_dropped
     advantage = normalise(reward[:, None], one, centre="median", scale="mad", floor=1e-3)[:, 0]
     middle = sorted(rewards)[len(rewards) // 2]
     distance = sorted(abs(r - middle) for r in rewards)[len(rewards) // 2]
-    exact(advantage, (reward - middle) / (distance + 1e-3), 1e-9)
+    assert_exact(advantage, (reward - middle) / (distance + 1e-3), 1e-9)
     assert not advantage[reward == middle].any()
     if len(set(rewards)) == len(rewards):
         assert int((advantage != 0).sum()) == len(rewards) - 1
@@ -39,7 +34,7 @@ def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two():
     centred = normalise(reward, one, centre="median", scale="none")
     assert centred[:, 0].tolist() == [-2.5, -1.5, 1.5, 97.5]
     by_mad = normalise(reward, one, centre="median", scale="mad", floor=0.5)
-    exact(by_mad, centred / (2.0 + 0.5))  # distances 1.5, 1.5, 2.5, 97.5
+    assert_exact(by_mad, centred / (2.0 + 0.5))  # distances 1.5, 1.5, 2.5, 97.5
 
 
 def test_ties_of_more_than_half_leave_a_mad_of_zero_and_the_floor_alone():

@@ -5,10 +5,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from grown import BALANCED, F64, LOPSIDED, branching, from_plan, randn, rewarded
+from grown import BALANCED, F64, LOPSIDED, assert_exact, branching, from_plan, randn, rewarded
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch.testing import assert_close
 
 from flowrl.functional.credit import fuse_uniform
 from flowrl.functional.normalise import class_population, normalise, population
@@ -19,10 +18,6 @@ SCOPES = ["leaf", "prompt", "depth", "sibling"]
 CONSTANTS = st.sampled_from([0.1, 1 / 3, -7.3, 1e6 + 0.1, 0.0])
 scopes, scales = st.sampled_from(SCOPES), st.sampled_from(["std", "mad", "none", "global"])
 every_scope = pytest.mark.parametrize("scope", SCOPES)
-
-
-def exact(value, expected, tolerance=1e-12):
-    assert_close(value, expected, rtol=0, atol=tolerance)
 
 
 def among(tree, group, scope, noisy=None):
@@ -48,7 +43,7 @@ def test_chains_of_any_length_have_the_advantage_of_plain_groups_at_every_node(d
     advantage = normalise(value, among(chain, group, "prompt"), ddof=ddof)
     leaves = torch.where(valid[:, None], reward, nan)
     plain = normalise(leaves, population("prompt", group=group, **SINGLE), ddof=ddof)
-    exact(advantage, plain.expand(6, 5))
+    assert_exact(advantage, plain.expand(6, 5))
 
 
 def expected_population(tree, group, scope, row, node):
@@ -103,7 +98,7 @@ def test_normalising_leaves_and_then_fusing_them_is_measuring_fused_values_by_th
     for scope in ("leaf", "prompt"):
         value, advantage = of(case, scope, floor=0.1)
         fused_last = fuse_uniform(tree.below, advantage[:, tree.leaf], valid)
-        exact(advantage, fused_last.nan_to_num(), 1e-9)
+        assert_exact(advantage, fused_last.nan_to_num(), 1e-9)
         assert torch.equal(value.isnan(), fused_last.isnan())
 
 
@@ -183,7 +178,7 @@ def test_a_positive_affine_change_of_the_reward_changes_nothing(scope, scale, ca
     _, advantage = of((tree, reward, valid), scope, scale=scale, floor=1e-2)
     changed = (tree, factor * reward + shift, valid)
     _, after = of(changed, scope, scale=scale, floor=1e-2 * factor)
-    exact(after, factor * advantage if scale == "none" else advantage, 1e-8)
+    assert_exact(after, factor * advantage if scale == "none" else advantage, 1e-8)
 
 
 @every_scope
@@ -191,7 +186,7 @@ def test_a_positive_affine_change_of_the_reward_changes_nothing(scope, scale, ca
 def test_scale_none_only_centres(scope, case):
     value, centred = of(case, scope, scale="none", floor=123.0)
     _, scaled = of(case, scope, scale="std", floor=1e9)
-    exact(centred, scaled * 1e9, 1e-6)
+    assert_exact(centred, scaled * 1e9, 1e-6)
 
 
 @pytest.mark.parametrize("scope", ["depth", "sibling"])
@@ -203,7 +198,7 @@ def test_the_global_scale_is_the_std_of_all_leaves_of_the_iteration(scope):
     centred = normalise(value, chosen, scale="none")
     for ddof in (0, 1):
         scaled = normalise(value, chosen, scale="global", ddof=ddof, floor=0.5)
-        exact(scaled, centred / (reward[valid].std(correction=ddof) + 0.5))
+        assert_exact(scaled, centred / (reward[valid].std(correction=ddof) + 0.5))
 
 
 def test_prompts_do_not_see_each_other():
@@ -242,13 +237,13 @@ def test_leaves_are_compared_within_their_class_and_their_owner_only():
     fans = torch.tensor([0, 0, 1, 1])
     seed = class_population(torch.arange(3), fans, parent=parent, leaf=leaf)
     expected = torch.tensor([[0, -1, 1, -1, 1], [0, 0, 0, -1, 1], [0, -1, 1, 0, 0]]).double()
-    exact(normalise(value, seed, floor=1e-12), expected, 1e-9)
+    assert_exact(normalise(value, seed, floor=1e-12), expected, 1e-9)
     prompt = class_population(torch.tensor([4, 4, 8]), fans, parent=parent, leaf=leaf)
     found = normalise(value, prompt, floor=1e-12)
     first = np.array([1.0, 2, 5, 5])
     wanted = (first - first.mean()) / first.std()
-    exact(found[:2, 1:3].flatten(), torch.from_numpy(wanted), 1e-9)
-    exact(found[2], expected[2], 1e-9)
+    assert_exact(found[:2, 1:3].flatten(), torch.from_numpy(wanted), 1e-9)
+    assert_exact(found[2], expected[2], 1e-9)
     inner = torch.where(value.isnan(), 1e3, value)
     assert torch.equal(normalise(inner, seed, floor=1e-12)[:, 0], torch.zeros(3, dtype=F64))
 

@@ -35,7 +35,7 @@ every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCH
 every_flow = pytest.mark.parametrize("flow", FLOWS, ids=lambda f: f"N({f.data_mean},{f.data_std})")
 
 
-def exact(value, expected, tolerance=1e-10):
+def assert_exact(value, expected, tolerance=1e-10):
     assert_close(value, expected, rtol=0, atol=tolerance)
 
 
@@ -58,9 +58,9 @@ def test_every_step_is_the_affine_map_of_the_theory(sampler, schedule, flow):
             a = 1 + flow.slope(t) * dt + g**2 * dt / (2 * var)
             c = g * dt.abs().sqrt()
         steps = extract(flow, sampler, sigmas, g)
-        exact(steps.a, a)
-        exact(steps.b, flow.mean(t_next))
-        exact(steps.c, c)
+        assert_exact(steps.a, a)
+        assert_exact(steps.b, flow.mean(t_next))
+        assert_exact(steps.c, c)
 
 
 @every_sampler
@@ -68,7 +68,7 @@ def test_every_step_is_the_affine_map_of_the_theory(sampler, schedule, flow):
 @every_flow
 def test_chain_of_any_length_keeps_the_exact_mean(sampler, schedule, flow):
     for sigmas in map(schedule, STEPS):
-        exact(moments(flow, sampler, sigmas)[0], flow.mean(sigmas), 1e-12)
+        assert_exact(moments(flow, sampler, sigmas)[0], flow.mean(sigmas), 1e-12)
 
 
 @every_sampler
@@ -86,7 +86,7 @@ def test_one_step_from_the_marginal_misses_the_variance_by_the_known_amount(
         else:
             miss = dt**2 * ((flow.slope(t) + g**2 / (2 * var)) ** 2 * var - (s2 + 1))
         steps = extract(flow, sampler, sigmas, g)
-        exact(steps.a**2 * var + steps.c**2 - flow.var(t_next), miss)
+        assert_exact(steps.a**2 * var + steps.c**2 - flow.var(t_next), miss)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +111,14 @@ def test_flow_sde_and_dance_sde_meet_at_a_half():
     sigmas = torch.tensor([0.5, 0.4], dtype=F64)
     for level in (0.3, 0.7, 1.0):
         flow_g, dance_g = (KERNELS[k].noise(sigmas, level) for k in ("flow_sde", "dance_sde"))
-        exact(flow_g, dance_g, 1e-15)
+        assert_exact(flow_g, dance_g, 1e-15)
 
 
 @pytest.mark.parametrize("sampler", CPS, ids=str)
 @every_schedule
 def test_cps_gives_point_data_the_exact_variance_everywhere(sampler, schedule):
     for sigmas in map(schedule, STEPS):
-        exact(moments(POINT, sampler, sigmas)[1], sigmas**2)
+        assert_exact(moments(POINT, sampler, sigmas)[1], sigmas**2)
 
 
 @pytest.mark.parametrize("sampler", FLOW_SDE + DANCE_SDE, ids=str)
@@ -128,7 +128,7 @@ def test_sde_step_leaves_point_data_the_known_excess_noise(sampler, schedule):
         t, t_next, g = sigmas[:-1], sigmas[1:], sampler.g(sigmas)
         steps = extract(POINT, sampler, sigmas, g)
         excess = steps.a**2 * POINT.var(t) + steps.c**2 - t_next**2
-        exact(excess, g**2 * (t_next - t) ** 2 / t * (1 + g**2 / (4 * t)))
+        assert_exact(excess, g**2 * (t_next - t) ** 2 / t * (1 + g**2 / (4 * t)))
 
 
 def test_sd3_schedule_makes_flow_sde_leave_722_times_the_variance_in_one_step():
@@ -185,8 +185,8 @@ def test_rows_do_not_see_each_other(kernel):
     mean, std = kernel.step(x, v, sigmas[:-1], sigmas[1:], g)
     for i in range(5):
         alone = kernel.step(x[i : i + 1], v[i : i + 1], sigmas[i], sigmas[i + 1], g[i])
-        exact(alone[0][0], mean[i], 1e-14)
-        exact(alone[1][0], std[i], 1e-14)
+        assert_exact(alone[0][0], mean[i], 1e-14)
+        assert_exact(alone[1][0], std[i], 1e-14)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -210,8 +210,8 @@ def test_full_cps_noise_forgets_the_old_noise():
     x, v = torch.randn(2, 1, 6, dtype=F64, generator=torch.Generator().manual_seed(0))
     t, t_next, one = (torch.tensor(a, dtype=F64) for a in (0.6, 0.3, 1.0))
     mean, std = cps_step(x, v, t, t_next, one)
-    exact(mean, (1 - t_next) * (x - t * v), 1e-14)
-    exact(std, t_next.expand(1), 1e-14)
+    assert_exact(mean, (1 - t_next) * (x - t * v), 1e-14)
+    assert_exact(std, t_next.expand(1), 1e-14)
 
 
 @pytest.mark.parametrize("level", [-0.1, 1.1])
@@ -228,5 +228,5 @@ def test_noise_of_a_step_changes_drift_and_spread_together():
     score = -(x - flow.mean(t)) / flow.var(t)
     for g in (0.3, 0.7, 1.5):
         mean, std = sde_step(x, v, t, t + dt, torch.tensor(g, dtype=F64))
-        exact(mean, x + (v - g**2 / 2 * score) * dt, 1e-14)
-        exact(std, torch.tensor([g * math.sqrt(-dt)], dtype=F64), 1e-14)
+        assert_exact(mean, x + (v - g**2 / 2 * score) * dt, 1e-14)
+        assert_exact(std, torch.tensor([g * math.sqrt(-dt)], dtype=F64), 1e-14)

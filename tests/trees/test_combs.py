@@ -47,11 +47,13 @@ def test_g2rpo_takes_its_formula_less_what_strides_share(at, width, strides):
     assert count(plan).trained_edges == width * len(at)
 
 
-def test_the_first_half_of_the_steps_is_the_default():
-    plan = combs.g2rpo(16, 12 * 8 * 3, 12)
+def test_fans_are_finished_with_strides_of_one_to_three_unless_said_otherwise():
+    plan = combs.g2rpo(16, 12 * 8 * 3, 12, combs.first_half(16))
     assert [fan.step for fan in plan.fans] == list(range(8)) and plan.roots == 1
     assert plan.fans[0].strides == (1, 2, 3)
-    assert {fan.step for fan in combs.e_grpo(16, 12 * 16, 12).fans} == set(range(8))
+    assert {fan.step for fan in combs.e_grpo(16, 12 * 16, 12, combs.first_half(16)).fans} == set(
+        range(8)
+    )
 
 
 def test_every_stride_finishes_every_child_once():
