@@ -49,7 +49,7 @@ def brute_force(steps, leaves, budget, branch, roots):
     return min((one[1:] + one[:1] for one in within if one[0] >= most * (1 - 1e-12)), default=None)
 
 
-def check(steps, leaves, budget, branch, roots):
+def assert_best(steps, leaves, budget, branch, roots):
     best = brute_force(steps, leaves, budget, branch, roots)
     if best is None:
         with pytest.raises(PlanError, match="the budget is"):
@@ -68,7 +68,7 @@ def check(steps, leaves, budget, branch, roots):
 )
 def test_the_choice_is_the_best_of_all_at_every_budget(steps, leaves, branch, roots):
     for budget in range(steps - 1, leaves * steps + 2):
-        check(steps, leaves, budget, branch, roots)
+        assert_best(steps, leaves, budget, branch, roots)
 
 
 @settings(max_examples=60)
@@ -82,7 +82,7 @@ def test_the_choice_is_the_best_of_all_at_every_budget(steps, leaves, branch, ro
 )
 def test_several_trees_are_the_best_of_all(steps, branch, splits, trees, slack, free):
     leaves = trees * branch ** min(splits, steps - 1, 3 if branch == 2 else 2)
-    check(steps, leaves, round(leaves * steps * slack) + 1, branch, None if free else trees)
+    assert_best(steps, leaves, round(leaves * steps * slack) + 1, branch, None if free else trees)
 
 
 def test_a_budget_too_small_names_one_that_works():
