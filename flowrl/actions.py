@@ -30,9 +30,10 @@ from flowrl.handover import call_settings, hand_over, pairs, summary
 from flowrl.pictures import png, to_tensor
 from flowrl.pipelines import load_pipeline
 from flowrl.prompts import load_prompts
-from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.reward import RewardSpec, load_reward
 from flowrl.rlg import RLG
 from flowrl.runtime import Runtime
+from flowrl.scoring import score
 from flowrl.storage import write_bytes
 from flowrl.sweep import draw_sweep, write_sweep
 from flowrl.train import train

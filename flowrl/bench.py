@@ -106,7 +106,7 @@ def sample(learner: Learner) -> None:
     draw(
         source.backbone,
         learner.policy.velocity,
-        source.encode,
+        source.encode(request.prompts),
         request,
         plan,
         source.schedule(),

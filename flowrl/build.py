@@ -25,14 +25,8 @@ from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.prompts import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.report import Report
-from flowrl.reward import (
-    Reward,
-    RewardSpec,
-    check_evaluation,
-    check_prompts,
-    load_reward,
-    trained,
-)
+from flowrl.reward import Reward, RewardSpec, load_reward, trained
+from flowrl.reward_checks import check_evaluation, check_prompts
 from flowrl.reward_gradient import RewardGradient, check_differentiable
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime
@@ -213,6 +207,7 @@ def build_evaluator(
         key=evaluation_key(config, specs, prompts),
         quality=e.quality,
         paraphrases=e.paraphrases,
+        max_invalid_fraction=config.failures.max_invalid_fraction,
     )
 
 

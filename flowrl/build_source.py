@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flowrl.aggregate import FailureLimit
 from flowrl.backbones.base import Backbone
 from flowrl.build_store import build_stored
 from flowrl.checks import check_plans_for
@@ -42,7 +43,10 @@ def build_source(
         specs=specs,
         runtime=runtime,
         rollout=rollout_settings(config),
-        max_invalid_fraction=config.failures.max_invalid_fraction,
+        failures=FailureLimit(
+            max_fraction=config.failures.max_invalid_fraction,
+            max_streak=config.failures.max_streak,
+        ),
         seed=seed,
         adapter=OLD if drawn_by_old else POLICY,
         whole_prompts=needs.complete_groups,

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from flowrl.sections import Reward
 from flowrl.sections_credit import check_credit
 from flowrl.sections_forward import Compared, Draws, check_draws
 from flowrl.sections_learning import Optim, Rollout
@@ -180,18 +179,4 @@ def _check_kl(objective: Grpo, rollout: Rollout) -> None:
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
             f"rollout.kernel {rollout.kernel} has none: use latent_dt, the published form for cps"
-        )
-
-
-def check_rewards(rewards: list[Reward]) -> None:
-    for i, reward in enumerate(rewards):
-        if any((reward.name, reward.args) == (other.name, other.args) for other in rewards[:i]):
-            raise ValueError(
-                f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
-                "every reward once"
-            )
-    if not any(reward.weight and not reward.held_out for reward in rewards):
-        raise ValueError(
-            "rewards holds nothing to learn from, expected at least one reward with a weight "
-            "other than 0 that is not held_out, for example rewards=[{name: geneval}]"
         )

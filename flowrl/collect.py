@@ -6,27 +6,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from flowrl.aggregate import FailureLimit, combine, train_weights
 from flowrl.backbones.base import Backbone
 from flowrl.encode import TextCache
 from flowrl.functional.sde import StepKernel
 from flowrl.noise import noise_seed
 from flowrl.policy import POLICY, Policy
 from flowrl.prompts import PromptSampler
-from flowrl.reward import RewardSpec, check_invalid, train_weights, weighted_sum
+from flowrl.reward import RewardSpec
 from flowrl.rollout import (
     Request,
     Stopwatch,
-    check_finite,
     decode,
     draw,
-    gather_result,
+    gathered,
     group_request,
-    judge,
+    hand_in,
 )
 from flowrl.runtime import Runtime
 from flowrl.samplers.schedule import Schedule
-from flowrl.trajectory import Rollout
+from flowrl.scoring import Scoring
+from flowrl.trajectory import Conditioning, Rollout, Tree
 from flowrl.trees.plan import TreePlan
 
 
@@ -71,7 +73,7 @@ class Sampler:
     specs: Sequence[RewardSpec]
     runtime: Runtime
     rollout: RolloutSettings
-    max_invalid_fraction: float
+    failures: FailureLimit
     seed: int
     adapter: str = POLICY
     whole_prompts: bool = False
@@ -102,29 +104,22 @@ class Sampler:
 
     def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
         """Grow this process's share of the trees, score it, and learn all processes' scores."""
-        r, plan = self.rollout, self.rollout.plan(iteration)
+        plan, scoring = self.rollout.plan(iteration), Scoring(specs=self.specs)
         request = self.request(iteration, plan)
-        unit = plan.roots if self.whole_prompts else 1
-        trees = self.runtime.share(len(request.prompt), unit)
+        whole = self.whole_prompts or any(spec.whole_groups for spec in self.specs)
+        trees = self.runtime.share(len(request.prompt), plan.roots if whole else 1)
         own = request.take(trees)
-        with self.drawing():
-            tree, cond = draw(
-                self.backbone,
-                self.backbone.velocity,
-                self.encode,
-                own,
-                plan,
-                self.schedule(),
-                r.batch_size,
-            )
-            images = decode(self.backbone, tree.leaves(), r.decode_batch)
-        check_finite(images, self.runtime)
-        watch.lap("time/rollout")
-        result = gather_result(judge(self.specs, images, own), self.runtime)
+        with torch.no_grad(), self.runtime.autocast():
+            cond = self.encode(own.prompts)
+        with self.runtime.together():
+            tree, images = self._drawn(own, plan, cond, scoring)
+            watch.lap("time/rollout")
+            result = scoring.result()
+        result = gathered(result, self.runtime)
         watch.lap("time/reward")
-        weights = train_weights(self.specs)
-        reward, valid = weighted_sum(result, weights)
-        check_invalid(valid, max_fraction=self.max_invalid_fraction, errors=result.errors)
+        group = request.group.repeat_interleave(len(tree.leaf))
+        reward, valid, terms = combine(self.specs, result, group)
+        self.failures.check(valid, result.errors)
         return Rollout(
             tree=tree,
             cond=cond,
@@ -133,14 +128,37 @@ class Sampler:
             images=images,
             trees=trees,
             scores=result.scores,
+            applicable=result.applicable,
+            terms=terms,
             names=result.names,
-            weights=torch.tensor(weights),
+            weights=torch.tensor(train_weights(self.specs)),
             reward=reward,
             valid=valid,
-            group=request.group.repeat_interleave(len(tree.leaf)),
+            group=group,
             log_prob=self.runtime.gather(tree.log_prob),
             seed=learning_seed(self.seed, iteration),
         )
+
+    def _drawn(
+        self, own: Request, plan: TreePlan, cond: Conditioning, scoring: Scoring
+    ) -> tuple[Tree, Tensor]:
+        """This process's trees and their pictures, which rewards get as soon as they are decoded.
+
+        A batch of roots at a time, which makes batches as full as all at once: whatever the width
+        of a tree at some step, so many of them make whole batches.
+        """
+        r, backbone, schedule = self.rollout, self.backbone, self.schedule()
+        trees, images = [], []
+        with self.drawing():
+            for rows in torch.arange(len(own.prompt)).split(r.batch_size):
+                part = own.only(rows)
+                tree = draw(
+                    backbone, backbone.velocity, cond, part, plan, schedule, r.batch_size
+                )  # fmt: skip
+                pictures = decode(backbone, tree.leaves(), r.decode_batch)
+                images.append(hand_in(scoring, pictures, part, len(tree.leaf)))
+                trees.append(tree)
+        return Tree.cat(trees), torch.cat(images)
 
     def keep(self) -> None:
         """Nothing: what it draws is a function of seed, iteration and policy."""

@@ -6,18 +6,16 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from flowrl.checks import check_groups, check_noise, check_objective, check_plans, check_rewards
+from flowrl.checks import check_groups, check_noise, check_objective, check_plans
 from flowrl.complaints import complain
 from flowrl.errors import UserError
 from flowrl.fields import Section, option
 from flowrl.recipe import dump_yaml, load_recipe
 from flowrl.sections import (
     Evaluation,
-    Failures,
     Lora,
     Pipeline,
     Prompts,
-    Reward,
     Run,
     check_retained,
     check_stopping,
@@ -25,6 +23,7 @@ from flowrl.sections import (
 from flowrl.sections_learning import Ema, Optim, Rollout
 from flowrl.sections_objectives import Objective
 from flowrl.sections_reverse import Grpo
+from flowrl.sections_rewards import Failures, Reward, check_rewards
 from flowrl.trees.plan import TreePlan
 
 
@@ -38,7 +37,7 @@ class Config(Section):
     objective: Objective = option(Grpo(), "What is minimised; an objective by its kind.")
     optim: Optim = option(Optim(), "AdamW and the size of its steps.")
     ema: Ema = option(Ema(), "A moving average of the adapter.")
-    rewards: list[Reward] = option(..., "What is scored: a list of {name, weight, args, held_out}.")
+    rewards: list[Reward] = option(..., "What is scored: a list, each with a name at least.")
     failures: Failures = option(Failures(), "What happens when rewards cannot be computed.")
     evaluation: Evaluation = option(Evaluation(), "Scores on held-out prompts.")
     run: Run = option(Run(), "Where a run lives and how long it lasts.")

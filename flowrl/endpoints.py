@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.functional.groups import undecided
+from flowrl.functional.groups import lone, undecided
 from flowrl.reference_errors import ReferenceErrors
 from flowrl.trajectory import Conditioning, Metrics, Rollout
 
@@ -20,8 +20,9 @@ class Endpoints:
 
     x0: (N, *latent) in the dtype they were drawn in; prompt: (N,) long, index into `cond` (P rows);
     group: (N,) long, the same numbers on every process; image: (N,) long, number in the rollout.
-    reward: (N,) fp32, all valid; signal: (N,) fp32, what the objective made of it (a weight, an
-    advantage or a label). sigmas: (T+1,), the rollout's own.
+    reward: (N,) fp32, the weighted sum, NaN where the objective made do with a part of the scores.
+    signal: (N,) fp32, what the objective made of it (a weight, an advantage or a label).
+    sigmas: (T+1,), the rollout's own.
     draws: points on the way to noise at which each picture is looked at, a forward each.
     compared: what the loss sees together: single pictures, whole groups, or all of an update.
     seed: of these draws, which are functions of it and of the row's numbers: how rows are cut
@@ -139,9 +140,7 @@ def _left_out(rollout: Rollout, keep: Tensor) -> dict[str, float]:
 
 def alone(rollout: Rollout) -> Tensor:
     """(G,) bool: pictures with a reward whose prompt has no other one."""
-    valid, group = rollout.valid.cpu(), rollout.group.cpu()
-    size = torch.bincount(group[valid], minlength=int(group.max()) + 1)[group]
-    return valid & (size < 2)
+    return lone(rollout.valid.cpu(), rollout.group.cpu())
 
 
 def tied(rollout: Rollout) -> Tensor:

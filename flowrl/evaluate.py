@@ -7,16 +7,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowrl.aggregate import check_invalid
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.hacking import corrected_score
 from flowrl.functional.stats import Interval, paired_bootstrap
 from flowrl.prompts import PromptRecord, reworded
-from flowrl.reward import RewardSpec, applies
-from flowrl.rollout import Request, decode, draw, judge, occurrences
+from flowrl.reward import RewardResult, RewardSpec, trained
+from flowrl.rollout import Request, decode, draw, gathered, hand_in, occurrences
 from flowrl.runtime import Runtime
 from flowrl.samplers.schedule import Schedule
+from flowrl.scoring import Scoring
 from flowrl.storage import load_state, save_state
 from flowrl.trees.plan import ode_plan
 
@@ -97,7 +99,8 @@ class Evaluator:
     Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to
     look at. `key` stands for everything that decides the pictures of the base and their scores.
     quality: the reward on 1 to 5 that corrects the others. paraphrases: draw each picture whose
-    prompt has paraphrases a second time, from the same noise and one of them.
+    prompt has paraphrases a second time, from the same noise and one of them. When more than
+    `max_invalid_fraction` of the pictures lack a score of a trained reward, RewardFailure is raised.
     """
 
     backbone: Backbone
@@ -112,6 +115,7 @@ class Evaluator:
     keep: int = 24
     quality: str | None = None
     paraphrases: bool = False
+    max_invalid_fraction: float = 1.0
 
     def request(self) -> Request:
         return Request(
@@ -157,33 +161,49 @@ class Evaluator:
     def _draw(
         self, velocity: VelocityField, runtime: Runtime, request: Request, *, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Scores of all pictures (N, R), and the first `keep`; the same on every process."""
-        scores, kept = [], []
+        """Scores of all pictures (N, R), and the first `keep`; the same on every process.
+
+        Rewards work on a batch while the next is drawn; no more are kept waiting.
+        """
+        results, kept = [Scoring(specs=self.specs).result()], []
+        waiting: list[Scoring] = []
         own = runtime.share(len(request.prompt))
-        for rows in own.split(self.batch_size) if len(own) else ():
-            part = request.take(rows)
-            with runtime.autocast():
-                tree, _ = draw(
-                    self.backbone,
-                    velocity,
-                    self.encode,
-                    part,
-                    ode_plan(len(self.schedule.sigmas) - 1),
-                    self.schedule,
-                    self.batch_size,
-                )
-                images = decode(self.backbone, tree.leaves(), self.decode_batch)
-            scores.append(judge(self.specs, images, part).scores)
-            kept.append((images[rows < keep] * 255).round().to(torch.uint8))
-        return (
-            runtime.gather(torch.cat(scores) if scores else torch.empty(0, len(self.specs))),
-            runtime.gather(torch.cat(kept) if kept else self._no_images()),
-        )
+        with runtime.together():
+            for rows in own.split(self.batch_size) if len(own) else ():
+                scoring = Scoring(specs=self.specs)
+                with runtime.autocast():
+                    images = self._pictures(velocity, request.take(rows), scoring)
+                kept.append((images[rows < keep] * 255).round().to(torch.uint8))
+                waiting.append(scoring)
+                if len(waiting) > 1:
+                    results.append(waiting.pop(0).result())
+            results += [scoring.result() for scoring in waiting]
+        result = gathered(RewardResult.cat(results), runtime)
+        self._check(result)
+        return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
+
+    def _check(self, result: RewardResult) -> None:
+        """Means over the few pictures that have a score would mislead. What is only measured may
+        be missing."""
+        learned = torch.tensor([spec in trained(self.specs) for spec in self.specs])
+        missing = result.applicable & ~result.valid & learned
+        check_invalid(
+            ~missing.any(1), max_fraction=self.max_invalid_fraction, errors=result.errors
+        )  # fmt: skip
+
+    def _pictures(self, velocity: VelocityField, request: Request, scoring: Scoring) -> Tensor:
+        """Draw a batch and hand it to the rewards."""
+        plan, cond = ode_plan(len(self.schedule.sigmas) - 1), self.encode(request.prompts)
+        tree = draw(
+            self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
+        )  # fmt: skip
+        pictures = decode(self.backbone, tree.leaves(), self.decode_batch)
+        return hand_in(scoring, pictures, request, 1)
 
     def _no_images(self) -> Tensor:
         """(0, 3, H, W): what a process without a share adds to the others' pictures."""
         latent = torch.zeros(1, *self.backbone.latent_shape(), device=self.backbone.device)
-        return decode(self.backbone, latent, 1)[:0].to(torch.uint8)
+        return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
 
 
 def compare(before: Evaluation, after: Evaluation, quality: str | None = None) -> list[Comparison]:
@@ -232,7 +252,7 @@ def measured(
     if spec is None:
         known = ", ".join(spec.name for spec in specs)
         raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
-    if not any(applies(spec.reward, p.text, p.metadata) for p in prompts):
+    if not any(spec.applies(p.text, p.metadata) for p in prompts):
         raise UserError(
             f"{option} is {name!r}, but that reward applies to none of the {len(prompts)} held-out "
             "prompts: give evaluation.prompts that it can judge, or set it to null"

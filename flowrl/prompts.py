@@ -1,4 +1,4 @@
-"""Prompts: read from text, JSONL or the built-in tiny world; drawn epoch by epoch for training."""
+"""Prompts: what they are, which are read, and which an iteration of training gets."""
 
 import functools
 import json
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain, islice, zip_longest
+from itertools import islice
 from pathlib import Path
 
 from flowrl.errors import UserError
+from flowrl.prompt_sources import read_rows
 
-TINY = "tiny"
-OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a JSONL row; all others are metadata
+OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all others are metadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +39,18 @@ class PromptRecord:
 
 
 def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
-    """The prompts of a .txt file (one a line), a .jsonl file or "tiny:KIND:SPLIT".
+    """The prompts of a .txt file (one a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
 
     A JSONL row has "prompt" (or "text") and may have "negative" and "paraphrases", a list of
-    texts; its other keys become metadata. KIND is one of the tiny world's kinds, "geneval" (its
-    six object kinds) or "all"; SPLIT is train or test; kinds take turns, so a limit keeps some of
-    each. A prompt that occurs several times keeps its place and gets a uid of its own each time.
+    texts; its other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN" or a
+    local .parquet or .arrow file or folder, see `flowrl.prompt_datasets`. KIND is one of the tiny
+    world's kinds, "geneval" (its six object kinds) or "all"; SPLIT is train or test; kinds take
+    turns, so a limit keeps some of each. A prompt that occurs several times keeps its place and
+    gets a uid of its own each time.
     Raises UserError for a missing, malformed or empty source.
     """
-    rows = _tiny(str(source)) if str(source).startswith(TINY + ":") else _file(Path(source))
     seen: Counter[str] = Counter()
-    records = [_record(row, seen) for row in islice(rows, limit)]
+    records = [_record(row, seen) for row in islice(read_rows(source), limit)]
     if not records:
         raise UserError(f"{source} holds no prompts; expected at least one line that is not empty")
     return records
@@ -75,63 +76,6 @@ def _record(row: dict, seen: Counter[str]) -> PromptRecord:
         metadata=metadata,
         paraphrases=tuple(row.get("paraphrases", ())),
     )
-
-
-def _tiny(source: str) -> Iterator[dict]:
-    from flowrl.tiny import world
-
-    _, kinds, split = [*source.split(":"), "", ""][:3]
-    families = {"all": world.TAGS, "geneval": world.GENEVAL_TAGS}
-    tags = [tag for kind in kinds.split("+") for tag in families.get(kind, (kind,))]
-    if source.count(":") != 2 or not set(tags) <= set(world.TAGS) or split not in ("train", "test"):
-        known = ", ".join(("geneval", "all", *world.TAGS))
-        raise UserError(f"cannot read prompts {source!r}: write tiny:KIND:train or tiny:KIND:test "
-                        f"with KIND one of {known}, or several joined by +")  # fmt: skip
-    turns = zip_longest(*(world.split_prompts(tag, split) for tag in tags))
-    return (prompt for prompt in chain.from_iterable(turns) if prompt is not None)
-
-
-def _file(path: Path) -> Iterator[dict]:
-    if path.suffix not in (".txt", ".jsonl"):
-        raise UserError(
-            f"cannot read prompts {str(path)!r}: use a .txt file (one prompt a line), a .jsonl "
-            "file (one object with 'prompt' a line) or tiny:geneval:train"
-        )
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read prompts {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"cannot read prompts {path}: it is not UTF-8 text; save it as UTF-8"
-        ) from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            is_text = path.suffix == ".txt"
-            yield {"prompt": line.strip()} if is_text else _row(line, f"{path}, line {number}")
-
-
-def _row(line: str, where: str) -> dict:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not valid JSON ({error.msg}); expected one object a line"
-        ) from error
-    if isinstance(row, dict) and "prompt" not in row and "text" in row:
-        row["prompt"] = row.pop("text")
-    text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, str) or not text.strip():
-        raise UserError(f'{where}: expected an object with a text under "prompt"')
-    if not isinstance(row.get("negative"), str | None):
-        raise UserError(f'{where}: "negative" must be a text')
-    others = row.get("paraphrases", [])
-    texts = isinstance(others, list) and all(isinstance(t, str) and t.strip() for t in others)
-    if not texts:
-        raise UserError(
-            f'{where}: "paraphrases" must be a list of texts that are not empty, or be left out'
-        )
-    return row
 
 
 def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:

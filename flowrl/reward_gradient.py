@@ -6,21 +6,31 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flowrl.aggregate import combine
 from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
+from flowrl.executors.base import RewardFailure
+from flowrl.functional.transforms import rank
 from flowrl.objectives.base import RewardField
-from flowrl.reward import RewardFailure, RewardResult, RewardSpec, applies, trained, weighted_sum
+from flowrl.reward import RewardResult, RewardSpec, trained
 from flowrl.trajectory import Rollout
 
 
 def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
-    """Raises UserError for the first trained reward that does not say `differentiable = True`."""
+    """Raises UserError for the first trained reward that does not say `differentiable = True`, or
+    whose transform has no gradient."""
     for spec in trained(specs):
         if getattr(spec.reward, "differentiable", False) is not True:
             raise UserError(
                 f"objective.kind {kind} follows the reward's gradient, and reward {spec.name!r} "
                 "does not say `differentiable = True`: take one that does, hold this one out with "
                 "held_out: true, or choose an objective that needs scores alone, such as grpo"
+            )
+        if spec.transform is rank:
+            raise UserError(
+                f"objective.kind {kind} follows the reward's gradient, and the transform of reward "
+                f"{spec.name!r} is rank, which has none: use affine, clip, sigmoid or null, or "
+                "choose an objective that needs scores alone, such as grpo"
             )
 
 
@@ -80,13 +90,13 @@ def differentiate(
 ) -> tuple[Tensor, Tensor]:
     """Weighted sum of the rewards of pictures (L, 3, H, W) in [0, 1], and its gradient.
 
-    (L,) fp32, NaN where `weighted_sum` has NaN; and like images, 0 there. One reward has a graph
-    at a time. Pictures are not rounded to 8 bits, which has no gradient. words: put before every
-    prompt, after asking which rewards apply to it. Raises RewardFailure for a reward that fails,
-    or that gradients do not reach.
+    (L,) fp32, NaN where `combine` has NaN, transforms and stand-ins included; and like images, 0
+    there. One reward has a graph at a time. Pictures are not rounded to 8 bits, which has no
+    gradient. words: put before every prompt, after asking which rewards apply to it. Raises
+    RewardFailure for a reward that fails, or that gradients do not reach.
     """
     pairs = list(zip(prompts, metadata, strict=True))
-    fits = torch.tensor([[applies(s.reward, p, m) for s in specs] for p, m in pairs]).bool()
+    fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
     scores = torch.full(fits.shape, math.nan)
     slopes = images.new_zeros(len(specs), *images.shape)
     texts = [f"{words}. {prompt}" if words else prompt for prompt in prompts]
@@ -102,8 +112,9 @@ def differentiate(
     result = RewardResult(
         scores=leaf, valid=scores.detach().isfinite(), applicable=fits, names=names
     )
-    reward, valid = weighted_sum(result, [spec.weight for spec in specs])
-    (share,) = torch.autograd.grad(reward[valid].sum(), leaf)  # the sum is linear in the scores
+    # Transforms that look at groups have no gradient and are refused before: one group will do.
+    reward, valid, _ = combine(specs, result, torch.zeros(len(images), dtype=torch.long))
+    (share,) = torch.autograd.grad(reward[valid].sum(), leaf)  # of each score in the reward
     share = share.T.to(slopes)[:, :, None, None, None]
     return reward.detach(), torch.where(share == 0, 0, share * slopes).sum(0)
 

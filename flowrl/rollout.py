@@ -2,26 +2,20 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone, VelocityField
-from flowrl.encode import TextCache
 from flowrl.noise import keyed_noise, noise_seed
 from flowrl.prompts import PromptRecord, reworded
-from flowrl.reward import (
-    RewardResult,
-    RewardSpec,
-    count_broken,
-    sampler_failure,
-    score,
-)
+from flowrl.reward import RewardResult
 from flowrl.runtime import Runtime
 from flowrl.samplers.forest import FrontierVelocity, grow
 from flowrl.samplers.schedule import Schedule
+from flowrl.scoring import Scoring
 from flowrl.trajectory import Conditioning, Tree
 from flowrl.trees.plan import TreePlan
 
@@ -45,16 +39,17 @@ class Request:
     iteration: int
     same_noise: bool = False
 
+    def only(self, rows: Tensor) -> "Request":
+        """The trees of `rows` (N,) long, of the same list of prompts."""
+        return replace(
+            self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows]
+        )
+
     def take(self, rows: Tensor) -> "Request":
         """The trees of `rows` (N,) long, with the prompts they use."""
         used, prompt = self.prompt[rows].unique(return_inverse=True)
-        return replace(
-            self,
-            prompts=[self.prompts[i] for i in used.tolist()],
-            prompt=prompt,
-            group=self.group[rows],
-            root=self.root[rows],
-        )
+        prompts = [self.prompts[i] for i in used.tolist()]
+        return replace(self.only(rows), prompts=prompts, prompt=prompt)
 
     def noise(self, path: tuple[int, ...], step: int, role: str, shape: Sequence[int]) -> Tensor:
         """One draw a tree, (R, *shape) fp32 on the CPU; path: where in the tree."""
@@ -129,14 +124,16 @@ def group_request(
 def draw(
     backbone: Backbone,
     velocity: VelocityField,
-    encode: TextCache,
+    cond: Conditioning,
     request: Request,
     plan: TreePlan,
     schedule: Schedule,
     batch_size: int,
-) -> tuple[Tree, Conditioning]:
-    """Grow the request's trees as one forest; the network sees at most `batch_size` rows."""
-    cond = encode(request.prompts)
+) -> Tree:
+    """Grow the request's trees as one forest; the network sees at most `batch_size` rows.
+
+    cond: of the request's prompts, in their order.
+    """
     shape, device = backbone.latent_shape(), backbone.device
 
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
@@ -144,7 +141,7 @@ def draw(
 
     x = noise((), 0, "init").to(device, backbone.dtype)
     prompt = request.prompt.to(device)
-    return grow(batched(velocity, cond, batch_size), x, prompt, plan, schedule, noise), cond
+    return grow(batched(velocity, cond, batch_size), x, prompt, plan, schedule, noise)
 
 
 def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierVelocity:
@@ -166,22 +163,39 @@ def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierV
 
 
 @torch.no_grad()
-def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Tensor:
-    """Clean latents (L, *latent) -> images (L, 3, H, W) fp32 in [0, 1] on the CPU."""
-    return torch.cat([backbone.decode(part).cpu() for part in x0.split(batch_size)])
+def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """Clean latents (L, *latent) -> images (n, 3, H, W) fp32 in [0, 1] on the CPU, n at a time."""
+    for part in x0.split(batch_size):
+        yield backbone.decode(part).cpu()
 
 
-def check_finite(images: Tensor, runtime: Runtime) -> None:
-    """Raises SamplerFailure on every process when a picture of any holds NaN or infinity."""
-    if bad := int(runtime.sum(count_broken(images))):
-        raise sampler_failure(bad, int(runtime.sum(len(images))))
+def hand_in(
+    scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int
+) -> Tensor:
+    """Pictures to the rewards as they come, `leaves` of each tree in the request's order.
+
+    -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for pictures that are not finite.
+    """
+    prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
+    found: list[Tensor] = []
+    start = 0
+    for part in images:
+        rows = slice(start, start + len(part))
+        asked = [request.prompts[i] for i in prompt[rows]]
+        scoring.add(part, [p.text for p in asked], [p.metadata for p in asked], group[rows])
+        found.append(part)
+        start += len(part)
+    return torch.cat(found)
 
 
-def judge(specs: Sequence[RewardSpec], images: Tensor, request: Request) -> RewardResult:
-    """Score images (R * l, 3, H, W), l of each tree, with the prompts that asked for them."""
-    leaves = len(images) // len(request.prompt)
-    prompts = [request.prompts[i] for i in request.prompt.tolist() for _ in range(leaves)]
-    return score(specs, images, [p.text for p in prompts], [p.metadata for p in prompts])
+def gathered(result: RewardResult, runtime: Runtime) -> RewardResult:
+    """The scores of the pictures of all processes, in their order."""
+    if runtime.world_size == 1:
+        return result
+    tensors = {
+        name: runtime.gather(getattr(result, name)) for name in ("scores", "valid", "applicable")
+    }
+    return replace(result, **tensors, errors=runtime.merge(result.errors))
 
 
 class Stopwatch:
@@ -196,13 +210,3 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
-
-
-def gather_result(result: RewardResult, runtime: Runtime) -> RewardResult:
-    """The scores of all processes, in the order of the images."""
-    if runtime.world_size == 1:
-        return result
-    gathered = {
-        name: runtime.gather(getattr(result, name)) for name in ("scores", "valid", "applicable")
-    }
-    return replace(result, **gathered, errors=runtime.merge(result.errors))

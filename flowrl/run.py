@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flowrl.checkpoint import Checkpoints, random_state, restore_random_state
+from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import save_lora
 from flowrl.policy import Policy
@@ -171,7 +172,11 @@ class Run:
     def _evaluate(self, step: int) -> Evaluation:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation.
-        evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
+        try:
+            evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
+        except UserError:
+            self.save()  # what was learned outlives what cannot be measured
+            raise
         if self.runtime.is_main:
             measures = evaluation.measures(self.evaluator.quality)
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}

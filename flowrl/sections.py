@@ -1,14 +1,11 @@
 """The options of everything but learning itself, each with its meaning and source."""
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from flowrl.fields import (
     Count,
     Flag,
     NonNegative,
-    Number,
     Positive,
     Section,
     Text,
@@ -85,30 +82,6 @@ class Prompts(Section):
         "`paraphrases`, a list in the .jsonl file, and all are compared with each other. Rewards "
         "are given the prompt's own words. null is all.",
         "2 of 8 in PromptRL",
-    )
-
-
-class Reward(Section):
-    """One thing that is scored."""
-
-    name: Text = option(
-        ..., "A built-in reward such as geneval or ocr, or your own module:attribute."
-    )
-    weight: Number = option(
-        1.0, "Weight in the sum that is learned; negative means less is better."
-    )
-    args: dict[str, Any] = option({}, "Arguments of the reward, for example {partial: true}.")
-    held_out: Flag = option(
-        False,
-        "Only measure it, in rollouts and evaluation: a check on what the learned rewards miss.",
-    )
-
-
-class Failures(Section):
-    """What happens when rewards cannot be computed."""
-
-    max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
-        0.1, "Pictures without a score are left out; above this share training stops."
     )
 
 

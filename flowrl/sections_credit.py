@@ -62,9 +62,10 @@ class Credit(Section):
 
     rewards: Literal["sum", "gdpo"] = option(
         "sum",
-        "Several rewards: their weighted sum, or each compared within its group before they are "
-        "added (use it with scale: global).",
-        "gdpo: GDPO, arXiv 2601.05242",
+        "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
+        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "scores is left out of a sum; under gdpo that reward alone counts 0.",
+        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
     )
     fusion: Literal["uniform", "path", "local"] = option(
         "uniform",
@@ -92,10 +93,11 @@ class Credit(Section):
     center: Literal["mean", "median"] = option(
         "mean", "What is subtracted.", "median: MC-GRPO, arXiv 2601.22582, with odd groups"
     )
-    scale: Literal["std", "mad", "none", "global"] = option(
-        "std",
+    scale: Literal["auto", "std", "mad", "none", "global"] = option(
+        "auto",
         "What divides: the standard deviation, the median absolute deviation, nothing, or the "
-        "standard deviation over all pictures of the iteration.",
+        "standard deviation over all pictures of the iteration (global). auto is global for gdpo, "
+        "whose last step it is, and std for a sum.",
         "global in Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
     )
     ddof: Literal[0, 1] = option(

@@ -63,13 +63,14 @@ class Advantage(Section):
 
     rewards: Literal["sum", "gdpo"] = option(
         "sum",
-        "Several rewards: their weighted sum, or each compared within its group before they are "
-        "added (use it with scale: global).",
-        "gdpo: GDPO, arXiv 2601.05242",
+        "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
+        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "scores is left out of a sum; under gdpo that reward alone counts 0.",
+        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
     )
     center: Literal["mean", "median"] = option("mean", "What is subtracted.")
-    scale: Literal["std", "mad", "none", "global"] = option(
-        "std", "What divides: as under a step's credit.", "global in DiffusionNFT, std in most"
+    scale: Literal["auto", "std", "mad", "none", "global"] = option(
+        "auto", "What divides: as under a step's credit.", "global in DiffusionNFT, std in most"
     )
     ddof: Literal[0, 1] = option(0, "0 for the population's standard deviation, 1 the sample's.")
     floor: Positive = option(1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO and DiffusionNFT")

@@ -6,17 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from flowrl.aggregate import combine
 from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
 from flowrl.prompts import PromptSampler
-from flowrl.reward import (
-    RewardResult,
-    RewardSpec,
-    applies,
-    train_weights,
-    trained,
-    weighted_sum,
-)
+from flowrl.reward import RewardResult, RewardSpec, trained
 from flowrl.store import DTYPES, Group, Store
 
 
@@ -62,13 +56,17 @@ def check_store(
 class Shelf:
     """A store under this recipe's rewards: groups with two rewarded pictures or more.
 
-    scores: (N, K) in the order of the recipe's rewards; reward, valid: (N,), their weighted sum and
-    whether it is known. skipped: how many groups are left out. order: which groups when.
+    scores, applicable, terms: (N, K) in the order of the recipe's rewards, as in `Rollout`, where
+    transforms that compare a group compare all its stored pictures; reward, valid: (N,), their
+    weighted sum and whether it is known. skipped: how many groups are left out. order: which groups
+    when.
     """
 
     store: Store
     groups: dict[str, Group]
     scores: Tensor
+    applicable: Tensor
+    terms: Tensor
     reward: Tensor
     valid: Tensor
     order: PromptSampler
@@ -84,20 +82,16 @@ def shelve(
                for s in specs]  # fmt: skip
     missing = torch.full((len(store),), torch.nan)
     scores = torch.stack([missing if c is None else store.scores[:, c] for c in columns], 1)
-    # A score that is not there is missing where the reward applies, and else has nothing to say.
     applicable = scores.isfinite()
     number = torch.zeros(len(store), dtype=torch.long)
     for place, group in enumerate(store.groups):
         rows = torch.tensor(group.pictures)
         number[rows] = place
         for column, spec in enumerate(specs):
-            if not applicable[rows, column].all():
-                applicable[rows, column] |= applies(
-                    spec.reward, group.record.text, group.record.metadata
-                )
+            applicable[rows, column] = _fits(spec, group, applicable[rows, column])
     result = RewardResult(scores=scores, valid=scores.isfinite(), applicable=applicable,
                           names=tuple(s.name for s in specs))  # fmt: skip
-    reward, valid = weighted_sum(result, train_weights(specs))
+    reward, valid, terms = combine(specs, result, number)
     groups = {g.key: _rewarded(g, valid) for g in store.groups}
     groups = {key: group for key, group in groups.items() if len(group.pictures) >= 2}
     if not groups:
@@ -111,12 +105,23 @@ def shelve(
         store=store,
         groups=groups,
         scores=scores,
+        applicable=applicable,
+        terms=terms,
         reward=reward,
         valid=valid,
         order=PromptSampler(records, prompts, seed, balance=balance),
         skipped=len(store.groups) - len(groups),
         number=number,
     )
+
+
+def _fits(spec: RewardSpec, group: Group, known: Tensor) -> Tensor:
+    """Whether a reward speaks of the pictures of a group: where it gave a score, and where it would
+    give one now, but that is missing; nowhere if the recipe keeps it to other prompts."""
+    metadata = group.record.metadata
+    if any(metadata.get(key) not in values for key, values in spec.applies_to.items()):
+        return torch.zeros_like(known)
+    return known | (not known.all() and spec.applies(group.record.text, metadata))
 
 
 def _rewarded(group: Group, valid: Tensor) -> Group:

@@ -8,7 +8,7 @@ from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, measured
 from flowrl.functional.hacking import is_hacking
 from flowrl.prompts import PromptRecord
-from flowrl.reward import RewardSpec, applies, trained
+from flowrl.reward import RewardSpec, trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def stop_rule(
             "with held_out: true"
         )
     for other in trained(specs):
-        if not any(applies(other.reward, p.text, p.metadata) for p in prompts):
+        if not any(other.applies(p.text, p.metadata) for p in prompts):
             raise UserError(
                 f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "
                 f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "

@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowrl.aggregate import train_weights
 from flowrl.backbones.base import Backbone
 from flowrl.collect import learning_seed
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.noise import keyed_uniform, noise_seed
 from flowrl.reference_errors import ReferenceErrors
-from flowrl.reward import RewardSpec, train_weights
+from flowrl.reward import RewardSpec
 from flowrl.rollout import Stopwatch, occurrences
 from flowrl.runtime import Runtime
 from flowrl.shelf import shelve
@@ -163,6 +164,8 @@ class StoredGroups:
             images=torch.empty(0, 3, *self.backbone.picture_size()),
             trees=trees,
             scores=shelf.scores[pictures],
+            applicable=shelf.applicable[pictures],
+            terms=shelf.terms[pictures],
             names=tuple(spec.name for spec in self.specs),
             weights=torch.tensor(train_weights(self.specs)),
             reward=shelf.reward[pictures],

@@ -82,7 +82,8 @@ class Learner:
             rows = self.runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            self._together(self._backward(part, rows, fields, means))
+            with self.runtime.together():
+                self._backward(part, rows, fields, means)
             self._check_loss(means)
             if fresh:
                 self._check_ratio(means)
@@ -109,29 +110,15 @@ class Learner:
         }
         return fields | ({"reward": self.reward(rollout)} if needs.reward_grad else {})
 
-    def _backward(
-        self, part: Batch, rows: float, fields: dict, means: RowMeans
-    ) -> UserError | None:
-        """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time.
-
-        -> what went wrong on this process, for instance in a reward.
-        """
+    def _backward(self, part: Batch, rows: float, fields: dict, means: RowMeans) -> None:
+        """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
         size = self.update.micro_batch
         policy = in_pieces(self.policy.velocity, size)
         for chunk in part.chunks(size):
-            try:
-                with self.runtime.autocast():
-                    loss, metrics = self.objective.loss(policy, chunk, **fields)
-            except UserError as error:
-                return error
+            with self.runtime.autocast():
+                loss, metrics = self.objective.loss(policy, chunk, **fields)
             self.runtime.backward(loss * (len(chunk) / rows))
             means.add(metrics | {"loss": loss.detach()}, len(chunk))
-        return None
-
-    def _together(self, error: UserError | None) -> None:
-        """Raise on every process what went wrong on one, or the others would wait forever."""
-        if self.runtime.any(error is not None):
-            raise error or UserError("another process was stopped by an error, see its message")
 
     def _check_loss(self, means: RowMeans) -> None:
         loss = means.result().get("loss", 0.0)

@@ -83,6 +83,15 @@ class Tree:
         """(R * l,) long."""
         return self.prompt.repeat_interleave(len(self.leaf))
 
+    @staticmethod
+    def cat(parts: list["Tree"]) -> "Tree":
+        """The trees of forests of one plan, side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = ("x", "prompt", "log_prob", "mean_old")
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in rows}
+        return replace(parts[0], **joined, forwards=sum(part.forwards for part in parts))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
@@ -91,8 +100,10 @@ class Rollout:
     tree: this process's R trees, `tree.prompt` an index into `cond`, `prompts` and `metadata` (P).
     images: (R * l, 3, H, W) fp32 in [0, 1], theirs; none when they come from a store. trees: (R,)
     long, their places among the N >= R trees of all processes. Every process knows of all G = N * l
-    leaves, tree by tree: scores (G, K) with NaN = missing or not applicable, names and weights (K,)
-    of the K rewards, reward (G,) their weighted sum (NaN where invalid), valid (G,) bool, group
+    leaves, tree by tree: scores (G, K) with NaN = missing or not applicable; applicable (G, K)
+    bool; terms (G, K), the scores as they are combined, transformed and with stand-ins for missing
+    ones, NaN where there is none and for rewards that are not trained; names and weights (K,) of
+    the K rewards; reward (G,), the terms' weighted sum (NaN where invalid); valid (G,) bool; group
     (G,) long; and log_prob (N, n).
     seed: of whatever learning from it draws. known: the reference's errors at these pictures, as
     far as they were computed before; only of a store.
@@ -105,6 +116,8 @@ class Rollout:
     images: Tensor
     trees: Tensor
     scores: Tensor
+    applicable: Tensor
+    terms: Tensor
     names: tuple[str, ...]
     weights: Tensor
     reward: Tensor

@@ -13,3 +13,9 @@ class Brightness:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         return images.float().flatten(1).mean(1)
+
+    def fixtures(self) -> list[dict]:
+        """Light and dark pictures in their right order."""
+        from rewards.fixtures import blank, fixture, noise
+
+        return [fixture("blank paper scores above noise", blank(), noise())]

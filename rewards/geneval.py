@@ -1,19 +1,20 @@
 """GenEval as a reward: a detector finds the objects, the rules judge them."""
 
-import importlib
+import dataclasses
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rewards import geneval_rules as rules
+from rewards.detectors import ColorNamer, Detector, detect, load_color_namer, load_detector
 from rewards.geneval_rules import Detection
 from rewards.images import to_uint8
 
-Detector = Callable[[np.ndarray], Sequence[Sequence[Detection]]]  # (B, H, W, 3) uint8 RGB
-DETECTORS = {"tiny": "rewards.tiny_detector:TinyDetector"}
 MODES = ("partial", "strict", "official")
 NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
 
@@ -23,10 +24,12 @@ class GenEval:
 
     mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
     right) or "official" (0 or 1, the rule of the GenEval paper).
-    detector: a name in DETECTORS or "module:attribute"; called without arguments, once, when it
-    is first needed. It maps (B, H, W, 3) uint8 RGB to a list of Detections for
-    each picture; its attributes `threshold` and `counting_threshold` say which scores count,
-    `classes`, if it has it, what it can find.
+    detector: a name in `rewards.detectors.DETECTORS` or "module:attribute"; made with
+    detector_args, once, when it is first needed.
+    colors: what names the colours of found objects: "clip" (the rule of the GenEval paper),
+    "pixels", "module:attribute", made with colors_args, or None: the detector does.
+    threshold, counting_threshold: scores above count; None leaves it to the detector. The second
+    is for counting prompts, where doubtful objects would add up.
     compat: "flow_grpo" reproduces the published reward's quirks (see `geneval_rules.terms`;
     a prompt that is none of the six kinds gets -10); None gives clean terms and NaN there.
     """
@@ -35,67 +38,183 @@ class GenEval:
     differentiable = False
     scope = "sample"
 
-    def __init__(self, mode: str = "partial", detector: str = "tiny", compat: str | None = None):
+    def __init__(
+        self,
+        mode: str = "partial",
+        detector: str = "tiny",
+        compat: str | None = None,
+        *,
+        detector_args: Mapping[str, Any] | None = None,
+        colors: str | None = None,
+        colors_args: Mapping[str, Any] | None = None,
+        threshold: float | None = None,
+        counting_threshold: float | None = None,
+    ):
         if mode not in MODES:
             raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, not {mode!r}")
         if compat not in (None, "flow_grpo"):
             raise ValueError(f"GenEval compat is 'flow_grpo' or null, not {compat!r}")
-        self.mode = mode
-        self.detector = detector
-        self.compat = compat
+        self.mode, self.compat = mode, compat
+        self.detector, self.detector_args = detector, dict(detector_args or {})
+        self.colors, self.colors_args = colors, dict(colors_args or {})
+        self.threshold, self.counting_threshold = threshold, counting_threshold
         self.name = "geneval" if mode == "partial" else f"geneval_{mode}"
         self.bounds = (None if compat else 0.0, 1.0)
-        self.version = f"geneval-1/{mode}/{detector}/{compat or 'clean'}"
+        self.version = self._version()
         self._find: Detector | None = None
+        self._name_colors: ColorNamer | None = None
+
+    def _version(self) -> str:
+        parts = [
+            "geneval-2",
+            self.mode,
+            self.detector,
+            self.colors or "own",
+            self.compat or "clean",
+        ]
+        said = {
+            "detector": self.detector_args,
+            "colors": self.colors_args,
+            "threshold": self.threshold,
+            "counting_threshold": self.counting_threshold,
+        }
+        said = {key: value for key, value in said.items() if value not in (None, {})}
+        return "/".join(parts + ([json.dumps(said, sort_keys=True, default=str)] if said else []))
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True for prompts of the six kinds."""
-        return metadata.get("tag") in rules.TAGS and bool(metadata.get("include"))
+        """True for prompts in GenEval's form: they have a tag of the six, or list objects."""
+        return metadata.get("tag") in rules.TAGS or bool(metadata.get("include"))
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when the prompt asks for objects that the detector cannot know."""
-        known = getattr(self._load(), "classes", None)
+        """Raises ValueError for a prompt that is not in GenEval's form, or asks for objects or
+        colours that nothing here can find."""
+        rules.check(metadata)
+        find, color_namer = self._load()
+        known = getattr(find, "classes", None)
+        colors = getattr(color_namer or find, "colors", None)
         for entry in metadata["include"]:
             if known is not None and entry["class"] not in known:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
                     f"{', '.join(known)}: name another with args: {{detector: module:attribute}}"
                 )
+            if colors is not None and "color" in entry and entry["color"] not in colors:
+                raise ValueError(
+                    f"{self.colors or self.detector!r} does not know the colour "
+                    f"{entry['color']!r}, only {', '.join(colors) or 'objects'}: ask others with "
+                    "args: {colors: clip} or {colors: pixels}"
+                )
 
-    def _load(self) -> Detector:
+    def _load(self) -> tuple[Detector, ColorNamer | None]:
         if self._find is None:
-            self._find = load_detector(self.detector)
-        return self._find
+            self._find = load_detector(self.detector, self.detector_args)
+        if self.colors is not None and self._name_colors is None:
+            self._name_colors = load_color_namer(self.colors, self.colors_args)
+        floor = getattr(self._find, "floor", 0.0)
+        for value in (self.threshold, self.counting_threshold):
+            if value is not None and value < floor:
+                raise ValueError(
+                    f"the detector {self.detector!r} reports nothing below {floor}, so a threshold "
+                    f"of {value} means nothing: lower its floor with detector_args"
+                )
+        return self._find, self._name_colors
 
-    def __call__(self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32; NaN where the prompt has no kind."""
-        find = self._load()
-        judged = [i for i, m in enumerate(metadata) if self.applies(prompts[i], m)]
-        scores = [NO_TAG if self.compat else math.nan] * len(metadata)
-        found = find(to_uint8(images[judged])) if judged else []
-        for i, detections in zip(judged, found, strict=True):
-            scores[i] = self.judge(detections, metadata[i])
-        return torch.tensor(scores, dtype=torch.float32)
+    def __call__(
+        self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
+    ) -> tuple[Tensor, dict[int, str]]:
+        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row."""
+        scores = torch.full((len(metadata),), NO_TAG if self.compat else math.nan)
+        known = [wanted.get("tag") in rules.TAGS for wanted in metadata]
+        reasons = {} if self.compat else _untold(metadata, known)
+        rows = [row for row, is_known in enumerate(known) if is_known]
+        if not rows:
+            return scores, reasons
+        parts = self._load()
+        for part in parts:
+            getattr(part, "load", lambda: None)()
+        pictures = to_uint8(images[rows])
+        answers = detect(parts[0], pictures, [_classes(metadata[row]) for row in rows])
+        for row, picture, answer in zip(rows, pictures, answers, strict=True):
+            try:
+                if isinstance(answer, Exception):
+                    raise answer
+                scores[row] = self.judge(answer, metadata[row], picture)
+            except (ImportError, torch.cuda.OutOfMemoryError):
+                raise
+            except Exception as error:
+                scores[row] = math.nan
+                reasons[row] = f"the detector failed: {type(error).__name__}: {error}"
+        return scores, reasons
 
-    def judge(self, found: Sequence[Detection], wanted: dict) -> float:
-        """The score of one picture's detections for one prompt's metadata."""
-        key = "counting_threshold" if wanted["tag"] == "counting" else "threshold"
-        objects = rules.by_class(found, getattr(self._find, key, 0.0))
+    def judge(
+        self, found: Sequence[Detection], wanted: dict, picture: np.ndarray | None = None
+    ) -> float:
+        """The score of one picture's detections for one prompt's metadata.
+
+        picture: (H, W, 3) uint8 RGB, for what names the colours of what was found.
+        """
+        objects = rules.by_class(found, self._threshold(wanted["tag"]))
+        if picture is not None and self._name_colors is not None:
+            self._color(objects, wanted["include"], picture)
         if self.mode == "official":
             return rules.official(objects, wanted["include"], wanted.get("exclude", []))
         if self.mode == "strict":
             return rules.strict(objects, wanted["include"])
         return rules.partial(objects, wanted["include"], published=self.compat is not None)
 
+    def _threshold(self, tag: str) -> float:
+        key = "counting_threshold" if tag == "counting" else "threshold"
+        own = getattr(self, key)
+        return getattr(self._find, key, 0.0) if own is None else own
 
-def load_detector(name: str) -> Detector:
-    """The detector of that name in DETECTORS, or of "module:attribute", called without arguments.
+    def _color(self, objects: rules.Objects, include: Sequence[dict], picture: np.ndarray) -> None:
+        """Names the colours that the rules ask for: of as many objects as are wanted."""
+        for entry in include:
+            if "color" not in entry or self._name_colors is None:
+                continue
+            found = objects.get(entry["class"], [])
+            first = found[: entry["count"]]
+            names = self._name_colors(picture, first) if first else ()
+            found[: entry["count"]] = [
+                dataclasses.replace(d, color=c) for d, c in zip(first, names, strict=True)
+            ]
 
-    Raises ValueError for a name that is neither.
-    """
-    target = DETECTORS.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon:
-        known = ", ".join(DETECTORS)
-        raise ValueError(f"unknown detector {name!r}: use {known}, or 'module:attribute'")
-    return getattr(importlib.import_module(module), attribute)()
+    def fixtures(self) -> list[dict]:
+        """Pictures of the tiny world in their right order; none for other detectors."""
+        if self.detector != "tiny":
+            return []
+        from rewards.fixtures import blank, fixture, shapes
+
+        ball = {"class": "circle", "count": 1, "color": "red"}
+        three = {"class": "star", "count": 3}
+        return [
+            fixture(
+                "the right colour scores above the wrong one",
+                shapes([("circle", "red")]), shapes([("circle", "blue")]),
+                "a red circle", {"tag": "colors", "include": [ball]},
+            ),
+            fixture(
+                "the right number scores above the wrong one",
+                shapes([("star", "black")] * 3), shapes([("star", "black")] * 2),
+                "three stars", {"tag": "counting", "include": [three]},
+            ),
+            fixture(
+                "an object scores above an empty picture",
+                shapes([("circle", "red")]), blank(64), "a circle",
+                {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
+            ),
+        ]  # fmt: skip
+
+
+def _classes(wanted: dict) -> list[str]:
+    """What a prompt speaks of, each once."""
+    entries = [*wanted["include"], *wanted.get("exclude", ())]
+    return list(dict.fromkeys(entry["class"] for entry in entries))
+
+
+def _untold(metadata: Sequence[dict], known: Sequence[bool]) -> dict[int, str]:
+    return {
+        row: f"the prompt's tag {metadata[row].get('tag')!r} is none of {', '.join(rules.TAGS)}"
+        for row, is_known in enumerate(known)
+        if not is_known
+    }

@@ -8,10 +8,12 @@ index of an earlier entry]}, and for counting what it forbids in `exclude`: {"cl
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 MAX_PER_CLASS = 16  # boxes, the most confident first
+RELATIONS = ("left of", "right of", "above", "below")
 OVERLAP = 0.1  # share of both sizes that an offset must exceed
 Box = tuple[float, float, float, float]
 
@@ -20,16 +22,37 @@ Box = tuple[float, float, float, float]
 class Detection:
     """One found object: box (left, top, right, bottom) in pixels, y down; confidence in [0, 1].
 
-    `color` is None when the detector does not tell colours or is not sure.
+    `color` is None when the detector does not tell colours or is not sure; `mask`, where there is
+    one, says which pixels are the object's: (H, W) bool, as large as the picture.
     """
 
     box: Box
     score: float
     name: str
     color: str | None = None
+    mask: Any = field(default=None, compare=False, repr=False)
 
 
 Objects = dict[str, list[Detection]]
+
+
+def check(wanted: dict) -> None:
+    """Raises ValueError unless metadata are in GenEval's form: what is asked for can come true."""
+    include = wanted.get("include")
+    if wanted.get("tag") not in TAGS:
+        raise ValueError(f"the tag {wanted.get('tag')!r} is none of {', '.join(TAGS)}")
+    if not include:
+        raise ValueError("include lists no object: give [{class: cat, count: 1}] or the like")
+    for i, entry in enumerate([*include, *wanted.get("exclude", ())]):
+        count = entry.get("count")
+        if "class" not in entry or not isinstance(count, int) or count < 1:
+            raise ValueError(f"{entry} must name a class and a count of at least 1")
+        relation, index = entry.get("position", (RELATIONS[0], 0))
+        if relation not in RELATIONS or ("position" in entry and not 0 <= index < i):
+            raise ValueError(
+                f"position {entry['position']} must be one of {', '.join(RELATIONS)} with the "
+                "index of an earlier entry of include"
+            )
 
 
 def by_class(found: Iterable[Detection], threshold: float) -> Objects:

@@ -27,6 +27,8 @@ class Incompressibility:
     name = "incompressibility"
     bounds = (0.0, None)
     differentiable = False
+    deterministic = True
+    scope = "sample"
 
     def __init__(self, quality: int = 95):
         if not 1 <= quality <= 100:
@@ -35,8 +37,15 @@ class Incompressibility:
         self.version = f"jpeg-1/{quality}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
         sizes = [jpeg_bytes(image, self.quality) for image in to_uint8(images)]
         return torch.tensor(sizes, dtype=torch.float32) / 1000
+
+    def fixtures(self) -> list[dict]:
+        """Noise and blank paper in their right order."""
+        from rewards.fixtures import blank, fixture, noise
+
+        return [fixture("noise scores above blank paper", noise(), blank())]
 
 
 class Compressibility(Incompressibility):
@@ -46,4 +55,11 @@ class Compressibility(Incompressibility):
     bounds = (None, 0.0)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
         return -super().__call__(images, prompts, metadata) / 500
+
+    def fixtures(self) -> list[dict]:
+        """Noise and blank paper in their right order."""
+        from rewards.fixtures import blank, fixture, noise
+
+        return [fixture("blank paper scores above noise", blank(), noise())]

@@ -4,6 +4,7 @@ The rule "flow_grpo" is the one Flow-GRPO trains on (arXiv 2505.05470); "strict"
 nothing else is written. The engine needs no download: its models come with the package.
 """
 
+import importlib.metadata
 import math
 import re
 import unicodedata
@@ -16,8 +17,11 @@ from torch import Tensor
 from rewards.images import to_uint8
 
 MODES = ("flow_grpo", "strict")
-CONFIDENCE = 0.5  # lines the engine is less sure of do not count
-_QUOTED = re.compile(r'"([^"]*)"?|\N{LEFT DOUBLE QUOTATION MARK}([^\u201d]*)\u201d?')
+# Lines the engine is less sure of do not count. Flow-GRPO's code asks for more than 0, of lines of
+# an engine (PaddleOCR 2.9) that has itself dropped those below 0.5.
+CONFIDENCE = 0.5
+MARKS = '"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
+_QUOTED = re.compile(r'"([^"]*)"?|\N{LEFT DOUBLE QUOTATION MARK}([^"\u201d]*)["\u201d]?')
 
 Reader = Callable[[np.ndarray], list[str]]  # (H, W, 3) uint8 BGR -> lines in reading order
 
@@ -45,59 +49,81 @@ class OCR:
     """How much of the asked text can be read: 1 = all of it, 0 = none, NaN = the engine failed.
 
     The target is metadata["ocr_text"] (a text or a list of texts), else what the prompt quotes:
-    the first span for "flow_grpo", all of them for "strict". A prompt with neither is none of
-    this reward's business (`applies`).
+    the first span for "flow_grpo", straight quotes before curly ones, all spans for "strict". A
+    prompt with neither is none of this reward's business (`applies`).
     mode "strict": Unicode NFKC and case folding, no white space, and further text costs
     (`extra_text`, on by default); words may come in any order when `word_order` is off.
+    confidence: lines that the engine is less sure of do not count.
     """
 
     differentiable = False
+    deterministic = True
     scope = "sample"
     bounds = (0.0, 1.0)
 
     def __init__(
-        self, mode: str = "flow_grpo", *, extra_text: bool = True, word_order: bool = True
+        self,
+        mode: str = "flow_grpo",
+        *,
+        extra_text: bool = True,
+        word_order: bool = True,
+        confidence: float = CONFIDENCE,
     ):
         if mode not in MODES:
             raise ValueError(f"OCR mode is one of {', '.join(MODES)}, not {mode!r}")
+        if not 0 <= confidence < 1:
+            raise ValueError(f"confidence lies between 0 and 1, got {confidence}")
         self.mode = mode
         self.extra_text = extra_text
         self.word_order = word_order
+        self.confidence = confidence
         self.name = "ocr" if mode == "flow_grpo" else "ocr_strict"
         rule = mode if mode == "flow_grpo" else f"{mode}-{extra_text:d}{word_order:d}"
-        self.version = f"ocr-1/{rule}/rapidocr"
+        self.version = f"ocr-2/{rule}/{_engine_version()}/{confidence}"
         self._read: Reader | None = None
 
     def targets(self, prompt: str, metadata: dict) -> list[str]:
         """The texts asked for; empty when there are none."""
         given = metadata.get("ocr_text")
-        texts = [given] if isinstance(given, str) else list(given or quoted(prompt))
-        texts = [text for text in texts if text.strip()]
+        if given is None:
+            first = prompt.split('"')[1:2] if self.mode == "flow_grpo" else []
+            texts = [*first, *quoted(prompt)]
+        else:
+            texts = given if isinstance(given, list | tuple) else [given]
+        texts = [text for text in map(str, texts) if text.strip()]
         return texts if self.mode == "strict" else texts[:1]
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """True when some text is asked for."""
-        return bool(self.targets(prompt, metadata))
+        """True when some text is asked for, or seems to be: `check` tells."""
+        quotes = any(mark in prompt for mark in MARKS)
+        return quotes or metadata.get("ocr_text") is not None
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32; raises only if no picture can be read."""
-        self._read = self._read or rapidocr_reader()
-        scores, failure, tried = [], None, 0
-        for image, prompt, data in zip(to_uint8(images), prompts, metadata, strict=True):
+    def check(self, prompt: str, metadata: dict) -> None:
+        """Raises ValueError when a prompt has quotes or an ocr_text, and nothing in them."""
+        if not self.targets(prompt, metadata):
+            raise ValueError(
+                "there is nothing to read in its ocr_text or between its quotes: fill them, or "
+                "remove the quotes"
+            )
+
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict]
+    ) -> tuple[Tensor, dict[int, str]]:
+        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row."""
+        self._read = self._read or rapidocr_reader(self.confidence)
+        scores, reasons = torch.full((len(prompts),), math.nan), {}
+        pairs = zip(to_uint8(images), prompts, metadata, strict=True)
+        for row, (image, prompt, data) in enumerate(pairs):
             targets = self.targets(prompt, data)
-            scores.append(math.nan)
             if not targets:
+                reasons[row] = "the prompt asks for no text"
                 continue
-            tried += 1
             try:
                 lines = self._read(np.ascontiguousarray(image[..., ::-1]))
+                scores[row] = self.judge(lines, targets)
             except Exception as error:
-                failure = error
-                continue
-            scores[-1] = self.judge(lines, targets)
-        if failure is not None and tried and all(math.isnan(s) for s in scores):
-            raise failure
-        return torch.tensor(scores, dtype=torch.float32)
+                reasons[row] = f"the engine failed: {type(error).__name__}: {error}"
+        return scores, reasons
 
     def judge(self, lines: Sequence[str], targets: Sequence[str]) -> float:
         """The score of recognised lines for the asked texts."""
@@ -107,19 +133,41 @@ class OCR:
         found = not self.extra_text and target in recognised
         return 1.0 if found else distance_score(recognised, target)
 
+    def fixtures(self) -> list[dict]:
+        """Words and blank paper in their right order."""
+        from rewards.fixtures import blank, fixture, word
+
+        prompt, data = 'a sign that says "COFFEE"', {"ocr_text": "COFFEE"}
+        right, wrong, typo = word("COFFEE"), word("GARDEN"), word("COFFIN")
+        return [
+            fixture("the right word scores above the wrong one", right, wrong, prompt, data),
+            fixture("the right word scores above a misspelled one", right, typo, prompt, data),
+            fixture("a misspelled word scores above an empty page", typo, blank(128), prompt, data),
+        ]
+
     def _folded(self, texts: Sequence[str]) -> str:
         words = unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
         return "".join(words if self.word_order else sorted(words))
 
 
-def rapidocr_reader() -> Reader:
-    """RapidOCR on one thread; pictures down to 64x64 pixels need no enlarging."""
+def _engine_version() -> str:
+    try:
+        return f"rapidocr-{importlib.metadata.version('rapidocr')}"
+    except importlib.metadata.PackageNotFoundError:
+        return "rapidocr"
+
+
+def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
+    """RapidOCR on one thread; pictures down to 64x64 pixels need no enlarging.
+
+    Not for several threads at once: the engine keeps state while it reads.
+    """
     from rapidocr import RapidOCR
 
     engine = RapidOCR(
         params={
             "Global.log_level": "critical",
-            "Global.text_score": CONFIDENCE,
+            "Global.text_score": confidence,
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
             # Look at small pictures as they are, and pad short words little: half the time.

@@ -76,6 +76,16 @@ class TinyColors:
         score = (1 - NEARNESS) * there * purity + NEARNESS * _fill(total) * close
         return score.masked_fill(wanted.sum(1) == 0, torch.nan)
 
+    def fixtures(self) -> list[dict]:
+        """Shapes of the tiny world in their right order."""
+        from rewards.fixtures import fixture, shapes
+
+        red, blue = shapes([("circle", "red")]), shapes([("circle", "blue")])
+        return [
+            fixture("the right colour scores above the wrong one", red, blue, "a red circle"),
+            fixture("the right colour scores above the wrong one", blue, red, "a blue circle"),
+        ]
+
 
 def _squared_distances(pixels: Tensor) -> Tensor:
     """(B, 3, H, W) -> (B, 7, H, W): from the paper and the six colours."""

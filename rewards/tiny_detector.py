@@ -44,6 +44,8 @@ class TinyDetector:
     have a class are convincing already, so no threshold need be set on it.
     """
 
+    colors = _NAMES
+
     def __init__(self) -> None:
         self._names, self._ideal = ideal_shapes()
         self.classes = tuple(dict.fromkeys(self._names))

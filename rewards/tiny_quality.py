@@ -48,6 +48,16 @@ class TinyQuality:
         spare = torch.exp(-(amount - MOST).clamp(min=0) / EXCESS)
         return 1 + 4 * parts * enough * spare
 
+    def fixtures(self) -> list[dict]:
+        """A drawing, blank paper and noise in their right order."""
+        from rewards.fixtures import blank, fixture, noise, shapes
+
+        drawing = shapes([("star", "red"), ("square", "blue")])
+        return [
+            fixture("a clean drawing scores above noise", drawing, noise(64)),
+            fixture("a clean drawing scores above blank paper", drawing, blank(64)),
+        ]
+
 
 def flaws(levels: Tensor) -> tuple[Tensor, Tensor]:
     """What is wrong in levels (B, 3, H, W) in 0..255: flaws (B, 3), amount of ink (B,) in [0, 1].

@@ -16,7 +16,8 @@ from rich.progress import track
 from flowrl.pictures import to_tensor
 from flowrl.pipelines import load_pipeline
 from flowrl.prompts import PromptRecord, load_prompts
-from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.reward import RewardSpec, load_reward
+from flowrl.scoring import score
 from flowrl.storage import write_text
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS
 

@@ -1,5 +1,8 @@
 """Who draws the rollouts, and what every objective may rely on."""
 
+from concurrent.futures import Future
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,10 +10,14 @@ from flowrl.build_source import check_shares
 from flowrl.collect import learning_seed
 from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.executors.base import Answer
 from flowrl.objectives.base import Needs
 from flowrl.policy import OLD, POLICY
+from flowrl.reward import RewardSpec
 from flowrl.rollout import Stopwatch
+from flowrl.scoring import score
 
+PLAIN_TREE = {"tree": {"kind": "flow_grpo"}}
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "draws": {"count": 2}, "old_decay": {"rate": None, "limit": 0.75}}
 
@@ -167,3 +174,82 @@ def test_an_objective_of_ones_own_must_be_one(make_learner):
         )
     with pytest.raises(UserError, match="cannot be loaded"):
         make_learner(objective={"kind": "custom", "target": "nowhere:X"}, rollout=ROLLOUT)
+
+
+class Told:
+    """An executor that writes down when it is given pictures, and answers when it is asked."""
+
+    def __init__(self, events: list[str]):
+        self.events = events
+
+    def submit(self, images, prompts, metadata):
+        self.events.append(f"given {len(images)}")
+        answer: Future[Answer] = Future()
+        answer.set_result(Answer(scores=images.mean((1, 2, 3))))
+        return answer
+
+    def close(self) -> None: ...
+
+
+def sampling(learner, **changes):
+    """The learner's source with other specs or settings of its rollouts."""
+    source = learner.source
+    settings = changes.pop("rollout", {})
+    return replace(source, rollout=replace(source.rollout, **settings), **changes)
+
+
+def test_rewards_get_a_batch_of_pictures_while_the_next_is_drawn(make_learner):
+    learner, events = make_learner(rollout=ROLLOUT | PLAIN_TREE), []
+    spec = RewardSpec(name="told", reward=broken, executor=Told(events))
+    source = sampling(learner, specs=[spec], rollout={"batch_size": 4})
+    network = learner.policy.network
+    hook = network.register_forward_pre_hook(lambda *_: events.append("drawn"))
+    try:
+        source.collect(0, Stopwatch())
+    finally:
+        hook.remove()
+    assert events == ["drawn"] * 4 + ["given 4"] + ["drawn"] * 4 + ["given 4"]
+
+
+@pytest.mark.parametrize("tree", [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}])
+def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner, tree):
+    learner = make_learner(rollout=ROLLOUT | {"tree": tree})
+    disturb(learner)
+    whole = sampling(learner, rollout={"batch_size": 8}).collect(0, Stopwatch())
+    parts = sampling(learner, rollout={"batch_size": 3}).collect(0, Stopwatch())
+    for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
+        a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
+        torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
+    assert whole.tree.forwards == parts.tree.forwards and whole.prompts == parts.prompts
+    assert torch.equal(whole.group, parts.group)
+
+
+class Compares:
+    """Looks at the whole group: how far each picture is from the mean of all."""
+
+    scope = "group"
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+
+    def __call__(self, images, prompts, metadata):
+        self.calls.append(list(prompts))
+        return (images - images.mean(0)).abs().mean((1, 2, 3))
+
+
+def test_a_reward_that_compares_gets_each_whole_group_in_one_call(make_learner):
+    learner, reward = make_learner(rollout=ROLLOUT | PLAIN_TREE), Compares()
+    spec = RewardSpec(name="compares", reward=reward)
+    rollout = sampling(learner, specs=[spec], rollout={"batch_size": 3}).collect(0, Stopwatch())
+    assert [len(call) for call in reward.calls] == [4, 4]
+    assert all(len(set(call)) == 1 for call in reward.calls)
+    images = rollout.images.view(2, 4, 3, 64, 64)
+    apart = (images - images.mean(1, keepdim=True)).abs().mean((2, 3, 4)).flatten()
+    torch.testing.assert_close(rollout.scores[:, 0], apart, atol=1 / 255, rtol=0)
+
+
+def test_a_group_of_one_has_nothing_to_compare():
+    spec = RewardSpec(name="compares", reward=Compares())
+    result = score([spec], torch.zeros(3, 3, 4, 4), ["a", "a", "b"], [{}] * 3, group=[0, 0, 1])
+    assert result.applicable[:, 0].tolist() == [True, True, False]
+    assert result.scores[2].isnan().all()

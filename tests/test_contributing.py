@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.reward import RewardSpec, load_reward
+from flowrl.scoring import score
 from flowrl.sections_trees import Custom
 from flowrl.trees.shape import count
 

@@ -18,7 +18,10 @@ LAYERS = [
     {"endpoints", "paths", "reference_errors", "runtime", "trajectory"},
     {"backbones", "policy", "tiny"},
     {"samplers", "objectives"},
-    {"prompts", "reward", "encode"},
+    {"prompts", "prompt_sources", "prompt_datasets", "prompt_sets", "encode"},
+    {"reward", "executors", "reward_checks", "scoring", "aggregate", "wire"},
+    {"serving", "service", "request_body", "preflight", "preflight_findings", "preflight_named",
+     "preflight_pictures", "golden"},
     {"rollout", "reward_gradient"},
     {"pictures", "curves", "treeplot", "render", "metrics", "trackers"},
     {"gallery", "card", "report", "progress", "comparison"},
@@ -37,6 +40,7 @@ LAYERS = [
         "sections_learning",
         "sections_objectives",
         "sections_reverse",
+        "sections_rewards",
         "sections_store",
         "schema",
         "checks",
@@ -50,13 +54,14 @@ LAYERS = [
         "build_forward",
         "build_gradient",
         "build_reverse",
+        "build_rewards",
         "build_store",
         "build_objectives",
         "build_source",
         "build",
     },
     {"handover", "bench", "outcomes"},
-    {"bench_tree", "sweep"},
+    {"bench_tree", "bench_reward", "sweep"},
     {"actions", "collecting"},
     {"commands", "cli", "__main__"},
 ]
@@ -166,11 +171,11 @@ def test_function_bodies_fit_on_a_screen():
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cff", ".j2", ".jsonl", ".csv", ".html"}
 PUBLIC = {
     "arxiv.org", "doi.org", "example.com", "example.org", "github.com", "huggingface.co",
-    "www.apache.org", "www.w3.org",
+    "www.apache.org", "www.w3.org", "127.0.0.1", "localhost",
 }  # fmt: skip
 PRIVATE = [
     re.compile(r"(?<![\w.~$}])/(?:home|mnt|root|tmp|work|Users)/\w"),
-    re.compile(r"\b(?!127\.0\.0\.1\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"),
+    re.compile(r"\b(?!(?:127\.0\.0\.1|0\.0\.0\.0)\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"),
     re.compile(r"index[-_]url|\bpypi[.]org|\+cu\d"),
 ]
 URL = re.compile(r"[a-z]+://(?:[^/@\s]*@)?([a-zA-Z0-9][a-zA-Z0-9.-]*)")

@@ -37,7 +37,8 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
     return Rollout(
         tree=tree, cond=Conditioning(tensors={"c": torch.eye(PROMPTS)}), prompts=("a", "b", "c"),
         metadata=({}, {}, {}), images=torch.zeros(leaves, 3, 1, 1), trees=torch.arange(len(tree)),
-        scores=torch.zeros(leaves, 1), names=("r",), weights=torch.ones(1),
+        scores=torch.zeros(leaves, 1), terms=torch.zeros(leaves, 1),
+        applicable=torch.ones(leaves, 1, dtype=torch.bool), names=("r",), weights=torch.ones(1),
         reward=torch.arange(leaves).float(), valid=torch.ones(leaves, dtype=torch.bool),
         group=prompt.repeat_interleave(len(tree.leaf)), log_prob=tree.log_prob, seed=5,
     )  # fmt: skip

@@ -1,14 +1,20 @@
 """Rewards and their gradients at clean latents, through a decoder."""
 
+import functools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from flowrl.aggregate import weighted_sum
 from flowrl.errors import UserError
-from flowrl.reward import RewardFailure, RewardSpec, score, weighted_sum
+from flowrl.executors.base import RewardFailure
+from flowrl.functional.transforms import affine, clip, rank, sigmoid
+from flowrl.reward import RewardSpec
 from flowrl.reward_gradient import RewardGradient, check_differentiable, differentiate, trained
+from flowrl.scoring import score
 
 
 class Red:
@@ -176,6 +182,51 @@ def test_rewards_that_do_not_say_they_are_differentiable_are_refused_before_trai
     )
     with pytest.raises(UserError, match="objective.kind refl .* reward 'ocr' does not say"):
         check_differentiable([*SPECS, hidden], "refl")
+
+
+def test_a_transform_without_a_gradient_is_refused_before_training():
+    ranked = replace(SPECS[0], transform=rank)
+    with pytest.raises(UserError, match="objective.kind refl .* transform of reward 'red' is rank"):
+        check_differentiable([ranked], "refl")
+    check_differentiable([replace(ranked, weight=0.0), replace(ranked, held_out=True)], "refl")
+    check_differentiable([replace(SPECS[0], transform=sigmoid)], "refl")
+
+
+def test_transforms_come_before_the_sum_in_the_reward_and_in_its_gradient():
+    soft = functools.partial(sigmoid, center=0.2, scale=0.1)
+    specs = [
+        replace(SPECS[0], transform=functools.partial(affine, scale=-2.0, shift=1.0)),
+        replace(SPECS[1], transform=soft),
+    ]
+    x = X0.clone().requires_grad_()
+    images = DECODER.decode(x)
+    red = 1.5 * (1 - 2 * 2 * images[:, 0].flatten(1).mean(1))
+    contrast = ((images.flatten(1).std(1) - 0.2) / 0.1).sigmoid()
+    expected = torch.where(NUMBER == 1, red - 0.5 * contrast, 2.0 / 1.5 * red)
+    (slope,) = torch.autograd.grad(expected.sum(), x)
+    reward, gradient = field(specs)(X0, NUMBER)
+    torch.testing.assert_close((reward, gradient), (expected.detach(), slope))
+
+
+def test_beyond_a_clip_and_where_a_number_stands_in_there_is_a_reward_and_no_gradient():
+    flat = replace(SPECS[0], transform=functools.partial(clip, high=-5.0))
+    reward, gradient = field([flat])(X0, NUMBER)
+    assert reward.tolist() == [-7.5] * 5 and not gradient.any()
+    number = torch.tensor([1, 2])
+    patient = [replace(SPECS[1], on_failure=0.25)]
+    reward, gradient = field(patient)(X0[:2], number)
+    assert reward[1] == -0.125 and not gradient[1].any()
+    torch.testing.assert_close(gradient[:1], field([SPECS[1]])(X0[:1], number[:1])[1])
+    with pytest.raises(RewardFailure, match="'contrast' has no score .*on_failure is raise"):
+        field([replace(SPECS[1], on_failure="raise")])(X0[:2], number)
+
+
+def test_a_recipe_keeps_a_reward_to_some_prompts():
+    data = ({"tag": "x"}, {}, {"tag": "y"})
+    specs = [SPECS[0], RewardSpec(name="length", reward=Length(), applies_to={"tag": ("x",)})]
+    _, gradient = differentiate(specs, torch.rand(3, 3, 4, 4), [*PROMPTS], [*data])
+    green = gradient[:, 1].flatten(1).any(1)  # red has no gradient there
+    assert green.tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,18 @@ import torch
 
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts import PromptSampler, load_prompts
-from flowrl.reward import RewardSpec, score
+from flowrl.reward import RewardSpec
 from flowrl.rollout import (
     Stopwatch,
     decode,
     draw,
-    gather_result,
+    gathered,
     group_request,
-    judge,
+    hand_in,
     occurrences,
 )
 from flowrl.samplers.schedule import Schedule
+from flowrl.scoring import Scoring, score
 from flowrl.trees.plan import Step, TreePlan
 
 RECORDS = load_prompts("tiny:all:train", limit=3)
@@ -30,6 +31,15 @@ PLAN = TreePlan(2, (Step(noise=True, train=True),) * 2 + (Step(),))
 
 def request_of(records=RECORDS, plan=PLAN, **options):
     return group_request(records, plan, **({"seed": 0, "iteration": 4} | options))
+
+
+def judged(reward, request, leaves=1):
+    """The scores of black pictures that are handed in one by one."""
+    scoring = Scoring(specs=[RewardSpec(name="reward", reward=reward)])
+    count = len(request.prompt) * leaves
+    pictures = hand_in(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)
+    assert len(pictures) == count
+    return scoring.result()
 
 
 # fp32 rounding of a pixel after some steps and the decoder; other noise moves it by about 1.
@@ -49,10 +59,9 @@ def sample(make_learner):
     @torch.no_grad()
     def images(request, batch_size=6, plan=PLAN):
         backbone, policy = learner.policy.backbone, learner.policy
-        tree, _ = draw(
-            backbone, policy.velocity, learner.source.encode, request, plan, schedule, batch_size
-        )
-        return tree, decode(backbone, tree.leaves(), batch_size)
+        cond = learner.source.encode(request.prompts)
+        tree = draw(backbone, policy.velocity, cond, request, plan, schedule, batch_size)
+        return tree, torch.cat(list(decode(backbone, tree.leaves(), batch_size)))
 
     return images
 
@@ -122,8 +131,9 @@ def test_every_picture_is_judged_with_its_own_prompt():
         return [float(len(p)) for p in prompts]
 
     request = request_of().take(torch.tensor([5, 0]))
-    result = judge([RewardSpec(name="length", reward=length)], torch.zeros(2, 3, 4, 4), request)
-    assert result.scores[:, 0].tolist() == [len(RECORDS[2].text), len(RECORDS[0].text)]
+    result = judged(length, request, leaves=2)
+    lengths = [len(RECORDS[2].text), len(RECORDS[0].text)]
+    assert result.scores[:, 0].tolist() == [lengths[0]] * 2 + [lengths[1]] * 2
 
 
 OTHERS = ("a red ring", "two stars", "three crosses")
@@ -189,7 +199,7 @@ def test_rewards_are_given_the_prompts_own_words():
         return [0.0] * len(prompts)
 
     request = request_of([WORDED], retained=1)
-    judge([RewardSpec(name="look", reward=look)], torch.zeros(2, 3, 4, 4), request)
+    judged(look, request)
     assert seen == [(WORDED.text, WORDED.metadata)] * 2
 
 
@@ -250,7 +260,7 @@ def test_one_process_keeps_its_scores_as_they_are():
 
     spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
     result = score([spec], torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}])
-    assert gather_result(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
+    assert gathered(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
 
 
 def test_a_stopwatch_adds_laps_of_one_name():

@@ -12,7 +12,8 @@ from flowrl.build import Given, build_evaluator, build_learner, build_run
 from flowrl.checkpoint import write_config
 from flowrl.config import config_yaml
 from flowrl.evaluate import Evaluation
-from flowrl.reward import RewardFailure, RewardSpec
+from flowrl.executors.base import RewardFailure
+from flowrl.reward import RewardSpec
 from flowrl.runtime import Runtime
 from flowrl.train import train
 

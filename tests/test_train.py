@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
+from flowrl.executors.base import RewardFailure
 from flowrl.measures import RowMeans, rollout_metrics
 from flowrl.policy import POLICY
-from flowrl.reward import RewardFailure, SamplerFailure
 from flowrl.rollout import Stopwatch
+from flowrl.scoring import SamplerFailure
 
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8}
 

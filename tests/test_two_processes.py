@@ -22,6 +22,7 @@ import torch
 torch.set_num_threads(1)
 from flowrl.build import Given, build_evaluator, build_learner
 from flowrl.config import load_config
+from flowrl.errors import UserError
 from flowrl.runtime import Runtime
 from flowrl.storage import save_state
 
@@ -81,6 +82,25 @@ for count in (5, 1):
 seen["any"] = [runtime.any(runtime.rank == 1), runtime.any(False)]
 seen["sum"] = runtime.sum(float(runtime.rank + 1))
 seen["merge"] = runtime.merge({f"rank {runtime.rank}": "here"})
+last = runtime.rank == runtime.world_size - 1
+
+
+def dead(images, prompts, metadata):
+    if last:
+        raise RuntimeError("the server is gone")
+    return [0.5] * len(images)
+
+
+def short(images, prompts, metadata):
+    return [0.5] * (len(images) - last)
+
+
+for reward in (dead, short):
+    learner = build_learner(config, runtime, Given(rewards={reward.__name__: reward}))
+    try:
+        learner.iterate(0)
+    except UserError as error:
+        seen[reward.__name__] = str(error)
 save_state(folder / f"{runtime.world_size}-{runtime.rank}", seen)
 """
 
@@ -178,3 +198,16 @@ def test_decisions_and_notes_are_shared(seen):
     for name in ("2-0", "2-1"):
         assert seen[name]["any"] == [True, False] and seen[name]["sum"] == 3
         assert seen[name]["merge"] == {"rank 0": "here", "rank 1": "here"}
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ("dead", ("6 of 12 pictures have no reward", "dead", "the server is gone", "prompt")),
+        ("short", ("'short' answered with shape (5,) for 6 pictures",)),
+    ],
+)
+def test_a_reward_that_fails_on_one_process_stops_all_with_one_message(seen, reward, words):
+    first, second = (seen[name][reward] for name in ("2-0", "2-1"))
+    assert first == second
+    assert all(word in first for word in words), first

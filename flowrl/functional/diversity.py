@@ -1,4 +1,4 @@
-"""How far apart the pictures of a rollout are, by when their paths parted, and as a set."""
+"""How far apart the pictures of a rollout are, by when their paths parted."""
 
 from collections import defaultdict
 
@@ -51,34 +51,3 @@ def _distances(x: Tensor) -> Tensor:
     gram = exact @ exact.T
     square = gram.diagonal()
     return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
-
-
-def set_diversity(similarity: Tensor) -> Tensor:
-    """D(G) = 1 - mean similarity of two pictures of a set, SGRPO. ()
-
-    similarity: (K, K), symmetric; its diagonal is not looked at. Raises ValueError for K < 2.
-    """
-    return 1 - _pairs(similarity).sum() / _ordered_pairs(len(similarity))
-
-
-def leave_one_out_credit(similarity: Tensor) -> Tensor:
-    """What each picture adds to the diversity of its set, D(G) - D(G without it): SGRPO. (K,)
-
-    Sums to 0. Its order is the reverse of the pictures' total similarity to the others, so that of
-    two alike both are low. similarity: as in `set_diversity`. Raises ValueError for K < 3.
-    """
-    pairs = _pairs(similarity)
-    whole, size = pairs.sum(), len(similarity)
-    without = 1 - (whole - 2 * pairs.sum(1)) / _ordered_pairs(size - 1)
-    return set_diversity(similarity) - without
-
-
-def _pairs(similarity: Tensor) -> Tensor:
-    """Without what each picture has in common with itself."""
-    return similarity - similarity.diagonal().diag()
-
-
-def _ordered_pairs(size: int) -> int:
-    if size < 2:
-        raise ValueError(f"{size} pictures have no pair to compare: take more of each prompt")
-    return size * (size - 1)

@@ -64,6 +64,12 @@ def best_and_worst(reward: Tensor, group: Tensor, key: Tensor) -> tuple[Tensor, 
     return winner[apart], loser[apart]
 
 
+def lone(valid: Tensor, group: Tensor) -> Tensor:
+    """Rows that are valid and whose group has no other valid row. valid: (N,) bool -> (N,) bool"""
+    _, number = group.unique(return_inverse=True)
+    return valid & (number.bincount(valid.double())[number] < 2)
+
+
 def require_finite(reward: Tensor) -> None:
     """Raises ValueError where a reward is NaN or infinite, which no ranking can place."""
     if not bool(reward.isfinite().all()):

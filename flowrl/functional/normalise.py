@@ -117,23 +117,6 @@ def normalise(
     return advantage.view_as(exact)
 
 
-def combine_gdpo(
-    scores: Tensor, weights: Tensor, group: Tensor, *, eps: float = 1e-4, ddof: int = 1
-) -> Tensor:
-    """Several rewards as one, each first a z-score in its group: GDPO (2601.05242). (G,) float64
-
-    scores: (G, K), NaN where a reward does not apply, which is left out of the sum; a row to
-    which none applies is NaN. weights: (K,). group: (G,) long. The result does not depend on the
-    unit or zero of any reward. The paper's last step over the whole batch is `normalise` with
-    scale "global".
-    """
-    whole = torch.ones(1, dtype=torch.bool)
-    among = Population(key=group.cpu()[:, None], counted=whole, leaf=whole)
-    columns = [normalise(s[:, None], among, ddof=ddof, floor=eps) for s in scores.unbind(1)]
-    total = (torch.cat(columns, dim=1) * weights.detach().cpu().double()).sum(1)
-    return torch.where(scores.isnan().all(1).cpu(), torch.nan, total)
-
-
 def _median(members: Tensor) -> Tensor:
     # torch.median takes the lower of the middle two, which is biased.
     ordered = members.sort().values

@@ -18,7 +18,7 @@ from flowrl.functional.normalise import (
     normalise,
     population,
 )
-from flowrl.objectives.advantages import worth
+from flowrl.objectives.advantages import scale_of, worth
 from flowrl.trajectory import Rollout
 
 
@@ -94,7 +94,7 @@ class Credit:
     edges: maths.Credit = "node"
     scope: Scope = "prompt"
     center: Centre = "mean"
-    scale: Scale = "std"
+    scale: Scale | Literal["auto"] = "auto"
     ddof: int = 0
     floor: float = 1e-4
     clip: float = 5.0
@@ -135,5 +135,10 @@ class Credit:
             noisy[tree.noisy.cpu()] = True
             among = population(self.scope, group=group, parent=parent, step=step, noisy=noisy)
         return normalise(
-            value, among, centre=self.center, scale=self.scale, ddof=self.ddof, floor=self.floor
+            value,
+            among,
+            centre=self.center,
+            scale=scale_of(self.rewards, self.scale),
+            ddof=self.ddof,
+            floor=self.floor,
         )

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints, tied
+from flowrl.endpoints import Endpoints, endpoints
+from flowrl.functional.groups import undecided
 from flowrl.functional.preference import dgpo_loss, gdpo_sr_loss, recentre
 from flowrl.objectives.advantages import Advantages
 from flowrl.objectives.anchored import Anchored
@@ -30,8 +31,10 @@ class DGPO:
 
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Advantages centred again after clipping; tied prompts, with none, are dropped."""
-        advantage, valid = self.advantages(rollout)
-        keep, group = valid & ~tied(rollout), rollout.group.cpu()
+        advantage, keep = self.advantages(rollout)
+        group = rollout.group.cpu()
+        rows = keep.nonzero().squeeze(1)
+        keep[rows] = ~undecided(advantage[rows], group[rows])
         advantage[keep] = recentre(advantage[keep], group[keep])
         return endpoints(rollout, advantage, keep, draws=self.errors.draws.count, compared="group")
 

@@ -19,6 +19,13 @@ WORDS = (
     "VAN WEB YES ZOO BIRD CAKE DUCK FROG GOLD HOME MOON TREE"
 ).split()
 NEW_WORDS = "BAG COW HAT NET RED TOY FISH LION".split()  # held out in every wording
+# Words that no pretraining has seen in any wording: what a policy can learn to spell.
+UNSEEN_WORDS = (
+    "ANT ARM BAT BEE BIN BOW COD DEN EAR ELF FAN FIG GUM HEN HUT INK JAR KIT LAB LIP MOP MUD NUT "
+    "OAK PAN PIE RAT ROD SEA SKY TIN TOP URN VET WAX WIG YAK BALL BELL BOAT COAT CORN CRAB DEER "
+    "DESK DOOR FARM FIRE GATE GOAT HAND KING LAMP LEAF LAKE MILK NOSE PARK RING ROAD ROPE SAND "
+    "SHIP SOUP STAR TENT WIND"
+).split()
 PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
 WORD_TEMPLATES = (
     'the word "{}"',
@@ -27,7 +34,8 @@ WORD_TEMPLATES = (
     'a photo of the word "{}"',
 )
 GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-TAGS = (*GENEVAL_TAGS, "ocr")
+TAGS = (*GENEVAL_TAGS, "ocr")  # what pretraining draws
+SPELLING = "spelling"  # tagged ocr, but of UNSEEN_WORDS
 HELD_OUT = 6  # one prompt in six is never drawn in pretraining nor trained on
 
 Prompt = dict  # {"tag", "prompt", "include": [...], "exclude": [...]} or {"tag": "ocr", "ocr_text"}
@@ -103,14 +111,28 @@ def all_prompts(tag: str) -> list[Prompt]:
     raise ValueError(f"unknown kind {tag!r}; the tiny world has {', '.join(TAGS)}")
 
 
+def _spelling(split: str) -> list[Prompt]:
+    """Every unseen word in all wordings but one for training, and in that one for the test."""
+    count = len(WORD_TEMPLATES)
+    return [
+        _word(template, word)
+        for turn, word in enumerate(UNSEEN_WORDS)
+        for place, template in enumerate(WORD_TEMPLATES)
+        if (place == turn % count) == (split == "test")
+    ]
+
+
 @functools.cache
 def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
     """The prompts of one kind for 'train' or 'test'. The two never share a text.
 
     Held-out texts are new combinations of known parts; of the words, some are new themselves.
+    Those of SPELLING are new to the pretrained pipelines in both splits.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split is 'train' or 'test', not {split!r}")
+    if tag == SPELLING:
+        return _spelling(split)
     prompts = all_prompts(tag)
     random.Random(f"flowrl tiny world, {tag}").shuffle(prompts)
     cut = len(prompts) // HELD_OUT

@@ -1,4 +1,4 @@
-"""Distances between pictures by where their paths parted, and the diversity of a set."""
+"""Distances between pictures by where their paths parted."""
 
 import itertools
 import math
@@ -9,12 +9,7 @@ from grown import BALANCED, LOPSIDED, branching, comb, from_plan, randn, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.diversity import (
-    common_ancestor,
-    leave_one_out_credit,
-    pairwise_distance_by_ancestor,
-    set_diversity,
-)
+from flowrl.functional.diversity import common_ancestor, pairwise_distance_by_ancestor
 
 
 def ancestors(tree):
@@ -84,38 +79,3 @@ def test_chains_have_only_distances_between_trees():
     found = pairwise_distance_by_ancestor(x0, ancestors(chain), torch.tensor([0, 0, 1]))
     assert found == {-1: pytest.approx((x0[0] - x0[1]).square().mean().sqrt().item())}
     assert pairwise_distance_by_ancestor(x0, ancestors(chain), torch.arange(3)) == {}
-
-
-def similarities(size: int, seed: int) -> torch.Tensor:
-    rows = torch.randn(size, 5, generator=torch.Generator().manual_seed(seed)).double()
-    rows = rows / rows.norm(dim=1, keepdim=True)
-    return rows @ rows.T
-
-
-@given(size=st.integers(3, 9), seed=st.integers(0, 1000))
-def test_leave_one_out_credit_is_the_loss_of_diversity_and_sums_to_0(size, seed):
-    s = similarities(size, seed)
-    credit = leave_one_out_credit(s)
-    for i in range(size):
-        others = [j for j in range(size) if j != i]
-        left = s[others][:, others]
-        pairs = [left[a, b] for a in range(size - 1) for b in range(size - 1) if a != b]
-        assert credit[i] == pytest.approx(float(set_diversity(s) - 1 + sum(pairs) / len(pairs)))
-    assert credit.sum() == pytest.approx(0, abs=1e-12)
-    total = s.sum(1) - s.diagonal()
-    assert torch.equal(credit.argsort(), total.argsort(descending=True))
-
-
-def test_a_duplicate_gets_the_lowest_credit():
-    """All similarities alike, but for two pictures that are the same."""
-    s = torch.full((5, 5), 0.2).double()
-    s[1, 3] = s[3, 1] = 1.0
-    credit = leave_one_out_credit(s)
-    assert credit[1] == credit[3] < credit[[0, 2, 4]].min()
-
-
-def test_too_few_pictures_have_no_diversity():
-    with pytest.raises(ValueError, match="no pair"):
-        set_diversity(torch.ones(1, 1))
-    with pytest.raises(ValueError, match="no pair"):
-        leave_one_out_credit(torch.ones(2, 2))

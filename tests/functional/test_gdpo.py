@@ -1,62 +1,160 @@
-"""Several rewards as one: GDPO."""
+"""Several rewards as one: shared weights, and GDPO."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.normalise import combine_gdpo, normalise, population
+from flowrl.functional.composite import Z_FLOOR, combine_gdpo, share_weights, z_scores
+from flowrl.objectives.advantages import Advantages
 
 nan = math.nan
-SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
+REAL = st.floats(-9, 9, width=16)
 
 
 @st.composite
-def several_rewards(draw):
-    n, k = draw(st.integers(2, 12)), draw(st.integers(1, 3))
-    entry = st.one_of(st.integers(-9, 9).map(float), st.just(nan))
-    scores = draw(st.lists(entry, min_size=n * k, max_size=n * k))
-    group = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
-    weights = draw(st.lists(st.floats(0.1, 2), min_size=k, max_size=k))
-    return torch.tensor(scores).double().view(n, k), torch.tensor(weights), torch.tensor(group)
+def several_rewards(draw, entry=REAL, missing=True):
+    """scores (n, k), weights (k,) with 0 and negative ones, group (n,), applicable (n, k), which is
+    decided by the group."""
+    n, k = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    column = lambda of, size: draw(st.lists(of, min_size=size, max_size=size))  # noqa: E731
+    group = torch.tensor(column(st.integers(0, 2), n))
+    applicable = torch.tensor(column(st.booleans(), 3 * k)).view(3, k)[group]
+    given = st.one_of(entry, st.just(nan)) if missing else entry
+    scores = torch.tensor(column(given, n * k)).double().view(n, k)
+    weights = torch.tensor(column(st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]), k))
+    return scores.masked_fill(~applicable, nan), weights, group, applicable
 
 
-@given(case=several_rewards(), ddof=st.integers(0, 1))
-def test_gdpo_is_the_weighted_sum_of_z_scores_that_apply(case, ddof):
-    scores, weights, group = case
-    total = combine_gdpo(scores, weights, group, ddof=ddof)
-    for row in range(len(scores)):
-        wanted = 0.0
-        for k, weight in enumerate(weights.double().tolist()):
-            members = scores[group == group[row], k].numpy()
-            members = members[~np.isnan(members)]
-            if not scores[row, k].isnan() and len(members) > 1:
-                z = (scores[row, k].item() - members.mean()) / (members.std(ddof=ddof) + 1e-4)
-                wanted += weight * z
-        if bool(scores[row].isnan().all()):
-            wanted = nan
-        assert total[row].item() == pytest.approx(wanted, abs=1e-9, nan_ok=True)
-
-
-@given(case=several_rewards(), factor=st.sampled_from([0.5, 3.0, 100.0]), shift=st.integers(-9, 9))
-def test_gdpo_does_not_depend_on_the_unit_or_the_zero_of_any_single_reward(case, factor, shift):
-    scores, weights, group = case
-    before = combine_gdpo(scores, weights, group, eps=1e-10)
-    scores[:, 0] = factor * scores[:, 0] + shift
-    after = combine_gdpo(scores, weights, group, eps=1e-10)
-    assert_close(after, before, rtol=0, atol=1e-7, equal_nan=True)
+def published(scores, weights, group, applicable):
+    """GDPO row by row in NumPy: what a picture is worth, NaN where none of its scores is known."""
+    s, w, g, fits = (t.numpy().astype(float) for t in (scores, weights, group, applicable))
+    total = np.full(len(s), nan)
+    for i in range(len(s)):
+        trained = [k for k in range(s.shape[1]) if fits[i, k] and w[k] != 0]
+        if not any(np.isfinite(s[i, k]) for k in trained):
+            continue
+        total[i] = 0.0
+        for k in trained:
+            members = s[(g == g[i]) & np.isfinite(s[:, k]), k]
+            z = 0.0  # also of a score that failed
+            if np.isfinite(s[i, k]) and members.max() > members.min() and members.std() >= 1e-6:
+                z = (s[i, k] - members.mean()) / members.std()
+            share = w[k] * np.abs(w).sum() / sum(abs(w[j]) for j in trained)
+            total[i] += share * z
+    return torch.tensor(total)
 
 
 @given(case=several_rewards())
-def test_gdpo_sums_to_zero_in_every_group_and_still_does_after_the_batch_scale(case):
-    scores, weights, group = case
-    total = combine_gdpo(scores, weights, group)
-    one = population("prompt", group=group, **SINGLE)
-    final = normalise(total[:, None], one, scale="global", ddof=1)[:, 0]
-    for name in group.unique():
-        assert abs(total[group == name].nansum().item()) < 1e-9
-        assert abs(final[group == name].sum().item()) < 1e-6
+def test_gdpo_is_the_formula_row_by_row(case):
+    assert_close(combine_gdpo(*case), published(*case), rtol=0, atol=1e-9, equal_nan=True)
+
+
+@given(case=several_rewards())
+def test_every_group_sums_to_0_also_where_components_failed(case):
+    total = combine_gdpo(*case)
+    for name in case[2].unique():
+        assert abs(total[case[2] == name].nansum().item()) < 1e-9
+
+
+@given(
+    case=several_rewards(entry=st.integers(-9, 9).map(float)),
+    factor=st.sampled_from([2.0**-8, 0.3, 3.0, 1000.0]),
+    shift=st.integers(-99, 99),
+)
+def test_gdpo_does_not_depend_on_the_unit_or_the_zero_of_any_single_reward(case, factor, shift):
+    scores, *rest = case
+    moved = scores.clone()
+    moved[:, 0] = factor * moved[:, 0] + shift
+    after = combine_gdpo(moved, *rest)
+    assert_close(after, combine_gdpo(scores, *rest), rtol=0, atol=1e-7, equal_nan=True)
+
+
+@given(case=several_rewards(), value=st.floats(-1e6, 1e6, width=32), step=st.sampled_from([0, 1]))
+def test_a_reward_that_is_the_same_throughout_contributes_exactly_0(case, value, step):
+    """So does one whose differences are below the floor."""
+    scores, weights, group, applicable = case
+    scores, weights = scores.clone(), weights.clone()
+    even = torch.arange(len(scores)) % 2 == 0
+    scores[:, 0] = torch.where(applicable[:, 0], value * (1 - step) + step * even * Z_FLOOR, nan)
+    weights[0] = 2.0
+    assert bool((z_scores(scores, group)[:, 0] == 0).all())
+    found = combine_gdpo(scores, weights, group, applicable)
+    alone = applicable.clone()
+    alone[:, 1:] = False
+    only = combine_gdpo(scores, weights, group, alone)
+    assert set(only[applicable[:, 0]].tolist()) <= {0.0}
+    assert bool(found[applicable[:, 0]].isfinite().all())
+
+
+def test_equal_scores_of_any_size_are_no_difference():
+    """The mean of three times 0.1e12 is not 0.1e12 up to 1e-6."""
+    scores, group = torch.full((3, 1), 0.1e12 / 3, dtype=torch.float64), torch.zeros(3).long()
+    assert z_scores(scores, group).flatten().tolist() == [0.0] * 3
+
+
+@given(case=several_rewards(), seed=st.integers(0, 2**31))
+def test_order_and_names_do_not_matter(case, seed):
+    scores, weights, group, applicable = case
+    order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(seed))
+    mixed = combine_gdpo(scores[order], weights, 7 - 2 * group[order], applicable[order])
+    assert_close(mixed, combine_gdpo(*case)[order], rtol=0, atol=1e-9, equal_nan=True)
+
+
+@given(case=several_rewards())
+def test_pictures_without_any_score_count_as_if_they_were_not_there(case):
+    scores, weights, group, applicable = case
+    total = combine_gdpo(*case)
+    kept = ~total.isnan()
+    fewer = combine_gdpo(scores[kept], weights, group[kept], applicable[kept])
+    assert_close(fewer, total[kept], rtol=0, atol=1e-9)
+
+
+def test_a_failed_component_adds_0_and_the_others_do_not_grow_for_it():
+    scores = torch.tensor([[1.0, 2.0], [3.0, nan], [5.0, 4.0], [nan, nan]])
+    group, fits = torch.zeros(4).long(), torch.ones(4, 2, dtype=torch.bool)
+    total = combine_gdpo(scores, torch.tensor([1.0, 1.0]), group, fits)
+    first = math.sqrt(1.5)
+    assert total[:3].tolist() == pytest.approx([-first - 1, 0.0, first + 1])
+    assert total[3].isnan()
+
+
+def test_weights_are_shared_out_among_the_rewards_that_apply():
+    fits = torch.tensor([[True, True, True], [True, False, True], [False, False, True]])
+    share = share_weights(fits, torch.tensor([1.0, -3.0, 0.0]))
+    assert share.tolist() == [[1, -3, 0], [4, 0, 0], [0, 0, 0]]
+
+
+def rollout(scores, weights, group, applicable):
+    parts = {"terms": scores, "weights": weights, "group": group, "applicable": applicable}
+    return SimpleNamespace(**parts)
+
+
+@given(case=several_rewards())
+def test_the_option_gdpo_alone_is_the_published_advantage(case):
+    """(c - mean of the batch) / (std of the batch + 1e-4), over all valid pictures."""
+    worth = published(*case).numpy()
+    assume(np.isfinite(worth).any())
+    valid = worth[np.isfinite(worth)]
+    expected = np.nan_to_num((worth - valid.mean()) / (valid.std() + 1e-4))
+    advantage, compared = Advantages(rewards="gdpo", clip=1e9)(rollout(*case))
+    assert_close(advantage, torch.tensor(expected).float(), rtol=1e-5, atol=1e-5)
+    for name in case[2].unique():
+        rows = case[2] == name
+        known = int(np.isfinite(worth[rows.numpy()]).sum())
+        assert int(compared[rows].sum()) == (known if known > 1 else 0)
+        assert abs(advantage[rows].sum().item()) < 1e-4
+
+
+def test_the_batch_scale_joins_groups_and_leaves_their_ratio():
+    """A group that its rewards split twice as far stays twice as far apart."""
+    scores = torch.tensor([[0.0, 0.0], [1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    group, fits = torch.tensor([0, 0, 1, 1, 1]), torch.ones(5, 2, dtype=torch.bool)
+    advantage, _ = Advantages(rewards="gdpo")(rollout(scores, torch.ones(2), group, fits))
+    worth = combine_gdpo(scores, torch.ones(2), group, fits)
+    assert_close(advantage.double(), worth / (worth.std(correction=0) + 1e-4), atol=1e-6, rtol=0)

@@ -46,6 +46,7 @@ def rollout_of(batch) -> Rollout:
     return Rollout(
         tree=tree, cond=batch.cond, prompts=("a", "b"), metadata=({}, {}),
         images=torch.zeros(N, 3, 1, 1), trees=torch.arange(N), scores=torch.zeros(N, 1),
+        applicable=torch.ones(N, 1, dtype=torch.bool), terms=torch.zeros(N, 1),
         names=("r",), weights=torch.ones(1), reward=torch.zeros(N),
         valid=torch.ones(N, dtype=torch.bool), group=batch.prompt, log_prob=tree.log_prob,
         seed=3,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flowrl.functional.composite import combine_gdpo
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.credit import (
     Credit,
@@ -40,6 +41,7 @@ def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) 
     )
     tree = grow(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
     worth = torch.tensor(reward)
+    scores = worth[:, None] if scores is None else scores
     return Rollout(
         tree=tree,
         cond=Conditioning(tensors={"a": torch.zeros(prompts, 1)}),
@@ -47,9 +49,11 @@ def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) 
         metadata=({},) * prompts,
         images=torch.zeros(len(worth), 3, 1, 1),
         trees=torch.arange(len(tree)),
-        scores=worth[:, None] if scores is None else scores,
+        scores=scores,
+        applicable=torch.ones_like(scores, dtype=torch.bool),
+        terms=scores,
         names=("r",),
-        weights=torch.ones(1 if scores is None else scores.shape[1]),
+        weights=torch.ones(scores.shape[1]),
         reward=worth,
         valid=worth.isfinite(),
         group=prompt.repeat_interleave(len(tree.leaf)),
@@ -153,11 +157,11 @@ def test_mc_grpo_is_a_median_and_an_absolute_deviation():
 
 def test_gdpo_does_not_let_a_reward_with_a_larger_unit_win():
     values = torch.tensor([[0.1, 300.0], [0.5, 100.0], [0.9, 200.0], [0.3, 400.0]])
-    credit = Credit(rewards="gdpo", scale="global", floor=1e-4)
+    credit = Credit(rewards="gdpo")
     first, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values))
     second, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values * torch.tensor([1.0, 0.01])))
-    torch.testing.assert_close(first, second, rtol=1e-3, atol=1e-3)
-    each = [z(values[:, k].tolist(), ddof=1) for k in range(2)]
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+    each = [z(values[:, k].tolist(), floor=0.0) for k in range(2)]
     total = each[0] + each[1]
     expected = total / (total.double().std(correction=0).float() + 1e-4)
     torch.testing.assert_close(first[:, 0], expected, rtol=1e-4, atol=1e-5)
@@ -168,6 +172,32 @@ def test_a_reward_of_weight_0_takes_no_part_in_gdpo():
     whole = rollout(CHAINS, [0.0] * 4, scores=values)
     alone = Credit(rewards="gdpo")(replace(whole, weights=torch.tensor([1.0, 0.0])))[0]
     torch.testing.assert_close(alone, Credit(rewards="gdpo")(rollout(CHAINS, REWARD))[0])
+
+
+def test_a_tree_fuses_gdpos_sums_and_a_failed_component_counts_0():
+    nan = math.nan
+    values = torch.tensor([[0.1, 3.0], [0.5, nan], [nan, nan], [0.3, 4.0]])
+    r = rollout(TREE, [0.0, nan, nan, 0.0], scores=values)
+    worth = combine_gdpo(values, r.weights, r.group, r.applicable)
+    assert worth.isnan().tolist() == [False, False, True, False]
+    scale = worth[[0, 1, 3]].std(correction=0) + 1e-4
+    a = (worth / scale).nan_to_num().float()
+    advantage, _ = Credit(rewards="gdpo")(r)
+    expected = torch.cat([torch.stack([a[:2].mean(), a[3]]), a, a])
+    torch.testing.assert_close(advantage[0], expected)
+    assert advantage[0, [4, 8]].tolist() == [0, 0]  # the leaf without any score
+
+
+@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
+@pytest.mark.parametrize("edges", ["node", "sibling", "path"])
+@pytest.mark.parametrize("rewards", ["sum", "gdpo"])
+def test_a_prompt_with_one_score_teaches_exactly_nothing(scope, edges, rewards):
+    plan = replace(TREE, roots=2)
+    reward = [math.nan] * 5 + [0.7] + [math.nan] * 2 + [0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.5, 0.8]
+    advantage, _ = Credit(scope=scope, edges=edges, rewards=rewards)(rollout(plan, reward, 2))
+    assert bool((advantage[:2] == 0).all()) and bool(advantage.isfinite().all())
+    # Leaves of this plan have no siblings: compared with them, no leaf credits its path.
+    assert bool((advantage[2:] != 0).any()) == ((scope, edges) != ("sibling", "path"))
 
 
 @pytest.mark.parametrize("fusion", ["path", "local"])

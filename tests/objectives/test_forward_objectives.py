@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_pictures import OBJECTIVES, REWARD, anchored, draws, loss_of, moved, pictures
+from toy_pictures import (
+    OBJECTIVES,
+    REWARD,
+    SNAPSHOT,
+    anchored,
+    draws,
+    loss_of,
+    moved,
+    pictures,
+)
 from toy_policy import Toy, gradient
 
 from flowrl.functional.preference import sigmoid_utility
@@ -15,6 +24,7 @@ from flowrl.objectives.dpo import DPO, pairs
 from flowrl.objectives.gdro import GDRO
 from flowrl.objectives.kto import KTO
 from flowrl.objectives.lair import LAIR
+from flowrl.objectives.nft import NFT
 from flowrl.objectives.pieces import in_pieces
 
 every_objective = pytest.mark.parametrize("name", OBJECTIVES)
@@ -163,11 +173,30 @@ def test_missing_rewards_are_left_out_and_counted(name):
     assert loss.isfinite()
 
 
-@pytest.mark.parametrize("name", ["dpo", "gdro", "dgpo", "kto", "sft"])
+@every_objective
 def test_a_prompt_with_one_score_has_nothing_to_compare(name):
     nan = math.nan
     batch = OBJECTIVES[name]().prepare(pictures((0.5, nan, nan, nan, 0.1, 0.2, 0.3, 0.4)))
-    assert set(batch.group.tolist()) == {1}
+    assert set(batch.group.tolist()) == {1} and batch.left_out["alone"] == 1 / 8
+
+
+def test_gdpo_learns_from_pictures_that_a_part_of_the_rewards_could_score():
+    nan = math.nan
+    scores = torch.tensor([[0.5, 1.0], [0.1, nan], [nan, nan], [0.9, 0.0]] * 2)
+    partial = replace(
+        pictures(tuple(scores.sum(1).tolist())),
+        scores=scores,
+        terms=scores,
+        applicable=torch.ones(8, 2, dtype=torch.bool),
+        weights=torch.ones(2),
+    )
+    summed, compared = (
+        NFT(draws=draws(), advantages=Advantages(rewards=how), old=SNAPSHOT, nft_mix=0.5)
+        .prepare(partial)
+        .image.tolist()
+        for how in ("sum", "gdpo")
+    )
+    assert (summed, compared) == ([0, 3, 4, 7], [0, 1, 3, 4, 5, 7])
 
 
 @pytest.mark.parametrize("name", ["dpo", "gdro", "gdro, top-1", "dgpo", "gdpo_sr"])

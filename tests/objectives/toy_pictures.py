@@ -43,6 +43,8 @@ def pictures(reward=REWARD, group=None, seed: int = 5) -> Rollout:
         images=torch.zeros(0, 3, 1, 1),
         trees=torch.arange(len(worth)),
         scores=worth[:, None],
+        applicable=torch.ones(len(worth), 1, dtype=torch.bool),
+        terms=worth[:, None],
         names=("r",),
         weights=torch.ones(1),
         reward=worth,

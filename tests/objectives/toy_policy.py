@@ -78,6 +78,8 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
         images=torch.zeros(len(reward), 3, 1, 1),
         trees=torch.arange(rows),
         scores=reward[:, None],
+        applicable=torch.ones(len(reward), 1, dtype=torch.bool),
+        terms=reward[:, None],
         names=("r",),
         weights=torch.ones(1),
         reward=reward,

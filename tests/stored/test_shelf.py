@@ -1,5 +1,6 @@
 """What a store can teach under a recipe, and why one is refused."""
 
+import functools
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from toy_store import (
 )
 
 from flowrl.errors import UserError
+from flowrl.functional.transforms import affine, rank
 from flowrl.reward import RewardSpec
 from flowrl.shelf import check_store
 
@@ -48,6 +50,30 @@ def test_a_reward_that_does_not_apply_is_no_missing_score(tmp_path):
     rollout = read(groups, 0)
     assert {m["kind"] for m in rollout.metadata} == {"square"}
     torch.testing.assert_close(rollout.reward, 2 * rollout.scores[:, 0])
+
+
+def test_the_recipes_transforms_stand_ins_and_prompts_hold_for_stored_scores(tmp_path):
+    scores = plain_scores()
+    scores[3, 1] = math.nan
+    store = write(tmp_path / "s", scores)
+    half = functools.partial(affine, scale=0.5)
+    specs = [spec("a", transform=half), spec("b", on_failure=-2.0, applies_to={"kind": ["square"]})]
+    rollout = read(source(store, specs=specs, group_size=SIZE, prompts=GROUPS), 0)
+    pictures, square = numbers(rollout), numbers(rollout) // SIZE % 2 == 0
+    torch.testing.assert_close(rollout.scores, scores[pictures], equal_nan=True)
+    assert bool(rollout.valid.all()) and torch.equal(rollout.applicable[:, 1], square)
+    assert bool(rollout.applicable[:, 0].all())
+    filled = torch.where(pictures == 3, -2.0, scores[pictures, 1])
+    expected = torch.stack([scores[pictures, 0] / 2, torch.where(square, filled, math.nan)], 1)
+    torch.testing.assert_close(rollout.terms, expected, equal_nan=True)
+    total = torch.where(square, expected.sum(1), 2 * expected[:, 0])
+    torch.testing.assert_close(rollout.reward, total)
+
+
+def test_ranks_of_stored_pictures_are_among_all_of_their_group(tmp_path):
+    store = write(tmp_path / "s", plain_scores())
+    rollout = read(source(store, specs=[spec("a", transform=rank)], group_size=2), 0)
+    torch.testing.assert_close(rollout.reward, numbers(rollout) % SIZE / (SIZE - 1))
 
 
 def test_a_held_out_reward_may_be_missing(store):

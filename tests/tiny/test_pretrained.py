@@ -10,7 +10,8 @@ from safetensors import safe_open
 from flowrl.pictures import to_tensor
 from flowrl.pipelines import pipeline_path
 from flowrl.prompts import load_prompts
-from flowrl.reward import RewardSpec, load_reward, score
+from flowrl.reward import RewardSpec, load_reward
+from flowrl.scoring import score
 from flowrl.tiny.sd3 import SHIFT
 
 FOLDER = Path(pipeline_path("tiny-sd3"))

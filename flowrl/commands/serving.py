@@ -1,0 +1,135 @@
+"""`flowrl reward-serve`: rewards for runs on other machines, or in another environment."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.reward import RewardSpec
+    from flowrl.wire import Codec
+
+
+def reward_serve(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="Built-in, or your own as module:attribute."),
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option(metavar="YAML", help="Arguments, as in '{mode: strict}'; one for each NAME."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the token to ask for.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most pictures in a request.")] = 64,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
+    ] = 0,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, or jpeg (lossy)."),
+    ] = None,
+) -> None:
+    """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
+
+    Each is loaded, and scores a picture of its own if it has one, before the address is printed.
+    Listens to this machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
+
+    Examples:
+
+      flowrl reward-serve ocr geneval
+
+      flowrl reward-serve ocr --args '{mode: strict}' --workers 2
+
+      flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
+    """
+    token = _token(host, token_env)
+    codecs = _codecs(codec)
+    if args and len(args) != len(names):
+        raise UserError(f"--args was given {len(args)} times for {len(names)} rewards.")
+    specs = [
+        _spec(name, text, workers)
+        for name, text in zip(names, args or ["{}"] * len(names), strict=True)
+    ]
+    from flowrl.serving import make_app, warm_up
+
+    try:
+        app = make_app(
+            specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
+        )
+        for spec in specs:
+            warm_up(spec)
+        _serve(app, host, port, names)
+    finally:
+        for spec in specs:
+            spec.asked_by().close()
+
+
+def _token(host: str, variable: str | None) -> str | None:
+    if variable is not None and not os.environ.get(variable):
+        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
+    if variable is None and not _loopback(host):
+        raise UserError(
+            f"--host {host} lets other machines in: name the variable with a token that they must "
+            "send, as in --token-env REWARD_TOKEN."
+        )
+    return os.environ[variable] if variable else None
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
+    from flowrl.wire import CODECS, LOSSLESS
+
+    if unknown := set(chosen or ()) - set(CODECS):
+        raise UserError(f"--codec is one of {', '.join(CODECS)}, not {', '.join(sorted(unknown))}.")
+    return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
+
+
+def _spec(name: str, text: str, workers: int) -> "RewardSpec":
+    from flowrl.executors.inline import Inline
+    from flowrl.executors.pool import Pool
+    from flowrl.recipe import load_yaml
+    from flowrl.reward import BUILT_IN, RewardSpec, load_reward
+
+    args = load_yaml(text, "--args")
+    if not isinstance(args, dict | None):
+        raise UserError(f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'.")
+    reward = load_reward(name, args)
+    spec = RewardSpec(name=name, reward=reward)
+    if not workers:
+        executor = Inline(reward, name, background=True)
+    elif spec.whole_groups:
+        executor = Pool(BUILT_IN.get(name, name), args, name, workers=workers, micro_batch=None)
+    else:
+        executor = Pool(BUILT_IN.get(name, name), args, name, workers=workers)
+    return RewardSpec(name=name, reward=reward, executor=executor)
+
+
+def _serve(app, host: str, port: int, names: Sequence[str]) -> None:
+    import uvicorn
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+    shown = f"[{host}]" if ":" in host else host
+    # Who reads this through a pipe waits for it.
+    print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[listening])

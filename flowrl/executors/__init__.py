@@ -1,0 +1,1 @@
+"""How rewards are asked: in this process, in a pool of others, or on a server."""

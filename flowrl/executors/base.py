@@ -1,0 +1,112 @@
+"""What every executor does: take pictures, and answer later with scores or why there are none."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import UserError
+
+Reward = Callable[[Tensor, list[str], list[dict]], Any]  # see the docstring of `rewards`
+
+
+class RewardFailure(UserError):
+    """Too many scores are missing, or a reward cannot work as it is set up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One reward's scores of B pictures.
+
+    scores: (B,) float32 on the CPU, NaN where there is none; reasons: why, by row; a row without a
+    score always has a reason. seconds: from asking to the answer.
+    """
+
+    scores: Tensor
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class Executor(Protocol):
+    """Asks one reward. `submit` may return before the answer is there; answers may be asked for in
+    any order. A failure is an Answer of NaN with reasons: the future raises RewardFailure only for
+    what no further picture can mend (a missing package, an answer of the wrong length)."""
+
+    def submit(
+        self, images: Tensor, prompts: list[str], metadata: list[dict]
+    ) -> "Future[Answer]":
+        """images: (B, 3, H, W) float32 in [0, 1], multiples of 1/255, on the CPU."""
+        ...
+
+    def close(self) -> None:
+        """End what it started; asked twice, nothing happens."""
+        ...
+
+
+def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
+    """No scores for `count` pictures, all for one reason."""
+    return Answer(
+        scores=torch.full((count,), math.nan),
+        reasons=dict.fromkeys(range(count), reason),
+        seconds=seconds,
+    )
+
+
+def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
+    """What a reward returned for `count` pictures: scores (count,) and reasons by row.
+
+    A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
+    pair of them and a mapping from row to why it is missing. Infinity is no score.
+    Raises ValueError for another length or form.
+    """
+    reasons: Mapping[int, str] = {}
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
+        answer, reasons = answer
+    if isinstance(answer, list | tuple):
+        answer = [math.nan if value is None else value for value in answer]
+    try:
+        scores = torch.as_tensor(answer, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"answered with {type(answer).__name__}, expected numbers") from error
+    if scores.shape != (count,):
+        raise ValueError(
+            f"answered with shape {tuple(scores.shape)} for {count} pictures; expected ({count},)"
+        )
+    lost = ~scores.isfinite()
+    why = {i: "the reward gave no finite number" for i in lost.nonzero().flatten().tolist()}
+    why |= {int(i): str(text) for i, text in reasons.items() if int(i) in why}
+    return scores.masked_fill(lost, math.nan), why
+
+
+def ask(
+    reward: Reward, name: str, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> Answer:
+    """Call a reward here and now.
+
+    Whatever it raises becomes the reason why its scores are missing, except a missing package and
+    an answer of the wrong form, which are RewardFailure: they would fail for every picture. What a
+    device without memory raises is left to the caller.
+    """
+    began = time.perf_counter()
+    try:
+        with torch.no_grad():
+            raw = reward(images, prompts, metadata)
+    except ImportError as error:
+        raise RewardFailure(
+            f"reward {name!r} needs a package that is not installed: {error}"
+        ) from error
+    except (RewardFailure, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        return failed(len(images), reason, time.perf_counter() - began)
+    try:
+        scores, reasons = read_answer(raw, len(images))
+    except ValueError as error:
+        raise RewardFailure(f"reward {name!r} {error}") from error
+    return Answer(scores=scores, reasons=reasons, seconds=time.perf_counter() - began)

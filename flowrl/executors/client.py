@@ -1,0 +1,187 @@
+"""The client's side of the protocol of docs/reward-servers.md, for one reward."""
+
+import asyncio
+import base64
+import functools
+import json
+import math
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from flowrl.executors.base import Answer, RewardFailure, failed, read_answer
+from flowrl.executors.servers import Again, Server, Servers, again_until
+from flowrl.wire import PROTOCOL, Codec, Info, Response, RewardInfo, complaint, encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Pictures (b, H, W, 3) uint8 that are judged together, and the names they go by."""
+
+    ids: list[str]
+    pictures: np.ndarray
+    prompts: list[str]
+    metadata: list[dict]
+
+
+class Client:
+    """Learns what servers say of a reward, and asks it. To be used in one event loop only."""
+
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        deadline: float,
+        codec: Codec,
+        token: str | None,
+        in_flight: int,
+    ):
+        self.name, self.deadline = name, deadline
+        self.codec: Codec = codec
+        self.servers = Servers(name, urls, timeout=timeout, token=token)
+        self.said: RewardInfo | None = None
+        self.max_batch = self.max_body = 0  # until `learn`
+        self._multipart = False
+        self._version: tuple[str, str] | None = None  # and who said so first
+        self._learning = asyncio.Lock()
+        self._slots = asyncio.Semaphore(in_flight)
+
+    async def learn(self, ends: float) -> RewardInfo:
+        """What the servers say of the reward; asked once. Raises as `again_until` does, and
+        RewardFailure for servers without it, with another codec or with different versions."""
+        async with asyncio.timeout_at(ends), self._learning:
+            if self.said is None:
+                self.said = await again_until(ends, self._introduce)
+        return self.said
+
+    async def score(self, question: Question, ends: float) -> Answer:
+        """Scores, or NaN for all pictures and why. Raises RewardFailure for what no try mends."""
+        try:
+            async with asyncio.timeout_at(ends), self._slots:
+                body = await asyncio.to_thread(self._body, question)
+                return await again_until(ends, functools.partial(self._try, question, body))
+        except (Again, TimeoutError):
+            return failed(len(question.ids), self.too_late())
+
+    def too_late(self) -> str:
+        return (
+            f"no score within {self.deadline:g} s: {self.servers.troubles()}; see that a server "
+            "runs, look at its log, or raise executor.deadline"
+        )
+
+    async def _introduce(self) -> RewardInfo:
+        asked = (self._info(server) for server in self.servers.all)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        for error in told:
+            if isinstance(error, BaseException) and not isinstance(error, Again):
+                raise error
+        known = [pair for pair in told if not isinstance(pair, BaseException)]
+        if not known:
+            raise Again(self.servers.troubles())
+        infos = [info for info, _ in known]
+        self.max_batch = min(info.max_batch for info in infos)
+        self.max_body = min(info.max_body for info in infos)
+        self._multipart = all("multipart" in info.forms for info in infos)
+        return known[0][1]
+
+    async def _info(self, server: Server) -> tuple[Info, RewardInfo]:
+        data = await self.servers.ask(server, "GET", "/v1/info")
+        try:
+            info = Info.model_validate_json(data)
+        except ValidationError as error:
+            raise RewardFailure(
+                f"reward {self.name!r}: {server.url} does not speak protocol {PROTOCOL} of reward "
+                f"servers ({complaint(error)}); look at executor.urls"
+            ) from error
+        said = next((reward for reward in info.rewards if reward.name == self.name), None)
+        if said is None:
+            known = ", ".join(reward.name for reward in info.rewards) or "none"
+            raise RewardFailure(
+                f"reward {self.name!r}: {server.url} does not serve it; it serves {known}"
+            )
+        if self.codec not in info.codecs:
+            raise RewardFailure(
+                f"reward {self.name!r}: {server.url} does not take pictures as {self.codec}; set "
+                f"executor.codec to one of {', '.join(info.codecs)}"
+            )
+        self.servers.answered(server)
+        self._check_version(server, said.version)
+        return info, said
+
+    def _check_version(self, server: Server, version: str) -> None:
+        url, first = self._version = self._version or (server.url, version)
+        if version != first:
+            raise RewardFailure(
+                f"reward {self.name!r}: {server.url} has version {version!r}, and {url} had "
+                f"{first!r} in this run; their scores do not compare: serve one version"
+            )
+
+    def _body(self, question: Question) -> dict[str, Any]:
+        """Arguments for httpx. The key is the same in every try, so that none counts twice."""
+        items: list[dict[str, Any]] = [
+            {"id": name, "prompt": prompt, "metadata": metadata}
+            for name, prompt, metadata in zip(
+                question.ids, question.prompts, question.metadata, strict=True
+            )
+        ]
+        blobs = [encode(picture, self.codec) for picture in question.pictures]
+        if not self._multipart:
+            for item, blob in zip(items, blobs, strict=True):
+                item["image"] = base64.b64encode(blob).decode()
+        head = {"protocol": PROTOCOL, "reward": self.name, "codec": self.codec}
+        try:
+            text = json.dumps(
+                head | {"key": uuid.uuid4().hex, "items": items}, allow_nan=False
+            ).encode()
+        except (TypeError, ValueError) as error:
+            raise RewardFailure(
+                f"reward {self.name!r} is on a server, and metadata travel as JSON: {error}"
+            ) from error
+        size = len(text) + sum(len(blob) + 200 for blob in blobs) * self._multipart
+        if size > self.max_body:
+            raise RewardFailure(
+                f"reward {self.name!r}: {len(items)} pictures are {size} bytes, and its server "
+                f"takes {self.max_body}; lower executor.micro_batch, or raise --max-body there"
+            )
+        if not self._multipart:
+            return {"content": text, "headers": {"Content-Type": "application/json"}}
+        binary = "application/octet-stream"
+        parts = [("image", (str(n), blob, binary)) for n, blob in enumerate(blobs)]
+        return {"files": [("request", (None, text, "application/json")), *parts]}
+
+    async def _try(self, question: Question, body: dict[str, Any]) -> Answer:
+        server = await self.servers.pick()
+        data = await self.servers.ask(server, "POST", "/v1/score", **body)
+        try:
+            answer = Response.model_validate_json(data)
+        except ValidationError as error:
+            return self._useless(
+                server, question, f"answered no JSON of scores ({complaint(error)})"
+            )
+        ids = [result.id for result in answer.results]
+        if len(ids) != len(question.ids):
+            sizes = f"{len(ids)} results for {len(question.ids)} pictures"
+            return self._useless(server, question, f"answered with {sizes}")
+        if ids != question.ids or answer.reward != self.name:
+            return self._useless(server, question, "answered for other pictures than were sent")
+        self.servers.answered(server)
+        self._check_version(server, answer.version)
+        why = {
+            row: f"{result.error} (at {server.url})"
+            for row, result in enumerate(answer.results)
+            if result.error
+        }
+        scores = [math.nan if r.score is None else r.score for r in answer.results]
+        values, reasons = read_answer((scores, why), len(ids))
+        return Answer(scores=values, reasons=reasons)
+
+    def _useless(self, server: Server, question: Question, what: str) -> Answer:
+        self.servers.failed(server, what)
+        reason = f"{server.url} {what}; look at its log, and compare it with docs/reward-servers.md"
+        return failed(len(question.ids), reason)

@@ -1,0 +1,72 @@
+"""Asking a reward in this process, a micro-batch at a time."""
+
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from flowrl.executors.base import Answer, Reward, ask, failed
+
+
+class _Later(Future):
+    """Work that is done when its result is asked for: pictures are drawn first, and the network
+    that draws them has the device and its number format for itself."""
+
+    def __init__(self, work: Callable[[], Answer]):
+        super().__init__()
+        self._work = work
+
+    def result(self, timeout: float | None = None) -> Answer:
+        if not self.done():
+            try:
+                self.set_result(self._work())
+            except Exception as error:
+                self.set_exception(error)
+        return super().result(timeout)
+
+
+class Inline:
+    """Calls the reward with at most `micro_batch` pictures at once, None for all, when the answer
+    is asked for. Where the device's memory does not suffice, the micro-batch is halved for good.
+
+    background: at once and in a thread of its own, while further pictures are drawn; for rewards
+    that wait for a network.
+    """
+
+    def __init__(
+        self, reward: Reward, name: str, *, micro_batch: int | None = None, background: bool = False
+    ):
+        self.reward, self.name, self.micro_batch = reward, name, micro_batch
+        self._thread = ThreadPoolExecutor(1, f"reward {name}") if background else None
+
+    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
+        work = functools.partial(self._ask, images, prompts, metadata)
+        return self._thread.submit(work) if self._thread is not None else _Later(work)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
+        began = time.perf_counter()
+        scores: list[Tensor] = []
+        reasons: dict[int, str] = {}
+        start = 0
+        while start < len(images):
+            rows = slice(start, start + (self.micro_batch or len(images)))
+            size = len(images[rows])
+            try:
+                part = ask(self.reward, self.name, images[rows], prompts[rows], metadata[rows])
+            except torch.cuda.OutOfMemoryError as error:
+                if size > 1:
+                    self.micro_batch = size // 2
+                    continue
+                part = failed(1, f"the device's memory does not suffice for one picture: {error}")
+            scores.append(part.scores)
+            reasons |= {start + row: text for row, text in part.reasons.items()}
+            start += size
+        whole = torch.cat(scores) if scores else torch.empty(0)
+        return Answer(scores=whole, reasons=reasons, seconds=time.perf_counter() - began)

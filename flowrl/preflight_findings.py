@@ -1,0 +1,192 @@
+"""What two rounds of scores say about a reward, as findings: one line each, with a remedy."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from flowrl.doctor import Finding
+from flowrl.errors import UserError
+from flowrl.executors.base import Answer, Reward
+from flowrl.preflight_pictures import Trial
+from flowrl.reward import RewardSpec
+
+# Differences between two answers that no policy would learn: of the spread between the pictures
+# tried (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
+SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
+LONGEST = 300  # characters of a reason that are shown
+ABSENT = (
+    (r"not installed|No module named", "Install it; `flowrl doctor` says how."),
+    (
+        r"huggingface|LocalEntryNotFound|\boffline\b|local cache|\bgated\b",
+        "Download it once where there is a network, or set HF_HOME to the folder that has it.",
+    ),
+    (
+        r"Connect(ion)?(Error|Timeout|RefusedError)|[Cc]onnection (error|refused)|no server",
+        "Start the server, and say where it is.",
+    ),
+)
+
+Row = tuple[int, int]  # trial, picture
+
+
+@dataclass(slots=True, kw_only=True)
+class Round:
+    """The scores of all pictures, asked once. rate: pictures a second of the best call."""
+
+    scores: dict[Row, float] = field(default_factory=dict)
+    reasons: dict[Row, str] = field(default_factory=dict)
+    rate: float = 0.0
+
+    def add(self, rows: Sequence[Row], answer: Answer, seconds: float) -> None:
+        self.scores |= dict(zip(rows, answer.scores.tolist(), strict=True))
+        self.reasons |= {rows[i]: reason for i, reason in answer.reasons.items()}
+        self.rate = max(self.rate, len(rows) / max(seconds, 1e-9))
+
+    def known(self) -> list[float]:
+        return [score for score in self.scores.values() if math.isfinite(score)]
+
+
+def judged(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Iterator[Finding]:
+    """What is wrong with the scores of two rounds."""
+    if not first.known():
+        yield _silence(spec.name, first)
+        return
+    for t, trial in enumerate(trials):
+        if trial.says:
+            yield from _misjudged(spec.name, trial, t, first)
+    yield from _out_of_bounds(spec, first)
+    if getattr(spec.reward, "deterministic", True):
+        yield from _unrepeatable(spec.name, first, again)
+
+
+def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[Finding]:
+    """A fixture whose two pictures do not come out in their known order."""
+    better, worse = found.scores[t, 0], found.scores[t, 1]
+    where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
+    for member, score in enumerate((better, worse)):
+        if not math.isfinite(score):
+            reason = line(found.reasons[t, member])
+            yield _problem(
+                name,
+                f"{where}: expected a score, got none: {reason}",
+                "Mend that, or let the fixture go if the reward has nothing to say to it.",
+            )
+            return
+    if better <= worse:
+        relation = "the same" if better == worse else "more"
+        yield _problem(
+            name,
+            f"{where}: expected more for the first picture, got {better:.4g}, and {relation} for "
+            f"the second, {worse:.4g}",
+            "Look at its arguments, weights and preprocessing before anything learns from it.",
+        )
+
+
+def _out_of_bounds(spec: RewardSpec, found: Round) -> Iterator[Finding]:
+    low, high = getattr(spec.reward, "bounds", None) or (None, None)
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    for score in found.known():
+        slack = 1e-6 * max(1.0, abs(score))  # of float32
+        if not low - slack <= score <= high + slack:
+            yield _problem(
+                spec.name,
+                f"got the score {score:.4g}, expected one in its bounds [{low:g}, {high:g}]",
+                "Correct the scores or the attribute `bounds`.",
+            )
+            return
+
+
+def _unrepeatable(name: str, first: Round, again: Round) -> Iterator[Finding]:
+    for row, score in first.scores.items():
+        if math.isfinite(score) != math.isfinite(again.scores[row]):
+            reason = line(first.reasons.get(row) or again.reasons[row])
+            yield _problem(
+                name,
+                f"a picture got a score once and none the other time: {reason}",
+                "It must score one picture as it does several, in any order.",
+            )
+            return
+    limit = _tolerance(first)
+    worst = max(first.scores, key=lambda row: _gap(first, again, row))
+    if _gap(first, again, worst) > limit:
+        yield _problem(
+            name,
+            f"one picture got {first.scores[worst]:.6g}, and in other company "
+            f"{again.scores[worst]:.6g}; expected the same within {limit:.2g}",
+            "Score each picture by itself and without chance (networks in .eval(), temperature 0), "
+            "or say `deterministic = False`.",
+        )
+
+
+def _gap(first: Round, again: Round, row: Row) -> float:
+    gap = abs(first.scores[row] - again.scores[row])
+    return gap if math.isfinite(gap) else 0.0
+
+
+def _tolerance(found: Round) -> float:
+    known = found.known()
+    return SPREAD_SHARE * (max(known) - min(known)) + SCORE_SHARE * max(map(abs, known))
+
+
+def unlike(spec: RewardSpec, like: Reward | None) -> Iterator[Finding]:
+    """What a server says of its reward, against the same reward here."""
+    for key in ("version", "required_metadata") if like is not None else ():
+        there, here = getattr(spec.reward, key, None), getattr(like, key, None)
+        there, here = (tuple(v) if isinstance(v, list | tuple) else v for v in (there, here))
+        if (there or here) and there != here:
+            yield _problem(
+                spec.name,
+                f"the server's {key} is {there!r}, expected {here!r} as here",
+                "Start it with the same arguments and the same flowrl, or give its --args.",
+            )
+
+
+def _silence(name: str, found: Round) -> Finding:
+    """No score at all."""
+    reason = next(iter(found.reasons.values()), "it gave no reason")
+    detail = f"no score for any of {len(found.scores)} pictures: {line(reason)}"
+    return _absent(name, reason) or _problem(name, detail, "Mend that before training.")
+
+
+def failure(name: str, error: Exception) -> Finding:
+    """Of an exception: what is missing, or what is wrong."""
+    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    return _absent(name, text) or _problem(name, line(text), "Mend that before training.")
+
+
+def _absent(name: str, reason: str) -> Finding | None:
+    """A finding that names what is not there, if that is the reason."""
+    for pattern, remedy in ABSENT:
+        if re.search(pattern, reason):
+            return Finding(topic=name, state="missing", detail=line(reason), remedy=remedy)
+    return None
+
+
+def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Finding:
+    pairs = sum(bool(trial.says) for trial in trials)
+    known = first.known()
+    missing = len(first.scores) - len(known)
+    parts = [f"{pairs} fixtures right" if pairs else f"{len(first.scores)} plain pictures"]
+    parts += [f"{missing} without a score"] if missing else []
+    if getattr(spec.reward, "deterministic", True):
+        parts.append("repeatable")
+    else:
+        gap = max(_gap(first, again, row) for row in first.scores)
+        parts.append(f"not deterministic: differs by up to {gap:.2g}")
+    parts.append(f"scores {min(known):.4g} to {max(known):.4g}")
+    same = len(known) > 1 and min(known) == max(known)
+    told = f"All got {known[0]:.4g}: with fixtures() it could show what it tells apart."
+    return Finding(
+        topic=spec.name, state="ok", detail=", ".join(parts), remedy=told if same else ""
+    )
+
+
+def _problem(name: str, detail: str, remedy: str) -> Finding:
+    return Finding(topic=name, state="problem", detail=detail, remedy=remedy)
+
+
+def line(text: str) -> str:
+    """On one line, and no longer than can be read."""
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."

@@ -1,0 +1,78 @@
+"""Checks of rewards by name: built-in, one's own, or on a server."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowrl.doctor import Finding
+from flowrl.errors import UserError
+from flowrl.executors.base import Reward
+from flowrl.preflight import Checked, check_reward
+from flowrl.preflight_findings import failure, line
+from flowrl.prompts import PromptRecord
+from flowrl.reward import BUILT_IN, RewardSpec, load_reward
+
+CALLS = 5  # with one picture, for the median
+
+
+def check_named(
+    name: str,
+    args: Mapping[str, Any] | None = None,
+    *,
+    urls: Sequence[str] = (),
+    token: str | None = None,
+    prompts: Sequence[PromptRecord] = (),
+) -> Checked:
+    """Check the reward of that name, here or as the servers at `urls` have it; raises nothing.
+
+    Of a server's reward the version and the required metadata must also be those of the one here,
+    if that can be made here.
+    """
+    try:
+        here = load_reward(name, args)
+    except UserError as error:
+        if not urls:
+            return Checked(findings=(_unmade(name, args, error),))
+        here = None
+    if urls or here is None:
+        return _on_server(name, here, urls, token, prompts)
+    return check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
+
+
+def _on_server(
+    name: str,
+    here: Reward | None,
+    urls: Sequence[str],
+    token: str | None,
+    prompts: Sequence[PromptRecord],
+) -> Checked:
+    from flowrl.executors.remote import Remote
+
+    try:
+        remote = Remote(name, urls, token=token)
+    except UserError as error:
+        return Checked(findings=(failure(name, error),))
+    try:
+        spec = RewardSpec(name=name, reward=remote, executor=remote)
+        return check_reward(spec, prompts, like=here, calls=CALLS)
+    finally:
+        remote.close()
+
+
+def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Finding:
+    """Why there is no such reward: a built-in one lacks something, another is wrong."""
+    found = failure(name, error)
+    if name in BUILT_IN and found.state == "missing":
+        return found
+    if name in BUILT_IN and not args and isinstance(error.__cause__, TypeError | ValueError):
+        return Finding(
+            topic=name,
+            state="missing",
+            detail=f"needs arguments: {line(str(error.__cause__))}",
+            remedy=f"flowrl reward-check {name} --args '{{name: value}}'",
+        )
+    return Finding(
+        topic=name,
+        state="problem",
+        detail=line(str(error)),
+        remedy="Correct its name or its arguments.",
+    )

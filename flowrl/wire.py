@@ -1,0 +1,174 @@
+"""What travels between a run and a reward server: pictures as bytes, questions and answers as JSON.
+
+The protocol is written down in docs/reward-servers.md. Nothing here is ever unpickled.
+"""
+
+import io
+import math
+import struct
+import zlib
+from typing import Annotated, Any, Literal, get_args
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+PROTOCOL = 1
+MAX_PIXELS = 2**26  # of all pictures in one request: 64 of 1024 x 1024
+Codec = Literal["png", "webp-lossless", "raw-zlib", "jpeg"]
+CODECS: tuple[Codec, ...] = get_args(Codec)
+LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
+Form = Literal["multipart", "json"]
+
+_SIZE = struct.Struct("<II")  # height and width before the pixels of raw-zlib
+_SAVED: dict[str, dict[str, Any]] = {
+    "png": {"format": "PNG", "compress_level": 1},
+    # The fastest setting is as small as the next ones on grainy pictures.
+    "webp-lossless": {"format": "WEBP", "lossless": True, "method": 0, "quality": 20},
+    "jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
+}
+
+
+def encode(picture: np.ndarray, codec: Codec) -> bytes:
+    """(H, W, 3) uint8 RGB -> bytes; every codec but jpeg gives the same pixels back."""
+    if codec == "raw-zlib":
+        return _SIZE.pack(*picture.shape[:2]) + zlib.compress(picture.tobytes(), 1)
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, **_SAVED[codec])
+    return buffer.getvalue()
+
+
+def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """Bytes of `encode` -> (H, W, 3) uint8 RGB.
+
+    Raises ValueError for anything else, and for more than `max_pixels` before they are unpacked.
+    """
+    if codec == "raw-zlib":
+        return _decode_raw(data, max_pixels)
+    from PIL import Image, UnidentifiedImageError
+
+    kind = _SAVED[codec]["format"]
+    try:
+        with Image.open(io.BytesIO(data), formats=[kind]) as image:
+            _check_size(image.height, image.width, max_pixels)
+            if image.mode != "RGB":
+                raise ValueError(f"is a {kind} of mode {image.mode}; expected RGB of 8 bits")
+            return np.array(image)
+    except ValueError:
+        raise
+    except Exception as error:  # Pillow has no common class for what it finds in broken files
+        detail = "" if isinstance(error, UnidentifiedImageError) else f": {error}"
+        raise ValueError(f"is no readable {kind}{detail}") from error
+
+
+def _decode_raw(data: bytes, max_pixels: int) -> np.ndarray:
+    if len(data) < _SIZE.size:
+        raise ValueError(f"has {len(data)} bytes; raw-zlib starts with {_SIZE.size} for its size")
+    height, width = _SIZE.unpack_from(data)
+    _check_size(height, width, max_pixels)
+    wanted = height * width * 3
+    stream = zlib.decompressobj()
+    try:
+        pixels = stream.decompress(data[_SIZE.size :], wanted + 1)
+    except zlib.error as error:
+        raise ValueError(f"is no readable raw-zlib: {error}") from error
+    if len(pixels) != wanted or not stream.eof:
+        raise ValueError(f"does not hold the {wanted} bytes of {height} x {width} RGB pixels")
+    return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
+
+
+def _check_size(height: int, width: int, max_pixels: int) -> None:
+    if not 0 < height * width <= max_pixels:
+        raise ValueError(f"has {height} x {width} pixels; expected 1 to {max_pixels} in all")
+
+
+class _Exact(BaseModel):
+    """Unknown keys are errors: a misspelt one must not be lost in silence."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Item(_Exact):
+    """One picture and what it is judged against; image: base64, in the JSON form only."""
+
+    id: str
+    prompt: str
+    metadata: dict[str, Any] = {}
+    image: str | None = None
+
+
+class Request(_Exact):
+    """The body of POST /v1/score. key: the same for every try of the same question."""
+
+    protocol: Literal[1]
+    reward: str
+    key: Annotated[str, Field(min_length=1, max_length=200)]
+    codec: Codec
+    items: Annotated[list[Item], Field(min_length=1)]
+
+    @field_validator("items")
+    @classmethod
+    def _distinct(cls, items: list[Item]) -> list[Item]:
+        if len({item.id for item in items}) < len(items):
+            raise ValueError("two of them have the same id")
+        return items
+
+
+class Result(BaseModel):
+    """One picture's score, or why there is none. Whatever is not finite is written as null."""
+
+    id: str
+    score: Annotated[float | None, Field(strict=True)] = None
+    error: str | None = None
+
+    @field_validator("score")
+    @classmethod
+    def _finite(cls, score: float | None) -> float | None:
+        return score if score is not None and math.isfinite(score) else None
+
+
+class Response(BaseModel):
+    """The answer, in the order of the items."""
+
+    protocol: Literal[1]
+    reward: str
+    version: str = ""
+    key: str
+    results: list[Result]
+
+
+class RewardInfo(BaseModel):
+    """What a server says of one reward; as the attributes of `rewards`."""
+
+    name: str
+    version: str = ""
+    scope: Literal["sample", "group"] = "sample"
+    bounds: tuple[float | None, float | None] = (None, None)
+    required_metadata: list[str] = []
+    deterministic: bool = True
+    differentiable: Literal[False] = False
+
+
+class Info(BaseModel):
+    """The body of GET /v1/info. max_batch: items in a request; max_body: its bytes."""
+
+    protocol: Literal[1]
+    rewards: list[RewardInfo]
+    codecs: list[str] = ["png"]
+    forms: list[str] = ["json"]
+    max_batch: Annotated[int, Field(ge=1)] = 16
+    max_body: Annotated[int, Field(ge=1)] = 64 * 2**20
+
+
+class Refusal(BaseModel):
+    """The body of every answer that is not 200."""
+
+    error: str
+
+
+def complaint(error: ValidationError) -> str:
+    """What is wrong with a message, in one sentence: the first thing that was found."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -1,0 +1,67 @@
+"""The LAION aesthetic score, v1 head: how beautiful people would find a picture, from 1 to 10.
+
+Five linear layers with nothing between them on the unit vector of OpenAI's CLIP ViT-L/14. The
+head's weights are the ones trained on the SAC, LAION-Logos and AVA ratings.
+"""
+
+import functools
+
+from torch import Tensor, nn
+
+from rewards.clip_model import Clip
+from rewards.clipscore import MODEL
+from rewards.loading import device_of, read_weights, weights_file
+from rewards.preprocess import NAME
+
+HEAD = "trl-lib/ddpo-aesthetic-predictor"
+FILE = "aesthetic-model.pth"
+WIDTHS = (768, 1024, 128, 64, 16, 1)
+LAYERS = (0, 2, 4, 6, 7)  # their numbers in the published file: dropout had numbers of its own
+
+
+class Aesthetic:
+    """Mostly 4 to 7 for real pictures; nothing keeps it within 1 and 10. The prompt is not read.
+
+    model: the CLIP, a name on the Hugging Face hub or a folder. head: a name there, a folder with
+    the file aesthetic-model.pth, or such a file.
+    """
+
+    name = "aesthetic"
+    differentiable = True
+    scope = "sample"
+
+    def __init__(
+        self,
+        *,
+        model: str = MODEL,
+        head: str = HEAD,
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: str = "fp32",
+    ):
+        self.head = head
+        self.clip = Clip(model, reward="Aesthetic", revision=revision, device=device, dtype=dtype)
+        self.version = f"aesthetic-1/{head}/{self.clip.version}/{NAME}"
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        return self._head(self.clip.images(images)).squeeze(-1)
+
+    @functools.cached_property
+    def _head(self) -> nn.Sequential:
+        path = weights_file(self.head, FILE)
+        found = read_weights(path)
+        layers = [nn.Linear(*widths) for widths in zip(WIDTHS, WIDTHS[1:], strict=False)]
+        wanted = {
+            f"{i}.{part}": f"layers.{number}.{part}"
+            for i, number in enumerate(LAYERS)
+            for part in ("weight", "bias")
+        }
+        head = nn.Sequential(*layers).requires_grad_(False)
+        try:
+            head.load_state_dict({key: found[name] for key, name in wanted.items()})
+        except (KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"{path} holds no aesthetic head of widths {'-'.join(map(str, WIDTHS))}: {error}"
+            ) from error
+        return head.to(device_of(self.clip.device))

@@ -1,0 +1,157 @@
+"""What is said to a model on a chat server, and what its answers and failures mean."""
+
+import base64
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from rewards.images import to_uint8
+
+AGAIN = {408, 409, 425, 429}  # answers that another try may mend, beside 5xx
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One request: pictures (PNG files), then a text.
+
+    max_tokens: how long the answer may be. alternatives: of how many spellings of its first token
+    the probability is wanted, at most 20 on most servers; 0 for none.
+    """
+
+    pictures: tuple[bytes, ...]
+    text: str
+    max_tokens: int = 1
+    alternatives: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """An answer, or why there is none.
+
+    first: (spelling, probability) of the likeliest first tokens; missing: "" when it is there.
+    """
+
+    text: str = ""
+    first: tuple[tuple[str, float], ...] = ()
+    missing: str = ""
+
+    def heard(self) -> "Reply":
+        """Itself. Raises ValueError with the reason when it is missing."""
+        if self.missing:
+            raise ValueError(self.missing)
+        return self
+
+
+def pngs(images: Tensor, longest: int) -> list[bytes]:
+    """PNG files of (B, 3, H, W) pictures in [0, 1].
+
+    Larger ones are shrunk, by Pillow's Lanczos filter and in their proportions, until no side is
+    longer than `longest` pixels; none is enlarged.
+    """
+    from PIL import Image
+
+    files = []
+    for picture in map(Image.fromarray, to_uint8(images)):
+        picture.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG", compress_level=1)
+        files.append(buffer.getvalue())
+    return files
+
+
+def request(question: Question, model: str, thinking: bool | None) -> dict[str, Any]:
+    """Arguments of a chat completion."""
+    urls = (base64.b64encode(picture).decode() for picture in question.pictures)
+    content: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
+    ]
+    content.append({"type": "text", "text": question.text})
+    said: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": "user", "content": content}],
+        "temperature": 0.0,
+        "max_tokens": question.max_tokens,
+    }
+    if question.alternatives:
+        said |= {"logprobs": True, "top_logprobs": question.alternatives}
+    if thinking is not None:
+        wanted = {"enable_thinking": thinking}
+        said["extra_body"] = {"chat_template_kwargs": wanted}
+    return said
+
+
+class Unusable(ValueError):
+    """An answer that asking again cannot mend."""
+
+
+def read_reply(completion: Any, question: Question, thinking: bool | None) -> Reply:
+    """What a chat completion says.
+
+    Raises Unusable for one with thoughts that were not asked for, or without log-probabilities
+    that were; TypeError, AttributeError and the like for anything that is no chat completion.
+    """
+    choice = completion.choices[0]
+    text = choice.message.content or ""
+    if not isinstance(text, str):
+        raise TypeError("the answer is no text")
+    extra = (getattr(choice.message, n, None) for n in ("reasoning_content", "reasoning"))
+    opened, closed = text.lstrip().startswith("<think>"), "</think>" in text
+    if not thinking and (opened or closed or any(extra)):
+        raise Unusable(
+            "thinks before it answers: switch that off where the server is started, or take a "
+            "model that does not think"
+        )
+    if opened and not closed:
+        raise Unusable("thinks up to the end of its answer: raise max_tokens")
+    first: tuple[tuple[str, float], ...] = ()
+    if question.alternatives:
+        places = choice.logprobs and choice.logprobs.content
+        if not places:
+            raise Unusable(
+                "gives no log-probabilities: take a mode that reads text, or a server that gives "
+                "them, such as vLLM, or SGLang without a reasoning parser"
+            )
+        first = tuple((at.token, math.exp(at.logprob)) for at in places[0].top_logprobs)
+    return Reply(text=text.rpartition("</think>")[2].strip(), first=first)
+
+
+def failure(openai: Any, error: Any, timeout: float) -> tuple[str, float | None]:
+    """What happened, for people, and how many seconds to wait at least; None: do not ask again."""
+    if isinstance(error, Unusable):
+        return str(error), None
+    if isinstance(error, TimeoutError | openai.APITimeoutError):
+        return f"did not answer within {timeout:g} s: raise timeout, or lower in_flight", 0.0
+    if isinstance(error, openai.APIConnectionError):
+        cause = error.__cause__ or error
+        return f"cannot be reached ({cause}): is it running, is base_url right?", 0.0
+    if isinstance(error, openai.APIStatusError):
+        code = error.status_code
+        hint = "" if code >= 500 else "; base_url ends in /v1, model is one that the server lists"
+        told = f"answered {code}, {str(error)[:200]}{hint}"
+        return told, _wait(error) if code >= 500 or code in AGAIN else None
+    return f"answered with no chat completion ({type(error).__name__}: {str(error)[:100]})", 0.0
+
+
+def _wait(error: Any) -> float:
+    """Seconds that a refusal asks to wait, 0 when it does not say."""
+    try:
+        return float(error.response.headers.get("retry-after", 0))
+    except ValueError:
+        return 0.0  # a date: rare, and the pause grows anyway
+
+
+def scored(judge: Callable[[T], float], answers: Sequence[T]) -> tuple[list[float], dict[int, str]]:
+    """judge(answer) of each, a float; a ValueError it raises is why that score is missing."""
+    scores, reasons = [], {}
+    for row, answer in enumerate(answers):
+        try:
+            scores.append(judge(answer))
+        except ValueError as error:
+            scores.append(math.nan)
+            reasons[row] = str(error)
+    return scores, reasons

@@ -1,0 +1,104 @@
+"""A CLIP of transformers: pictures and prompts as unit vectors, compared row by row."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rewards.loading import DTYPES, check_dtype, device_of, fetching, imported
+from rewards.preprocess import clip_pixels
+from rewards.text_embeddings import TextEmbeddings, warn_of_cut
+
+
+def cosine(images: Tensor, texts: Tensor) -> Tensor:
+    """Of unit vectors, row i with row i: (B, D), (B, D) -> (B,). Never a (B, B) matrix."""
+    return (images * texts).sum(-1)
+
+
+def projected(output: Any) -> Tensor:
+    """The vector of get_image_features or get_text_features.
+
+    transformers 4 returns it, transformers 5 an output that holds it as `pooler_output`.
+    """
+    return output if isinstance(output, Tensor) else output.pooler_output
+
+
+class Clip:
+    """A CLIP by its name on the Hugging Face hub, or in a folder; loaded when first used.
+
+    reward: who uses it, for messages. tokenizer: where that lies, if not with the model.
+    dtype "fp32" or "bf16": of the network; vectors and their products are float32. The weights
+    get no gradient, the pictures do.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        reward: str,
+        tokenizer: str = "",
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: str = "fp32",
+    ):
+        self.model, self.tokenizer, self.revision = model, tokenizer or model, revision
+        self.reward, self.device, self.dtype = reward, device, check_dtype(dtype)
+        self.texts = TextEmbeddings(self._encode)
+
+    @property
+    def version(self) -> str:
+        """What changes its vectors, in one string."""
+        named = f"{self.model}@{self.revision}" if self.revision else self.model
+        return f"{named}/{self.dtype}"
+
+    @functools.cached_property
+    def _loaded(self) -> tuple[Any, float]:
+        kind = imported("transformers:CLIPModel", self.reward)
+        with fetching(self.model):
+            network = kind.from_pretrained(self.model, revision=self.revision)
+        scale = network.logit_scale.detach().float().exp().item()  # bf16 would shift it by 1 %
+        network = network.eval().requires_grad_(False)
+        return network.to(device_of(self.device), DTYPES[self.dtype]), scale
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        kind = imported("transformers:AutoTokenizer", self.reward)
+        revision = self.revision if self.tokenizer == self.model else None
+        with fetching(self.tokenizer, '--include "*.json" "*.txt"'):
+            return kind.from_pretrained(self.tokenizer, revision=revision)
+
+    @property
+    def scale(self) -> float:
+        """exp(logit_scale): what the model multiplies cosines with."""
+        return self._loaded[1]
+
+    def images(self, images: Tensor) -> Tensor:
+        """Unit vectors of pictures (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's device."""
+        network = self._loaded[0]
+        size = network.config.vision_config.image_size
+        pixels = clip_pixels(images.to(network.device), size).to(network.dtype)
+        return _unit(network.get_image_features(pixel_values=pixels))
+
+    def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Similarity of each picture and its own prompt: (B, 3, H, W), B prompts -> (B,)."""
+        return cosine(self.images(images), self.texts(prompts))
+
+    def _encode(self, prompts: list[str]) -> Tensor:
+        network = self._loaded[0]
+        limit = network.config.text_config.max_position_embeddings
+        whole = self._tokenizer(prompts, verbose=False)["input_ids"]
+        warn_of_cut(self.reward, prompts, [len(ids) for ids in whole], limit)
+        tokens = self._tokenizer(
+            prompts, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+        ).to(network.device)
+        return _unit(
+            network.get_text_features(
+                input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
+            )
+        )
+
+
+def _unit(output: Any) -> Tensor:
+    return F.normalize(projected(output).to(torch.float32), dim=-1)

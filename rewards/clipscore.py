@@ -1,0 +1,44 @@
+"""CLIPScore: how well a picture fits its prompt (Hessel et al. 2021, arXiv 2104.08718).
+
+The cosine of OpenAI's CLIP ViT-L/14 (428 M parameters, 1.7 GB in fp32), neither rescaled by 2.5
+nor cut at 0 as in the paper: the form that alignment papers train on and report.
+"""
+
+from torch import Tensor
+
+from rewards.clip_model import Clip
+from rewards.preprocess import NAME
+
+MODEL = "openai/clip-vit-large-patch14"
+
+
+class CLIPScore:
+    """The cosine of picture and prompt, for pictures of the prompt about 0.2 to 0.35.
+
+    Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder.
+    """
+
+    name = "clipscore"
+    bounds = (-1.0, 1.0)
+    differentiable = True
+    scope = "sample"
+
+    def __init__(
+        self,
+        *,
+        model: str = MODEL,
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: str = "fp32",
+    ):
+        self.clip = Clip(model, reward="CLIPScore", revision=revision, device=device, dtype=dtype)
+        self.version = f"clipscore-1/{self.clip.version}/{NAME}"
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        return self.clip.cosine(images, prompts)
+
+    def fixtures(self) -> list[dict]:
+        from rewards.prompt_fixtures import red_and_blue
+
+        return red_and_blue()

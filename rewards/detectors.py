@@ -1,0 +1,80 @@
+"""What finds objects and what names their colours, for `rewards.geneval`, by name.
+
+A detector is called with pictures (B, H, W, 3) uint8 RGB and returns a list of Detections for each
+of them. One with `open_vocabulary = True` finds what it is asked for: it is called with the
+pictures and, for each, the class names to look for. Other attributes, all optional:
+
+    threshold, counting_threshold  which scores count; of counting prompts, and of all others
+    floor    it does not report what it is less sure of
+    classes  the names that it can find
+    colors   the colours that it tells itself, () when none
+    load     (), brings the weights; what it raises concerns all pictures
+
+What names colours is called with one picture (H, W, 3) and some of its Detections, and returns
+for each the name of its colour, or None when it is not sure. It may have `colors` and `load`.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rewards.geneval_rules import Detection
+
+Detector = Callable[..., Sequence[Sequence[Detection]]]
+ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
+
+DETECTORS = {
+    "tiny": "rewards.tiny_detector:TinyDetector",
+    "mask2former": "rewards.mask2former_detector:Mask2FormerDetector",
+    "grounding_dino": "rewards.open_detector:GroundingDinoDetector",
+    "owlv2": "rewards.open_detector:Owlv2Detector",
+}
+COLOR_NAMERS = {
+    "clip": "rewards.clip_colors:ClipColors",
+    "pixels": "rewards.pixel_colors:PixelColors",
+}
+
+
+def load_detector(name: str, args: Mapping[str, Any] | None = None) -> Detector:
+    """The detector of that name in DETECTORS, or of "module:attribute", called with args.
+
+    Raises ValueError for a name that is neither.
+    """
+    return _load("detector", DETECTORS, name, args)
+
+
+def load_color_namer(name: str, args: Mapping[str, Any] | None = None) -> ColorNamer:
+    """What names colours, from COLOR_NAMERS or "module:attribute"; see `load_detector`."""
+    return _load("way to tell colours", COLOR_NAMERS, name, args)
+
+
+def _load(what: str, known: Mapping[str, str], name: str, args: Mapping[str, Any] | None) -> Any:
+    module, colon, attribute = known.get(name, name).partition(":")
+    if not colon:
+        raise ValueError(f"unknown {what} {name!r}: use {', '.join(known)}, or 'module:attribute'")
+    return getattr(importlib.import_module(module), attribute)(**(args or {}))
+
+
+def detect(
+    find: Detector, pictures: np.ndarray, classes: Sequence[Sequence[str]]
+) -> Sequence[Sequence[Detection] | Exception]:
+    """For each picture its Detections, or why there are none: one bad picture spoils no other.
+
+    A missing package and a device without memory are raised: they concern all pictures.
+    """
+    try:
+        told = (classes,) if getattr(find, "open_vocabulary", False) else ()
+        found = find(pictures, *told)
+        if len(found) != len(pictures):
+            raise ValueError(f"answered for {len(found)} of {len(pictures)} pictures")
+        return found
+    except (ImportError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if len(pictures) == 1:
+            return [error]
+    rows = range(len(pictures))
+    return [detect(find, pictures[i : i + 1], classes[i : i + 1])[0] for i in rows]

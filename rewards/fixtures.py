@@ -1,0 +1,163 @@
+"""Small pictures whose order is known, to see that a reward works before anything learns from it.
+
+Drawn with Pillow and the typeface it carries (Aileron Regular by Sora Sagano, CC0). All are
+(3, H, W) float32 in [0, 1], multiples of 1/255, the same at every call.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from rewards.tiny_palette import COLORS, PAPER
+
+NAMED = COLORS | {
+    "orange": (240, 130, 30),
+    "pink": (240, 130, 180),
+    "brown": (120, 72, 36),
+    "white": (255, 255, 255),
+}
+SUPERSAMPLING = 4
+SPOTS = {  # centres on a unit square, in reading order, and the radius that fits
+    1: ([(0.5, 0.5)], 14 / 64),
+    2: ([(0.25, 0.5), (0.75, 0.5)], 12 / 64),
+    3: ([(0.25, 0.25), (0.75, 0.25), (0.5, 0.75)], 7 / 64),
+    4: ([(0.25, 0.25), (0.75, 0.25), (0.25, 0.75), (0.75, 0.75)], 7 / 64),
+}
+ARM = 0.34  # half the width of the cross's arms
+RING = 0.42  # width of the ring, in radii
+TIPS = [(-90 + 36 * k, 0.46 if k % 2 else 1.08) for k in range(10)]  # of the star: angle, radius
+ALL_SIGNS = [(1, 1), (-1, 1), (-1, -1), (1, -1)]
+CORNERS = {
+    "square": [(0.88 * u, 0.88 * v) for u, v in ALL_SIGNS],
+    "triangle": [(0, -1), (1, 0.85), (-1, 0.85)],
+    "star": [(r * math.cos(math.radians(a)), r * math.sin(math.radians(a))) for a, r in TIPS],
+}
+
+
+def fixture(
+    says: str,
+    better: Tensor,
+    worse: Tensor,
+    prompt: str = "",
+    metadata: dict | None = None,
+    others: Sequence[Tensor] = (),
+) -> dict:
+    """Two pictures (3, H, W) of one prompt, the first of which must score above the second.
+
+    says: the claim, for people ("the right word scores above the wrong one"). others: further
+    pictures of the group, for rewards that compare pictures of one prompt. All are of one size.
+    """
+    return {
+        "says": says,
+        "prompt": prompt,
+        "metadata": metadata or {},
+        "better": better,
+        "worse": worse,
+        "others": tuple(others),
+    }
+
+
+def square(color: str, size: int = 224) -> Tensor:
+    """A square of a colour in NAMED on light paper."""
+    canvas, pen = _canvas(size)
+    _polygon(pen, size, (0.5, 0.5), 0.28, CORNERS["square"], _level(color))
+    return _tensor(canvas, size)
+
+
+def blank(size: int = 224) -> Tensor:
+    """Light paper, empty."""
+    return _tensor(_canvas(size)[0], size)
+
+
+def noise(size: int = 224, seed: int = 0) -> Tensor:
+    """Every pixel at random, by a generator of its own."""
+    levels = np.random.default_rng(seed).integers(0, 256, (3, size, size), dtype=np.uint8)
+    return torch.from_numpy(levels).float() / 255
+
+
+def word(text: str, size: int = 128) -> Tensor:
+    """A text in dark letters on light paper, as large as fits; several words may take lines."""
+    canvas, pen = _canvas(size)
+    side = size * SUPERSAMPLING
+    lines, best = text, 0.0
+    for layout in _layouts(text.split() or [text]):
+        left, top, right, bottom = pen.multiline_textbbox((0, 0), layout, font=_font(100))
+        largest = min(0.88 * side / max(right - left, 1), 0.5 * side / max(bottom - top, 1)) * 100
+        if largest > best:
+            lines, best = layout, largest
+    middle, font = (side / 2, side / 2), _font(int(min(best, side / 3)))
+    stroke = side // 200  # below 100 pixels the regular weight is grey rather than ink
+    pen.multiline_text(
+        middle, lines, font=font, fill=COLORS["black"], anchor="mm", align="center",
+        stroke_width=stroke,
+    )  # fmt: skip
+    return _tensor(canvas, size)
+
+
+def shapes(objects: Sequence[tuple[str, str]], size: int = 64) -> Tensor:
+    """One to four upright shapes of the tiny world, (shape, colour) in reading order.
+
+    Two stand side by side, the first on the left.
+    """
+    if len(objects) not in SPOTS:
+        raise ValueError(f"got {len(objects)} shapes, expected 1 to {max(SPOTS)}")
+    canvas, pen = _canvas(size)
+    spots, radius = SPOTS[len(objects)]
+    for (shape, color), spot in zip(objects, spots, strict=True):
+        _shape(pen, size, shape, spot, radius, _level(color))
+    return _tensor(canvas, size)
+
+
+def _level(color: str) -> tuple[int, int, int]:
+    if color not in NAMED:
+        raise ValueError(f"unknown colour {color!r}, use one of {', '.join(NAMED)}")
+    return NAMED[color]
+
+
+def _canvas(size: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    canvas = Image.new("RGB", (size * SUPERSAMPLING, size * SUPERSAMPLING), PAPER)
+    return canvas, ImageDraw.Draw(canvas)
+
+
+def _tensor(canvas: Image.Image, size: int) -> Tensor:
+    small = canvas.resize((size, size), Image.Resampling.LANCZOS)
+    return torch.from_numpy(np.array(small)).permute(2, 0, 1).float().contiguous() / 255
+
+
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size)
+
+
+def _layouts(words: list[str]) -> list[str]:
+    """The words on one line, and on as many lines as there are words, evenly filled."""
+    counts = {-(-len(words) // lines) for lines in range(1, len(words) + 1)}
+    rows = ([words[i : i + n] for i in range(0, len(words), n)] for n in counts)
+    return ["\n".join(" ".join(row) for row in layout) for layout in rows]
+
+
+def _polygon(pen, size, spot, radius, corners, color) -> None:
+    side = size * SUPERSAMPLING
+    (x, y) = spot
+    pen.polygon([((x + radius * u) * side, (y + radius * v) * side) for u, v in corners], color)
+
+
+def _shape(pen, size, shape, spot, radius, color) -> None:
+    side = size * SUPERSAMPLING
+    box = [(c + s * radius) * side for s in (-1, 1) for c in spot]
+    if shape == "circle":
+        pen.ellipse(box, fill=color)
+    elif shape == "ring":
+        pen.ellipse(box, outline=color, width=round(RING * radius * side))
+    elif shape == "cross":
+        for u, v in ((1, ARM), (ARM, 1)):
+            arm = [(u * a, v * b) for a, b in ALL_SIGNS]
+            _polygon(pen, size, spot, radius, arm, color)
+    elif shape in CORNERS:
+        _polygon(pen, size, spot, radius, CORNERS[shape], color)
+    else:
+        known = ", ".join(("circle", "ring", "cross", *CORNERS))
+        raise ValueError(f"unknown shape {shape!r}, use one of {known}")

@@ -1,0 +1,89 @@
+"""HPSv2.1: which picture people prefer for a prompt (Wu et al. 2023, arXiv 2306.09341).
+
+An open_clip ViT-H-14 (986 M parameters, 3.9 GB in fp32) with the authors' weights. It sees the
+whole picture: the longest side is resized and the rest is black.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rewards.clip_model import cosine
+from rewards.loading import DTYPES, check_dtype, device_of, imported, read_weights, weights_file
+from rewards.preprocess import NAME, hps_pixels
+from rewards.text_embeddings import TextEmbeddings
+
+MODEL = "xswu/HPSv2"
+FILES = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}
+ARCHITECTURE = "ViT-H-14"  # with GELU: only OpenAI's own weights want QuickGELU
+
+
+class HPSv2:
+    """The cosine of picture and prompt, without CLIP's logit scale: about 0.2 to 0.35.
+
+    release: "v2.1" or "v2.0", whose scores are not comparable. model: a name on the Hugging Face
+    hub, a folder with the release's file, or such a file. architecture: a name open_clip knows.
+    """
+
+    name = "hpsv2"
+    bounds = (-1.0, 1.0)
+    differentiable = True
+    scope = "sample"
+
+    def __init__(
+        self,
+        release: str = "v2.1",
+        *,
+        model: str = MODEL,
+        architecture: str = ARCHITECTURE,
+        revision: str | None = None,
+        device: str = "auto",
+        dtype: str = "fp32",
+    ):
+        if release not in FILES:
+            raise ValueError(f"HPSv2's release is one of {', '.join(FILES)}, not {release!r}")
+        self.release, self.model, self.architecture = release, model, architecture
+        self.revision, self.device, self.dtype = revision, device, check_dtype(dtype)
+        self.texts = TextEmbeddings(self._encode)
+        named = f"{model}@{revision}" if revision else model
+        self.version = f"hpsv2-1/{release}/{named}/{architecture}/{dtype}/{NAME}"
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
+        network = self._network
+        pixels = hps_pixels(images.to(self._device), network.visual.image_size[0])
+        vectors = network.encode_image(pixels.to(DTYPES[self.dtype]))
+        return cosine(F.normalize(vectors.float(), dim=-1), self.texts(prompts))
+
+    def fixtures(self) -> list[dict]:
+        from rewards.prompt_fixtures import red_and_blue
+
+        return red_and_blue()
+
+    def _encode(self, prompts: list[str]) -> Tensor:
+        vectors = self._network.encode_text(self._tokenizer(prompts).to(self._device))
+        return F.normalize(vectors.float(), dim=-1)
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return device_of(self.device)
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        return imported("open_clip", "HPSv2").get_tokenizer(self.architecture)
+
+    @functools.cached_property
+    def _network(self) -> Any:
+        open_clip = imported("open_clip", "HPSv2")
+        path = weights_file(self.model, FILES[self.release], self.revision)
+        network = open_clip.CLIP(**open_clip.get_model_config(self.architecture))
+        try:
+            network.load_state_dict(read_weights(path))
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path} does not hold the weights of open_clip's {self.architecture}: {error}"
+            ) from error
+        return network.eval().requires_grad_(False).to(self._device, DTYPES[self.dtype])

@@ -1,0 +1,129 @@
+"""What a reward with a network needs, or one sentence that says what is missing.
+
+Packages, devices, and files of weights that are loaded without running any code in them.
+"""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PACKAGES = {"open_clip": "open-clip-torch", "ImageReward": "image-reward"}
+
+
+def imported(target: str, reward: str) -> Any:
+    """The module "name", or the attribute "name:attribute", that a reward cannot do without.
+
+    A torchvision built for another torch raises more than ImportError, here and in what builds on
+    it. Whatever went wrong becomes an ImportError of one sentence.
+    """
+    name, _, attribute = target.partition(":")
+    try:
+        module = importlib.import_module(name)
+        return getattr(module, attribute) if attribute else module
+    except Exception as error:
+        raise ImportError(f"{reward} needs {name}, {_why(name, error)}") from error
+
+
+def _why(name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return f"which is not installed: pip install {PACKAGES.get(name, name)}"
+    broken = _torchvision_fault()
+    if broken:
+        return (
+            f"which does not load because torchvision does not ({broken}): reinstall torchvision "
+            "from where torch came from, so that the two fit"
+        )
+    return f"which does not load: {first_line(error)}"
+
+
+def _torchvision_fault() -> str:
+    """What importing torchvision raises when it is there, "" when it works or is absent."""
+    try:
+        importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        return "" if error.name == "torchvision" else first_line(error)
+    except Exception as error:
+        return first_line(error)
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    """`Type: message` of an exception, the first line of it."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def device_of(name: str) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def check_dtype(name: str) -> str:
+    """The name again; raises ValueError for one that is not in DTYPES."""
+    if name not in DTYPES:
+        raise ValueError(f"dtype is one of {', '.join(DTYPES)}, not {name!r}")
+    return name
+
+
+@contextlib.contextmanager
+def fetching(model: str, file: str = "") -> Iterator[None]:
+    """Turns whatever goes wrong while a model is fetched into FileNotFoundError of one sentence."""
+    try:
+        yield
+    except (ImportError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if Path(model).exists():
+            raise FileNotFoundError(f"{model} holds no such model: {first_line(error)}") from error
+        command = f"hf download {model} {file}".strip()
+        raise FileNotFoundError(
+            f"the model {model!r} is not on this machine and cannot be fetched "
+            f"({first_line(error)}): run `{command}` where there is a network (for a gated model "
+            "after `hf auth login`), or name a folder that holds it"
+        ) from error
+
+
+def weights_file(model: str, file: str, revision: str | None = None) -> Path:
+    """Where a file of a model lies; fetched from the Hugging Face hub unless `model` is a folder.
+
+    `model` may also be the file itself. Raises FileNotFoundError of one sentence.
+    """
+    given = Path(model)
+    if given.is_file():
+        return given
+    if given.is_dir():
+        if not (given / file).is_file():
+            raise FileNotFoundError(f"the folder {model} holds no file {file}")
+        return given / file
+    with fetching(model, file):
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, file, revision=revision))
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors file or of a torch checkpoint, on the CPU.
+
+    Of a checkpoint that holds more, its "state_dict". Raises ValueError for a file that holds
+    more than tensors and plain values: loading it could run code.
+    """
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is not read as plain weights ({first_line(error)}); expected a file of "
+            "tensors, saved by torch.save or as .safetensors"
+        ) from error
+    return found.get("state_dict", found)

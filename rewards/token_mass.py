@@ -1,0 +1,47 @@
+"""What the probabilities of an answer's first token say, whatever its spelling."""
+
+from collections.abc import Iterable, Mapping
+
+LEAST_MASS = 0.5
+_SPACES = str.maketrans({"\u2581": " ", "\u0120": " ", "\u010a": " "})  # as tokenizers write them
+
+Spellings = Iterable[tuple[str, float]]  # (token, probability), likeliest first or in any order
+
+
+def spelled(token: str) -> str:
+    """A token without white space around it, in one case: " Yes" and "YES" are "yes"."""
+    return token.translate(_SPACES).strip().casefold()
+
+
+def merged(first: Spellings) -> dict[str, float]:
+    """Probability of each answer, its spellings added up, likeliest first."""
+    mass: dict[str, float] = {}
+    for token, probability in first:
+        mass[spelled(token)] = mass.get(spelled(token), 0.0) + probability
+    return dict(sorted(mass.items(), key=lambda item: -item[1]))
+
+
+def on(first: Spellings, accepted: Iterable[str]) -> float:
+    """The probability that the answer is one of `accepted`."""
+    mass = merged(first)
+    return sum(mass.get(answer, 0.0) for answer in {spelled(a) for a in accepted})
+
+
+def expectation(
+    first: Spellings, scores: Mapping[str, float], least: float = LEAST_MASS
+) -> tuple[float, float]:
+    """The mean score of the accepted answers, and the mass M that lies on them.
+
+    sum_s p_s * score_s / M, with p_s the probability of answer s and M = sum_s p_s: what all other
+    tokens have is left out. Raises ValueError when M < `least`: then the question was not answered.
+    """
+    mass = merged(first)
+    held = {answer: mass.get(spelled(answer), 0.0) for answer in scores}
+    total = sum(held.values())
+    if not total >= least:
+        raise ValueError(
+            f"only {total:.2f} of the probability lies on {', '.join(scores)}, at least {least:g} "
+            f"is needed (likeliest: {', '.join(map(repr, list(mass)[:3]))}): ask for the answer "
+            "alone in template, or take mode text"
+        )
+    return sum(p * scores[answer] for answer, p in held.items()) / total, total

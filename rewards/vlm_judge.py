@@ -1,0 +1,131 @@
+"""A vision-language model says how well a picture shows its prompt.
+
+Three ways to ask, all with a template of one's own: the expectation over score tokens (continuous,
+one token), yes or no (VQAScore, arXiv 2404.01291), or a text that ends in a score.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from rewards.chat import Chat, connected
+from rewards.chat_messages import Question, Reply, pngs, scored
+from rewards.prompt_fixtures import red_and_blue
+from rewards.token_mass import LEAST_MASS, expectation, spelled
+
+ASK_SCORE = (
+    'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look at '
+    "what is asked for first, at how well it is made second. Answer with exactly one of {answers} "
+    "and nothing else; {answers} go from the worst to the best."
+)
+ASK_YES = 'Does this picture show "{prompt}"? Answer with yes or no and nothing else.'
+ASK_TEXT = (
+    'Somebody asked for a picture of this: "{prompt}"\nSay in a few sentences what of it the '
+    "picture shows, what is missing and how well it is made. Then end with a whole number from "
+    "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
+)
+MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}
+PATTERN = r"<Score>\s*(\d+(?:\.\d+)?)\s*</Score>"
+TO_FIVE: Mapping[str, float] = {str(n): float(n) for n in range(6)}
+YES: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
+ALTERNATIVES = 20  # the most that vLLM gives unless told otherwise
+
+
+def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
+    """The last number in `text` that `pattern`'s first group finds.
+
+    Raises ValueError when there is none, or when it lies outside [lowest, highest].
+    """
+    found = re.findall(pattern, text)
+    if not found:
+        end = text[-80:]
+        raise ValueError(f"the answer has no score as {pattern} (it ends in {end!r}): see template")
+    score = float(found[-1])
+    if not lowest <= score <= highest:
+        raise ValueError(f"the answer's score is {score:g}, expected {lowest:g} to {highest:g}")
+    return score
+
+
+class VLMJudge:
+    """The model's score divided by the best possible one; NaN with a reason where it gives none.
+
+    server: the arguments of `rewards.chat.Chat`, at least the model. mode: "expectation" over the
+    tokens of `scores`, by default 0 to 5 (each must be one token: "10" often is two, letters work);
+    "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
+    nothing else is said); "text", the score that `pattern` finds. template: the question, with
+    {prompt} where the prompt goes. longest: pixels of a picture's longer side, at most. min_mass:
+    the least probability that must lie on accepted tokens.
+    """
+
+    differentiable = False
+    deterministic = False  # greedy answers still depend on what else a server works on
+    scope = "sample"
+
+    def __init__(
+        self,
+        server: Chat | Mapping[str, Any],
+        mode: str = "expectation",
+        *,
+        scores: Mapping[str, float] | None = None,
+        template: str | None = None,
+        pattern: str = PATTERN,
+        longest: int = 512,
+        max_tokens: int = 256,
+        min_mass: float = LEAST_MASS,
+    ):
+        if mode not in MODES:
+            raise ValueError(f"VLM judge mode is one of {', '.join(MODES)}, not {mode!r}")
+        given = YES if mode == "yes_no" else scores or TO_FIVE
+        self.scores = {str(answer): float(score) for answer, score in given.items()}
+        if len({spelled(answer) for answer in self.scores}) < max(2, len(self.scores)):
+            raise ValueError(f"scores need two or more different answers, not {self.scores}")
+        self.lowest, self.highest = min(self.scores.values()), max(self.scores.values())
+        if self.highest <= 0:
+            raise ValueError(f"the best of the scores must be above 0, not {self.highest:g}")
+        self.chat, self.mode, self.min_mass = connected(server), mode, min_mass
+        self.pattern, self.longest, self.max_tokens = pattern, longest, max_tokens
+        self.template = (template or MODES[mode]).replace(
+            "{answers}", ", ".join(sorted(self.scores, key=self.scores.__getitem__))
+        )
+        for key, value in (("{lowest}", self.lowest), ("{highest}", self.highest)):
+            self.template = self.template.replace(key, f"{value:g}")
+        if "{prompt}" not in self.template:
+            raise ValueError("template must hold {prompt} where the prompt goes")
+        self.name = "vlm_judge" if mode == "expectation" else f"vlm_judge_{mode}"
+        self.bounds = (self.lowest / self.highest, 1.0)
+        said = repr((self.template, self.scores, pattern, max_tokens, min_mass))
+        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
+        self.version = f"vlm_judge-1/{mode}/{digest}/{longest}px/{self.chat.version}"
+        self.least_mass = math.nan  # the smallest mass on accepted tokens so far
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
+        """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
+        text = self.mode == "text"
+        questions = [
+            Question(
+                pictures=(picture,),
+                text=self.template.replace("{prompt}", prompt),
+                max_tokens=self.max_tokens if text else 1,
+                alternatives=0 if text else ALTERNATIVES,
+            )
+            for picture, prompt in zip(pngs(images, self.longest), prompts, strict=True)
+        ]
+        return scored(self.judge, self.chat.ask(questions))
+
+    def judge(self, reply: Reply) -> float:
+        """The score of one reply. Raises ValueError when it has none."""
+        reply.heard()
+        if self.mode == "text":
+            score = text_score(reply.text, self.pattern, self.lowest, self.highest)
+        else:
+            score, mass = expectation(reply.first, self.scores, self.min_mass)
+            self.least_mass = mass if math.isnan(self.least_mass) else min(self.least_mass, mass)
+        return score / self.highest
+
+    def fixtures(self) -> list[dict]:
+        """What `flowrl reward-check` shows the model."""
+        return red_and_blue()

@@ -1,0 +1,128 @@
+"""Question lists about a picture, as in Soft-TIFA of GenEval 2: how sure is the right answer?"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from rewards.chat import Chat, connected
+from rewards.chat_messages import Question, Reply, pngs, scored
+from rewards.fixtures import fixture, square
+from rewards.token_mass import LEAST_MASS, on
+from rewards.vlm_judge import ALTERNATIVES
+
+ASK = "{question} Answer in one word."
+NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+SPELLINGS = {word: (word, str(n)) for n, word in enumerate(NUMBERS)} | {
+    str(n): (word, str(n)) for n, word in enumerate(NUMBERS)
+}
+
+
+def arithmetic_mean(atoms: Sequence[float]) -> float:
+    """Each question counts alike."""
+    return sum(atoms) / len(atoms)
+
+
+def geometric_mean(atoms: Sequence[float]) -> float:
+    """One answer that is surely wrong makes all 0."""
+    return math.prod(atoms) ** (1 / len(atoms))
+
+
+MEANS = {"arithmetic": arithmetic_mean, "geometric": geometric_mean}
+
+
+def accepted(answer: str | Sequence[str]) -> tuple[str, ...]:
+    """The spellings of an answer: those given, and a number in letters and in digits."""
+    given = (answer,) if isinstance(answer, str) else tuple(answer)
+    return tuple(s for a in given for s in SPELLINGS.get(a.strip().casefold(), (a,)))
+
+
+class VLMQuestions:
+    """The mean over questions of the probability of the right answer.
+
+    metadata["vqa_list"]: [[question, answer], ...], an answer being a word of one token (yes, red,
+    two) or a list of spellings that are all right. mean: "arithmetic", as GenEval 2 does for single
+    questions, or "geometric", as it does for whole prompts. server, longest: as in `VLMJudge`;
+    template: {question} and what to add. A picture misses its score when one answer is missing, or
+    when the model's likeliest tokens hold less than `min_mass` together.
+    """
+
+    required_metadata = ("vqa_list",)
+    bounds = (0.0, 1.0)
+    differentiable = False
+    deterministic = False
+    scope = "sample"
+
+    def __init__(
+        self,
+        server: Chat | Mapping[str, Any],
+        mean: str = "arithmetic",
+        *,
+        template: str = ASK,
+        longest: int = 512,
+        min_mass: float = LEAST_MASS,
+    ):
+        if mean not in MEANS:
+            raise ValueError(f"the mean is one of {', '.join(MEANS)}, not {mean!r}")
+        if "{question}" not in template:
+            raise ValueError("template must hold {question} where the question goes")
+        self.chat, self.mean, self.template = connected(server), mean, template
+        self.longest, self.min_mass = longest, min_mass
+        self.name = "vlm_questions" if mean == "arithmetic" else f"vlm_questions_{mean}"
+        said = f"{mean}/{template}/{min_mass:g}/{longest}px"
+        self.version = f"vlm_questions-1/{said}/{self.chat.version}"
+
+    def check(self, prompt: str, metadata: dict) -> None:
+        """Raises ValueError when the question list has another form."""
+        pairs = metadata["vqa_list"]
+        good = isinstance(pairs, list | tuple) and len(pairs) > 0
+        if not good or not all(map(_is_pair, pairs)):
+            raise ValueError(
+                f'metadata["vqa_list"] is {pairs!r}, expected [[question, answer], ...]'
+            )
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
+        """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
+        lists = [data["vqa_list"] for data in metadata]
+        questions = [
+            Question(
+                pictures=(picture,),
+                text=self.template.replace("{question}", question),
+                alternatives=ALTERNATIVES,
+            )
+            for picture, pairs in zip(pngs(images, self.longest), lists, strict=True)
+            for question, _ in pairs
+        ]
+        replies = iter(self.chat.ask(questions))
+        return scored(self.judge, [[(a, next(replies)) for _, a in pairs] for pairs in lists])
+
+    def judge(self, answered: Sequence[tuple[str | Sequence[str], Reply]]) -> float:
+        """The score of (right answer, reply) pairs. Raises ValueError when a reply is missing."""
+        return MEANS[self.mean]([self._atom(answer, reply) for answer, reply in answered])
+
+    def _atom(self, answer: str | Sequence[str], reply: Reply) -> float:
+        known = sum(probability for _, probability in reply.heard().first)
+        if not known >= self.min_mass:
+            raise ValueError(
+                f"the likeliest answers hold {known:.2f} of the probability together, at least "
+                f"{self.min_mass:g} is needed: the model does not understand the question"
+            )
+        return min(on(reply.first, accepted(answer)), 1.0)
+
+    def fixtures(self) -> list[dict]:
+        """What `flowrl reward-check` shows the model."""
+        says = "a red square is said to be red rather than a blue one"
+        asked = {"vqa_list": [["What colour is the square?", "red"]]}
+        return [fixture(says, square("red"), square("blue"), "a red square", asked)]
+
+
+def _is_pair(pair: Any) -> bool:
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+        return False
+    answers = [pair[1]] if isinstance(pair[1], str) else pair[1]
+    return (
+        isinstance(answers, list | tuple)
+        and len(answers) > 0
+        and all(isinstance(answer, str) and answer.strip() for answer in answers)
+    )

@@ -1,0 +1,132 @@
+"""What a reward may answer, and what becomes of each answer."""
+
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import UserError
+from flowrl.executors.base import Answer, RewardFailure, ask, failed, read_answer
+
+THREE = torch.zeros(3, 3, 4, 4)
+NO_NUMBER = "the reward gave no finite number"
+
+
+def asked(reward) -> Answer:
+    return ask(reward, "mine", THREE, ["p"] * 3, [{}] * 3)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [0.5, 1, 2.0],
+        (0.5, 1, 2.0),
+        torch.tensor([0.5, 1, 2]),
+        torch.tensor([0.5, 1, 2], dtype=torch.float64, requires_grad=True),
+        torch.tensor([0.5, 1, 2], dtype=torch.bfloat16),
+        np.array([0.5, 1, 2]),
+        [torch.tensor(0.5), np.float32(1), 2],
+        ([0.5, 1, 2], {}),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
+def test_scores_may_be_a_tensor_an_array_or_numbers(answer):
+    scores, why = read_answer(answer, 3)
+    assert torch.equal(scores, torch.tensor([0.5, 1.0, 2.0])) and scores.dtype == torch.float32
+    assert not scores.requires_grad and why == {}
+
+
+@given(st.lists(st.none() | st.floats(width=32), max_size=6), st.data())
+def test_what_is_no_finite_number_is_missing_with_a_reason_and_nothing_else_is(values, data):
+    rows = st.integers(0, max(len(values) - 1, 0))
+    given_reasons = data.draw(st.dictionaries(rows, st.text(min_size=1)))
+    scores, why = read_answer((values, given_reasons), len(values))
+    missing = {i for i, v in enumerate(values) if v is None or not math.isfinite(v)}
+    assert {i for i, s in enumerate(scores.tolist()) if math.isnan(s)} == missing == set(why)
+    assert all(scores[i].item() == values[i] for i in set(range(len(values))) - missing)
+    assert all(why[i] == given_reasons.get(i, NO_NUMBER) for i in missing)
+
+
+def test_a_number_beyond_float32_is_missing_rather_than_infinite():
+    scores, why = read_answer([1e300, -1e300, 1.0], 3)
+    assert scores.isnan().tolist() == [True, True, False] and set(why) == {0, 1}
+
+
+def test_what_a_reward_returned_is_left_as_it_was():
+    own = torch.tensor([math.inf, 1.0])
+    read_answer(own, 2)
+    assert own[0] == math.inf
+
+
+@pytest.mark.parametrize(
+    "answer, said",
+    [
+        ([1.0, 2.0], r"\(2,\) for 3 pictures; expected \(3,\)"),
+        (torch.zeros(3, 1), r"\(3, 1\) for 3 pictures"),
+        (0.5, r"\(\) for 3 pictures"),
+        (None, "NoneType, expected numbers"),
+        ("0.5", "str, expected numbers"),
+        (["0.5", "a", "b"], "list, expected numbers"),
+        ({0: 1.0}, "dict, expected numbers"),
+    ],
+)
+def test_another_length_or_form_is_said(answer, said):
+    with pytest.raises(ValueError, match=f"^answered with .*{said}"):
+        read_answer(answer, 3)
+    with pytest.raises(RewardFailure, match=f"^reward 'mine' answered with .*{said}"):
+        asked(lambda images, prompts, metadata: answer)
+
+
+def test_failed_gives_every_picture_the_reason():
+    answer = failed(2, "no luck", 1.5)
+    assert answer.scores.isnan().tolist() == [True, True]
+    assert answer.reasons == {0: "no luck", 1: "no luck"} and answer.seconds == 1.5
+    assert failed(0, "no luck").scores.shape == (0,)
+
+
+def test_a_reward_is_asked_without_gradients_and_timed():
+    seen = []
+
+    def reward(images, prompts, metadata):
+        seen.append((torch.is_grad_enabled(), images, prompts, metadata))
+        time.sleep(0.02)
+        return [1.0, None, 3.0], {1: "too dark"}
+
+    answer = asked(reward)
+    assert seen == [(False, THREE, ["p"] * 3, [{}] * 3)] and seen[0][1] is THREE
+    assert answer.scores.tolist()[::2] == [1.0, 3.0] and answer.reasons == {1: "too dark"}
+    assert 0.02 <= answer.seconds < 10
+
+
+def raising(error: BaseException):
+    def reward(images, prompts, metadata):
+        raise error
+
+    return reward
+
+
+@pytest.mark.parametrize("error", [RuntimeError("engine died"), KeyError("tag"), MemoryError("x")])
+def test_what_a_reward_raises_is_why_its_scores_are_missing(error):
+    answer = asked(raising(error))
+    assert answer.scores.isnan().all()
+    assert set(answer.reasons.values()) == {f"{type(error).__name__}: {error}"}
+
+
+def test_a_missing_package_stops():
+    with pytest.raises(
+        UserError, match="'mine' needs a package that is not installed: no detector"
+    ):
+        asked(raising(ImportError("no detector")))
+
+
+@pytest.mark.parametrize(
+    "error", [RewardFailure("all over"), torch.cuda.OutOfMemoryError("full"), KeyboardInterrupt()]
+)
+def test_these_are_for_the_caller_to_handle(error):
+    with pytest.raises(type(error)) as caught:
+        asked(raising(error))
+    assert caught.value is error

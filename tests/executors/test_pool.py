@@ -1,0 +1,312 @@
+"""A pool of real processes: what it scores, and what becomes of those that hang, crash or leak."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.executors.base import Answer, RewardFailure
+from flowrl.executors.inline import Inline
+from flowrl.executors.pool import Pool
+from flowrl.reward import load_reward
+from flowrl.scoring import quantise
+from rewards.fixtures import word
+
+HERE = Path(__file__).parent
+PATIENCE = 60  # seconds; nothing here may take so long
+
+
+@pytest.fixture(autouse=True, scope="module")
+def importable() -> Iterator[None]:
+    """Workers look for modules where this process does."""
+    sys.path.insert(0, str(HERE))
+    yield
+    sys.path.remove(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def pair(importable) -> Iterator[Pool]:
+    """Two workers, two pictures a micro-batch."""
+    pool = Pool("pool_rewards:Scripted", {"offset": 1.0}, "scripted",
+                workers=2, timeout=1.5, micro_batch=2)  # fmt: skip
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Pool]]:
+    pools: list[Pool] = []
+
+    def started(name: str, args: dict | None = None, **options) -> Pool:
+        pools.append(Pool(f"pool_rewards:{name}", args, "r", **options))
+        return pools[-1]
+
+    yield started
+    for pool in pools:
+        pool.close()
+
+
+def pictures(count: int) -> Tensor:
+    return quantise(torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(count)))
+
+
+def ask(pool: Pool, *metadata: dict) -> Answer:
+    images = pictures(len(metadata))
+    return pool.submit(images, ["p"] * len(images), list(metadata)).result(PATIENCE)
+
+
+def workers() -> list[psutil.Process]:
+    """Processes this one started; the tracker that multiprocessing keeps is none of the pool's."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_pictures(pair):
+    images, prompts = pictures(7), list("abcdefg")
+    slow_first = [{"do": "sleep", "seconds": 0.3}, *[{}] * 6]
+    inline = Inline(load_reward("pool_rewards:Scripted", {"offset": 1.0}), "r", micro_batch=2)
+    expected = inline.submit(images, prompts, slow_first).result()
+    found = pair.submit(images, prompts, slow_first).result(PATIENCE)
+    assert torch.equal(found.scores, expected.scores) and found.scores.dtype == torch.float32
+    assert not found.reasons and found.seconds >= 0.3
+
+
+def test_words_are_read_as_in_this_process():
+    images = quantise(torch.stack([word("FLOW", 64), word("RIVER", 64), word("SEA", 64)]))
+    metadata = [{"ocr_text": text} for text in ("FLOW", "RAVEN", "SEA")]
+    pool = Pool("ocr", {"mode": "strict"}, "ocr", micro_batch=2)
+    try:
+        answer = pool.submit(images, [""] * 3, metadata)
+        here = Inline(load_reward("ocr", {"mode": "strict"}), "ocr")
+        expected = here.submit(images, [""] * 3, metadata).result()
+        assert torch.equal(answer.result(PATIENCE).scores, expected.scores)
+        assert expected.scores[0] == 1 and 0 < expected.scores[1] < 1
+    finally:
+        pool.close()
+
+
+def test_submissions_are_answered_each_with_its_own_scores(pair):
+    asked = [(pictures(n), pair.submit(pictures(n), ["p"] * n, [{}] * n)) for n in (5, 0, 1, 4)]
+    for images, future in reversed(asked):
+        assert torch.equal(future.result(PATIENCE).scores, images.mean((1, 2, 3)) + 1)
+
+
+def test_a_micro_batch_that_hangs_is_stopped_and_the_others_are_scored(pair):
+    ask(pair, *[{"do": "sleep", "seconds": 0.1}] * 4)  # both have loaded
+    hangs = {"do": "sleep", "seconds": 600}
+    began = time.perf_counter()
+    found = ask(pair, {}, {}, {}, hangs, {}, {})
+    assert time.perf_counter() - began < 20
+    assert found.scores.isnan().tolist() == [False, False, True, True, False, False]
+    assert set(found.reasons) == {2, 3}
+    assert found.reasons[2] == (
+        "took longer than 1.5 s and was stopped; raise executor.timeout or lower "
+        "executor.micro_batch"
+    )
+    assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_first_micro_batch_of_a_process_has_time_to_load(make):
+    pool = make("Scripted", timeout=1.0)
+    assert ask(pool, {"do": "sleep", "seconds": 1.5}).scores.isfinite().all()
+    assert "longer than 1 s and" in ask(pool, {"do": "sleep", "seconds": 600}).reasons[0]
+
+
+def test_a_process_that_dies_is_replaced_and_what_it_was_asked_has_a_reason(pair):
+    found = ask(pair, {}, {}, {"do": "die", "code": 3}, {}, {}, {})
+    assert found.scores.isnan().tolist() == [False, False, True, True, False, False]
+    assert found.reasons[3] == "its process ended with exit code 3; look at what it printed"
+    assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+
+
+def test_what_a_dead_process_was_asked_is_asked_once_more(pair, tmp_path):
+    data = {"do": "die_once", "path": str(tmp_path / "died")}
+    assert ask(pair, {}, data).scores.isfinite().all()
+    assert (tmp_path / "died").exists()
+
+
+@pytest.mark.parametrize(
+    "what, reason",
+    [
+        ("raise", "RuntimeError: engine stumbled"),
+        ("exit", "SystemExit: enough"),
+        ("odd_error", "Odd: an error that cannot be sent"),
+    ],
+)
+def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair, what, reason):
+    before = {child.pid for child in workers()}
+    found = ask(pair, {}, {}, {}, {"do": what})
+    assert found.scores.isnan().tolist() == [False, False, True, True]
+    assert found.reasons == {2: reason, 3: reason}
+    assert {child.pid for child in workers()} == before
+
+
+def test_one_that_is_killed_while_it_has_nothing_to_do_is_replaced(pair):
+    ask(pair, {}, {}, {}, {})
+    for child in workers():
+        child.kill()
+    assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+
+
+def test_metadata_that_cannot_be_sent_stop_with_the_rewards_name(pair):
+    with pytest.raises(RewardFailure, match="'scripted'.*cannot be asked in a process.*pickle"):
+        ask(pair, {"thing": (n for n in range(3))})
+    assert ask(pair, {}).scores.isfinite().all()
+
+
+def test_reasons_and_missing_scores_of_the_reward_come_through(pair):
+    found = ask(pair, {}, {"why": "blank"}, {}, {"why": "torn"}, {})
+    assert found.scores.isnan().tolist() == [False, True, False, True, False]
+    assert found.reasons == {1: "blank", 3: "torn"}
+
+
+@pytest.mark.parametrize(
+    "do, said",
+    [
+        ("import", "'scripted' needs a package.*a_package_that_is_not_there"),
+        ("forget", r"'scripted' answered with shape \(1,\) for 2 pictures"),
+    ],
+)
+def test_what_no_picture_can_mend_stops_with_the_reason(pair, do, said):
+    with pytest.raises(RewardFailure, match=said):
+        ask(pair, {}, {}, {"do": do}, {})
+    assert ask(pair, {}).scores.isfinite().all()
+
+
+def test_a_reward_that_cannot_be_made_stops_with_the_reason(make):
+    with pytest.raises(RewardFailure, match="'r' cannot be made in a process.*cannot read x.bin"):
+        ask(make("Broken", {"path": "x.bin"}), {}, {})
+
+
+def test_micro_batch_none_asks_about_all_pictures_at_once(make):
+    scores = ask(make("threads", micro_batch=None), *[{}] * 4).scores
+    assert scores.tolist() == [1, 1, 1, 1]  # and each process has one thread
+
+
+@pytest.mark.slow
+def test_a_process_is_replaced_after_max_tasks_questions(make):
+    pool = make("process_id", micro_batch=1, max_tasks=2)
+    first, second, third = ask(pool, {}, {}, {}).scores.tolist()
+    assert first == second != third
+
+
+@pytest.mark.slow
+def test_after_three_in_a_row_without_an_answer_nothing_is_asked_for_a_while(make):
+    pool = make("Scripted", micro_batch=1, timeout=0.1, start=0.1)
+    found = ask(pool, *[{"do": "sleep", "seconds": 600}] * 3, {}, {})
+    assert found.scores.isnan().all()
+    assert [found.reasons[row].split(";")[0] for row in (0, 2, 3, 4)] == [
+        *["took longer than 0.2 s with loading and was stopped"] * 2,
+        *["not asked: the last 3 micro-batches before it got no answer"] * 2,
+    ]
+    pool._rests_until, pool._processes[0].start = time.monotonic(), 30.0
+    assert ask(pool, {}).scores.isfinite().all()
+
+
+def test_closing_ends_every_process_at_once_and_answers_what_is_open(make):
+    before = {child.pid for child in workers()}
+    pool = make("Scripted", workers=2, micro_batch=1)
+    hanging = pool.submit(pictures(4), ["p"] * 4, [{"do": "sleep", "seconds": 600}] * 4)
+    assert not wait([hanging], timeout=0.3).done
+    began = time.perf_counter()
+    pool.close()
+    pool.close()
+    assert time.perf_counter() - began < 10
+    assert {child.pid for child in workers()} == before
+    found = hanging.result(PATIENCE)
+    assert found.scores.isnan().all() and "closed" in found.reasons[3]
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(pool, {})
+
+
+@pytest.mark.parametrize(
+    "option", [{"workers": 0}, {"timeout": 0.0}, {"micro_batch": 0}, {"max_tasks": 0}]
+)
+def test_limits_are_positive(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))} .* more than 0"):
+        Pool("pool_rewards:Scripted", {}, "r", **option)
+
+
+# A script without `if __name__ == "__main__":`, as people write them.
+SCRIPT = """
+import os, sys, time
+import torch
+from flowrl.executors.pool import Pool
+
+with open(sys.argv[1], "a") as file:
+    file.write("script\\n")
+sys.path.insert(0, sys.argv[2])
+pool = Pool("pool_rewards:write_process_id", {}, "r", workers=2, micro_batch=1)
+pool.submit(torch.zeros(2, 3, 8, 8), ["p"] * 2, [{"path": sys.argv[1]}] * 2)
+while open(sys.argv[1]).read().count("\\n") < 3:
+    time.sleep(0.05)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen, list[int]]]]:
+    """Run SCRIPT until both its processes hang in their rewards. -> it, their ids."""
+    started: list[subprocess.Popen] = []
+    seen = tmp_path / "seen"
+
+    def run() -> tuple[subprocess.Popen, list[int]]:
+        (tmp_path / "script.py").write_text(SCRIPT)
+        process = subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), str(seen), str(HERE)],
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        first, *ids = seen.read_text().split()
+        assert first == "script"  # and it ran once: the processes did not run it again
+        return process, [int(number) for number in ids]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ended(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_processes_end_when_the_one_that_started_them_is_killed(script):
+    process, ids = script()
+    assert not any(ended(number) for number in ids)
+    process.kill()
+    assert within(10, lambda: all(ended(number) for number in ids))
+
+
+@pytest.mark.slow
+def test_ctrl_c_is_the_parents_to_handle_and_an_end_without_close_leaves_none(script):
+    process, ids = script()
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does: all of them get it
+    assert process.wait(20) != 0
+    assert within(5, lambda: all(ended(number) for number in ids))

@@ -1,0 +1,120 @@
+"""Networks of the real architectures, a thousandth of their size and with random weights."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
+SIDE = 32  # of the pictures that the tiny networks read
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a CLIP of transformers and its tokenizer; 14 tokens, logit scale 100."""
+    from transformers import CLIPConfig, CLIPModel
+
+    from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer
+
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = clip_tokenizer(folder)
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "projection_dim": 768,
+    }
+    text = size | {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": CLIP_TOKENS,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    vision = size | {"image_size": SIDE, "patch_size": 8}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = CLIPModel(
+            CLIPConfig(
+                text_config=text,
+                vision_config=vision,
+                projection_dim=768,
+                logit_scale_init_value=4.6052,
+            )
+        )
+        _spread(model)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_hps(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """The name of an architecture that open_clip knows, and a checkpoint of it."""
+    import json
+
+    import open_clip
+
+    folder = tmp_path_factory.mktemp("hps")
+    tower = {"layers": 2, "width": 32}
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": tower | {"image_size": SIDE, "patch_size": 8, "head_width": 8},
+        "text_cfg": tower | {"context_length": 77, "vocab_size": 49408, "heads": 4},
+    }
+    (folder / "tiny-hps.json").write_text(json.dumps(config))
+    open_clip.add_model_config(Path(folder))
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = open_clip.CLIP(**config)
+        _spread(model)
+    torch.save({"state_dict": model.state_dict()}, folder / "HPS_v2.1_compressed.pt")
+    return "tiny-hps", str(folder)
+
+
+def _spread(model: torch.nn.Module) -> None:
+    """Random weights hardly look at their input; a larger spread makes them."""
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4)
+
+
+def random_pictures(count: int, height: int = SIDE, width: int = SIDE) -> torch.Tensor:
+    """(count, 3, height, width), multiples of 1/255, within [0.2, 0.8]: nothing is clipped."""
+    generator = torch.Generator().manual_seed(count * height * width)
+    levels = torch.randint(51, 205, (count, 3, height, width), generator=generator)
+    return levels.float() / 255
+
+
+@pytest.fixture(scope="session")
+def pictures():
+    """`random_pictures`, for tests."""
+    return random_pictures
+
+
+def assert_slopes(score, images: torch.Tensor) -> None:
+    """The gradient of the summed scores agrees with differences: along itself, and at pixels."""
+    leaf = images.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(score(leaf).sum(), leaf)
+    generator = torch.Generator().manual_seed(0)
+    spots = torch.randint(images.numel(), (6,), generator=generator)
+    single = F.one_hot(spots, images.numel()).float().view(-1, *images.shape)
+    directions = [(gradient / gradient.norm(), 4e-3), *((spot, 0.05) for spot in single)]
+
+    def difference(direction: torch.Tensor, by: float) -> float:
+        with torch.no_grad():
+            change = score(images + by * direction) - score(images - by * direction)
+        return change.double().sum().item() / (2 * by)
+
+    # Two steps cancel the cubic term: with so large weights it is not small.
+    slopes = [(4 * difference(d, h / 2) - difference(d, h)) / 3 for d, h in directions]
+    expected = [(gradient * d).sum().item() for d, _ in directions]
+    assert expected[0] > 0.01 and slopes == pytest.approx(expected, rel=2e-3, abs=2e-5)
+
+
+@pytest.fixture(scope="session")
+def right_slopes():
+    """`assert_slopes`, for tests."""
+    return assert_slopes

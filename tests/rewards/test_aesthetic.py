@@ -1,0 +1,72 @@
+import pytest
+import torch
+from torch import nn
+
+from rewards.aesthetic import FILE, Aesthetic
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory):
+    """A folder with a head as it is published: the layers' numbers count the dropout between."""
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        layers = nn.Sequential(
+            nn.Linear(768, 1024), nn.Dropout(0.2), nn.Linear(1024, 128), nn.Dropout(0.2),
+            nn.Linear(128, 64), nn.Dropout(0.1), nn.Linear(64, 16), nn.Linear(16, 1),
+        )  # fmt: skip
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+    folder = tmp_path_factory.mktemp("head")
+    torch.save({f"layers.{k}": v for k, v in layers.state_dict().items()}, folder / FILE)
+    return folder, layers.eval()
+
+
+def test_it_is_the_published_head_on_the_unit_vector_of_the_picture(tiny_clip, head, pictures):
+    from transformers import CLIPVisionModelWithProjection
+
+    from rewards.preprocess import clip_pixels
+
+    folder, layers = head
+    with torch.no_grad():
+        vectors = CLIPVisionModelWithProjection.from_pretrained(tiny_clip)(
+            pixel_values=clip_pixels(pictures(3), 32)
+        ).image_embeds
+        expected = layers(vectors / vectors.norm(dim=-1, keepdim=True)).squeeze(1)
+    made = Aesthetic(model=tiny_clip, head=str(folder), device="cpu")
+    scores = made(pictures(3), ["any"] * 3, [{}] * 3)
+    assert scores.shape == (3,) and scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    assert expected.std() > 0.01
+    assert torch.equal(scores, made(pictures(3), ["other"] * 3, [{}] * 3))
+
+
+def test_gradients_reach_the_pixels(tiny_clip, head, pictures, right_slopes):
+    made = Aesthetic(model=tiny_clip, head=str(head[0] / FILE), device="cpu")
+    assert made.differentiable is True
+    right_slopes(lambda images: made(images, [""] * 3, [{}] * 3), pictures(3, 40, 56))
+
+
+def test_a_file_that_could_run_code_is_not_loaded(tiny_clip, tmp_path, pictures):
+    torch.save({"layers": nn.Linear(2, 2)}, tmp_path / FILE)
+    made = Aesthetic(model=tiny_clip, head=str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match="not read as plain weights"):
+        made(pictures(1), [""], [{}])
+
+
+def test_another_head_is_refused_and_a_missing_one_is_named(tiny_clip, tmp_path, pictures):
+    torch.save({"layers.0.weight": torch.ones(4, 4)}, tmp_path / FILE)
+    other = Aesthetic(model=tiny_clip, head=str(tmp_path), device="cpu")
+    with pytest.raises(ValueError, match="768-1024-128-64-16-1"):
+        other(pictures(1), [""], [{}])
+    absent = Aesthetic(model=tiny_clip, head="nobody/no-such-head", device="cpu")
+    with pytest.raises(FileNotFoundError, match=f"hf download nobody/no-such-head {FILE}"):
+        absent(pictures(1), [""], [{}])
+
+
+@pytest.mark.weights
+def test_published_weights_score_between_1_and_10():
+    from rewards.fixtures import blank, noise, square
+
+    scores = Aesthetic()(torch.stack([blank(), noise(), square("red")]), [""] * 3, [{}] * 3)
+    assert ((scores > 1) & (scores < 10)).all()

@@ -1,0 +1,311 @@
+import asyncio
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from chat_servers import Scripted, completion, free_port, pictures_of, refusal, scripted, text_of
+from chat_servers import within as no_longer_than
+
+from rewards import chat as chat_module
+from rewards.chat import Chat
+from rewards.chat_messages import Question, Reply, pngs
+from rewards.images import to_uint8
+
+RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
+BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
+SLACK = 1.5  # seconds, for a busy machine
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(chat_module, "PAUSE", 0.01)
+
+
+def question(text="?", *pictures, **more) -> Question:
+    return Question(pictures=pictures or (RED,), text=text, **more)
+
+
+def echo(body: dict) -> dict:
+    return completion(f"{text_of(body)} by {body['model']} in {body['max_tokens']}")
+
+
+def ask(server: Scripted | str, *questions: Question, **args) -> list[Reply]:
+    url = server if isinstance(server, str) else server.url
+    settings = {"timeout": 5.0, "deadline": 10.0, "rounds": 2} | args
+    return Chat("m", url, **settings).ask(questions or (question(),))
+
+
+def test_pictures_arrive_without_loss_and_before_the_text():
+    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
+    with scripted(echo) as server:
+        ask(server, question("what?", *pngs(images, 64)))
+    assert np.array_equal(np.stack(pictures_of(server.asked[0])), to_uint8(images))
+    parts = server.asked[0]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
+
+
+@pytest.mark.parametrize("size, expected", [((40, 80), (16, 32)), ((32, 8), (32, 8))])
+def test_pictures_are_shrunk_in_their_proportions_and_never_enlarged(size, expected):
+    with scripted(echo) as server:
+        ask(server, question("?", *pngs(torch.rand(1, 3, *size), 32)))
+    assert pictures_of(server.asked[0])[0].shape == (*expected, 3)
+
+
+def test_answers_are_greedy_in_order_and_thinking_is_switched_off():
+    with scripted(echo) as server:
+        replies = ask(server, *(question(f"q{n}", max_tokens=n) for n in range(1, 30)))
+    assert [r.text for r in replies] == [f"q{n} by m in {n}" for n in range(1, 30)]
+    for body in server.asked:
+        assert body["temperature"] == 0
+        assert body["chat_template_kwargs"] == {"enable_thinking": False}
+        assert "logprobs" not in body
+
+
+def test_a_server_that_refuses_unknown_fields_need_not_hear_of_thinking():
+    with scripted(echo) as server:
+        ask(server, thinking=None)
+    assert "chat_template_kwargs" not in server.asked[0]
+
+
+def test_probabilities_of_the_first_token_are_asked_for_and_read():
+    with scripted(lambda body: completion("4", {"4": 0.75, " 5": 0.25})) as server:
+        (reply,) = ask(server, question(alternatives=20))
+    assert server.asked[0]["logprobs"] is True
+    assert server.asked[0]["top_logprobs"] == 20
+    assert dict(reply.first) == {"4": pytest.approx(0.75), " 5": pytest.approx(0.25)}
+
+
+FAULTS = {
+    "refused": (lambda s: None, "cannot be reached"),
+    "500": (lambda s: lambda b: refusal(500), "answered 500"),
+    "404": (lambda s: lambda b: refusal(404), "answered 404.*/v1"),
+    "hangs": (lambda s: lambda b: s().hang, "did not answer within 0.3 s"),
+    "drips": (lambda s: lambda b: s().drip, "did not answer within 0.3 s"),
+    "truncated": (lambda s: lambda b: s().truncated, "cannot be reached"),
+    "no JSON": (lambda s: lambda b: b"<html>", "no chat completion"),
+    "plain text": (lambda s: lambda b: (200, {"Content-Type": "text/plain"}, b"hi"), "no chat"),
+    "no choices": (lambda s: lambda b: {"choices": []}, "no chat completion"),
+    "null": (lambda s: lambda b: b"null", "no chat completion"),
+    "no text": (lambda s: lambda b: completion({"a": 1}), "no chat completion"),
+    "null probability": (
+        lambda s: (
+            lambda b: {
+                "choices": [
+                    {
+                        "message": {"content": "5"},
+                        "logprobs": {
+                            "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
+                        },
+                    }
+                ]
+            }
+        ),
+        "no chat completion",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_a_missing_reply_that_names_the_server_in_time(fault):
+    make, says = FAULTS[fault]
+    held: list[Scripted] = []
+    script = make(lambda: held[0])
+    several = [question(f"q{n}", alternatives=20) for n in range(3)]
+    with no_longer_than(2 + SLACK):
+        if script is None:
+            url = f"http://127.0.0.1:{free_port()}/v1"
+            replies = ask(url, *several)
+        else:
+            with scripted(script) as server:
+                held.append(server)
+                url = server.url
+                replies = ask(server, *several, timeout=0.3, deadline=2)
+    for reply in replies:
+        with pytest.raises(ValueError, match=says):
+            reply.heard()
+        assert reply.missing.startswith(url)
+        assert not reply.text and not reply.first
+
+
+def test_what_another_try_mends_is_tried_again():
+    answers = [refusal(503), b"garbage", completion("at last")]
+    with scripted(lambda body: answers.pop(0)) as server:
+        assert ask(server, rounds=3)[0].text == "at last"
+
+
+def test_a_mistake_of_ours_is_not_repeated():
+    with scripted(lambda body: refusal(401)) as server:
+        assert "answered 401" in ask(server, rounds=5)[0].missing
+    assert len(server.asked) == 1
+
+
+def test_a_server_may_say_when_to_come_back():
+    answers = [refusal(429, **{"Retry-After": "0.3"}), completion("now")]
+    with scripted(lambda body: answers.pop(0)) as server:
+        begun = asyncio.run(_timed(server))
+    assert begun >= 0.3
+
+
+async def _timed(server: Scripted) -> float:
+    """Asked from inside a running event loop, as in a notebook."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    assert ask(server)[0].text == "now"
+    return loop.time() - began
+
+
+def test_a_wait_longer_than_the_deadline_is_not_begun():
+    with scripted(lambda body: refusal(429, **{"Retry-After": "3600"})) as server:
+        with no_longer_than(SLACK):
+            assert "answered 429" in ask(server)[0].missing
+
+
+def test_replies_that_came_before_the_deadline_are_kept():
+    def script(body):
+        return server.hang if text_of(body) == "slow" else completion("here")
+
+    with scripted(script) as server, no_longer_than(0.5 + SLACK):
+        slow, fast = ask(server, question("slow"), question("fast"), deadline=0.5, in_flight=2)
+    assert fast.text == "here"
+    assert "deadline of 0.5 s" in slow.missing and server.url in slow.missing
+
+
+def test_a_server_that_dies_in_mid_batch_loses_only_what_it_had_not_answered():
+    count = threading.Semaphore(3)
+
+    def script(body):
+        if count.acquire(blocking=False):
+            return completion("ok")
+        server.server.socket.close()
+        return server.truncated
+
+    with scripted(script) as server, no_longer_than(4 + SLACK):
+        replies = ask(server, *(question(str(n)) for n in range(9)), in_flight=1, deadline=4)
+    assert sum(reply.text == "ok" for reply in replies) == 3
+    assert sum("cannot be reached" in reply.missing for reply in replies) == 6
+
+
+def test_two_servers_share_the_questions():
+    several = [question(f"q{n}") for n in range(8)]
+    with scripted(echo) as one, scripted(echo) as two:
+        replies = Chat("m", [one.url, two.url]).ask(several)
+    assert [r.text[:2] for r in replies] == [f"q{n}" for n in range(8)]
+    assert len(one.asked) == len(two.asked) == 4
+
+
+def test_a_dead_server_leaves_its_questions_to_the_other():
+    dead = f"http://127.0.0.1:{free_port()}/v1"
+    with scripted(echo) as alive, no_longer_than(SLACK):
+        replies = Chat("m", [dead, alive.url]).ask([question(f"q{n}") for n in range(6)])
+    assert all(reply.text for reply in replies)
+
+
+def test_the_same_question_is_asked_once_in_a_batch_and_with_a_cache_never_again():
+    with scripted(echo) as server:
+        forgets, keeps = Chat("m", server.url), Chat("m", server.url, cache=True)
+        for chat, asked in ((forgets, (1, 2)), (keeps, (3, 3))):
+            for total in asked:
+                first, second = chat.ask([question(), question()])
+                assert first == second and first.text
+                assert len(server.asked) == total
+
+
+def test_the_cache_separates_texts_pictures_lengths_and_probabilities():
+    different = [
+        question("a"),
+        question("b"),
+        question("a", BLUE),
+        question("a", RED, BLUE),
+        question("a", BLUE, RED),
+        question("a", max_tokens=9),
+        question("a", alternatives=5),
+    ]
+    with scripted(lambda body: completion("5", {"5": 1.0})) as server:
+        chat = Chat("m", server.url, cache=True)
+        chat.ask(different)
+        chat.ask(different)
+    assert len(server.asked) == len(different)
+
+
+def test_a_failure_is_not_kept():
+    answers = [refusal(400), completion("better")]
+    with scripted(lambda body: answers.pop(0)) as server:
+        chat = Chat("m", server.url, cache=True)
+        assert [chat.ask([question()])[0].text for _ in range(2)] == ["", "better"]
+
+
+def test_only_so_many_replies_are_kept(monkeypatch):
+    monkeypatch.setattr(chat_module, "REPLIES_KEPT", 3)
+    with scripted(echo) as server:
+        chat = Chat("m", server.url, cache=True)
+        assert len(chat.ask([question(f"q{n}") for n in range(5)])) == 5
+        chat.ask([question("q4")])
+        assert len(server.asked) == 5
+        chat.ask([question("q0")])
+        assert len(server.asked) == 6
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": "<think>hm</think>5"},
+        {"content": "hm</think>5"},
+        {"content": "5", "reasoning_content": "hm"},
+        {"content": "5", "reasoning": "hm"},
+    ],
+    ids=str,
+)
+def test_thoughts_that_were_not_asked_for_make_a_reply_useless(message):
+    with scripted(lambda body: completion(**{"text": "", **message})) as server:
+        (reply,) = ask(server)
+        assert f"{server.url} thinks before it answers" in reply.missing
+        assert len(server.asked) == 1
+        assert ask(server, thinking=True)[0].text == "5"
+    assert server.asked[-1]["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def test_thoughts_without_end_ask_for_more_tokens():
+    with scripted(lambda body: completion("<think>well, 5")) as server:
+        assert "raise max_tokens" in ask(server, thinking=True)[0].missing
+
+
+def test_a_server_without_log_probabilities_is_told_apart():
+    with scripted(lambda body: completion("5")) as server:
+        (reply,) = ask(server, question(alternatives=20))
+    assert "gives no log-probabilities: take a mode that reads text" in reply.missing
+    assert len(server.asked) == 1
+
+
+def test_the_key_comes_from_the_named_variable_only(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "of another service")
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    with scripted(echo) as server:
+        ask(server)
+        ask(server, api_key_env="JUDGE_KEY")
+        assert server.keys == ["Bearer none", "Bearer secret"]
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(ValueError, match="variable JUDGE_KEY holds no key"):
+            ask(server, api_key_env="JUDGE_KEY")
+
+
+def test_proxies_from_the_environment_are_not_used(monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with scripted(echo) as server:
+        assert ask(server)[0].text
+
+
+def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(ImportError, match=r'pip install "flowrl-diffusion\[judge\]"'):
+        ask("http://127.0.0.1:1/v1")
+
+
+@pytest.mark.parametrize("args", [{"timeout": 0}, {"rounds": 0}, {"base_url": "localhost:8000"}])
+def test_settings_that_cannot_work_are_refused(args):
+    with pytest.raises(ValueError):
+        Chat("m", **args)

@@ -1,0 +1,113 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rewards.hpsv2 import HPSv2
+
+PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
+BLANK = [{}] * 4
+
+
+@pytest.fixture(scope="module")
+def made(tiny_hps):
+    architecture, folder = tiny_hps
+    return HPSv2(model=folder, architecture=architecture, device="cpu")
+
+
+def reference(tiny_hps, images, prompts):
+    """open_clip's own forward on black-padded pictures, and the diagonal."""
+    import open_clip
+
+    architecture, folder = tiny_hps
+    model = open_clip.create_model(architecture, pretrained=f"{folder}/HPS_v2.1_compressed.pt")
+    side = max(images.shape[-2:])
+    gaps = [side - images.shape[-1], side - images.shape[-2]]
+    padded = F.pad(images, [g for gap in gaps for g in (gap // 2, gap - gap // 2)])
+    mean, std = (
+        torch.tensor(v)[:, None, None] for v in (model.visual.image_mean, model.visual.image_std)
+    )
+    with torch.no_grad():
+        vectors = model.eval()(
+            (padded - mean) / std, open_clip.get_tokenizer(architecture)(prompts)
+        )
+    return (vectors[0] @ vectors[1].T).diagonal()
+
+
+@pytest.mark.parametrize("size", [(32, 32), (32, 20), (14, 32)])
+def test_it_is_the_cosine_of_open_clips_own_forward_without_its_scale(
+    made, tiny_hps, pictures, size
+):
+    images = pictures(4, *size)
+    scores = made(images, PROMPTS, BLANK)
+    assert scores.shape == (4,) and scores.dtype == torch.float32
+    expected = reference(tiny_hps, images, PROMPTS)
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
+    assert expected.std() > 0.01
+
+
+def test_what_lies_at_the_edge_of_a_wide_picture_counts(made, pictures):
+    images = pictures(1, 32, 64)
+    other = images.clone()
+    other[..., -8:] = 0
+    assert made(images, PROMPTS[:1], [{}]) != made(other, PROMPTS[:1], [{}])
+
+
+def test_a_batch_scores_as_its_pictures_alone_and_rows_do_not_meet(made, pictures):
+    images = pictures(4)
+    whole = made(images, PROMPTS, BLANK)
+    alone = torch.cat([made(images[i : i + 1], PROMPTS[i : i + 1], [{}]) for i in range(4)])
+    torch.testing.assert_close(whole, alone, rtol=0, atol=1e-6)
+    other = torch.cat([images[:1], 1 - images[1:]])
+    changed = made(other, PROMPTS, BLANK)
+    assert changed[0] == whole[0] and (changed[1:] != whole[1:]).all()
+
+
+def test_equal_prompts_are_encoded_once(tiny_hps, pictures):
+    architecture, folder = tiny_hps
+    fresh = HPSv2(model=folder, architecture=architecture, device="cpu")
+    encode, seen = fresh.texts.encode, []
+    fresh.texts.encode = lambda prompts: seen.append(prompts) or encode(prompts)
+    scores = fresh(pictures(1).expand(4, -1, -1, -1), PROMPTS, BLANK)
+    assert seen == [["a red circle", "two blue stars", "a green ring"]]
+    assert scores[0] == scores[2] != scores[1]
+
+
+def test_gradients_reach_the_pixels(made, pictures, right_slopes):
+    assert made.differentiable is True
+    right_slopes(lambda images: made(images, PROMPTS, BLANK), pictures(4, 40, 56))
+
+
+def test_bf16_stays_near_and_says_so(tiny_hps, made, pictures):
+    architecture, folder = tiny_hps
+    half = HPSv2(model=folder, architecture=architecture, device="cpu", dtype="bf16")
+    scores = half(pictures(4), PROMPTS, BLANK)
+    torch.testing.assert_close(scores, made(pictures(4), PROMPTS, BLANK), rtol=0, atol=0.02)
+    assert half.version != made.version
+
+
+def test_weights_of_another_network_are_refused(tiny_hps, tmp_path, pictures):
+    torch.save({"state_dict": {"wrong": torch.ones(1)}}, tmp_path / "w.pt")
+    wrong = HPSv2(model=str(tmp_path / "w.pt"), architecture=tiny_hps[0], device="cpu")
+    with pytest.raises(ValueError, match="does not hold the weights of open_clip's tiny-hps"):
+        wrong(pictures(1), [""], [{}])
+    with pytest.raises(ValueError, match="v2.1, v2.0, not 'v3'"):
+        HPSv2("v3")
+
+
+def test_weights_may_be_safetensors(tiny_hps, tmp_path, made, pictures):
+    from safetensors.torch import save_file
+
+    state = torch.load(f"{tiny_hps[1]}/HPS_v2.1_compressed.pt", weights_only=True)["state_dict"]
+    save_file(state, tmp_path / "w.safetensors")
+    other = HPSv2(model=str(tmp_path / "w.safetensors"), architecture=tiny_hps[0], device="cpu")
+    assert torch.equal(other(pictures(4), PROMPTS, BLANK), made(pictures(4), PROMPTS, BLANK))
+
+
+@pytest.mark.weights
+def test_published_weights_score_in_the_published_range_and_know_colours():
+    big = HPSv2()
+    for found in big.fixtures():
+        both = torch.stack([found["better"], found["worse"]])
+        scores = big(both, [found["prompt"]] * 2, [{}] * 2)
+        assert scores[0] > scores[1]
+        assert 0.2 < scores[0] < 0.35

@@ -1,0 +1,105 @@
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from rewards.imagereward import ImageReward
+from rewards.preprocess import clip_pixels
+
+PROMPTS = ["a red circle", "two blue stars", "a red circle"]
+
+
+class Sight(nn.Module):
+    """Pictures (B, 3, 224, 224) -> one vector for each of 16 patches, (B, 16, 24)."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 56, 56)
+
+    def forward(self, pixels):
+        return self.patches(pixels).flatten(2).transpose(1, 2)
+
+
+@pytest.fixture(scope="module")
+def network(tiny_clip):
+    """The parts of the package's model: a BLIP text encoder that looks at pictures, and a head."""
+    from transformers import AutoTokenizer, BlipTextConfig
+    from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_clip)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        config = BlipTextConfig(
+            vocab_size=len(tokenizer), hidden_size=32, encoder_hidden_size=24, num_hidden_layers=1,
+            intermediate_size=64, num_attention_heads=4, projection_dim=16, is_decoder=True,
+        )  # fmt: skip
+        blip = nn.Module()
+        blip.visual_encoder, blip.tokenizer = Sight(), tokenizer
+        blip.text_encoder = BlipTextModel(config, add_pooling_layer=False)
+        for parameter in blip.parameters():
+            parameter.data.mul_(10)
+        whole = nn.Module()
+        whole.blip, whole.mlp = blip, nn.Linear(32, 1)
+    whole.mean, whole.std = 0.16717362830052426, 1.0333394966054072
+    return whole.eval()
+
+
+@pytest.fixture
+def made(network, monkeypatch):
+    package = types.ModuleType("ImageReward")
+    package.load = lambda name, device: network
+    monkeypatch.setitem(sys.modules, "ImageReward", package)
+    return ImageReward(device="cpu")
+
+
+def one(network, image, prompt):
+    """The published way: one picture, one prompt."""
+    text = network.blip.tokenizer(
+        prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
+    )
+    seen = network.blip.visual_encoder(clip_pixels(image[None]))
+    read = network.blip.text_encoder(
+        text.input_ids,
+        attention_mask=text.attention_mask,
+        encoder_hidden_states=seen,
+        encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long),
+        return_dict=True,
+    )
+    raw = network.mlp(read.last_hidden_state[:, 0, :]).item()
+    return (raw - network.mean) / network.std
+
+
+def test_each_picture_is_scored_with_its_own_prompt_as_if_alone(made, network, pictures):
+    images = pictures(3, 64, 80)
+    scores = made(images, PROMPTS, [{}] * 3)
+    assert scores.shape == (3,) and scores.dtype == torch.float32
+    alone = [one(network, image, prompt) for image, prompt in zip(images, PROMPTS, strict=True)]
+    assert scores.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-5)
+    assert scores.std() > 0.01
+
+
+def test_a_batch_costs_one_pass_and_not_one_for_each_pair(made, network, pictures):
+    rows = []
+    hook = network.blip.text_encoder.register_forward_hook(
+        lambda module, given, output: rows.append(len(output.last_hidden_state))
+    )
+    made(pictures(3), PROMPTS, [{}] * 3)
+    hook.remove()
+    assert rows == [3]
+
+
+def test_prompts_beyond_35_tokens_are_cut_with_a_warning(made, pictures):
+    long = "a red circle " * 20
+    with pytest.warns(UserWarning, match="ImageReward reads 35 tokens"):
+        cut = made(pictures(1), [long], [{}])
+    with pytest.warns(UserWarning):
+        assert torch.equal(cut, made(pictures(1), [long + "and two stars"], [{}]))
+
+
+def test_without_its_package_one_sentence_says_what_to_do(pictures):
+    with pytest.raises(ImportError) as caught:
+        ImageReward()(pictures(1), PROMPTS[:1], [{}])
+    for words in ("pip install image-reward", "docs/reward-servers.md"):
+        assert words in str(caught.value)

@@ -1,0 +1,108 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from rewards.loading import check_dtype, device_of, imported, read_weights, weights_file
+
+ROOT = Path(__file__).parent.parent.parent
+LIGHT = """
+import sys
+import flowrl
+import rewards.aesthetic, rewards.clipscore, rewards.hpsv2, rewards.hpsv3, rewards.imagereward
+import rewards.pickscore
+for made in (rewards.pickscore.PickScore, rewards.clipscore.CLIPScore, rewards.hpsv2.HPSv2,
+             rewards.aesthetic.Aesthetic, rewards.imagereward.ImageReward, rewards.hpsv3.HPSv3):
+    made()
+print(sorted({"torchvision", "open_clip", "transformers", "huggingface_hub"} & set(sys.modules)))
+"""
+BROKEN = """
+import torch
+from rewards.hpsv2 import HPSv2
+from rewards.pickscore import PickScore
+for made in (HPSv2(), PickScore()):
+    try:
+        made(torch.zeros(1, 3, 8, 8), ["a cat"], [{}])
+    except ImportError as error:
+        print(error)
+"""
+
+
+def run(code: str, *path: Path) -> str:
+    places = os.pathsep.join(map(str, [*path, ROOT]))
+    env = {**os.environ, "PYTHONPATH": places, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_importing_and_making_rewards_loads_no_heavy_package():
+    assert run(LIGHT).strip() == "[]"
+
+
+def test_a_broken_torchvision_gives_one_clear_sentence(tmp_path):
+    """Built for another torch it is found, but raises RuntimeError when it is imported."""
+    (tmp_path / "torchvision").mkdir()
+    fault = 'raise RuntimeError("operator torchvision::nms does not exist")'
+    (tmp_path / "torchvision" / "__init__.py").write_text(fault)
+    lines = run(BROKEN, tmp_path).splitlines()
+    assert [line.split(",")[0] for line in lines] == [
+        "HPSv2 needs open_clip",
+        "PickScore needs transformers",
+    ]
+    for line in lines:
+        assert "torchvision does not (RuntimeError: operator torchvision::nms" in line
+        assert "reinstall torchvision" in line
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
+    with pytest.raises(ImportError, match="a test needs no_such_thing, .* pip install no_such_th"):
+        imported("no_such_thing", "a test")
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(ImportError, match="a test needs open_clip"):
+        imported("open_clip", "a test")
+    assert imported("math:pi", "a test") == pytest.approx(3.14159, abs=1e-4)
+    with pytest.raises(ImportError, match="needs math, which does not load: AttributeError"):
+        imported("math:tau2", "a test")
+
+
+def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_when_missing(tmp_path):
+    (tmp_path / "w.pt").write_bytes(b"x")
+    assert weights_file(str(tmp_path), "w.pt") == weights_file(str(tmp_path / "w.pt"), "any")
+    with pytest.raises(FileNotFoundError, match="holds no file v.pt"):
+        weights_file(str(tmp_path), "v.pt")
+    with pytest.raises(FileNotFoundError) as caught:
+        weights_file("nobody/nothing", "w.pt")
+    assert "`hf download nobody/nothing w.pt`" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_are_read_from_both_kinds_of_files_and_nothing_else(tmp_path):
+    from safetensors.torch import save_file
+
+    state = {"a": torch.arange(3.0)}
+    torch.save(state, tmp_path / "plain.pt")
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "nested.pt")
+    save_file(state, tmp_path / "safe.safetensors")
+    for name in ("plain.pt", "nested.pt", "safe.safetensors"):
+        found = read_weights(tmp_path / name)
+        assert list(found) == ["a"] and torch.equal(found["a"], state["a"])
+    torch.save({"a": nn.Linear(1, 1)}, tmp_path / "code.pt")
+    (tmp_path / "text.pt").write_text("no weights")
+    for name in ("code.pt", "text.pt"):
+        with pytest.raises(ValueError, match=f"{name} is not read as plain weights"):
+            read_weights(tmp_path / name)
+
+
+def test_auto_is_a_device_that_is_there():
+    assert device_of("auto").type in ("cuda", "cpu") and device_of("cpu").type == "cpu"
+    torch.zeros(1, device=device_of("auto"))
+    assert check_dtype("bf16") == "bf16"
+    with pytest.raises(ValueError, match="fp32, bf16, not 'float32'"):
+        check_dtype("float32")

@@ -1,0 +1,177 @@
+"""The architecture with random weights, small, saved and loaded by the real code."""
+
+import numpy as np
+import pytest
+import torch
+
+from rewards.geneval import GenEval
+from rewards.mask2former_detector import COCO, RENAMES, Mask2FormerDetector
+
+NAMES = ("cat", "mouse", "sofa")
+CLASSES = ("cat", "computer mouse", "couch")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A network whose masks are spread and whose scores differ."""
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    torch.manual_seed(0)
+    backbone = SwinConfig(
+        image_size=32, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=4,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    config = Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32,
+        encoder_feedforward_dim=16, dim_feedforward=16, encoder_layers=1, decoder_layers=2,
+        num_attention_heads=2, num_queries=12, id2label=dict(enumerate(NAMES)),
+        label2id={name: i for i, name in enumerate(NAMES)},
+    )  # fmt: skip
+    network = Mask2FormerForUniversalSegmentation(config)
+    network.class_predictor.weight.data.mul_(20)
+    for name, parameter in network.named_parameters():
+        if "mask_embedder" in name or "mask_projection" in name:
+            parameter.data.mul_(3)
+    path = tmp_path_factory.mktemp("mask2former")
+    network.save_pretrained(path)
+    size = {"shortest_edge": 64, "longest_edge": 128}
+    Mask2FormerImageProcessor(size=size, size_divisor=32).save_pretrained(path)
+    return str(path)
+
+
+def made(folder: str, **args) -> Mask2FormerDetector:
+    return Mask2FormerDetector(folder, classes=CLASSES, device="cpu", **args)
+
+
+def pictures(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def alike(one, other) -> bool:
+    return len(one) == len(other) and all(
+        a.box == b.box and a.name == b.name and abs(a.score - b.score) < 1e-5
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_objects_have_boxes_around_their_masks_and_names_as_geneval_has_them(folder):
+    found = made(folder)(pictures())
+    assert len(found) == 3 and all(found)
+    for item in (item for one in found for item in one):
+        left, top, right, bottom = map(int, item.box)
+        assert item.name in CLASSES and 0.05 <= item.score <= 1
+        assert item.mask.shape == (48, 64) and item.mask.dtype == bool
+        assert 0 <= left < right <= 64 and 0 <= top < bottom <= 48
+        inside = item.mask[top:bottom, left:right]
+        assert inside.sum() == item.mask.sum() > 0
+        assert inside[0].any() and inside[-1].any() and inside[:, 0].any() and inside[:, -1].any()
+
+
+def test_a_picture_has_the_same_objects_alone_and_among_others(folder):
+    images = pictures(5)
+    together = made(folder, batch=3)(images)
+    find = made(folder)
+    assert all(alike(find(images[i : i + 1])[0], together[i]) for i in range(5))
+
+
+def test_what_is_less_sure_than_the_floor_is_not_reported(folder):
+    every = made(folder, floor=0.0)(pictures())
+    scores = sorted(item.score for one in every for item in one)
+    floor = scores[len(scores) // 2]
+    kept = made(folder, floor=floor)(pictures())
+    assert [item.score for one in kept for item in one] == [
+        item.score for one in every for item in one if item.score >= floor
+    ]
+
+
+def test_the_network_reads_red_green_blue_normalised_by_the_processors_constants(folder):
+    find = made(folder)
+    picture = np.zeros((1, 64, 64, 3), np.uint8)
+    picture[..., 0] = 255
+    pixels = find.model.pixels(picture)["pixel_values"][0].mean((1, 2))
+    mean, std = (
+        torch.tensor(getattr(find.model.processor, key)) for key in ("image_mean", "image_std")
+    )
+    assert torch.allclose(pixels, (torch.tensor([1.0, 0.0, 0.0]) - mean) / std, atol=1e-5)
+
+
+def test_masks_lie_where_the_network_saw_the_object(folder):
+    """A network whose one object is wherever the picture is bright, in the lower right."""
+    find = made(folder)
+    network = find.model.network
+
+    def bright(pixel_values):
+        light = pixel_values.mean(1, keepdim=True)
+        masks = torch.where(light > 0, 20.0, -20.0)[..., ::4, ::4].repeat(1, 12, 1, 1)
+        classes = torch.full((len(light), 12, 4), -20.0)
+        classes[:, :, 3] = 20
+        classes[:, 0, 1], classes[:, 0, 3] = 20, -20
+        from transformers.models.mask2former.modeling_mask2former import (
+            Mask2FormerForUniversalSegmentationOutput as Output,
+        )
+
+        return Output(class_queries_logits=classes, masks_queries_logits=masks)
+
+    bright.device, bright.config = network.device, network.config
+    find.model.__dict__["network"] = bright
+    picture = np.zeros((1, 48, 96, 3), np.uint8)  # not square: each axis has its own scale
+    picture[:, 24:, 64:] = 255
+    (found,) = find(picture)
+    assert [item.name for item in found] == ["computer mouse"]
+    assert found[0].box == pytest.approx((64, 24, 96, 48), abs=2)
+
+
+def test_a_picture_without_objects_has_none(folder):
+    assert made(folder, floor=0.999)(pictures(1)) == [[]]
+
+
+def test_geneval_judges_with_it_and_with_the_colours_of_pixels(folder):
+    wanted = {"tag": "colors", "include": [{"class": "couch", "count": 1, "color": "red"}]}
+    args = {"model": folder, "classes": CLASSES, "device": "cpu"}
+    reward = GenEval(
+        detector="mask2former", detector_args=args, colors="pixels", threshold=0.1
+    )
+    reward.check("", wanted)
+    images = torch.from_numpy(pictures()).permute(0, 3, 1, 2) / 255
+    scores, reasons = reward(images, [""] * 3, [wanted] * 3)
+    assert not reasons and ((scores >= 0) & (scores <= 1)).all()
+    with pytest.raises(ValueError, match="use|ask others with args"):
+        GenEval(detector="mask2former", detector_args=args).check("", wanted)
+
+
+def test_the_thresholds_are_the_papers_and_can_be_changed(folder):
+    find = Mask2FormerDetector()
+    assert (find.threshold, find.counting_threshold) == (0.3, 0.9)
+    reward = GenEval(detector="mask2former", threshold=0.01, detector_args={"model": folder})
+    with pytest.raises(ValueError, match="reports nothing below 0.05"):
+        reward.check("", {"tag": "single_object", "include": [{"class": "cat", "count": 1}]})
+
+
+def test_a_model_of_other_classes_is_refused_and_says_which_it_knows(folder):
+    with pytest.raises(ValueError, match="cat, computer mouse, couch"):
+        Mask2FormerDetector(folder, device="cpu").load()
+
+
+def test_weights_that_are_not_here_are_named_once_for_all_pictures():
+    reward = GenEval(detector="mask2former", detector_args={"model": "nobody/no-such-model"})
+    cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+    with pytest.raises(FileNotFoundError, match="nobody/no-such-model"):
+        reward(torch.zeros(4, 3, 32, 32), [""] * 4, [cat] * 4)
+
+
+def test_the_eighty_classes_are_each_named_once():
+    assert len(COCO) == len(set(COCO)) == 80
+    assert set(RENAMES.values()) <= set(COCO) and not set(RENAMES) & set(COCO)
+
+
+@pytest.mark.weights
+def test_the_real_checkpoint_knows_cocos_classes_and_finds_nothing_on_blank_paper():
+    find = Mask2FormerDetector()
+    find.load()
+    (found,) = find(np.full((1, 512, 512, 3), 235, np.uint8))
+    assert not [item for item in found if item.score > find.threshold]

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from rewards.pickscore import PickScore
+
+PROMPTS = ["a red circle", "two blue stars", "a green ring"]
+BLANK = [{}] * 3
+
+
+def make(folder, scale="div26", **more):
+    return PickScore(scale, model=folder, tokenizer=folder, device="cpu", **more)
+
+
+def test_the_three_scales_are_one_cosine(tiny_clip, pictures):
+    images = pictures(3)
+    cosine, raw, div26 = (
+        make(tiny_clip, scale)(images, PROMPTS, BLANK) for scale in ("cosine", "raw", "div26")
+    )
+    assert cosine.shape == (3,) and cosine.dtype == torch.float32
+    torch.testing.assert_close(raw, 100 * cosine, rtol=1e-4, atol=0)
+    torch.testing.assert_close(div26, raw / 26)
+
+
+def test_raw_is_transformers_own_logit(tiny_clip, pictures):
+    from transformers import AutoTokenizer, CLIPModel
+
+    from rewards.preprocess import clip_pixels
+
+    text = AutoTokenizer.from_pretrained(tiny_clip)(PROMPTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = CLIPModel.from_pretrained(tiny_clip)(
+            pixel_values=clip_pixels(pictures(3), 32), **text
+        ).logits_per_image
+    torch.testing.assert_close(
+        make(tiny_clip, "raw")(pictures(3), PROMPTS, BLANK), logits.diagonal()
+    )
+
+
+def test_scores_lie_within_the_bounds_of_their_scale(tiny_clip, pictures):
+    for scale in ("cosine", "raw", "div26"):
+        made = make(tiny_clip, scale)
+        low, high = made.bounds
+        scores = made(pictures(3), PROMPTS, BLANK)
+        assert ((scores > low) & (scores < high)).all()
+    assert high == pytest.approx(100 / 26)
+
+
+def test_the_version_says_everything_that_changes_the_numbers(tiny_clip):
+    versions = {
+        make(tiny_clip).version,
+        make(tiny_clip, "raw").version,
+        make(tiny_clip, dtype="bf16").version,
+        make(tiny_clip, revision="abc").version,
+        PickScore().version,
+    }
+    assert len(versions) == 5
+    assert "yuvalkirstain/PickScore_v1" in PickScore().version
+
+
+def test_gradients_reach_the_pixels(tiny_clip, pictures, right_slopes):
+    made = make(tiny_clip)
+    assert made.differentiable is True
+    right_slopes(lambda images: made(images, PROMPTS, BLANK), pictures(3, 40, 56))
+
+
+def test_wrong_scales_are_refused():
+    with pytest.raises(ValueError, match="div26, raw, cosine, not 'half'"):
+        PickScore("half")
+
+
+def test_fixtures_ask_for_each_colour_once():
+    for found in PickScore().fixtures():
+        assert set(found) >= {"says", "prompt", "metadata", "better", "worse"}
+        assert found["better"].shape == found["worse"].shape
+    first, second = PickScore().fixtures()
+    assert torch.equal(first["better"], second["worse"]) and first["prompt"] != second["prompt"]
+
+
+@pytest.mark.weights
+def test_published_weights_score_in_the_published_range_and_know_colours():
+    made = PickScore("raw")
+    for found in made.fixtures():
+        both = torch.stack([found["better"], found["worse"]])
+        scores = made(both, [found["prompt"]] * 2, BLANK[:2])
+        assert scores[0] > scores[1]
+        assert ((scores > 14) & (scores < 28)).all()

@@ -1,0 +1,123 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from rewards.preprocess import MEAN, STD, clip_pixels, hps_pixels
+
+LEVEL = 1 / 255 / min(STD)  # one step of 8 bits after normalising
+SIZES = [(512, 512), (64, 64), (300, 517), (256, 192), (224, 224), (225, 224)]
+
+
+def smooth(height, width):
+    coarse = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return on_levels(F.interpolate(coarse, (height, width), mode="bicubic").clamp(0, 1))
+
+
+def noise(height, width):
+    return on_levels(torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(1)))
+
+
+def edges(height, width):
+    image = torch.zeros(1, 3, height, width)
+    image[:, 0] = 1
+    image[..., height // 4 : height // 2, width // 3 : width // 2] = 1
+    return image
+
+
+def on_levels(images):
+    return (images * 255).round() / 255
+
+
+def picture(images):
+    return Image.fromarray((images[0] * 255).round().byte().permute(1, 2, 0).numpy())
+
+
+def processed(images):
+    """By the processor that works on PIL's pictures: the default depends on what is installed."""
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    pixels = CLIPImageProcessorPil()(picture(images), return_tensors="np")["pixel_values"]
+    return torch.from_numpy(np.array(pixels))
+
+
+def normalised(images):
+    return (images - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
+
+
+@pytest.mark.parametrize("draw", [smooth, noise, edges])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_within_about_one_level_of_clips_processor(draw, size):
+    images = draw(*size)
+    difference = (clip_pixels(images) - processed(images)).abs()
+    assert difference.max() < 2 * LEVEL
+    assert difference.mean() < 0.005
+
+
+def test_without_antialiasing_or_clipping_it_would_not_be():
+    images = edges(512, 512)
+    reference = processed(images)
+    for antialias, bound in ((False, 20 * LEVEL), (True, 2 * LEVEL)):
+        plain = F.interpolate(images, (224, 224), mode="bicubic", antialias=antialias)
+        assert (normalised(plain) - reference).abs().max() > bound
+
+
+@pytest.mark.parametrize("fit", [clip_pixels, hps_pixels])
+def test_pictures_of_the_right_size_are_only_normalised(fit):
+    images = noise(224, 224)
+    torch.testing.assert_close(fit(images), normalised(images), rtol=0, atol=1e-4)
+
+
+@given(st.integers(20, 90), st.integers(20, 90), st.sampled_from([16, 32, 33]))
+def test_any_shape_becomes_the_square_that_the_network_reads(height, width, size):
+    images = smooth(height, width)
+    for fit in (clip_pixels, hps_pixels):
+        assert fit(images, size).shape == (1, 3, size, size)
+        assert fit(images, size).dtype == torch.float32
+
+
+def test_clip_crops_the_middle():
+    images = torch.zeros(1, 3, 64, 128)
+    images[..., 32:96] = 1
+    assert (clip_pixels(images, 64) == normalised(torch.ones(1, 3, 64, 64))).all()
+
+
+@pytest.mark.parametrize("height, width", [(100, 200), (200, 100), (333, 512), (224, 60)])
+def test_hps_keeps_the_aspect_ratio_and_pads_black_before_normalising(height, width):
+    white = torch.ones(1, 3, height, width)
+    levels = hps_pixels(white) * torch.tensor(STD)[:, None, None]
+    levels = (levels + torch.tensor(MEAN)[:, None, None])[0, 0]
+    torch.testing.assert_close(levels, levels.round(), rtol=0, atol=1e-5)
+    shown = levels.round().bool()
+    rows, columns = shown.any(1), shown.any(0)
+    scale = 224 / max(height, width)
+    assert (rows.sum(), columns.sum()) == (round(height * scale), round(width * scale))
+    assert shown.sum() == rows.sum() * columns.sum()
+    for line in (rows, columns):
+        before = line.nonzero()[0].item()
+        after = len(line) - 1 - line.nonzero()[-1].item()
+        assert after - before in (0, 1)
+
+
+@pytest.mark.parametrize("height, width", [(300, 500), (500, 300), (80, 60)])
+def test_hps_is_the_published_transform_of_a_float_tensor(height, width):
+    functional = pytest.importorskip("torchvision.transforms.functional")
+    images, bicubic = noise(height, width), functional.InterpolationMode.BICUBIC
+    scale = 224 / max(height, width)
+    size = [round(side * scale) for side in (height, width)]
+    resized = functional.resize(images, size, bicubic, antialias=True)
+    gaps = [224 - size[1], 224 - size[0]]
+    padded = functional.pad(resized, [*(g // 2 for g in gaps), *(g - g // 2 for g in gaps)])
+    expected = functional.normalize(padded, MEAN, STD)
+    torch.testing.assert_close(hps_pixels(images), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fit", [clip_pixels, hps_pixels])
+@pytest.mark.parametrize("level", [0.0, 0.5, 1.0])
+def test_every_pixel_that_is_seen_has_a_gradient_even_in_black_and_white(fit, level):
+    images = torch.full((1, 3, 300, 300), level, requires_grad=True)
+    (gradient,) = torch.autograd.grad(fit(images).sum(), images)
+    assert (gradient > 0).all()

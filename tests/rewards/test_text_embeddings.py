@@ -1,0 +1,51 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.text_embeddings import TextEmbeddings, warn_of_cut
+
+
+def numbered(calls):
+    """An encoder that gives each text it is shown the next number."""
+
+    def encode(texts):
+        calls.append(list(texts))
+        seen = sum(map(len, calls)) - len(texts)
+        return torch.arange(seen, seen + len(texts)).float()[:, None]
+
+    return encode
+
+
+def test_equal_prompts_are_encoded_once_and_come_back_in_place():
+    calls = []
+    texts = TextEmbeddings(numbered(calls))
+    assert texts(["a", "b", "a", "a"]).flatten().tolist() == [0, 1, 0, 0]
+    assert texts(["c", "a"]).flatten().tolist() == [2, 0]
+    assert calls == [["a", "b"], ["c"]]
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=9), max_size=6))
+def test_it_remembers_no_more_than_its_limit_and_answers_all_the_same(batches):
+    texts = TextEmbeddings(lambda new: torch.tensor([[float(ord(t))] for t in new]), limit=3)
+    for prompts in batches:
+        assert texts(prompts).flatten().tolist() == [ord(prompt) for prompt in prompts]
+        assert len(texts._known) <= 3
+
+
+def test_what_was_used_last_is_kept():
+    calls = []
+    texts = TextEmbeddings(numbered(calls), limit=2)
+    for prompt in ("a", "b", "a", "c", "a", "b"):
+        texts([prompt])
+    assert calls == [["a"], ["b"], ["c"], ["b"]]
+
+
+def test_no_gradient_is_kept_for_texts():
+    weight = torch.ones(3, requires_grad=True)
+    assert not TextEmbeddings(lambda new: weight.expand(len(new), 3))(["a"]).requires_grad
+
+
+def test_only_prompts_that_are_cut_are_warned_of(recwarn):
+    warn_of_cut("ImageReward", ["short", "a very long one"], [3, 40], 35)
+    (only,) = recwarn.list
+    assert "35 tokens" in str(only.message) and "'a very long one'" in str(only.message)

@@ -1,0 +1,158 @@
+import math
+
+import pytest
+import torch
+from chat_servers import completion, free_port, pictures_of, redness, refusal, scripted, text_of
+
+from flowrl.reward import RewardSpec
+from flowrl.scoring import score
+from rewards.fixtures import square
+from rewards.vlm_judge import PATTERN, VLMJudge, text_score
+
+PICTURES = torch.stack([square("red", 32), square("blue", 32)])
+PROMPTS = ["a red square", "a red square"]
+
+
+def judged(script, mode="expectation", images=PICTURES, prompts=PROMPTS, **args):
+    with scripted(script) as server:
+        made = VLMJudge({"model": "m", "base_url": server.url, "rounds": 1}, mode, **args)
+        scores, reasons = made(images, prompts, [{}] * len(images))
+    return made, server, scores, reasons
+
+
+def by_colour(body):
+    likes = 0.1 + 0.8 * redness(pictures_of(body)[0])
+    return completion("5", {"5": likes, "0": 1 - likes})
+
+
+@pytest.mark.parametrize("answer", range(6))
+def test_all_mass_on_one_score_is_its_share_of_the_best(answer):
+    _, _, scores, reasons = judged(lambda body: completion("", {f" {answer}": 1.0}))
+    assert scores == [pytest.approx(answer / 5)] * 2 and not reasons
+
+
+def test_one_token_with_twenty_alternatives_is_asked_for():
+    _, server, _, _ = judged(by_colour)
+    for body in server.asked:
+        assert (body["max_tokens"], body["top_logprobs"]) == (1, 20)
+        assert "a red square" in text_of(body)
+        assert "one of 0, 1, 2, 3, 4, 5" in text_of(body)
+
+
+def test_each_picture_is_judged_by_what_it_shows():
+    _, _, (red, blue), _ = judged(by_colour)
+    assert red > blue
+
+
+def test_letters_may_stand_for_scores():
+    letters = {"A": 4, "B": 2, "C": 1}
+    made, server, scores, _ = judged(
+        lambda body: completion("", {"b": 0.5, "A": 0.5}), scores=letters
+    )
+    assert scores == [pytest.approx(0.75)] * 2
+    assert made.bounds == (0.25, 1.0)
+    assert "one of C, B, A" in text_of(server.asked[0])
+
+
+def test_yes_or_no():
+    _, _, scores, _ = judged(
+        lambda b: completion("", {"Yes": 0.45, "yes": 0.15, "No": 0.2}), "yes_no"
+    )
+    assert scores == [pytest.approx(0.75)] * 2
+
+
+def test_a_text_is_read_by_its_last_score():
+    text = "I see <Score>1</Score> no, <Score> 4 </Score>"
+    _, server, scores, _ = judged(lambda body: completion(text), "text", max_tokens=99)
+    assert scores == [0.8, 0.8]
+    assert server.asked[0]["max_tokens"] == 99 and "logprobs" not in server.asked[0]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>"]
+)
+def test_a_text_without_a_score_is_missing_not_0(text):
+    _, _, scores, reasons = judged(lambda body: completion(text), "text")
+    assert all(map(math.isnan, scores))
+    assert set(reasons) == {0, 1} and "score" in reasons[0]
+
+
+def test_answers_beside_the_point_are_missing_not_0():
+    made, _, scores, reasons = judged(lambda body: completion("", {"The": 0.6, "0": 0.4}))
+    assert all(map(math.isnan, scores))
+    assert "only 0.40 of the probability lies on 0, 1" in reasons[0]
+    assert math.isnan(made.least_mass)
+
+
+def test_the_least_mass_on_accepted_answers_is_known():
+    shares = iter([0.9, 0.7])
+    made, *_ = judged(lambda body: completion("", {"3": (p := next(shares)), "x": 1 - p}))
+    assert made.least_mass == pytest.approx(0.7)
+
+
+def test_a_failed_question_spoils_no_other_score():
+    def script(body):
+        return refusal(400) if redness(pictures_of(body)[0]) < 0.5 else by_colour(body)
+
+    _, _, (red, blue), reasons = judged(script)
+    assert red > 0.5 and math.isnan(blue)
+    assert list(reasons) == [1] and "answered 400" in reasons[1]
+
+
+def test_prompts_with_braces_arrive_as_they_are():
+    prompt = "{prompt} {answers} {lowest} 100%"
+    _, server, _, _ = judged(by_colour, images=PICTURES[:1], prompts=[prompt])
+    assert prompt in text_of(server.asked[0])
+
+
+def test_people_are_told_the_reward_the_prompt_and_what_to_do():
+    server = {"model": "m", "base_url": f"http://127.0.0.1:{free_port()}/v1", "rounds": 1}
+    spec = RewardSpec(name="judge", reward=VLMJudge(server))
+    result = score([spec], PICTURES, PROMPTS, [{}, {}])
+    assert not result.valid.any()
+    told = result.errors["judge"]
+    assert "2 of 2 pictures" in told and "'a red square'" in told
+    assert f"{server['base_url']} cannot be reached" in told and "is it running" in told
+
+
+def test_the_version_tells_judges_apart_whose_numbers_differ():
+    server = {"model": "m"}
+    judges = [
+        VLMJudge(server),
+        VLMJudge({"model": "n"}),
+        VLMJudge(server, "yes_no"),
+        VLMJudge(server, template="{prompt}?"),
+        VLMJudge(server, scores={"1": 1, "2": 2}),
+        VLMJudge(server, longest=256),
+    ]
+    assert len({judge.version for judge in judges}) == len(judges)
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        ({"mode": "maybe"}, "mode is one of"),
+        ({"template": "good?"}, "{prompt}"),
+        ({"scores": {"1": 1.0}}, "two or more"),
+        ({"scores": {"a": 1.0, "A": 2.0}}, "two or more different"),
+        ({"scores": {"a": 0.0, "b": -1.0}}, "above 0"),
+        ({"server": {}}, "model"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(args, says):
+    with pytest.raises((ValueError, TypeError), match=says):
+        VLMJudge(**{"server": {"model": "m"}} | args)
+
+
+def test_the_pattern_may_be_anothers():
+    assert text_score("rated 7/10", r"(\d+)/10", 0, 10) == 7
+    with pytest.raises(ValueError, match="see template"):
+        text_score("rated 7/10", PATTERN, 0, 10)
+
+
+def test_its_fixtures_ask_for_what_the_better_picture_shows():
+    for case in VLMJudge({"model": "m"}).fixtures():
+        better, worse = (
+            redness(case[k].permute(1, 2, 0).numpy() * 255) for k in ("better", "worse")
+        )
+        assert (better > worse) == ("red" in case["prompt"])

@@ -1,0 +1,74 @@
+import math
+
+import pytest
+import torch
+from chat_servers import completion, scripted, text_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.vlm_questions import VLMQuestions, accepted, arithmetic_mean, geometric_mean
+
+ANSWERS = {
+    "How many?": {"Two": 0.5, "2": 0.3, "three": 0.2},
+    "Red?": {"Yes": 0.4, "No": 0.6},
+    "Why?": {"the": 0.2, "a": 0.1},
+}
+atoms = st.lists(st.floats(0, 1), min_size=1, max_size=9)
+
+
+def script(body):
+    return completion("", ANSWERS[text_of(body).removesuffix(" Answer in one word.")])
+
+
+def asked(*lists, **args):
+    with scripted(script) as server:
+        made = VLMQuestions({"model": "m", "base_url": server.url}, **args)
+        images = torch.rand(len(lists), 3, 8, 8)
+        return made(images, ["p"] * len(lists), [{"vqa_list": pairs} for pairs in lists])
+
+
+def test_the_score_is_the_mean_probability_of_the_right_answers():
+    both = [["How many?", "two"], ["Red?", "yes"]]
+    scores, reasons = asked(both, both[1:], [["Red?", ["no", "yes"]]])
+    assert scores == [pytest.approx(0.6), pytest.approx(0.4), pytest.approx(1.0)] and not reasons
+    scores, _ = asked(both, mean="geometric")
+    assert scores == [pytest.approx(math.sqrt(0.8 * 0.4))]
+
+
+def test_an_answer_the_model_does_not_think_of_scores_0_and_one_it_does_not_give_is_missing():
+    scores, reasons = asked([["Red?", "blue"]], [["Red?", "yes"], ["Why?", "because"]])
+    assert scores[0] == 0 and math.isnan(scores[1])
+    assert list(reasons) == [1] and "0.30 of the probability" in reasons[1]
+
+
+@given(atoms)
+def test_means_lie_between_the_least_and_the_largest_and_the_geometric_is_lower(values):
+    for mean in (arithmetic_mean, geometric_mean):
+        assert min(values) - 1e-9 <= mean(values) <= max(values) + 1e-9
+    assert geometric_mean(values) <= arithmetic_mean(values) + 1e-9
+
+
+def test_numbers_may_be_written_in_letters_and_digits():
+    assert set(accepted("two")) == set(accepted("2")) == {"two", "2"}
+    assert accepted("Red") == ("Red",)
+    assert set(accepted(["many", "12"])) == {"many", "twelve", "12"}
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [[], "Red?", [["Red?"]], [["Red?", 1]], [["Red?", []]], [["Red?", " "]], [[1, "yes"]], None],
+    ids=str,
+)
+def test_question_lists_of_another_form_are_refused_before_anything_is_drawn(pairs):
+    with pytest.raises(ValueError, match="expected .*question, answer"):
+        VLMQuestions({"model": "m"}).check("p", {"vqa_list": pairs})
+
+
+def test_question_lists_of_the_right_form_pass():
+    VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]})
+
+
+@pytest.mark.parametrize("args", [{"mean": "median"}, {"template": "Answer!"}])
+def test_settings_that_cannot_work_are_refused(args):
+    with pytest.raises(ValueError):
+        VLMQuestions({"model": "m"}, **args)

@@ -1,0 +1,96 @@
+import math
+
+import pytest
+import torch
+
+from flowrl.errors import UserError
+from flowrl.executors.base import RewardFailure
+from flowrl.reward import RewardResult, RewardSpec
+from flowrl.scoring import SamplerFailure, score
+
+GREY = torch.full((4, 3, 8, 8), 0.5)
+PROMPTS = ["a", "b", "c", "d"]
+PLAIN: list[dict] = [{}, {}, {}, {}]
+
+
+def scored(*rewards, images=GREY, metadata=PLAIN) -> RewardResult:
+    specs = [RewardSpec(name=f"r{i}", reward=r) for i, r in enumerate(rewards)]
+    return score(specs, images, PROMPTS, metadata)
+
+
+def constant(images, prompts, metadata):
+    return [0.25] * len(images)
+
+
+def raises(images, prompts, metadata):
+    raise RuntimeError("engine died")
+
+
+class Tagged:
+    """Speaks of prompts with a tag only, and remembers what it was shown."""
+
+    required_metadata = ("tag",)
+
+    def __init__(self):
+        self.seen: list[str] = []
+
+    def __call__(self, images, prompts, metadata):
+        self.seen += prompts
+        return [1.0] * len(images)
+
+
+def test_pictures_are_rounded_to_8_bits_once_before_any_reward():
+    seen = []
+
+    def look(images, prompts, metadata):
+        seen.append(images)
+        return images.mean((1, 2, 3))
+
+    scored(look, images=GREY + 0.001)
+    assert torch.equal(seen[0], torch.full_like(GREY, 128 / 255))
+    scored(look, images=GREY + 7)
+    assert torch.equal(seen[1], torch.ones_like(GREY))
+
+
+def test_broken_pictures_are_the_samplers_failure():
+    images = GREY.clone()
+    images[1, 0, 0, 0] = torch.nan
+    with pytest.raises(SamplerFailure, match="sampler failure: 1 of 4"):
+        scored(constant, images=images)
+
+
+def test_a_reward_that_raises_is_missing_and_says_why():
+    found = scored(constant, raises)
+    assert found.scores[:, 0].tolist() == [0.25] * 4
+    assert found.scores[:, 1].isnan().all() and not found.valid[:, 1].any()
+    assert found.errors == {
+        "r1": "no score for 4 of 4 pictures: RuntimeError: engine died (prompt 'a')"
+    }
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_is_missing(bad):
+    found = scored(lambda images, prompts, metadata: torch.tensor([0.0, bad, 1.0, 0.5]))
+    assert found.valid[:, 0].tolist() == [True, False, True, True]
+    assert found.scores[1, 0].isnan() and found.scores.dtype == torch.float32
+
+
+def test_an_answer_of_the_wrong_length_stops():
+    with pytest.raises(RewardFailure, match=r"\(1,\) for 4 pictures"):
+        scored(lambda images, prompts, metadata: [1.0])
+
+
+def test_a_missing_package_stops_with_its_name():
+    def needs_more(images, prompts, metadata):
+        import a_package_that_is_not_there  # noqa: F401  # pyright: ignore
+
+    with pytest.raises(UserError, match="a_package_that_is_not_there"):
+        scored(needs_more)
+
+
+def test_a_reward_sees_only_pictures_it_applies_to():
+    tagged = Tagged()
+    found = scored(constant, tagged, metadata=[{"tag": "x"}, {}, {}, {"tag": "y"}])
+    assert tagged.seen == ["a", "d"]
+    assert found.applicable[:, 1].tolist() == [True, False, False, True]
+    assert found.valid[:, 1].tolist() == [True, False, False, True]
