@@ -1,5 +1,6 @@
 """What the commands do, as functions: train, evaluate, sample, score, compare."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 
 from flowrl.build import (
     PRECISION,
@@ -15,11 +15,12 @@ from flowrl.build import (
     as_given,
     build_evaluator,
     build_learner,
-    build_rewards,
     build_run,
     check_measures,
     evaluation_prompts,
+    judged_prompts,
 )
+from flowrl.build_rewards import build_rewards
 from flowrl.checkpoint import CONFIG, Checkpoints, claim, write_config
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.errors import UserError
@@ -27,18 +28,18 @@ from flowrl.evaluate import Comparison, compare
 from flowrl.export import load_lora
 from flowrl.gallery import write_gallery
 from flowrl.handover import call_settings, hand_over, pairs, summary
-from flowrl.pictures import png, to_tensor
+from flowrl.pictures import png
 from flowrl.pipelines import load_pipeline
-from flowrl.prompts import load_prompts
-from flowrl.reward import RewardSpec, load_reward
+from flowrl.preflight import preflight
+from flowrl.prompts import PromptRecord
+from flowrl.reward import RewardSpec, closing
 from flowrl.rlg import RLG
 from flowrl.runtime import Runtime
-from flowrl.scoring import score
 from flowrl.storage import write_bytes
 from flowrl.sweep import draw_sweep, write_sweep
 from flowrl.train import train
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+LOG = logging.getLogger(__name__)
 
 
 def align(
@@ -70,13 +71,24 @@ def align(
     with claim(folder, resume=resume) if runtime.is_main else nullcontext():
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         learner = build_learner(config, runtime, given)
-        evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, given)
-        run = build_run(config, learner, evaluator, state, resumed=resume is not None)
-        if runtime.is_main:
-            write_config(folder, config_yaml(config))
-        with run.session():
-            train(learner, run, iterations=config.run.iterations)
-            return hand_over(config, learner, run)
+        with closing(learner.specs):
+            with runtime.together():
+                _try_rewards(learner.specs, judged_prompts(config, given))
+            pipeline = learner.policy.backbone.pipeline
+            evaluator = build_evaluator(config, pipeline, learner.specs, given)
+            run = build_run(config, learner, evaluator, state, resumed=resume is not None)
+            if runtime.is_main:
+                write_config(folder, config_yaml(config))
+            with run.session():
+                train(learner, run, iterations=config.run.iterations)
+                return hand_over(config, learner, run)
+
+
+def _try_rewards(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+    """Before anything is drawn. What is wrong with a reward that is only measured is told."""
+    for finding in preflight(specs, prompts):
+        if finding.state != "ok":
+            LOG.warning("reward %s: %s. %s", finding.topic, finding.detail, finding.remedy)
 
 
 def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str, Any]]:
@@ -84,7 +96,7 @@ def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str,
 
     Raises UserError when there are none, or what `evaluation` asks of them cannot be had.
     """
-    specs, held_out = build_rewards(config, Given()), evaluation_prompts(config, Given())
+    specs, held_out = build_rewards(config), evaluation_prompts(config, Given())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_measures(_without_training(config), specs, (), held_out)
@@ -94,13 +106,14 @@ def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str,
     )
     evaluator = build_evaluator(config, pipeline, specs, Given())
     assert evaluator is not None  # there are prompts
-    base = evaluator(evaluator.backbone.velocity, runtime)
-    if lora is None:
-        measures = base.measures(evaluator.quality).items()
-        return [{"reward": name, "mean": values.nanmean().item()} for name, values in measures]
-    load_lora(pipeline, lora)
-    after = evaluator(evaluator.backbone.velocity, runtime)
-    return table(compare(base, after, evaluator.quality))
+    with closing(specs):
+        base = evaluator(evaluator.backbone.velocity, runtime)
+        if lora is None:
+            measures = base.measures(evaluator.quality).items()
+            return [{"reward": name, "mean": values.nanmean().item()} for name, values in measures]
+        load_lora(pipeline, lora)
+        after = evaluator(evaluator.backbone.velocity, runtime)
+        return table(compare(base, after, evaluator.quality))
 
 
 def _without_training(config: Config) -> Config:
@@ -173,51 +186,6 @@ def sample_images(
     return paths
 
 
-def score_images(
-    pictures: Sequence[Path], rewards: Sequence[str], prompts: str | None
-) -> list[dict[str, Any]]:
-    """Scores of files, or of the pictures in folders, one row a picture.
-
-    prompts: one prompt for all, or a file or built-in split with one for each picture in the
-    order of their names. Raises UserError when their numbers differ.
-    """
-    paths = _picture_files(pictures)
-    records = _prompts_for(prompts or "", len(paths))
-    specs = [RewardSpec(name=name, reward=load_reward(name)) for name in rewards]
-    rows = []
-    for path, (text, metadata) in zip(paths, records, strict=True):
-        with Image.open(path) as image:
-            result = score(specs, to_tensor([image.convert("RGB")]), [text], [metadata])
-        if result.errors:
-            raise UserError(f"cannot score {path}: {next(iter(result.errors.values()))}")
-        scores = dict(zip(rewards, result.scores[0].tolist(), strict=True))
-        rows.append({"picture": str(path), "prompt": text} | scores)
-    return rows
-
-
-def _picture_files(sources: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
-    for source in sources:
-        if source.is_dir():
-            found += sorted(p for p in source.iterdir() if p.suffix.lower() in PICTURES)
-        elif source.is_file():
-            found.append(source)
-        else:
-            raise UserError(f"no picture at {source}")
-    if not found:
-        raise UserError(f"no pictures in {', '.join(map(str, sources))}: looked for {PICTURES}")
-    return found
-
-
-def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
-    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
-        return [(source, {})] * count
-    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
-    if len(records) != count:
-        raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
-    return [(record.text, record.metadata) for record in records]
-
-
 def build_gallery(
     run: Path | None,
     *,
@@ -247,23 +215,24 @@ def build_gallery(
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
-    before = evaluator(evaluator.backbone.velocity, runtime)
-    load_lora(pipeline, lora or str(run))
-    folder = output_dir or Path(str(run)) / "comparison"
-    caption = f"{count} pictures of {evaluation.prompts}, seed {evaluation.seed}"
-    if rlg:
-        title = f"{config.pipeline.path}: base and strengths of the LoRA"
-        at_each = draw_sweep(evaluator, runtime, rlg)
-        return write_sweep(folder, before, at_each, title=title, caption=caption)
-    after = evaluator(evaluator.backbone.velocity, runtime)
-    page, _ = write_gallery(
-        folder,
-        pairs(before, after),
-        title=f"{config.pipeline.path}: base and aligned",
-        summary=summary(compare(before, after, evaluator.quality)),
-        caption=caption,
-    )
-    return page
+    with closing(rewards):
+        before = evaluator(evaluator.backbone.velocity, runtime)
+        load_lora(pipeline, lora or str(run))
+        folder = output_dir or Path(str(run)) / "comparison"
+        caption = f"{count} pictures of {evaluation.prompts}, seed {evaluation.seed}"
+        if rlg:
+            title = f"{config.pipeline.path}: base and strengths of the LoRA"
+            at_each = draw_sweep(evaluator, runtime, rlg)
+            return write_sweep(folder, before, at_each, title=title, caption=caption)
+        after = evaluator(evaluator.backbone.velocity, runtime)
+        page, _ = write_gallery(
+            folder,
+            pairs(before, after),
+            title=f"{config.pipeline.path}: base and aligned",
+            summary=summary(compare(before, after, evaluator.quality)),
+            caption=caption,
+        )
+        return page
 
 
 def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
@@ -271,7 +240,7 @@ def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
     if not path.is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
     config = load_config(path)
-    return config, build_rewards(config, Given())
+    return config, build_rewards(config)
 
 
 def _plain_recipe(base: str, lora: str | None, prompts: str) -> Config:

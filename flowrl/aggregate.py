@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowrl.executors.base import RewardFailure
 from flowrl.functional.composite import share_weights
+from flowrl.functional.transforms import rank
 from flowrl.reward import RewardResult, RewardSpec
 
 UNKNOWN = "the reward gave no finite number"
@@ -68,6 +69,23 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
     valid = used.any(1) & (result.valid | ~used).all(1)
     reward = torch.where(used, result.scores * share, 0.0).sum(1)
     return reward.masked_fill(~valid, math.nan), valid
+
+
+def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
+    """What training raises, of an evaluation's scores (N, K): the weighted sum of each trained
+    reward's mean, transformed; NaN when one of them has no score.
+
+    A rank says nothing between evaluations, so scores under one are taken as they are.
+    """
+    total = 0.0
+    for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
+        if not weight:
+            continue
+        known = column[column.isfinite()]
+        if spec.transform is not None and spec.transform is not rank:
+            known = spec.transform(known, torch.zeros(len(known), dtype=torch.long))
+        total += weight * known.mean().item()
+    return total
 
 
 def train_weights(specs: Sequence[RewardSpec]) -> list[float]:

@@ -46,9 +46,15 @@ def bench_reward(
 
     The pictures show the tiny world's prompts that it applies to, words at each of `sizes` pixels
     a side in turn. Loading is left out. -> one row a job: best seconds, pictures per second, and
-    how many times faster than the job it is compared with.
-    Raises UserError when the reward applies to none of these prompts or leaves one without score.
+    their ratio to those of the job it is compared with.
+    Raises UserError when the reward applies to none of these prompts, when it leaves one without
+    score, and for fewer pictures than keep every process busy.
     """
+    if pictures < micro_batch * max(workers):
+        raise UserError(
+            f"{pictures} pictures do not keep {max(workers)} processes busy, {micro_batch} at a "
+            f"time: ask for {micro_batch * max(workers)} or more"
+        )
     torch.set_num_threads(1)
     reward = load_reward(name, args)
     spec = RewardSpec(name=name, reward=reward)
@@ -61,7 +67,7 @@ def bench_reward(
             closing.callback(pool.close)
         jobs = {job: _job(executor, questions) for job, executor in executors.items()}
         for job in jobs.values():
-            job()  # each worker loads: it takes one micro-batch at least, as all start together
+            job()  # to load: every process takes a micro-batch before any has answered
         seconds = best_of(jobs, repeats)
     against = dict.fromkeys(executors, _pool(min(workers))) | {_pool(min(workers)): HERE}
     return [
@@ -69,8 +75,8 @@ def bench_reward(
             "job": job,
             "seconds": seconds[job],
             "pictures/s": pictures / seconds[job],
-            "times as fast": seconds[other] / seconds[job],
-            "as": other,
+            "ratio": seconds[other] / seconds[job],
+            "to": other,
         }
         for job, other in (against | {HERE: HERE}).items()
     ]

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from flowrl.aggregate import mean_reward
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.sd3 import SD3
 from flowrl.build_objectives import build_objective
+from flowrl.build_rewards import build_rewards
 from flowrl.build_source import build_source, check_shares, check_states
 from flowrl.checkpoint import Checkpoints
 from flowrl.config import Config
@@ -25,7 +27,7 @@ from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.prompts import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.report import Report
-from flowrl.reward import Reward, RewardSpec, load_reward, trained
+from flowrl.reward import Reward, RewardSpec
 from flowrl.reward_checks import check_evaluation, check_prompts
 from flowrl.reward_gradient import RewardGradient, check_differentiable
 from flowrl.run import Run, RunSettings
@@ -68,22 +70,12 @@ def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbon
     )
 
 
-def build_rewards(config: Config, given: Given) -> list[RewardSpec]:
-    """The configured rewards under the names they give themselves, then the caller's own."""
-    specs = []
-    for entry in config.rewards:
-        reward = load_reward(entry.name, entry.args)
-        name = getattr(reward, "name", entry.name)
-        specs.append(
-            RewardSpec(name=name, reward=reward, weight=entry.weight, held_out=entry.held_out)
-        )
-    own = [RewardSpec(name=name, reward=reward) for name, reward in (given.rewards or {}).items()]
-    names = [spec.name for spec in own or specs]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"two rewards are called {name!r}, and scores are kept by name: "
-                            "keep one, or give it another `name` attribute")  # fmt: skip
-    return own or specs
+def judged_prompts(config: Config, given: Given) -> list[PromptRecord]:
+    """What rewards will be asked about: prompts to draw, and held-out ones."""
+    store = config.rollout.store
+    read = store is not None and store.path is not None and store.refresh_every is None
+    training = [] if read else build_prompts(config.prompts.train, given.prompts)
+    return training + evaluation_prompts(config, given)
 
 
 def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
@@ -117,7 +109,7 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given."""
     p, r, u = config.pipeline, config.rollout, config.optim
-    specs = build_rewards(config, given)
+    specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = build_objective(config.objective, KERNELS[r.kernel])
     if r.store is None or r.store.path is None or r.store.refresh_every is not None:
@@ -242,7 +234,7 @@ def build_run(
     done = resume["iteration"] if resume else 0
 
     def score(evaluation: Evaluation) -> float:
-        return sum(s.weight * evaluation.mean(s.name) for s in trained(learner.specs))
+        return mean_reward(learner.specs, evaluation.scores)
 
     return Run(
         folder=folder,

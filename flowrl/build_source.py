@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from flowrl.aggregate import FailureLimit
 from flowrl.backbones.base import Backbone
+from flowrl.build_rewards import build_limit
 from flowrl.build_store import build_stored
 from flowrl.checks import check_plans_for
 from flowrl.collect import RolloutSettings, Sampler, Source
@@ -43,10 +43,7 @@ def build_source(
         specs=specs,
         runtime=runtime,
         rollout=rollout_settings(config),
-        failures=FailureLimit(
-            max_fraction=config.failures.max_invalid_fraction,
-            max_streak=config.failures.max_streak,
-        ),
+        failures=build_limit(config),
         seed=seed,
         adapter=OLD if drawn_by_old else POLICY,
         whole_prompts=needs.complete_groups,

@@ -29,11 +29,20 @@ NEEDED = {
     "onnxruntime": "the ocr reward",
     "opencv-python-headless": "the ocr reward and the tiny world's detector",
     "tensorboard": "training curves",
+    "pebble": "rewards in processes of their own",
+    "httpx": "rewards on servers",
+    "tenacity": "rewards on servers",
+    "fastapi": "flowrl reward-serve",
+    "uvicorn": "flowrl reward-serve",
+    "python-multipart": "flowrl reward-serve",
+    "scikit-image": "the similarity reward",
 }
-OPTIONAL = {
-    "xformers": "memory-efficient attention on CUDA",
-    "wandb": "run.trackers=[wandb]",
-    "trackio": "run.trackers=[trackio]",
+OPTIONAL = {  # package: its extra, and what it is for
+    "openai": ("judge", "vision-language judges"),
+    "datasets": ("datasets", "prompts from Hugging Face data sets"),
+    "xformers": ("xformers", "memory-efficient attention on CUDA"),
+    "wandb": ("wandb", "run.trackers=[wandb]"),
+    "trackio": ("trackio", "run.trackers=[trackio]"),
 }
 
 
@@ -104,13 +113,13 @@ def _packages() -> Iterator[Finding]:
 
 
 def _optional() -> Iterator[Finding]:
-    for package, use in OPTIONAL.items():
+    for package, (extra, use) in OPTIONAL.items():
         found = _installed(package)
         yield Finding(
             topic=package,
             state="ok" if found else "missing",
             detail=found or f"optional: {use}",
-            remedy="" if found else f'pip install "{DISTRIBUTION}[{package}]"',
+            remedy="" if found else f'pip install "{DISTRIBUTION}[{extra}]"',
         )
 
 

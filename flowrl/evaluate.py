@@ -99,8 +99,8 @@ class Evaluator:
     Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to
     look at. `key` stands for everything that decides the pictures of the base and their scores.
     quality: the reward on 1 to 5 that corrects the others. paraphrases: draw each picture whose
-    prompt has paraphrases a second time, from the same noise and one of them. When more than
-    `max_invalid_fraction` of the pictures lack a score of a trained reward, RewardFailure is raised.
+    prompt has paraphrases a second time, from the same noise and one of them. Raises RewardFailure
+    when more than `max_invalid_fraction` of the pictures lack a score of a trained reward.
     """
 
     backbone: Backbone

@@ -43,7 +43,16 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         metrics["image/contrast"] = images.flatten(1).std(1).mean().item()
     means = rollout.scores.nanmean(0).tolist()
     scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
-    return metrics | scores | tree_metrics(rollout)
+    return metrics | scores | _missing(rollout) | tree_metrics(rollout)
+
+
+def _missing(rollout: Rollout) -> dict[str, float]:
+    """How often rewards had no score where they apply, and numbers stood in for them."""
+    missing = rollout.applicable & ~rollout.scores.isfinite()
+    shares = (missing.sum(0) / rollout.applicable.sum(0).clamp(min=1)).tolist()
+    stood_in = missing & rollout.terms.isfinite()
+    found = {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
+    return found | {"reward/stand_in": stood_in.any(1).double().mean().item()}
 
 
 def tree_metrics(rollout: Rollout) -> dict[str, float]:

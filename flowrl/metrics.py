@@ -16,6 +16,10 @@ METRICS: dict[str, str] = {
         "Without spread there is nothing to learn from."
     ),
     "reward/invalid": "Share of pictures that a trained reward could not score; they are masked.",
+    "reward/missing/<name>": "Share of the pictures a reward applies to that it did not score.",
+    "reward/stand_in": (
+        "Share of pictures with a number of `on_failure` in the place of a missing score."
+    ),
     "groups/no_signal": (
         "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
         "their advantages are 0."

@@ -14,11 +14,11 @@ from flowrl.reward import RewardSpec
 # Differences between two answers that no policy would learn: of the spread between the pictures
 # tried (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
-LONGEST = 300  # characters of a reason that are shown
+LONGEST = 400  # characters of a reason that are shown
 ABSENT = (
     (r"not installed|No module named", "Install it; `flowrl doctor` says how."),
     (
-        r"huggingface|LocalEntryNotFound|\boffline\b|local cache|\bgated\b",
+        r"not on this machine|huggingface|LocalEntryNotFound|\boffline\b|local cache|\bgated\b",
         "Download it once where there is a network, or set HF_HOME to the folder that has it.",
     ),
     (
@@ -159,15 +159,21 @@ def _absent(name: str, reason: str) -> Finding | None:
     """A finding that names what is not there, if that is the reason."""
     for pattern, remedy in ABSENT:
         if re.search(pattern, reason):
-            return Finding(topic=name, state="missing", detail=line(reason), remedy=remedy)
+            detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
+            told = "run `" in detail or "pip install" in detail
+            return Finding(
+                topic=name, state="missing", detail=detail, remedy="" if told else remedy
+            )
     return None
 
 
 def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Finding:
+    """Nothing is wrong; what was seen."""
     pairs = sum(bool(trial.says) for trial in trials)
     known = first.known()
     missing = len(first.scores) - len(known)
-    parts = [f"{pairs} fixtures right" if pairs else f"{len(first.scores)} plain pictures"]
+    right = f"{pairs} fixture{'s' if pairs > 1 else ''} right"
+    parts = [right if pairs else f"{len(first.scores)} plain pictures"]
     parts += [f"{missing} without a score"] if missing else []
     if getattr(spec.reward, "deterministic", True):
         parts.append("repeatable")

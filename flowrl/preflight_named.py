@@ -1,5 +1,6 @@
 """Checks of rewards by name: built-in, one's own, or on a server."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ def check_named(
         here = load_reward(name, args)
     except UserError as error:
         if not urls:
-            return Checked(findings=(_unmade(name, args, error),))
+            return Checked(findings=(_unmade(name, error),))
         here = None
     if urls or here is None:
         return _on_server(name, here, urls, token, prompts)
@@ -58,21 +59,18 @@ def _on_server(
         remote.close()
 
 
-def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Finding:
+def _unmade(name: str, error: UserError) -> Finding:
     """Why there is no such reward: a built-in one lacks something, another is wrong."""
     found = failure(name, error)
     if name in BUILT_IN and found.state == "missing":
         return found
-    if name in BUILT_IN and not args and isinstance(error.__cause__, TypeError | ValueError):
+    text = line(str(error))
+    if lacking := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", text):
         return Finding(
             topic=name,
             state="missing",
-            detail=f"needs arguments: {line(str(error.__cause__))}",
-            remedy=f"flowrl reward-check {name} --args '{{name: value}}'",
+            detail=f"needs the arguments {lacking[1]}",
+            remedy=f"flowrl reward-check {name} --args '{{NAME: VALUE}}'",
         )
-    return Finding(
-        topic=name,
-        state="problem",
-        detail=line(str(error)),
-        remedy="Correct its name or its arguments.",
-    )
+    remedy = "Correct its name or its arguments."
+    return Finding(topic=name, state="problem", detail=text, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Sets of prompts drawn from combinations of parts, with a held-out set that shares none of them."""
+"""Prompts drawn from combinations of parts, and a held-out set that shares no combination."""
 
 import json
 import random

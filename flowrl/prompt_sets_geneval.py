@@ -13,7 +13,10 @@ from flowrl.tiny.world import NUMBERS, one
 KINDS = ("position", "counting", "color_attr", "colors", "two_object", "single_object")
 RATIO = (7, 5, 3, 1, 1, 0)
 TEST_RATIO = (1, 1, 1, 1, 1, 1)
-PREFIXES = ("a photo of ", "a picture of ", "an image that shows ", "")
+PREFIXES = (
+    "a photo of ", "a picture of ", "an image of ", "a snapshot of ", "a photograph that shows ",
+    "a plain picture with ", "a scene with ", "",
+)  # fmt: skip
 AXES = (("left of", "right of"), ("above", "below"))
 COLORLESS = ("person",)  # is given no colour
 

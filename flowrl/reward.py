@@ -6,7 +6,8 @@ is asked is its executor's business (`flowrl.executors`), when is `flowrl.scorin
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -52,13 +53,17 @@ class RewardSpec:
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
     on_failure: Literal["mask", "raise"] | float = "mask"
 
+    def meant_for(self, metadata: dict) -> bool:
+        """Whether the recipe keeps it to prompts like this one: `applies_to`."""
+        return all(metadata.get(key) in values for key, values in self.applies_to.items())
+
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """Whether it has something to say about a prompt: its metadata are there, it agrees."""
-        if any(metadata.get(key) not in values for key, values in self.applies_to.items()):
-            return False
+        """Whether it is meant for a prompt and has something to say: its metadata are there, it
+        agrees."""
         test = getattr(self.reward, "applies", None)
         present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
-        return present and (test is None or bool(test(prompt, metadata)))
+        speaks = present and (test is None or bool(test(prompt, metadata)))
+        return self.meant_for(metadata) and speaks
 
     @property
     def whole_groups(self) -> bool:
@@ -67,6 +72,21 @@ class RewardSpec:
 
     def asked_by(self) -> Executor:
         return self.executor or Inline(self.reward, self.name)
+
+    def close(self) -> None:
+        """End the processes and threads of its executor."""
+        if self.executor is not None:
+            self.executor.close()
+
+
+@contextmanager
+def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
+    """Ends what their executors started, however the block ends."""
+    try:
+        yield
+    finally:
+        for spec in specs:
+            spec.close()
 
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:

@@ -102,9 +102,11 @@ class HttpExecutor(Section):
     kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
     urls: list[Text] = option(..., "One or more servers that take turns, for example "
                               "[http://127.0.0.1:8000].")  # fmt: skip
-    timeout: Positive = option(30.0, "Seconds that one request may take before it is tried again.")
+    timeout: Positive = option(
+        30.0, "Seconds without a byte, after which a request is tried again."
+    )
     deadline: Positive = option(
-        120.0, "Seconds after which pictures without an answer have no score, whatever was tried."
+        120.0, "Seconds for all tries together; pictures without an answer then have no score."
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")

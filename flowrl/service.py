@@ -3,9 +3,10 @@
 import asyncio
 import hashlib
 import hmac
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from threading import Lock, Thread
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from flowrl.wire import MAX_PIXELS, PROTOCOL, Codec, Item, Request, Response, Re
 
 MAX_WAITING = 64  # questions at a time; further ones are told to come back
 REMEMBERED = 256  # answers kept for a client that asks again because the first one got lost
-CLOSING = 5.0  # seconds that rewards get to end
+CLOSING = 20.0  # seconds that rewards get to end; a pool may need 15
 
 Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
 
@@ -39,6 +40,7 @@ class Service:
         self.executors: dict[str, Executor] = {
             s.name: s.executor or Inline(s.reward, s.name, background=True) for s in rewards
         }
+        self.hangs: list[str] = []
         self._turns = {name: Lock() for name in self.specs}
         self.token, self.max_batch, self.codecs = token, max_batch, codecs
         self._jobs: OrderedDict[str, tuple[bytes, asyncio.Task[Response]]] = OrderedDict()
@@ -67,12 +69,15 @@ class Service:
         return await asyncio.shield(job)
 
     async def close(self) -> None:
-        """Ends all rewards; one that does not end in time is left behind."""
-        ends = [asyncio.to_thread(executor.close) for executor in self.executors.values()]
-        try:
-            await asyncio.wait_for(asyncio.gather(*ends), CLOSING)
-        except TimeoutError:
-            pass
+        """Ends all rewards; those that do not end in time are named in `hangs`."""
+        # Not asyncio's threads: a process that ends would wait for them without limit.
+        ends = {n: Thread(target=e.close, daemon=True) for n, e in self.executors.items()}
+        for thread in ends.values():
+            thread.start()
+        limit = time.monotonic() + CLOSING
+        while any(t.is_alive() for t in ends.values()) and time.monotonic() < limit:
+            await asyncio.sleep(0.02)
+        self.hangs = [name for name, thread in ends.items() if thread.is_alive()]
 
     def _check(self, request: Request) -> RewardSpec:
         spec = self.specs.get(request.reward)

@@ -48,6 +48,7 @@ def make_app(
         await service.close()
 
     app = FastAPI(title="flowrl rewards", lifespan=life, openapi_url=None)
+    app.state.service = service
     _answer_errors_in_json(app)
 
     @app.get("/healthz")

@@ -119,7 +119,7 @@ def _fits(spec: RewardSpec, group: Group, known: Tensor) -> Tensor:
     """Whether a reward speaks of the pictures of a group: where it gave a score, and where it would
     give one now, but that is missing; nowhere if the recipe keeps it to other prompts."""
     metadata = group.record.metadata
-    if any(metadata.get(key) not in values for key, values in spec.applies_to.items()):
+    if not spec.meant_for(metadata):
         return torch.zeros_like(known)
     return known | (not known.all() and spec.applies(group.record.text, metadata))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rewards.clip_model import Clip
 from rewards.clipscore import MODEL
-from rewards.loading import device_of, read_weights, weights_file
+from rewards.loading import building, device_of, read_weights, weights_file
 from rewards.preprocess import NAME
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
@@ -51,7 +51,8 @@ class Aesthetic:
     def _head(self) -> nn.Sequential:
         path = weights_file(self.head, FILE)
         found = read_weights(path)
-        layers = [nn.Linear(*widths) for widths in zip(WIDTHS, WIDTHS[1:], strict=False)]
+        with building():
+            layers = [nn.Linear(*widths) for widths in zip(WIDTHS, WIDTHS[1:], strict=False)]
         wanted = {
             f"{i}.{part}": f"layers.{number}.{part}"
             for i, number in enumerate(LAYERS)

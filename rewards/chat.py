@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from rewards.chat_messages import Question, Reply, failure, read_reply, request
 
 REPLIES_KEPT = 4096  # with a cache
+CONNECT = 5.0  # seconds until a server must have picked up
 PAUSE = 0.5  # seconds before the second round over the servers, doubled for each further one
 T = TypeVar("T")
 
@@ -91,6 +92,7 @@ class Chat:
                 base_url=url,
                 api_key=key,
                 max_retries=0,
+                timeout=openai.Timeout(self.timeout + 1, connect=CONNECT),
                 # Proxies from the environment answer for local servers, and wrongly.
                 http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
             )
@@ -138,9 +140,16 @@ class Chat:
         return Reply(missing=why)
 
 
-def connected(server: "Chat | Mapping[str, Any]") -> Chat:
-    """The client itself, or one made of its arguments."""
-    return server if isinstance(server, Chat) else Chat(**server)
+def connected(server: Chat | Mapping[str, Any] | None) -> Chat:
+    """The client itself, or one made of its arguments. Raises ValueError when there are none."""
+    if isinstance(server, Chat):
+        return server
+    if not server or "model" not in server:
+        raise ValueError(
+            "a judge needs the server that it asks, at least the model there: "
+            "server: {model: NAME, base_url: http://127.0.0.1:8000/v1}, see docs/judges.md"
+        )
+    return Chat(**server)
 
 
 def import_openai() -> Any:

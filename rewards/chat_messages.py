@@ -1,15 +1,10 @@
 """What is said to a model on a chat server, and what its answers and failures mean."""
 
 import base64
-import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from torch import Tensor
-
-from rewards.images import to_uint8
 
 AGAIN = {408, 409, 425, 429}  # answers that another try may mend, beside 5xx
 T = TypeVar("T")
@@ -45,23 +40,6 @@ class Reply:
         if self.missing:
             raise ValueError(self.missing)
         return self
-
-
-def pngs(images: Tensor, longest: int) -> list[bytes]:
-    """PNG files of (B, 3, H, W) pictures in [0, 1].
-
-    Larger ones are shrunk, by Pillow's Lanczos filter and in their proportions, until no side is
-    longer than `longest` pixels; none is enlarged.
-    """
-    from PIL import Image
-
-    files = []
-    for picture in map(Image.fromarray, to_uint8(images)):
-        picture.thumbnail((longest, longest), Image.Resampling.LANCZOS)
-        buffer = io.BytesIO()
-        picture.save(buffer, format="PNG", compress_level=1)
-        files.append(buffer.getvalue())
-    return files
 
 
 def request(question: Question, model: str, thinking: bool | None) -> dict[str, Any]:
@@ -124,7 +102,7 @@ def failure(openai: Any, error: Any, timeout: float) -> tuple[str, float | None]
     """What happened, for people, and how many seconds to wait at least; None: do not ask again."""
     if isinstance(error, Unusable):
         return str(error), None
-    if isinstance(error, TimeoutError | openai.APITimeoutError):
+    if isinstance(error, TimeoutError):
         return f"did not answer within {timeout:g} s: raise timeout, or lower in_flight", 0.0
     if isinstance(error, openai.APIConnectionError):
         cause = error.__cause__ or error
@@ -132,7 +110,8 @@ def failure(openai: Any, error: Any, timeout: float) -> tuple[str, float | None]
     if isinstance(error, openai.APIStatusError):
         code = error.status_code
         hint = "" if code >= 500 else "; base_url ends in /v1, model is one that the server lists"
-        told = f"answered {code}, {str(error)[:200]}{hint}"
+        said = str(error).removeprefix(f"Error code: {code} - ")[:200]
+        told = f"answered {code} ({said}){hint}"
         return told, _wait(error) if code >= 500 or code in AGAIN else None
     return f"answered with no chat completion ({type(error).__name__}: {str(error)[:100]})", 0.0
 

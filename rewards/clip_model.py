@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.loading import DTYPES, check_dtype, device_of, fetching, imported
+from rewards.loading import DTYPES, building, check_dtype, device_of, fetching, imported
 from rewards.preprocess import clip_pixels
 from rewards.text_embeddings import TextEmbeddings, warn_of_cut
 
@@ -56,7 +56,7 @@ class Clip:
     @functools.cached_property
     def _loaded(self) -> tuple[Any, float]:
         kind = imported("transformers:CLIPModel", self.reward)
-        with fetching(self.model):
+        with building(), fetching(self.model):
             network = kind.from_pretrained(self.model, revision=self.revision)
         scale = network.logit_scale.detach().float().exp().item()  # bf16 would shift it by 1 %
         network = network.eval().requires_grad_(False)

@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewards.clip_model import cosine
-from rewards.loading import DTYPES, check_dtype, device_of, imported, read_weights, weights_file
+from rewards.loading import (
+    DTYPES,
+    building,
+    check_dtype,
+    device_of,
+    imported,
+    read_weights,
+    weights_file,
+)
 from rewards.preprocess import NAME, hps_pixels
 from rewards.text_embeddings import TextEmbeddings
 
@@ -79,7 +87,11 @@ class HPSv2:
     def _network(self) -> Any:
         open_clip = imported("open_clip", "HPSv2")
         path = weights_file(self.model, FILES[self.release], self.revision)
-        network = open_clip.CLIP(**open_clip.get_model_config(self.architecture))
+        config = open_clip.get_model_config(self.architecture)
+        if config is None:
+            raise ValueError(f"open_clip knows no architecture {self.architecture!r}")
+        with building():
+            network = open_clip.CLIP(**config)
         try:
             network.load_state_dict(read_weights(path))
         except RuntimeError as error:

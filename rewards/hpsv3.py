@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rewards.images import to_uint8
-from rewards.loading import device_of, fetching, imported
+from rewards.loading import building, device_of, fetching, imported
 
 MODEL = "MizzenAI/HPSv3"
 HINT = "HPSv3 (in an environment of its own, see docs/reward-servers.md)"
@@ -53,7 +53,7 @@ class HPSv3:
     @functools.cached_property
     def _network(self) -> Any:
         load = imported("hpsv3:HPSv3RewardInferencer", HINT)
-        with fetching(self.checkpoint or MODEL):
+        with building(), fetching(self.checkpoint or MODEL):
             return load(
                 config_path=self.config,
                 checkpoint_path=self.checkpoint,

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewards.loading import device_of, fetching, imported
+from rewards.loading import building, device_of, fetching, imported
 from rewards.preprocess import NAME, clip_pixels
 from rewards.text_embeddings import warn_of_cut
 
 MODEL = "ImageReward-v1.0"
+REPOSITORY = "THUDM/ImageReward"  # where the package fetches that from
 TOKENS = 35  # what its text encoder was trained to read
 SIZE = 224
 HINT = "ImageReward (in an environment of its own, see docs/reward-servers.md)"
@@ -68,6 +69,7 @@ class ImageReward:
     @functools.cached_property
     def _network(self) -> Any:
         load = imported("ImageReward:load", HINT)
-        with fetching(self.model):
+        repository = REPOSITORY if self.model == MODEL else self.model
+        with building(), fetching(repository):
             network = load(self.model, device=str(device_of(self.device)))
         return network.eval().requires_grad_(False)

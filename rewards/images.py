@@ -1,4 +1,6 @@
-"""From a reward's float images to the 8-bit arrays that detectors and encoders read."""
+"""From a reward's float images to the 8-bit arrays and files that detectors and models read."""
+
+import io
 
 import numpy as np
 from torch import Tensor
@@ -13,3 +15,20 @@ def to_uint8(images: Tensor) -> np.ndarray:
         raise ValueError("pictures hold NaN or infinite pixels; expected values in [0, 1]")
     levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
     return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+
+
+def pngs(images: Tensor, longest: int) -> list[bytes]:
+    """PNG files of (B, 3, H, W) pictures in [0, 1].
+
+    Larger ones are shrunk, by Pillow's Lanczos filter and in their proportions, until no side is
+    longer than `longest` pixels; none is enlarged.
+    """
+    from PIL import Image
+
+    files = []
+    for picture in map(Image.fromarray, to_uint8(images)):
+        picture.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG", compress_level=1)
+        files.append(buffer.getvalue())
+    return files

@@ -74,6 +74,13 @@ def check_dtype(name: str) -> str:
 
 
 @contextlib.contextmanager
+def building() -> Iterator[None]:
+    """For making a network before its weights are read: the caller's random numbers stay as is."""
+    with torch.random.fork_rng(devices=[]):
+        yield
+
+
+@contextlib.contextmanager
 def fetching(model: str, file: str = "") -> Iterator[None]:
     """Turns whatever goes wrong while a model is fetched into FileNotFoundError of one sentence."""
     try:
@@ -85,9 +92,9 @@ def fetching(model: str, file: str = "") -> Iterator[None]:
             raise FileNotFoundError(f"{model} holds no such model: {first_line(error)}") from error
         command = f"hf download {model} {file}".strip()
         raise FileNotFoundError(
-            f"the model {model!r} is not on this machine and cannot be fetched "
-            f"({first_line(error)}): run `{command}` where there is a network (for a gated model "
-            "after `hf auth login`), or name a folder that holds it"
+            f"the model {model!r} is not on this machine and cannot be fetched: run `{command}` "
+            "where there is a network (after `hf auth login` for a gated model), or name a folder "
+            f"that holds it ({first_line(error)})"
         ) from error
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, pngs
+from rewards.chat_messages import Question, Reply
+from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 from rewards.token_mass import LEAST_MASS, expectation
 from rewards.vlm_judge import ALTERNATIVES
@@ -90,7 +91,7 @@ class PairwiseWinRate:
 
     def __init__(
         self,
-        server: Chat | Mapping[str, Any],
+        server: Chat | Mapping[str, Any] | None = None,
         mode: str = "tokens",
         *,
         rivals: int | None = None,

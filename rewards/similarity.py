@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards.chat_messages import pngs
 from rewards.fixtures import fixture, square
+from rewards.images import pngs
 from rewards.likeness import likeness
 
 _DATA = "data:image/"

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, pngs, scored
+from rewards.chat_messages import Question, Reply, scored
+from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 from rewards.vlm_judge import text_score
 
@@ -67,7 +68,7 @@ class UnifiedReward:
 
     def __init__(
         self,
-        server: Chat | Mapping[str, Any],
+        server: Chat | Mapping[str, Any] | None = None,
         form: str = "2.0",
         *,
         template: str | None = None,

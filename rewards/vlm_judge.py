@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, pngs, scored
+from rewards.chat_messages import Question, Reply, scored
+from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 from rewards.token_mass import LEAST_MASS, expectation, spelled
 
@@ -43,7 +44,9 @@ def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
     found = re.findall(pattern, text)
     if not found:
         end = text[-80:]
-        raise ValueError(f"the answer has no score as {pattern} (it ends in {end!r}): see template")
+        raise ValueError(
+            f"the answer has no score as {pattern} (it ends in {end!r}): see template and max_tokens"
+        )
     score = float(found[-1])
     if not lowest <= score <= highest:
         raise ValueError(f"the answer's score is {score:g}, expected {lowest:g} to {highest:g}")
@@ -67,7 +70,7 @@ class VLMJudge:
 
     def __init__(
         self,
-        server: Chat | Mapping[str, Any],
+        server: Chat | Mapping[str, Any] | None = None,
         mode: str = "expectation",
         *,
         scores: Mapping[str, float] | None = None,

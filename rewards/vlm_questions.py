@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, pngs, scored
+from rewards.chat_messages import Question, Reply, scored
 from rewards.fixtures import fixture, square
+from rewards.images import pngs
 from rewards.token_mass import LEAST_MASS, on
 from rewards.vlm_judge import ALTERNATIVES
 
@@ -56,7 +57,7 @@ class VLMQuestions:
 
     def __init__(
         self,
-        server: Chat | Mapping[str, Any],
+        server: Chat | Mapping[str, Any] | None = None,
         mean: str = "arithmetic",
         *,
         template: str = ASK,

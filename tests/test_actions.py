@@ -10,7 +10,7 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.actions import align, build_gallery, evaluate_model, sample_images, score_images
+from flowrl.actions import align, build_gallery, evaluate_model, sample_images
 from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
 
@@ -214,23 +214,6 @@ def test_an_evaluation_asks_nothing_of_training(tiny_config):
     )
     (row,) = evaluate_model(config)
     assert row["reward"] == "brightness" and 0 <= row["mean"] <= 1
-
-
-def test_scores_of_a_folder_are_those_of_its_pictures(tmp_path):
-    for name, value in [("a.png", 0), ("b.png", 255)]:
-        Image.new("RGB", (8, 8), (value,) * 3).save(tmp_path / name)
-    (tmp_path / "notes.txt").write_text("not a picture")
-    rows = score_images([tmp_path], ["brightness"], None)
-    assert [row["brightness"] for row in rows] == [0.0, 1.0]
-
-
-def test_scoring_says_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match="no picture at"):
-        score_images([tmp_path / "none.png"], ["brightness"], None)
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "p.txt").write_text("one\ntwo\n")
-    with pytest.raises(UserError, match="1 prompts for 2|2 prompts for 1"):
-        score_images([tmp_path], ["brightness"], str(tmp_path / "p.txt"))
 
 
 def test_objects_of_the_caller_replace_what_the_recipe_names(tiny_config, load_tiny, tmp_path):

@@ -6,7 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.aggregate import FailureLimit, check_invalid, combine, train_weights, weighted_sum
+from flowrl.aggregate import (
+    FailureLimit,
+    check_invalid,
+    combine,
+    mean_reward,
+    train_weights,
+    weighted_sum,
+)
 from flowrl.executors.base import RewardFailure
 from flowrl.functional.transforms import affine, clip, rank
 from flowrl.reward import RewardResult, RewardSpec
@@ -168,3 +175,17 @@ def test_a_streak_of_missing_scores_stops_and_a_whole_rollout_ends_it():
         patient.check(lacking)
     with pytest.raises(RewardFailure, match="10 of 10"):
         patient.check(~whole)
+
+
+def test_an_evaluation_is_best_by_what_is_trained():
+    """A reward that a transform turns round must not choose the worst checkpoint."""
+    down = functools.partial(affine, scale=-1.0)
+    specs = [
+        spec("a", transform=down),
+        spec("b", weight=2.0, transform=rank),
+        spec("c", weight=0.0),
+    ]
+    scores = torch.tensor([[1.0, 0.5, nan], [3.0, nan, nan]])
+    assert mean_reward(specs, scores) == -2.0 + 2 * 0.5
+    assert math.isnan(mean_reward(specs, torch.full((2, 3), nan)))
+    assert mean_reward([spec(), spec(held_out=True)], torch.tensor([[0.25, nan]])) == 0.25

@@ -1,7 +1,7 @@
 """From the recipe's rewards to rewards that can be asked."""
 
-import sys
-from types import SimpleNamespace
+import functools
+import inspect
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ import torch
 from flowrl.build_rewards import build_limit, build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.executors import pool, remote
 from flowrl.executors.inline import Inline
 from flowrl.functional.transforms import rank
 from flowrl.reward import RewardSpec
@@ -108,26 +109,26 @@ class Recorded:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Executors of other modules, recorded as they are made."""
+    """Executors of other modules, recorded as they are made; they would accept the arguments."""
     found: list[Recorded] = []
 
-    def record(*args, **options):
+    def record(real, *args, **options):
+        inspect.signature(real).bind(*args, **options)
         found.append(Recorded(*args, **options))
         return found[-1]
 
-    for module, name in (("pool", "Pool"), ("remote", "Remote")):
-        path = f"flowrl.executors.{module}"
-        monkeypatch.setitem(sys.modules, path, SimpleNamespace(**{name: record}))
+    for module, real in ((pool, pool.Pool), (remote, remote.Remote)):
+        monkeypatch.setattr(module, real.__name__, functools.partial(record, real))
     return found
 
 
 def test_a_pool_gets_the_rewards_import_path_and_its_options(made):
     how = {"kind": "pool", "workers": 3, "timeout": 5, "micro_batch": 2, "max_tasks": 50}
     spec = build(name="geneval", args={"mode": "strict"}, executor=how)
-    pool = made[0]
-    assert spec.executor is pool and spec.name == "geneval_strict"
-    assert pool.args == ("rewards.geneval:GenEval", {"mode": "strict"}, "geneval_strict")
-    assert pool.options == {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
+    first = made[0]
+    assert spec.executor is first and spec.name == "geneval_strict"
+    assert first.args == ("rewards.geneval:GenEval", {"mode": "strict"}, "geneval_strict")
+    assert first.options == {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
     build(name=f"{__name__}:Rivals", executor=how)
     assert made[1].args == (f"{__name__}:Rivals", {}, "rivals")
     assert made[1].options["micro_batch"] is None
@@ -155,7 +156,7 @@ def test_a_token_that_is_not_there_is_asked_for_and_what_was_begun_ends(made, mo
     pooled = {"name": "ocr", "executor": {"kind": "pool"}}
     with pytest.raises(UserError, match="token_env is 'REWARD_TOKEN', but the environment has no"):
         build_rewards(config(pooled, {"name": "far", "executor": REMOTE}))
-    assert [pool.closed for pool in made] == [True]
+    assert [one.closed for one in made] == [True]
 
 
 def test_two_rewards_of_one_name_are_refused():

@@ -42,7 +42,8 @@ def built(monkeypatch):
     module.align, module.table = align, list  # type: ignore[attr-defined]
     for name in ("sample_images", "score_images", "evaluate_model", "build_gallery"):
         setattr(module, name, record)
-    monkeypatch.setitem(sys.modules, "flowrl.actions", module)
+    for name in ("flowrl.actions", "flowrl.score_files"):
+        monkeypatch.setitem(sys.modules, name, module)
     return calls
 
 

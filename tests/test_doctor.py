@@ -49,7 +49,7 @@ def test_a_version_outside_the_range_is_a_problem(monkeypatch):
 
 
 def test_an_optional_package_that_is_not_there_is_no_problem(monkeypatch):
-    monkeypatch.setattr(doctor, "OPTIONAL", {"flowrl-no-such-package": "colour"})
+    monkeypatch.setattr(doctor, "OPTIONAL", {"flowrl-no-such-package": ("hue", "colour")})
     finding = find(examine(), "flowrl-no-such-package")
     assert (finding.state, finding.detail) == ("missing", "optional: colour")
     assert healthy([finding])

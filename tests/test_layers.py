@@ -62,7 +62,7 @@ LAYERS = [
     },
     {"handover", "bench", "outcomes"},
     {"bench_tree", "bench_reward", "sweep"},
-    {"actions", "collecting"},
+    {"actions", "collecting", "score_files"},
     {"commands", "cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

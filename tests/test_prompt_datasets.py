@@ -3,6 +3,7 @@ import sys
 
 import datasets
 import pytest
+from datasets import config, exceptions
 
 from flowrl.errors import UserError
 from flowrl.prompts import load_prompts
@@ -17,7 +18,7 @@ ROWS = [
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch, tmp_path):
     """Neither progress bars nor files in the user's cache."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
@@ -50,7 +51,7 @@ def test_saved_folders_and_parquet_files_give_the_prompts_of_the_same_jsonl(tmp_
 def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
     rows = [{"words": "a cat", "caption": "b", "n": 1}]
     folder = tmp_path / "saved"
-    datasets.DatasetDict(train=table(), test=table(rows)).save_to_disk(folder)
+    datasets.DatasetDict({"train": table(), "test": table(rows)}).save_to_disk(folder)
     (found,) = load_prompts(f"hf:{folder}:test:words")
     assert (found.text, found.metadata) == ("a cat", {"caption": "b", "n": 1})
     assert load_prompts(f"hf:{folder}:test")[0].text == "b"
@@ -105,7 +106,7 @@ def test_other_columns_another_split_and_an_empty_text_are_sentences(tmp_path):
     table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")
     with pytest.raises(UserError, match="have the columns words; expected one of prompt, text"):
         load_prompts(tmp_path / "p.parquet")
-    datasets.DatasetDict(train=table()).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
     with pytest.raises(UserError, match="have the splits train, not 'dev'"):
         load_prompts(f"hf:{tmp_path}/saved:dev")
     table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
@@ -124,14 +125,14 @@ def test_a_folder_or_file_that_is_no_table_is_a_sentence(tmp_path):
 
 
 def test_a_data_set_of_the_hub_that_cannot_be_reached_says_what_to_do(monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="someone/prompts.*hub cannot be reached: load it once"):
         load_prompts("hf:someone/prompts")
 
 
 def test_a_gated_data_set_says_what_to_do(monkeypatch):
     def refuse(*_, **__):
-        raise datasets.exceptions.DatasetNotFoundError("Dataset 'x/y' is a gated dataset.")
+        raise exceptions.DatasetNotFoundError("Dataset 'x/y' is a gated dataset.")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError, match="accept its terms on its page"):

@@ -86,10 +86,13 @@ def test_a_recipe_can_be_changed_in_one_place():
             "'localhost:8000' in urls is no address",
         ),
         (
-            "executor={kind: http, urls: ['http://a'], timeout: 200}",
+            "executor={kind: http, urls: ['http://127.0.0.1'], timeout: 200}",
             "timeout is 200 and deadline 120, but a request",
         ),
-        ("executor={kind: http, urls: ['http://a'], codec: gif}", "codec is 'gif': expected 'png'"),
+        (
+            "executor={kind: http, urls: ['http://127.0.0.1'], codec: gif}",
+            "codec is 'gif': expected 'png'",
+        ),
         ("executor={kind: inline, micro_batch: 0}", "executor.micro_batch is 0: expected a number"),
         ("applies_to={tag: ocr}", "rewards.0.applies_to is 'ocr': expected a list"),
         ("applies_to={tag: []}", "applies_to.tag is an empty list, which no prompt matches"),
@@ -105,7 +108,7 @@ def test_a_wrong_option_is_named_with_what_was_expected(override, sentence):
 
 
 def test_arguments_belong_to_the_server_that_makes_the_reward():
-    remote = "rewards=[{name: x, args: {a: 1}, executor: {kind: http, urls: ['http://a']}}]"
+    remote = "rewards=[{name: x, args: {a: 1}, executor: {kind: http, urls: ['http://127.0.0.1']}}]"
     with pytest.raises(UserError, match="the server makes the reward: give them to the server"):
         parse(remote)
 

@@ -112,8 +112,8 @@ def score(
     """
     if prompt and prompts:
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
-    from flowrl.actions import score_images
     from flowrl.commands.show import print_table
+    from flowrl.score_files import score_images
 
     print_table(score_images(pictures, reward, prompts or prompt or None), as_json=as_json)
 

@@ -1,11 +1,14 @@
 """`flowrl prompts`: lists of prompts to train on, and others to evaluate on."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.prompt_sets import Sets
 
 
 def prompts(
@@ -45,37 +48,63 @@ def prompts(
 
     Examples:
 
-      flowrl prompts geneval -o prompts/geneval --count 20000 --held-out 600
+      flowrl prompts geneval -o prompts/geneval --count 5000 --held-out 400
 
       flowrl prompts ocr -o prompts/ocr --words words.txt --new-words
 
-      flowrl train quickstart prompts.train=prompts/ocr/train.jsonl evaluation.prompts=prompts/ocr/test.jsonl
+      flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
+        evaluation.prompts=prompts/ocr/test.jsonl
     """
-    from flowrl.prompt_sets import read_list, write_sets
+    from flowrl.prompt_sets import write_sets
 
     others = (words, templates, new_words or None) if kind == "geneval" else (classes,)
     if any(option is not None for option in others):
         theirs = "--words, --templates and --new-words" if kind == "geneval" else "--classes"
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
-    given = {"ratio": _parts(ratio)} if ratio else {}
     if kind == "geneval":
-        from flowrl.prompt_sets_geneval import geneval_sets
-
-        named = {"classes": read_list(classes)} if classes else {}
-        sets = geneval_sets(count, held_out, seed, **named, **given)
+        sets = _geneval(count, held_out, seed, _parts(ratio), classes)
     else:
-        from flowrl.prompt_sets_ocr import ocr_sets
-
-        files = {"words": words, "templates": templates}
-        named = {name: read_list(path) for name, path in files.items() if path}
-        sets = ocr_sets(count, held_out, seed, new_words=new_words, **named, **given)
+        sets = _ocr(count, held_out, seed, _parts(ratio), words, templates, new_words)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         typer.echo(f"{path}  {len(rows)} prompts")
 
 
-def _parts(text: str) -> list[int]:
+def _geneval(
+    count: int, held_out: int, seed: int, ratio: list[int] | None, classes: Path | None
+) -> "Sets":
+    from flowrl.prompt_sets import read_list
+    from flowrl.prompt_sets_geneval import COCO, RATIO, geneval_sets
+
+    names = read_list(classes) if classes else COCO
+    return geneval_sets(count, held_out, seed, classes=names, ratio=ratio or RATIO)
+
+
+def _ocr(
+    count: int,
+    held_out: int,
+    seed: int,
+    ratio: list[int] | None,
+    words: Path | None,
+    templates: Path | None,
+    new_words: bool,
+) -> "Sets":
+    from flowrl.prompt_sets import read_list
+    from flowrl.prompt_sets_ocr import RATIO, TEMPLATES, WORDS, ocr_sets
+
+    return ocr_sets(
+        count,
+        held_out,
+        seed,
+        words=read_list(words) if words else WORDS,
+        templates=read_list(templates) if templates else TEMPLATES,
+        ratio=ratio or RATIO,
+        new_words=new_words,
+    )
+
+
+def _parts(text: str | None) -> list[int] | None:
     try:
-        return [int(part) for part in text.split(":")]
+        return [int(part) for part in text.split(":")] if text is not None else None
     except ValueError as error:
         raise UserError(
             f"--ratio is {text!r}, expected whole numbers as in 7:5:3:1:1:0."

@@ -3,7 +3,9 @@
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +13,7 @@ import typer
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
+    from flowrl.executors.base import Executor
     from flowrl.reward import RewardSpec
     from flowrl.wire import Codec
 
@@ -68,10 +71,16 @@ def reward_serve(
         )
         for spec in specs:
             warm_up(spec)
-        _serve(app, host, port, names)
-    finally:
+    except BaseException:
         for spec in specs:
             spec.asked_by().close()
+        raise
+    try:
+        _serve(app, host, port, names)
+    finally:  # the application has closed the rewards
+        if hangs := app.state.service.hangs:
+            print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
+            os._exit(1)
 
 
 def _token(host: str, variable: str | None) -> str | None:
@@ -101,23 +110,26 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
 
 
 def _spec(name: str, text: str, workers: int) -> "RewardSpec":
-    from flowrl.executors.inline import Inline
-    from flowrl.executors.pool import Pool
     from flowrl.recipe import load_yaml
-    from flowrl.reward import BUILT_IN, RewardSpec, load_reward
+    from flowrl.reward import RewardSpec, load_reward
 
     args = load_yaml(text, "--args")
     if not isinstance(args, dict | None):
         raise UserError(f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'.")
-    reward = load_reward(name, args)
-    spec = RewardSpec(name=name, reward=reward)
+    spec = RewardSpec(name=name, reward=load_reward(name, args))
+    return replace(spec, executor=_executor(spec, args, workers))
+
+
+def _executor(spec: "RewardSpec", args: dict | None, workers: int) -> "Executor":
     if not workers:
-        executor = Inline(reward, name, background=True)
-    elif spec.whole_groups:
-        executor = Pool(BUILT_IN.get(name, name), args, name, workers=workers, micro_batch=None)
-    else:
-        executor = Pool(BUILT_IN.get(name, name), args, name, workers=workers)
-    return RewardSpec(name=name, reward=reward, executor=executor)
+        from flowrl.executors.inline import Inline
+
+        return Inline(spec.reward, spec.name, background=True)
+    from flowrl.executors.pool import Pool
+    from flowrl.reward import BUILT_IN
+
+    target, size = BUILT_IN.get(spec.name, spec.name), None if spec.whole_groups else 8
+    return Pool(target, args, spec.name, workers=workers, micro_batch=size)
 
 
 def _serve(app, host: str, port: int, names: Sequence[str]) -> None:

@@ -166,9 +166,7 @@ class Pool:
         if self._closed:
             return failed(count, CLOSED)
         if self._resting():
-            return failed(
-                count, f"not asked: the last {IN_A_ROW} micro-batches before it got no answer"
-            )
+            return failed(count, f"not asked, after {IN_A_ROW} micro-batches without an answer")
         began = time.perf_counter()
         try:
             reply = self._ask(process, part)
@@ -177,6 +175,8 @@ class Pool:
         except (Died, TookTooLong) as error:
             self._note(answered=False)
             return failed(count, str(error), time.perf_counter() - began)
+        except RewardFailure as error:
+            return error
         except Exception as error:  # nobody would hear of it in this thread
             return RewardFailure(f"reward {self.name!r}: {type(error).__name__}: {error}")
         self._note(answered=True)

@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
-from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import numpy as np
@@ -55,22 +54,21 @@ class Process:
     def ask(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Reply:
         """As `worker.score`. Raises Died, TookTooLong or Closed, and RewardFailure for arguments
         that cannot be sent."""
-        loads = not self._answered
-        limit = self.timeout + (self.start if loads else 0)
         try:
-            self._question = self._send(limit, levels, prompts, metadata)
+            question, limit = self._send(levels, prompts, metadata)
             # Twice as long and more: a process that does not even come up must not be waited for.
-            reply = self._question.result(2 * limit + self.start)
+            reply = question.result(2 * limit + self.start)
         except CancelledError as error:
             raise Closed from error
-        except (ProcessExpired, BrokenProcessPool) as error:
+        except (ProcessExpired, RuntimeError) as error:
             self.retire()
             raise Died(_how(error)) from error
         except TimeoutError as error:
+            limit = f"{self.timeout:g} s" if self._answered else f"{self._first:g} s with loading"
             self.retire()
             raise TookTooLong(
-                f"took longer than {limit:g} s{' with loading' * loads} and was stopped; "
-                "raise executor.timeout or lower executor.micro_batch"
+                f"took longer than {limit} and was stopped; raise executor.timeout or lower "
+                "executor.micro_batch"
             ) from error
         except Closed:
             raise
@@ -100,21 +98,30 @@ class Process:
             self._pool.join()
         self._pool, self._answered = None, 0
 
-    def _send(self, limit: float, *question: Any) -> "Future[Reply]":
+    @property
+    def _first(self) -> float:
+        return self.timeout + self.start
+
+    def _send(self, *question: Any) -> "tuple[Future[Reply], float]":
+        """-> the reply to come, and the seconds that it may take."""
         with self._lock:
             if self._closed:
                 raise Closed
+            if self._pool is not None and not self._pool.active:
+                self.retire()  # it died while it had nothing to do
             if self._pool is None:
                 self._pool = ProcessPool(
                     max_workers=1, initializer=prepare, initargs=self._setup, context=Context()
                 )
-            return self._pool.schedule(score, args=question, timeout=limit)
+            limit = self.timeout if self._answered else self._first
+            self._question = self._pool.schedule(score, args=question, timeout=limit)
+            return self._question, limit
 
 
 def _how(error: Exception) -> str:
     """For people: what the process died of."""
     if not isinstance(error, ProcessExpired):
-        return "its process ended before it took up the pictures; look at what it printed"
+        return f"its process ended before it took up the pictures ({error})"
     code = error.exitcode or 0
     if -code in set(signal.Signals):
         return (

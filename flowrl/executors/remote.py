@@ -154,7 +154,8 @@ class Remote:
         return self._said
 
     async def _learn(self, opened: _Open) -> RewardInfo:
-        return await opened.client.learn(asyncio.get_running_loop().time() + self.deadline)
+        with opened.wait(0):
+            return await opened.client.learn(asyncio.get_running_loop().time() + self.deadline)
 
     async def _answer(
         self, opened: _Open, pictures: np.ndarray, prompts: list[str], metadata: list[dict]

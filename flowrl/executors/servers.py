@@ -16,7 +16,7 @@ from flowrl.wire import Refusal
 
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row, after which a server rests and must say that it is ready
-BACKOFF = tenacity.wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.1)
+BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
 MAX_ANSWER = 16 * 2**20  # bytes
 AGAIN = {408, 429}  # and 5xx: the only answers worth another try
 REMEDIES = {

@@ -38,7 +38,7 @@ class NFT:
         self.needs = Needs(states="endpoints", reference=kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Every picture with a reward; the signal is r in [0, 1], 1/2 for what teaches nothing.
+        """Every picture that is compared; the signal is r in [0, 1], 1/2 for what teaches nothing.
 
         At r = 1/2 the loss still draws the policy to the old one.
         """

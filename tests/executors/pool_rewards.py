@@ -23,6 +23,11 @@ class Scripted:
     def _sleep(self, data):
         time.sleep(data["seconds"])
 
+    def _note(self, data):
+        with open(data["path"], "a") as file:
+            file.write(f"{data['text']}\n")
+        time.sleep(data["seconds"])
+
     def _die(self, data):
         os._exit(data["code"])
 

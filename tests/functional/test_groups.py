@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, undecided
+from flowrl.functional.groups import best_and_worst, best_of_group, group_rows, lone, undecided
 
 RAGGED = torch.tensor([7, 2, 7, 5, 2, 7])
 REWARD = torch.tensor([1.0, 3.0, 4.0, 0.0, 3.0, 4.0])
@@ -92,3 +92,13 @@ def test_a_missing_reward_is_no_rank(bad):
     for call in (best_of_group, undecided, lambda r, g: best_and_worst(r, g, KEYS)):
         with pytest.raises(ValueError, match="1 of 6 rewards are not finite: leave rows"):
             call(reward, RAGGED)
+
+
+@given(case=grouped(), seed=st.integers(0, 2**31))
+def test_a_lone_row_is_the_only_valid_one_of_its_group(case, seed):
+    _, group, _ = case
+    valid = torch.rand(len(group), generator=torch.Generator().manual_seed(seed)) < 0.5
+    expected = [
+        bool(v and (valid & (group == g)).sum() == 1) for v, g in zip(valid, group, strict=True)
+    ]
+    assert lone(valid, group).tolist() == expected

@@ -34,7 +34,9 @@ def test_it_is_the_published_head_on_the_unit_vector_of_the_picture(tiny_clip, h
         ).image_embeds
         expected = layers(vectors / vectors.norm(dim=-1, keepdim=True)).squeeze(1)
     made = Aesthetic(model=tiny_clip, head=str(folder), device="cpu")
+    before = torch.get_rng_state()
     scores = made(pictures(3), ["any"] * 3, [{}] * 3)
+    assert torch.equal(torch.get_rng_state(), before)
     assert scores.shape == (3,) and scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
     assert expected.std() > 0.01

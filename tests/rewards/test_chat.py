@@ -10,8 +10,8 @@ from chat_servers import within as no_longer_than
 
 from rewards import chat as chat_module
 from rewards.chat import Chat
-from rewards.chat_messages import Question, Reply, pngs
-from rewards.images import to_uint8
+from rewards.chat_messages import Question, Reply
+from rewards.images import pngs, to_uint8
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
 BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]

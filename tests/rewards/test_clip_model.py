@@ -104,6 +104,12 @@ def test_the_gradient_reaches_the_pixels_and_is_the_slope_of_the_score(
     assert all(parameter.grad is None for parameter in clip._loaded[0].parameters())
 
 
+def test_loading_leaves_the_callers_random_numbers_alone(tiny_clip, pictures):
+    before = torch.get_rng_state()
+    Clip(tiny_clip, reward="a test", device="cpu").cosine(pictures(1), PROMPTS[:1])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_bf16_moves_the_network_and_neither_the_scale_nor_the_products(tiny_clip, clip, pictures):
     half = Clip(tiny_clip, reward="a test", device="cpu", dtype="bf16")
     scores = half.cosine(pictures(4), PROMPTS)

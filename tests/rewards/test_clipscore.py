@@ -39,3 +39,22 @@ def test_published_weights_score_in_the_usual_range_and_know_colours():
         scores = made(both, [found["prompt"]] * 2, [{}] * 2)
         assert scores[0] > scores[1]
         assert 0.2 < scores[0] < 0.35
+
+
+@pytest.mark.weights
+def test_published_weights_score_as_by_the_reference_processor():
+    from PIL import Image
+    from transformers import AutoTokenizer, CLIPModel
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    from rewards.clipscore import MODEL
+    from rewards.fixtures import square, word
+
+    images, prompts = torch.stack([square("red", 512), word("HELLO", 512)]), ["a red square", "a"]
+    levels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    pixels = CLIPImageProcessorPil()([Image.fromarray(i) for i in levels], return_tensors="pt")
+    text = AutoTokenizer.from_pretrained(MODEL)(prompts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        logits = CLIPModel.from_pretrained(MODEL)(**pixels, **text).logits_per_image
+    scores = CLIPScore(device="cpu")(images, prompts, [{}] * 2)
+    torch.testing.assert_close(scores, logits.diagonal() / 100, rtol=0, atol=0.002)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rewards.geneval import GenEval, load_detector
+from rewards.detectors import DETECTORS, load_color_namer, load_detector
+from rewards.geneval import MODES, GenEval
 from rewards.geneval_rules import Detection
 
 WHITE = torch.ones(1, 3, 8, 8)
@@ -14,6 +15,10 @@ TWO = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
 
 def cat(score: float, color: str | None = None) -> Detection:
     return Detection(box=(0, 0, 4, 4), score=score, name="cat", color=color)
+
+
+def colored(color: str) -> dict:
+    return {"tag": "colors", "include": [{"class": "cat", "count": 1, "color": color}]}
 
 
 class Scripted:
@@ -35,38 +40,97 @@ class Mean:
         return [[cat(1.0, names[int(np.argmax(i.mean((0, 1))))])] for i in images]
 
 
-def scripted(**args) -> GenEval:
+def scripted(find=None, **args) -> GenEval:
     made = GenEval(**args)
-    made._find = Scripted()
+    made._find = find or Scripted()
     return made
 
 
+def scores_of(reward: GenEval, images, metadata) -> torch.Tensor:
+    """Scores, when none may be missing."""
+    scores, reasons = reward(images, [""] * len(metadata), metadata)
+    assert not reasons
+    return scores
+
+
 def test_counting_has_a_threshold_of_its_own():
-    scores = scripted(mode="strict")(WHITE.repeat(2, 1, 1, 1), ["", ""], [TWO, CAT])
+    scores = scores_of(scripted(mode="strict"), WHITE.repeat(2, 1, 1, 1), [TWO, CAT])
     assert scores.tolist() == [0.0, 0.0]
-    assert scripted()(WHITE, [""], [TWO]).item() == 0.5  # one sure cat of two
-    assert scripted()(WHITE, [""], [CAT]).item() == 0.0  # two cats where one is wanted
+    assert scores_of(scripted(), WHITE, [TWO]).item() == 0.5  # one sure cat of two
+    assert scores_of(scripted(), WHITE, [CAT]).item() == 0.0  # two cats where one is wanted
 
 
-def test_a_prompt_of_no_known_kind_is_missing_and_costs_no_detection():
+def test_thresholds_can_be_given():
+    assert scores_of(scripted(threshold=0.9), WHITE, [CAT]).item() == 1
+    assert scores_of(scripted(counting_threshold=0.4), WHITE, [TWO]).item() == 1
+    assert scores_of(scripted(threshold=0.99), WHITE, [TWO]).item() == 0.5
+
+
+def test_a_prompt_of_no_known_kind_is_missing_with_a_reason_and_costs_no_detection():
     calls = Scripted.calls
-    scores = scripted()(WHITE, [""], [{"tag": "ocr", "ocr_text": "CAT"}])
+    scores, reasons = scripted()(WHITE, [""], [{"tag": "ocr", "ocr_text": "CAT"}])
     assert math.isnan(scores.item()) and Scripted.calls == calls
-    assert scripted(compat="flow_grpo")(WHITE, [""], [{}]).item() == -10
+    assert "'ocr' is none of single_object" in reasons[0]
+    scores, reasons = scripted(compat="flow_grpo")(WHITE, [""], [{}])
+    assert scores.item() == -10 and not reasons
+
+
+def test_a_tag_that_is_misspelled_is_found_before_training_and_other_prompts_are_not_ours():
+    wrong = CAT | {"tag": "colours"}
+    assert GenEval().applies("", wrong) and not GenEval().applies("", {"tag": "ocr"})
+    with pytest.raises(ValueError, match="'colours' is none of single_object"):
+        GenEval().check("", wrong)
+
+
+def test_a_colour_that_nothing_can_tell_is_found_before_training():
+    pink = {"tag": "colors", "include": [{"class": "circle", "count": 1, "color": "pink"}]}
+    with pytest.raises(ValueError, match="'tiny' does not know the colour 'pink', only red"):
+        GenEval().check("", pink)
+    GenEval(colors="pixels").check("", pink)
 
 
 def test_the_detector_gets_red_green_blue_in_this_order():
-    made = GenEval(mode="strict")
-    made._find = Mean()
+    made = scripted(Mean(), mode="strict")
     picture = torch.zeros(3, 3, 4, 4)
     for channel in range(3):
         picture[channel, channel] = 1
-    wanted = [
-        CAT | {"tag": "colors", "include": [{"class": "cat", "count": 1, "color": color}]}
-        for color in ("red", "green", "blue")
-    ]
-    assert made(picture, [""] * 3, wanted).tolist() == [1.0, 1.0, 1.0]
-    assert made(picture.flip(1), [""] * 3, wanted).tolist() == [0.0, 1.0, 0.0]
+    wanted = [colored(color) for color in ("red", "green", "blue")]
+    assert scores_of(made, picture, wanted).tolist() == [1.0, 1.0, 1.0]
+    assert scores_of(made, picture.flip(1), wanted).tolist() == [0.0, 1.0, 0.0]
+
+
+def test_what_names_colours_sees_red_green_blue_and_only_what_the_rule_asks_about():
+    class Namer:
+        seen = []
+
+        def __call__(self, picture, found):
+            self.seen.append([item.score for item in found])
+            return [("red", "green", "blue")[int(picture[0, 0].argmax())] for _ in found]
+
+    blue = torch.zeros(1, 3, 8, 8)
+    blue[:, 2] = 1
+    for mode, score in (("official", 1.0), ("strict", 0.0), ("partial", 0.0)):
+        made = scripted(mode=mode, colors="scripted")
+        made._name_colors = Namer()
+        assert scores_of(made, blue, [colored("blue")]).item() == score
+        assert scores_of(made, blue, [colored("red")]).item() == 0
+        assert scores_of(made, blue, [CAT]).item() == score
+    assert Namer.seen == [[0.95]] * 6  # the surest of two cats, for prompts with colours
+
+
+def test_a_detector_of_open_vocabulary_is_told_the_classes_of_each_prompt():
+    class Open:
+        open_vocabulary = True
+        asked = []
+
+        def __call__(self, images, classes):
+            self.asked += classes
+            return [[cat(0.9)] for _ in images]
+
+    dog = [{"class": "dog", "count": 3}]
+    made = scripted(Open())
+    assert scores_of(made, WHITE.repeat(2, 1, 1, 1), [CAT, TWO | {"exclude": dog}])[0] == 1
+    assert Open.asked == [["cat"], ["cat", "dog"]]
 
 
 def test_a_reward_is_cheap_to_make_and_wrong_names_are_refused():
@@ -74,22 +138,88 @@ def test_a_reward_is_cheap_to_make_and_wrong_names_are_refused():
     for wrong in ({"mode": "lenient"}, {"compat": "other"}):
         with pytest.raises(ValueError, match="one of|flow_grpo"):
             GenEval(**wrong)
-    with pytest.raises(ValueError, match="tiny"):
+    with pytest.raises(ValueError, match="tiny, mask2former"):
         GenEval(detector="nothing")(WHITE, [""], [CAT])
+    with pytest.raises(ValueError, match="clip, pixels"):
+        GenEval(colors="nothing").check("", CAT)
 
 
-def test_a_detector_is_found_by_its_import_path():
+def test_detectors_and_namers_of_colours_are_found_by_name_or_import_path():
     assert load_detector("collections:Counter") == {}
+    assert load_detector("collections:Counter", {"cats": 2})["cats"] == 2
+    assert load_color_namer("pixels").colors
+    for name in DETECTORS:
+        assert callable(load_detector(name))  # made without weights
 
 
-def test_a_detector_that_fails_does_not_score_zero():
+def test_a_picture_on_which_the_detector_fails_is_missing_and_spoils_no_other():
+    def picky(images):
+        if (images == 0).all((1, 2, 3)).any():
+            raise RuntimeError("too dark")
+        return [[cat(1.0)] for _ in images]
+
+    images = torch.cat([WHITE, 0 * WHITE, WHITE])
+    scores, reasons = scripted(picky)(images, [""] * 3, [CAT] * 3)
+    assert scores[0] == scores[2] == 1 and scores[1].isnan()
+    assert reasons == {1: "the detector failed: RuntimeError: too dark"}
+
+
+def test_a_failing_detector_scores_minus_ten_in_no_mode():
     def broken(images):
-        raise RuntimeError("out of memory")
+        raise RuntimeError("no")
 
-    made = GenEval()
-    made._find = broken
-    with pytest.raises(RuntimeError):
-        made(WHITE, [""], [CAT])
+    for mode in MODES:
+        for compat in (None, "flow_grpo"):
+            scores, reasons = scripted(broken, mode=mode, compat=compat)(WHITE, [""], [CAT])
+            assert scores.isnan().all() and list(reasons) == [0]
+
+
+def test_a_failing_namer_of_colours_spoils_only_prompts_with_colours():
+    def broken(picture, found):
+        raise RuntimeError("no colours today")
+
+    made = scripted(Mean(), colors="scripted")
+    made._name_colors = broken
+    scores, reasons = made(WHITE.repeat(2, 1, 1, 1), ["", ""], [CAT, colored("red")])
+    assert scores[0] == 1 and scores[1].isnan() and "no colours today" in reasons[1]
+
+
+@pytest.mark.parametrize("error", [ImportError("scipy"), torch.cuda.OutOfMemoryError("full")])
+def test_what_concerns_all_pictures_is_raised(error):
+    def broken(images):
+        raise error
+
+    with pytest.raises(type(error)):
+        scripted(broken)(WHITE, [""], [CAT])
+
+
+def test_a_detector_that_answers_for_too_few_pictures_gives_no_scores():
+    scores, reasons = scripted(lambda images: [])(WHITE, [""], [CAT])
+    assert scores.isnan().all() and "answered for 0 of 1 pictures" in reasons[0]
+
+
+def test_the_version_says_what_changes_the_numbers():
+    versions = {
+        made.version
+        for made in (
+            GenEval(), GenEval("strict"), GenEval(compat="flow_grpo"), GenEval(colors="clip"),
+            GenEval(threshold=0.5), GenEval(counting_threshold=0.5), GenEval(detector="owlv2"),
+            GenEval(detector="owlv2", detector_args={"threshold": 0.1}),
+            GenEval(colors="clip", colors_args={"model": "other"}),
+        )
+    }  # fmt: skip
+    assert len(versions) == 9
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fixtures_are_judged_in_their_right_order(mode):
+    made = GenEval(mode)
+    for item in made.fixtures():
+        made.check(item["prompt"], item["metadata"])
+        images = torch.stack([item["better"], item["worse"]])
+        better, worse = scores_of(made, images, [item["metadata"]] * 2)
+        assert better > worse, item["says"]
+    assert len(made.fixtures()) == 3 and not GenEval(detector="owlv2").fixtures()
 
 
 def test_bounds_hold_unless_quirks_are_asked_for():

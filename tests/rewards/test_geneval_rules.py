@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 
 from rewards.geneval_rules import (
     MAX_PER_CLASS,
+    TAGS,
     Detection,
     by_class,
+    check,
     official,
     partial,
     relations,
@@ -69,6 +71,10 @@ CASES = [  # tag, found, include, exclude, official, strict, partial
     ("color_attr", [RED_CAT, RED_DOG], ATTRIBUTES, [], 0, 0, 3 / 4),
     ("color_attr", [BLUE_DOG], ATTRIBUTES, [], 0, 0, 1 / 2),
 ]
+
+
+def test_the_cases_cover_all_six_kinds():
+    assert {case[0] for case in CASES} == set(TAGS)
 
 
 @pytest.mark.parametrize("tag, found, include, exclude, by_official, by_strict, by_partial", CASES)
@@ -151,3 +157,42 @@ def test_relations_point_the_right_way_and_diagonals_have_two():
 def test_boxes_with_one_centre_have_no_relation(spot):
     x, y, size = spot
     assert relations(box(x, y, size), box(x, y, 2 * size)) == set()
+
+
+@pytest.mark.parametrize(
+    "wanted, message",
+    [
+        ({"tag": "shapes", "include": ONE_CAT}, "'shapes' is none of single_object"),
+        ({"include": ONE_CAT}, "None is none of single_object"),
+        ({"tag": "counting", "include": []}, "lists no object"),
+        ({"tag": "counting"}, "lists no object"),
+        ({"tag": "counting", "include": [{"class": "cat"}]}, "a count of at least 1"),
+        ({"tag": "counting", "include": [{"class": "cat", "count": 0}]}, "a count of at least 1"),
+        ({"tag": "counting", "include": [{"count": 2}]}, "must name a class"),
+        ({"tag": "counting", "include": TWO_CATS, "exclude": [{"class": "cat"}]}, "a count"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=["on", 0])]}, "left of"),
+        ({"tag": "position", "include": [one("cat", position=["above", 0])]}, "earlier entry"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=["above", 1])]}, "earl"),
+    ],
+)
+def test_a_prompt_that_could_never_be_met_is_refused(wanted, message):
+    with pytest.raises(ValueError, match=message):
+        check(wanted)
+
+
+@pytest.mark.parametrize("include", [ONE_CAT, PAIR, TWO_CATS, LEFT, RIGHT, COLORED, ATTRIBUTES])
+def test_prompts_in_the_benchmarks_form_are_accepted(include):
+    check({"tag": "two_object", "include": include, "exclude": NO_THIRD})
+
+
+@given(st.lists(detections, max_size=20), prompts, st.randoms())
+def test_scores_do_not_depend_on_the_order_in_which_objects_were_found(found, include, rng):
+    """Of different scores: equal ones are a tie that the detector's order breaks."""
+    found = [
+        Detection(box=d.box, score=d.score + i / 1000, name=d.name, color=d.color)
+        for i, d in enumerate(found)
+    ]
+    shuffled = rng.sample(found, len(found))
+    one, other = by_class(found, 0.3), by_class(shuffled, 0.3)
+    assert official(one, include, NO_THIRD) == official(other, include, NO_THIRD)
+    assert partial(one, include) == partial(other, include)

@@ -85,11 +85,20 @@ def test_bf16_stays_near_and_says_so(tiny_hps, made, pictures):
     assert half.version != made.version
 
 
+def test_loading_leaves_the_callers_random_numbers_alone(tiny_hps, pictures):
+    before = torch.get_rng_state()
+    HPSv2(model=tiny_hps[1], architecture=tiny_hps[0], device="cpu")(pictures(1), [""], [{}])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_weights_of_another_network_are_refused(tiny_hps, tmp_path, pictures):
     torch.save({"state_dict": {"wrong": torch.ones(1)}}, tmp_path / "w.pt")
     wrong = HPSv2(model=str(tmp_path / "w.pt"), architecture=tiny_hps[0], device="cpu")
     with pytest.raises(ValueError, match="does not hold the weights of open_clip's tiny-hps"):
         wrong(pictures(1), [""], [{}])
+    unknown = HPSv2(model=str(tmp_path / "w.pt"), architecture="ViT-0", device="cpu")
+    with pytest.raises(ValueError, match="open_clip knows no architecture 'ViT-0'"):
+        unknown(pictures(1), [""], [{}])
     with pytest.raises(ValueError, match="v2.1, v2.0, not 'v3'"):
         HPSv2("v3")
 

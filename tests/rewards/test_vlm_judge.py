@@ -136,7 +136,9 @@ def test_the_version_tells_judges_apart_whose_numbers_differ():
         ({"scores": {"1": 1.0}}, "two or more"),
         ({"scores": {"a": 1.0, "A": 2.0}}, "two or more different"),
         ({"scores": {"a": 0.0, "b": -1.0}}, "above 0"),
-        ({"server": {}}, "model"),
+        ({"server": None}, "needs the server that it asks, .*docs/judges.md"),
+        ({"server": {"base_url": "http://127.0.0.1/v1"}}, "at least the model"),
+        ({"server": {"model": "m", "url": "http://127.0.0.1/v1"}}, "'url'"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(args, says):

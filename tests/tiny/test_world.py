@@ -9,7 +9,9 @@ from flowrl.tiny.world import (
     NEW_WORDS,
     NUMBERS,
     SHAPES,
+    SPELLING,
     TAGS,
+    UNSEEN_WORDS,
     WORD_TEMPLATES,
     WORDS,
     all_prompts,
@@ -31,6 +33,16 @@ def test_train_and_test_share_no_text_and_lose_none(tag):
 def test_words_held_out_altogether_are_spelt_with_letters_that_are_drawn():
     assert not set(NEW_WORDS) & set(WORDS)
     assert set("".join(NEW_WORDS)) <= set("".join(WORDS))
+
+
+def test_words_to_spell_are_new_and_each_is_tested_in_the_one_wording_it_is_not_trained_in():
+    assert not set(UNSEEN_WORDS) & {*WORDS, *NEW_WORDS}
+    assert set("".join(UNSEEN_WORDS)) <= set("".join(WORDS))
+    train, test = (split_prompts(SPELLING, split) for split in ("train", "test"))
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
+    assert sorted(p["ocr_text"] for p in test) == sorted(UNSEEN_WORDS)
+    assert len(train) == len(UNSEEN_WORDS) * (len(WORD_TEMPLATES) - 1)
+    assert {p["tag"] for p in [*train, *test]} == {"ocr"}
 
 
 @pytest.mark.parametrize("tag", [t for t in TAGS if t != "ocr"])

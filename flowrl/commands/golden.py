@@ -1,0 +1,92 @@
+"""`flowrl golden`: do rewards score here as they did where they were measured?"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.golden import Comparison
+
+
+def golden(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with golden values."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Record what these rewards score here.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Golden values; flowrl's own by default.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
+    ] = 0.003,
+) -> None:
+    """Compare the scores of rewards with golden values, measured with the real weights.
+
+    Shows that another machine, another version or a change of the code gives the same scores. A
+    reward without a golden value is shown as such and never as passed: those that download weights
+    have none until they are measured with --write.
+
+    ok agrees, !! does not, -- was not compared: no golden value yet, or weights are missing.
+    Exits with 1 after a !!, and after a -- of a reward that was named.
+
+    Examples:
+
+      flowrl golden
+
+      flowrl golden pickscore hpsv2
+
+      flowrl golden pickscore --write --file golden.json
+    """
+    chosen = list(dict.fromkeys(names or []))
+    if write and not chosen:
+        raise UserError("--write records the rewards that are named: give at least one.")
+    from flowrl.golden import PATH, compare_all, read_golden, recorded, write_golden
+
+    path = file or PATH
+    if file and not write and not file.exists():
+        raise UserError(f"There is no file {file}; flowrl golden NAME --write --file makes one.")
+    entries = read_golden(path)
+    compared = compare_all(chosen, entries)
+    if write:
+        new = {c.finding.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
+        write_golden(path, entries | new)
+        for name in new:
+            typer.echo(f"recorded {name} in {path}")
+        compared = [c for c in compared if not c.measured]
+    _show(compared)
+    _conclude(compared, named=bool(chosen))
+
+
+def _show(compared: "list[Comparison]") -> None:
+    """As `flowrl doctor` does: a mark, what about, what was found; below it what to do."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from flowrl.commands.looking import MARKS
+
+    console = Console(soft_wrap=True, highlight=False)
+    width = max((len(c.finding.topic) for c in compared), default=0)
+    for finding in (c.finding for c in compared):
+        mark, style = MARKS[finding.state]
+        console.print(
+            Text(mark, style=style) + Text(f"  {finding.topic:<{width}}  {finding.detail}")
+        )
+        if finding.remedy:
+            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
+
+
+def _conclude(compared: "list[Comparison]", *, named: bool) -> None:
+    """Raises UserError for a disagreement, or when what was named was not compared."""
+    states = {c.finding.topic: c.finding.state for c in compared}
+    wrong = [name for name, state in states.items() if state == "problem"]
+    if wrong:
+        raise UserError(f"These rewards do not score as recorded: {', '.join(wrong)}.")
+    absent = [name for name, state in states.items() if state == "missing"]
+    if absent and named:
+        raise UserError(f"These rewards were not compared: {', '.join(absent)}.")

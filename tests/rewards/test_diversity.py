@@ -1,0 +1,70 @@
+"""What a picture adds to the diversity of its set."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rewards.diversity import SetDiversity, leave_one_out_credit, set_diversity
+from rewards.fixtures import noise, square
+
+
+def similarities(size: int, seed: int) -> torch.Tensor:
+    rows = torch.randn(size, 5, generator=torch.Generator().manual_seed(seed)).double()
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    return rows @ rows.T
+
+
+@given(size=st.integers(3, 9), seed=st.integers(0, 1000))
+def test_leave_one_out_credit_is_the_loss_of_diversity_and_sums_to_0(size, seed):
+    s = similarities(size, seed)
+    credit = leave_one_out_credit(s)
+    for i in range(size):
+        others = [j for j in range(size) if j != i]
+        left = s[others][:, others]
+        pairs = [left[a, b] for a in range(size - 1) for b in range(size - 1) if a != b]
+        assert credit[i] == pytest.approx(float(set_diversity(s) - 1 + sum(pairs) / len(pairs)))
+    assert credit.sum() == pytest.approx(0, abs=1e-12)
+    total = s.sum(1) - s.diagonal()
+    assert torch.equal(credit.argsort(), total.argsort(descending=True))
+
+
+def test_a_duplicate_gets_the_lowest_credit():
+    """All similarities alike, but for two pictures that are the same."""
+    s = torch.full((5, 5), 0.2).double()
+    s[1, 3] = s[3, 1] = 1.0
+    credit = leave_one_out_credit(s)
+    assert credit[1] == credit[3] < credit[[0, 2, 4]].min()
+
+
+def test_too_few_pictures_have_no_diversity():
+    with pytest.raises(ValueError, match="no pair"):
+        set_diversity(torch.ones(1, 1))
+    with pytest.raises(ValueError, match="no pair"):
+        leave_one_out_credit(torch.ones(2, 2))
+
+
+def judged(*pictures, measure="pixels"):
+    images = torch.stack(pictures)
+    return SetDiversity(measure)(images, ["p"] * len(images), [{}] * len(images))
+
+
+@pytest.mark.parametrize("measure", ["pixels", "ssim"])
+def test_the_odd_picture_out_scores_highest(measure):
+    red = square("red", 32)
+    scores, reasons = judged(red, noise(32), red, measure=measure)
+    assert scores[1] > scores[0] == scores[2] and not reasons
+    assert scores.sum() == pytest.approx(0, abs=1e-6)
+
+
+def test_pictures_that_are_all_the_same_score_0():
+    scores, _ = judged(*[square("red", 32)] * 4)
+    assert scores.abs().max() < 1e-7
+
+
+def test_two_pictures_have_no_score_and_the_reason_says_what_to_do():
+    scores, reasons = judged(square("red", 32), square("blue", 32))
+    assert all(map(math.isnan, scores))
+    assert set(reasons) == {0, 1} and "raise rollout.group_size" in reasons[0]

@@ -1,0 +1,86 @@
+"""The judges against `transformers serve` with a vision-language model, its weights random.
+
+Such a model judges nothing, but pictures and questions pass through a real processor, and what
+comes back is an answer to them.
+"""
+
+import math
+
+import pytest
+import torch
+from tiny_vlm import served, write_vlm
+
+from rewards.chat import Chat
+from rewards.chat_messages import Question
+from rewards.fixtures import noise, square
+from rewards.images import pngs
+from rewards.pairwise import PairwiseWinRate
+from rewards.unified_reward import UnifiedReward
+from rewards.vlm_judge import VLMJudge
+
+PICTURES = torch.stack([square("red", 64), square("blue", 64), noise(64, 1), noise(64, 2)])
+PROMPTS = ["a red square"] * 4
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vlm")
+    write_vlm(folder, says="012345")
+    with served(folder) as url:
+        yield {"model": str(folder), "base_url": url, "timeout": 30.0, "rounds": 1}
+
+
+def test_answers_depend_on_the_pictures_and_the_text_and_are_repeatable(server):
+    red, blue, noisy, _ = pngs(PICTURES, 64)
+    several = [
+        ((red,), "?"),
+        ((blue,), "?"),
+        ((noisy,), "?"),
+        ((red,), "rate it"),
+        ((red, blue), "?"),
+    ]
+    questions = [Question(pictures=p, text=text, max_tokens=12) for p, text in several]
+    replies = Chat(**server).ask(questions)
+    assert not any(reply.missing for reply in replies)
+    assert all(reply.text and set(reply.text) <= set("012345") for reply in replies)
+    assert len({reply.text for reply in replies}) == len(several)
+    assert Chat(**server).ask(questions[::-1]) == replies[::-1]
+
+
+def test_a_text_judge_reads_scores_from_its_answers(server):
+    judge = VLMJudge(server, "text", template="{prompt}", pattern=r"(\d)", max_tokens=4)
+    scores, reasons = judge(PICTURES, PROMPTS, [{}] * 4)
+    assert not reasons
+    assert {5 * score for score in scores} <= set(range(6))
+    assert len(set(scores)) > 1
+    assert judge(PICTURES, PROMPTS, [{}] * 4) == (scores, reasons)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda server: VLMJudge(server, "text"),
+        lambda server: UnifiedReward(server, "1.5", max_tokens=32),
+        lambda server: UnifiedReward(server, max_tokens=32),
+        lambda server: PairwiseWinRate(server, "text", max_tokens=32),
+    ],
+    ids=["score", "final score", "axes", "pairs"],
+)
+def test_an_answer_of_another_form_is_missing_and_nothing_breaks(server, made):
+    scores, reasons = made(server)(PICTURES, PROMPTS, [{}] * 4)
+    assert all(map(math.isnan, scores))
+    assert set(reasons) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("mode", ["expectation", "yes_no"])
+def test_that_this_server_gives_no_log_probabilities_is_said_in_one_sentence(server, mode):
+    scores, reasons = VLMJudge(server, mode)(PICTURES, PROMPTS, [{}] * 4)
+    assert all(map(math.isnan, scores))
+    for reason in reasons.values():
+        assert reason.startswith(server["base_url"])
+        assert "gives no log-probabilities: take a mode that reads text" in reason
+
+
+def test_another_model_than_the_served_one_is_refused_with_a_hint(server):
+    (reply,) = Chat("other", server["base_url"]).ask([Question(pictures=(), text="?")])
+    assert "answered 400" in reply.missing and "one that the server lists" in reply.missing

@@ -1,0 +1,111 @@
+"""The page of reward servers: its server runs, its recipe is valid, its commands exist."""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from typer.main import get_command
+
+from flowrl.commands.serving import reward_serve
+from flowrl.executors.remote import Remote
+from flowrl.sections_rewards import Reward
+from flowrl.wire import Info, Request, Response
+
+PAGE = (Path(__file__).parents[1] / "docs" / "reward-servers.md").read_text(encoding="utf-8")
+(SERVER,) = re.findall(r"```python server\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^flowrl (reward-serve .*)$", PAGE, re.MULTILINE)
+STAND_IN = """
+import reward_server
+
+class Brightness:
+    def __call__(self, picture, prompt):
+        if prompt == "none":
+            return None
+        return float(picture.mean()) / 255
+
+def score(model, pictures, prompts, metadata):
+    if "bad" in prompts:
+        raise RuntimeError("no face")
+    return [model(x, p) for x, p in zip(pictures, prompts)]
+
+reward_server.load = Brightness
+reward_server.score = score
+reward_server.main(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    """The page's server, as it stands, with another model in it."""
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "reward_server.py").write_text(SERVER)
+    (folder / "mine.py").write_text(STAND_IN)
+    command = [sys.executable, "mine.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=folder, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.kill()
+
+
+def test_the_server_scores_a_run(url):
+    remote = Remote("imagereward", [url], micro_batch=4, timeout=5.0, deadline=10.0)
+    images = torch.rand(10, 3, 6, 7, generator=torch.Generator().manual_seed(0))
+    images = images.mul(255).round() / 255
+    scores, reasons = remote(images, ["p"] * 10, [{"a": [1]}] * 10)
+    torch.testing.assert_close(scores, images.mean((1, 2, 3)))
+    assert not reasons and remote.version == "ImageReward-v1.0/35 tokens"
+    remote.close()
+
+
+def test_the_server_tells_what_is_missing_and_lives_on(url):
+    remote = Remote("imagereward", [url], micro_batch=1, timeout=5.0, deadline=10.0)
+    scores, reasons = remote(torch.ones(3, 3, 4, 4), ["bad", "none", "p"], [{}] * 3)
+    remote.close()
+    assert scores.isnan().tolist() == [True, True, False] and scores[2] == 1.0
+    assert "RuntimeError: no face" in reasons[0] and "the model gave no number" in reasons[1]
+
+
+def test_the_server_needs_old_python_and_two_packages_only():
+    tree = ast.parse(SERVER, feature_version=(3, 8))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {getattr(node, "module", None) or node.names[0].name for node in nodes}
+    others = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert others == {"numpy", "PIL", "ImageReward"}
+    assert max(map(len, SERVER.splitlines())) <= 100
+
+
+def test_the_recipe_is_valid():
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    rewards = [Reward.model_validate(entry) for entry in yaml.safe_load(text)["rewards"]]
+    assert [reward.executor.kind for reward in rewards] == ["http", "http"]
+
+
+def test_the_messages_are_those_that_travel():
+    info, request, response = map(json.loads, re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL))
+    assert Info.model_validate(info).model_dump(mode="json") == info
+    assert Request.model_validate(request).model_dump(mode="json") == request
+    assert Response.model_validate(response).model_dump(mode="json") == response
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_every_command_has_the_options_it_names(line):
+    app = typer.Typer()
+    app.command()(reward_serve)
+    context = get_command(app).make_context("reward-serve", shlex.split(line)[1:])
+    assert context.params["names"]
+
+
+def test_every_option_of_executors_is_explained():
+    from flowrl.sections_rewards import HttpExecutor
+
+    for name in set(HttpExecutor.model_fields) - {"kind"}:
+        assert f"| `{name}` |" in PAGE

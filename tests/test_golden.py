@@ -1,0 +1,129 @@
+import json
+
+import pytest
+
+from flowrl import golden
+from flowrl.commands.golden import golden as command
+from flowrl.errors import UserError
+from flowrl.golden import compare_all, compare_one, measure, read_golden, recorded, write_golden
+
+MINE = """
+import math, torch
+
+class Mine:
+    name, version, shift = "mine", "mine-1", 0.0
+
+    def __call__(self, images, prompts, metadata):
+        return images.mean((1, 2, 3)) + self.shift
+
+class Mute(Mine):
+    def __call__(self, images, prompts, metadata):
+        return [math.nan] * len(images)
+
+class Absent(Mine):
+    def __call__(self, images, prompts, metadata):
+        raise ImportError("Absent needs nothing_like_it, which is not installed")
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The class of a reward "golden_mine:Mine", whose scores can be shifted."""
+    (tmp_path / "golden_mine.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    import golden_mine  # pyright: ignore[reportMissingImports]
+
+    monkeypatch.setattr(golden_mine.Mine, "shift", 0.0)
+    return golden_mine.Mine
+
+
+NAME = "golden_mine:Mine"
+
+
+def state(entry):
+    return compare_one(NAME, entry).finding.state
+
+
+def test_the_same_scores_agree_and_others_do_not(mine):
+    entry = recorded(measure(NAME))
+    assert state(entry) == "ok"
+    mine.shift = 0.9 * entry["tolerance"]
+    assert state(entry) == "ok"
+    mine.shift = 1.1 * entry["tolerance"]
+    found = compare_one(NAME, entry).finding
+    assert found.state == "problem"
+    assert "expected" in found.detail and "torch" in found.remedy
+
+
+def test_the_tolerance_is_a_share_of_the_largest_score(mine):
+    measured = measure(NAME)
+    largest = max(score for row in measured["trials"] for score in row["scores"])
+    assert recorded(measured, 0.1)["tolerance"] == pytest.approx(0.1 * largest, rel=0.05)
+
+
+def test_what_was_never_measured_is_missing_and_never_passes(mine):
+    assert state(None) == "missing"
+    entry = recorded(measure(NAME))
+    for changed in (
+        entry | {"version": "mine-0"},
+        entry | {"trials": [row | {"pictures": "0" * 16} for row in entry["trials"]]},
+        entry | {"trials": entry["trials"][:-1]},
+    ):
+        found = compare_one(NAME, changed).finding
+        assert found.state == "missing" and "no golden value yet" in found.detail
+    listed = {c.finding.topic: c for c in compare_all([], {})}
+    assert listed["ocr"].finding.state == "missing" and listed["ocr"].measured is None
+
+
+def test_a_reward_that_gives_no_score_is_not_compared(mine):
+    entry = recorded(measure(NAME))
+    for name in ("golden_mine:Mute", "golden_mine:Absent", "no_such_reward"):
+        compared = compare_one(name, entry)
+        assert compared.measured is None and compared.finding.state != "ok"
+    assert compare_one("golden_mine:Absent", entry).finding.state == "missing"
+
+
+def test_a_file_keeps_its_entries_and_a_damaged_one_is_named(mine, tmp_path):
+    path = tmp_path / "golden.json"
+    assert read_golden(path) == {}
+    entries = {NAME: recorded(measure(NAME))}
+    write_golden(path, entries)
+    assert read_golden(path) == entries and compare_all([], entries)[0].finding.state == "ok"
+    for text in ("{", "[1]", json.dumps({"a": {"version": "1"}})):
+        path.write_text(text)
+        with pytest.raises(UserError, match="golden.json is no golden file"):
+            read_golden(path)
+
+
+def test_the_values_that_are_shipped_hold_here():
+    entries = read_golden(golden.PATH)
+    assert {"brightness", "compressibility"} <= set(entries)
+    offline = ["brightness", "compressibility", "incompressibility"]
+    for compared in compare_all(offline, entries):
+        assert compared.finding.state == "ok", compared.finding
+
+
+def test_the_command_records_then_compares_and_fails_on_a_difference(mine, tmp_path, capsys):
+    path = tmp_path / "golden.json"
+    command([NAME], write=True, file=path, tolerance=0.01)
+    command([NAME], file=path)
+    assert "scores agree" in capsys.readouterr().out
+    mine.shift = 1.0
+    with pytest.raises(UserError, match=f"do not score as recorded: {NAME}"):
+        command([NAME], file=path)
+    with pytest.raises(UserError, match="do not score as recorded"):
+        command(file=path)
+
+
+def test_the_command_never_passes_what_it_did_not_compare(mine, tmp_path):
+    path = tmp_path / "golden.json"
+    with pytest.raises(UserError, match="There is no file"):
+        command([NAME], file=path)
+    write_golden(path, {})
+    with pytest.raises(UserError, match=f"were not compared: {NAME}"):
+        command([NAME], file=path)
+    with pytest.raises(UserError, match="were not compared: golden_mine:Absent"):
+        command(["golden_mine:Absent"], write=True, file=path)
+    with pytest.raises(UserError, match="--write records the rewards that are named"):
+        command(write=True, file=path)
+    assert read_golden(path) == {}

@@ -1,0 +1,304 @@
+"""A reward behind HTTP gives the numbers of the reward itself; whatever is sent, it stays up."""
+
+import base64
+import json
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import httpx
+import numpy as np
+import pytest
+import torch
+import uvicorn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from flowrl.errors import UserError
+from flowrl.executors.inline import Inline
+from flowrl.executors.remote import Remote
+from flowrl.reward import RewardSpec, load_reward
+from flowrl.serving import make_app, warm_up
+from flowrl.wire import LOSSLESS, encode
+from rewards.fixtures import fixture
+
+PICTURE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
+PNG = encode(PICTURE, "png")
+IMAGES = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
+
+
+class Watched:
+    """The mean of a picture, if its prompt has a "mood" and is not "hell"; counts what it does."""
+
+    required_metadata = ("mood",)
+    version = "watched-3"
+    bounds = (0.0, 1.0)
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+        self.at_once = self.most = 0
+
+    def __call__(self, images, prompts, metadata):
+        self.calls.append(prompts)
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        time.sleep(0.02)
+        self.at_once -= 1
+        if "hell" in prompts:
+            raise RuntimeError("burnt")
+        return images.mean((1, 2, 3)), {}
+
+
+class Ranks:
+    """Compares groups: the rank of each picture by its mean."""
+
+    scope = "group"
+
+    def __call__(self, images, prompts, metadata):
+        return images.mean((1, 2, 3)).argsort().argsort().float()
+
+
+def missing(images, prompts, metadata):
+    raise ModuleNotFoundError("No module named 'oldpackage'", name="oldpackage")
+
+
+def reads_signs(images, prompts, metadata):
+    return [1.0] * len(images)
+
+
+reads_signs.applies = lambda prompt, metadata: '"' in prompt
+
+WATCHED = Watched()
+REWARDS = {
+    "compressibility": load_reward("compressibility"),
+    "watched": WATCHED,
+    "ranks": Ranks(),
+    "missing": missing,
+    "signs": reads_signs,
+}
+
+
+@contextmanager
+def serving(app) -> Iterator[str]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(make_app(REWARDS, token="secret", max_body=2**20, max_batch=40)) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url) -> Iterator[httpx.Client]:
+    headers = {"Authorization": "Bearer secret"}
+    with httpx.Client(base_url=url, headers=headers, trust_env=False) as client:
+        yield client
+
+
+def question(reward: str = "watched", count: int = 1, **changes) -> dict:
+    items = [{"id": str(i), "prompt": "a", "metadata": {"mood": 1}} for i in range(count)]
+    head = {"protocol": 1, "reward": reward, "key": f"{time.monotonic_ns()}", "codec": "png"}
+    return head | {"items": items} | changes
+
+
+def parts(asked: dict, *blobs: bytes) -> list:
+    return [("request", (None, json.dumps(asked))), *(("image", ("x", blob)) for blob in blobs)]
+
+
+def with_images(asked: dict, text: str = base64.b64encode(PNG).decode()) -> dict:
+    return asked | {"items": [item | {"image": text} for item in asked["items"]]}
+
+
+def refused(reply: httpx.Response, status: int, *words: str) -> None:
+    """One JSON sentence with these words, and never a traceback."""
+    assert reply.status_code == status, reply.text
+    (sentence,) = reply.json().values()
+    assert set(reply.json()) == {"error"} and "\n" not in sentence
+    assert "Traceback" not in sentence and 'File "' not in sentence
+    for word in words:
+        assert word in sentence, sentence
+
+
+@settings(max_examples=15)
+@given(
+    levels=arrays(np.uint8, st.tuples(st.integers(1, 7), *map(st.just, (9, 11, 3)))),
+    codec=st.sampled_from(LOSSLESS),
+    micro_batch=st.sampled_from([None, 1, 3]),
+)
+def test_the_servers_scores_are_the_rewards_own(url, levels, codec, micro_batch):
+    images = torch.from_numpy(levels).permute(0, 3, 1, 2).float() / 255
+    asked = images, ["p"] * len(images), [{}] * len(images)
+    reward = load_reward("compressibility")
+    here = Inline(reward, "compressibility").submit(*asked).result()
+    options = {"codec": codec, "micro_batch": micro_batch, "token": "secret", "timeout": 5.0}
+    remote = Remote("compressibility", [url], **options)
+    there = remote.submit(*asked).result()
+    remote.close()
+    assert torch.equal(here.scores, there.scores) and not there.reasons
+
+
+def test_the_json_form_gives_the_same_answer(client):
+    asked = question(count=2)
+    answers = [
+        client.post("/v1/score", files=parts(asked, PNG, PNG)).json(),
+        client.post("/v1/score", json=with_images(asked | {"key": "other"})).json(),
+    ]
+    score = float(torch.from_numpy(PICTURE).float().div(255).mean())
+    for answer in answers:
+        assert [r["score"] for r in answer["results"]] == pytest.approx([score] * 2)
+        assert [r["id"] for r in answer["results"]] == ["0", "1"]
+        assert answer["version"] == "watched-3"
+    assert answers[0]["results"] == answers[1]["results"]
+
+
+def test_info_says_what_the_rewards_say(client):
+    told = client.get("/v1/info").json()
+    assert (told["protocol"], told["max_batch"], told["max_body"]) == (1, 40, 2**20)
+    assert told["codecs"] == list(LOSSLESS) and told["forms"] == ["multipart", "json"]
+    rewards = {reward["name"]: reward for reward in told["rewards"]}
+    assert list(rewards) == list(REWARDS)
+    assert rewards["watched"] == {
+        "name": "watched", "version": "watched-3", "scope": "sample", "bounds": [0.0, 1.0],
+        "required_metadata": ["mood"], "deterministic": True, "differentiable": False,
+    }  # fmt: skip
+    assert rewards["ranks"]["scope"] == "group"
+
+
+def test_the_token_guards_everything_but_the_health(url):
+    assert httpx.get(url + "/healthz", trust_env=False).json() == {"status": "ready"}
+    for token in (None, "Bearer wrong", "secret", "Bearer \xe9"):
+        headers = {"Authorization": token.encode()} if token else {}
+        with httpx.Client(base_url=url, headers=headers, trust_env=False) as stranger:
+            refused(stranger.get("/v1/info"), 401, "token")
+            refused(stranger.post("/v1/score", files=parts(question(), PNG)), 401, "token")
+    with pytest.raises(UserError, match="'watched'.*asks for its token.*executor.token_env"):
+        Remote("watched", [url], token="wrong")(IMAGES, ["a"] * 3, [{}] * 3)
+
+
+@pytest.mark.parametrize(
+    "asked, blobs, status, words",
+    [
+        (question("beauty"), [PNG], 404, ["'beauty'", "there is compressibility, watched"]),
+        (question(), [], 422, ["1 items and 0 parts"]),
+        (question(), [PNG] * 2, 422, ["1 items and 2 parts"]),
+        (question(), [b"no picture"], 422, ["item '0' is no readable PNG"]),
+        (question(), [PNG[:-30]], 422, ["item '0' is no readable PNG"]),
+        (question(), [pickle.dumps(PICTURE)], 422, ["item '0' is no readable PNG"]),
+        (question(count=2), [PNG, encode(PICTURE[:4], "png")], 422, ["(8, 8) and (4, 8)"]),
+        (question(count=41), [PNG] * 41, 413, ["at most 40"]),
+        (question(codec="jpeg"), [encode(PICTURE, "jpeg")], 422, ["'jpeg'", "use one of png"]),
+        (question(codec="bmp"), [PNG], 422, ["codec: "]),
+        (question(protocol=7), [PNG], 422, ["protocol: "]),
+        (question("ranks"), [PNG], 422, ["2 or more pictures of one prompt"]),
+        (with_images(question()), [PNG], 422, ["JSON form"]),
+        (question("missing"), [PNG], 424, ["'missing' needs a package", "oldpackage"]),
+        (question(), [bytes(2**20)], 413, ["larger than 1048576 bytes"]),
+    ],
+)
+def test_a_wrong_question_is_refused_with_a_sentence(client, asked, blobs, status, words):
+    asked = asked | {"key": asked["key"] + str(words)}
+    refused(client.post("/v1/score", files=parts(asked, *blobs)), status, *words)
+
+
+@pytest.mark.parametrize(
+    "content, kind, status, words",
+    [
+        (pickle.dumps(question()), "application/octet-stream", 415, ["application/json"]),
+        (pickle.dumps(question()), "application/x-pickle", 415, ["application/json"]),
+        (pickle.dumps(question()), "application/json", 422, ["Invalid JSON"]),
+        (b"", "application/json", 422, ["Invalid JSON"]),
+        (b"[" * 100_000, "application/json", 422, ["Invalid JSON"]),
+        (json.dumps(question()), "application/json", 422, ["item '0' has no image"]),
+        (json.dumps(with_images(question(), "%%")), "application/json", 422, ["no base64"]),
+        (b"x" * 2**21, "application/json", 413, ["larger than 1048576 bytes"]),
+        (b"x", "multipart/form-data", 400, ["boundary"]),
+        (b"nonsense", "multipart/form-data; boundary=b", 400, ["no readable multipart"]),
+        (b'--b\r\nContent-Disp', "multipart/form-data; boundary=b", 422, ["no part named"]),
+        (b"--b--\r\n", "multipart/form-data; boundary=b", 422, ["no part named request"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_body_is_refused_with_a_sentence(client, content, kind, status, words):
+    reply = client.post("/v1/score", content=content, headers={"Content-Type": kind})
+    refused(reply, status, *words)
+    assert client.get("/healthz").status_code == 200
+
+
+def test_other_addresses_are_refused_with_a_sentence(client):
+    refused(client.get("/"), 404, "POST /v1/score")
+    refused(client.get("/v1/score"), 405, "POST /v1/score")
+    refused(client.get("/docs"), 404)
+
+
+def test_a_reward_that_raises_gives_null_with_its_reason(client):
+    asked = question(count=2)
+    asked["items"][1]["prompt"] = "hell"
+    results = client.post("/v1/score", files=parts(asked, PNG, PNG)).json()["results"]
+    assert results == [
+        {"id": name, "score": None, "error": "RuntimeError: burnt"} for name in ("0", "1")
+    ]
+
+
+def test_a_picture_that_cannot_be_judged_costs_the_others_nothing(client):
+    asked = question(count=3)
+    del asked["items"][1]["metadata"]
+    first, second, third = client.post("/v1/score", files=parts(asked, PNG, PNG, PNG)).json()[
+        "results"
+    ]
+    assert second == {"id": "1", "score": None, "error": "the metadata lack mood"}
+    assert first["score"] == third["score"] > 0
+    (result,) = client.post("/v1/score", files=parts(question("signs"), PNG)).json()["results"]
+    assert result["score"] is None and "applies_to" in result["error"]
+
+
+def test_a_group_comes_in_one_call(url):
+    remote = Remote("ranks", [url], token="secret", micro_batch=1)
+    images = torch.tensor([0.2, 0.8, 0.4, 0.6, 1.0])[:, None, None, None].expand(5, 3, 8, 8)
+    scores, _ = remote(images, ["p"] * 5, [{}] * 5)
+    remote.close()
+    assert scores.tolist() == [0, 3, 1, 2, 4]
+
+
+def test_questions_wait_for_each_other_and_every_key_is_scored_once(client):
+    WATCHED.calls.clear()
+    asked = [question(key=f"once {i % 4}") for i in range(12)]
+    with ThreadPoolExecutor(12) as threads:
+        replies = list(threads.map(lambda a: client.post("/v1/score", files=parts(a, PNG)), asked))
+    assert {reply.status_code for reply in replies} == {200}
+    assert len(WATCHED.calls) == 4 and WATCHED.most == 1
+    assert len({reply.text for reply in replies}) == 4
+    other = asked[0] | {"items": [asked[0]["items"][0] | {"prompt": "b"}]}
+    refused(client.post("/v1/score", files=parts(other, PNG)), 409, "'once 0'", "new one")
+
+
+def test_names_must_differ_and_exist():
+    for rewards in ({}, [], [RewardSpec(name="a", reward=Ranks())] * 2):
+        with pytest.raises(UserError, match="different names"):
+            make_app(rewards)
+
+
+def test_a_reward_that_cannot_score_its_own_picture_is_not_served():
+    class Broken:
+        def fixtures(self):
+            return [fixture("it works", IMAGES[0], IMAGES[1], "a prompt")]
+
+        def __call__(self, images, prompts, metadata):
+            raise OSError("no weights")
+
+    reward = Broken()
+    spec = RewardSpec(name="broken", reward=reward, executor=Inline(reward, "broken"))
+    with pytest.raises(UserError, match="'broken' cannot score its own fixture 0: OSError: no w"):
+        warm_up(spec)
