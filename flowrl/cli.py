@@ -7,7 +7,17 @@ from typing import Annotated
 import typer
 
 from flowrl import __version__
-from flowrl.commands import collecting, looking, pictures, training, trees
+from flowrl.commands import (
+    checking,
+    collecting,
+    golden,
+    looking,
+    pictures,
+    prompting,
+    serving,
+    training,
+    trees,
+)
 from flowrl.errors import UserError
 
 app = typer.Typer(
@@ -25,6 +35,10 @@ app.command()(pictures.score)
 app.command()(pictures.gallery)
 app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
 app.command()(trees.tree)
+app.command("reward-check")(checking.reward_check)
+app.command("reward-serve")(serving.reward_serve)
+app.command()(golden.golden)
+app.command()(prompting.prompts)
 app.command()(looking.explain)
 app.command()(looking.doctor)
 app.command()(looking.bench)

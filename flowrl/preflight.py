@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from flowrl.doctor import Finding
+from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.preflight_findings import Round, Row, failure, fine, judged, line, unlike
 from flowrl.preflight_pictures import Trial, trials_of
@@ -44,18 +45,22 @@ def preflight(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> l
     Raises RewardFailure for a trained one that is wrong or cannot be asked.
     """
     learned = {spec.name for spec in trained(specs)}
-    findings: list[Finding] = []
-    for spec in specs:
-        if not any(spec.applies(p.text, p.metadata) for p in prompts):
-            continue
-        for finding in check_reward(spec, prompts).findings:
-            if finding.state != "ok" and spec.name in learned:
-                raise RewardFailure(
-                    f"reward {spec.name!r} does not work, so nothing was trained: "
-                    f"{finding.detail}. {finding.remedy}".rstrip()
-                )
-            findings.append(finding)
+    findings = [finding for spec in specs for finding in _before_training(spec, prompts)]
+    for finding in findings:
+        if finding.state != "ok" and finding.topic in learned:
+            raise RewardFailure(
+                f"reward {finding.topic!r} does not work, so nothing was trained: "
+                f"{finding.detail}. {finding.remedy}".rstrip()
+            )
     return findings
+
+
+def _before_training(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> tuple[Finding, ...]:
+    try:
+        needed = any(spec.applies(p.text, p.metadata) for p in prompts)
+    except UserError as error:  # a server that does not say what its reward needs
+        return (failure(spec.name, error),)
+    return check_reward(spec, prompts).findings if needed else ()
 
 
 def check_reward(
@@ -72,24 +77,23 @@ def check_reward(
     picture, to measure the latency. A reward whose package, weights or server is not there is
     "missing"; raises nothing for what is wrong with it.
     """
-    reward = spec.reward if like is None else like
-    version = str(getattr(spec.reward, "version", ""))
     try:
+        version = str(getattr(spec.reward, "version", ""))  # a server may not say it
         with untouched_randomness():
-            trials = trials_of(spec, reward, prompts)
+            trials = trials_of(spec, spec.reward if like is None else like, prompts)
             if not trials:
                 return Checked(findings=(_inapplicable(spec),), version=version)
             first, again, latency = _asked(spec, trials, calls)
+        wrong = [*unlike(spec, like), *judged(spec, trials, first, again)]
+        return Checked(
+            findings=tuple(wrong) or (fine(spec, trials, first, again),),
+            version=version,
+            pictures=len(first.scores),
+            latency=latency,
+            rate=again.rate,
+        )
     except Exception as error:  # a stranger's code: whatever it raises is what is wrong with it
-        return Checked(findings=(failure(spec.name, error),), version=version)
-    wrong = [*unlike(spec, like), *judged(spec, trials, first, again)]
-    return Checked(
-        findings=tuple(wrong) or (fine(spec, trials, first, again),),
-        version=version,
-        pictures=len(first.scores),
-        latency=latency,
-        rate=again.rate,
-    )
+        return Checked(findings=(failure(spec.name, error),))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ ABSENT = (
         "Download it once where there is a network, or set HF_HOME to the folder that has it.",
     ),
     (
-        r"Connect(ion)?(Error|Timeout|RefusedError)|[Cc]onnection (error|refused)|no server",
+        r"Connect(ion)?(Error|Timeout)|[Cc]onnection (error|refused)|cannot be reached",
         "Start the server, and say where it is.",
     ),
 )
@@ -193,6 +193,6 @@ def _problem(name: str, detail: str, remedy: str) -> Finding:
 
 
 def line(text: str) -> str:
-    """On one line, and no longer than can be read."""
-    text = " ".join(text.split())
-    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+    """On one line; of a long text beginning and end, where what happened and what to do stand."""
+    text, half = " ".join(text.split()), LONGEST // 2
+    return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"

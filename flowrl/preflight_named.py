@@ -1,6 +1,5 @@
 """Checks of rewards by name: built-in, one's own, or on a server."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from flowrl.prompts import PromptRecord
 from flowrl.reward import BUILT_IN, RewardSpec, load_reward
 
 CALLS = 5  # with one picture, for the median
+DEADLINE = 60.0  # seconds: a server that loads its model first takes a while
 
 
 def check_named(
@@ -21,21 +21,22 @@ def check_named(
     *,
     urls: Sequence[str] = (),
     token: str | None = None,
+    deadline: float = DEADLINE,
     prompts: Sequence[PromptRecord] = (),
 ) -> Checked:
     """Check the reward of that name, here or as the servers at `urls` have it; raises nothing.
 
     Of a server's reward the version and the required metadata must also be those of the one here,
-    if that can be made here.
+    if that can be made here. deadline: seconds for each answer of the servers.
     """
     try:
         here = load_reward(name, args)
     except UserError as error:
         if not urls:
-            return Checked(findings=(_unmade(name, error),))
+            return Checked(findings=(_unmade(name, args, error),))
         here = None
     if urls or here is None:
-        return _on_server(name, here, urls, token, prompts)
+        return _on_server(name, here, urls, token, deadline, prompts)
     return check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
 
 
@@ -44,12 +45,13 @@ def _on_server(
     here: Reward | None,
     urls: Sequence[str],
     token: str | None,
+    deadline: float,
     prompts: Sequence[PromptRecord],
 ) -> Checked:
     from flowrl.executors.remote import Remote
 
     try:
-        remote = Remote(name, urls, token=token)
+        remote = Remote(name, urls, token=token, deadline=deadline)
     except UserError as error:
         return Checked(findings=(failure(name, error),))
     try:
@@ -59,18 +61,17 @@ def _on_server(
         remote.close()
 
 
-def _unmade(name: str, error: UserError) -> Finding:
-    """Why there is no such reward: a built-in one lacks something, another is wrong."""
-    found = failure(name, error)
+def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Finding:
+    """Why there is no such reward: it lacks a package or arguments, or it is not there at all."""
+    found, cause = failure(name, error), error.__cause__
     if name in BUILT_IN and found.state == "missing":
         return found
-    text = line(str(error))
-    if lacking := re.search(r"missing \d+ required [\w-]+ arguments?: (.*)", text):
+    if not args and isinstance(cause, TypeError | ValueError):
         return Finding(
             topic=name,
             state="missing",
-            detail=f"needs the arguments {lacking[1]}",
+            detail=f"needs arguments: {line(str(cause))}",
             remedy=f"flowrl reward-check {name} --args '{{NAME: VALUE}}'",
         )
     remedy = "Correct its name or its arguments."
-    return Finding(topic=name, state="problem", detail=text, remedy=remedy)
+    return Finding(topic=name, state="problem", detail=line(str(error)), remedy=remedy)

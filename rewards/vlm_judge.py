@@ -43,9 +43,9 @@ def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
     """
     found = re.findall(pattern, text)
     if not found:
-        end = text[-80:]
         raise ValueError(
-            f"the answer has no score as {pattern} (it ends in {end!r}): see template and max_tokens"
+            f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see template and "
+            "max_tokens"
         )
     score = float(found[-1])
     if not lowest <= score <= highest:

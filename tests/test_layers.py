@@ -20,8 +20,6 @@ LAYERS = [
     {"samplers", "objectives"},
     {"prompts", "prompt_sources", "prompt_datasets", "prompt_sets", "encode"},
     {"reward", "executors", "reward_checks", "scoring", "aggregate", "wire"},
-    {"serving", "service", "request_body", "preflight", "preflight_findings", "preflight_named",
-     "preflight_pictures", "golden"},
     {"rollout", "reward_gradient"},
     {"pictures", "curves", "treeplot", "render", "metrics", "trackers"},
     {"gallery", "card", "report", "progress", "comparison"},
@@ -49,6 +47,8 @@ LAYERS = [
         "config",
     },
     {"aliases", "explain", "doctor", "pipelines"},
+    {"serving", "service", "request_body", "preflight", "preflight_findings", "preflight_named",
+     "preflight_pictures", "golden"},
     {
         "build_credit",
         "build_forward",
@@ -171,7 +171,7 @@ def test_function_bodies_fit_on_a_screen():
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cff", ".j2", ".jsonl", ".csv", ".html"}
 PUBLIC = {
     "arxiv.org", "doi.org", "example.com", "example.org", "github.com", "huggingface.co",
-    "www.apache.org", "www.w3.org", "127.0.0.1", "localhost",
+    "www.apache.org", "www.w3.org", "127.0.0.1", "localhost", "host",
 }  # fmt: skip
 PRIVATE = [
     re.compile(r"(?<![\w.~$}])/(?:home|mnt|root|tmp|work|Users)/\w"),

@@ -1,17 +1,26 @@
-"""Closing a reward server."""
+"""A reward server without its HTTP: what it takes, how it ends."""
 
 import asyncio
 import threading
 import time
 
+import pytest
 import torch
 
 from flowrl import service
+from flowrl.errors import UserError
 from flowrl.executors.inline import Inline
 from flowrl.reward import RewardSpec
+from flowrl.serving import make_app
 from flowrl.wire import LOSSLESS
 
 IMAGES = torch.zeros(1, 3, 8, 8)
+
+
+def test_names_must_differ_and_exist():
+    for rewards in ({}, [], [RewardSpec(name="a", reward=print)] * 2):
+        with pytest.raises(UserError, match="different names"):
+            make_app(rewards)
 
 
 def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):

@@ -284,12 +284,6 @@ def test_questions_wait_for_each_other_and_every_key_is_scored_once(client):
     refused(client.post("/v1/score", files=parts(other, PNG)), 409, "'once 0'", "new one")
 
 
-def test_names_must_differ_and_exist():
-    for rewards in ({}, [], [RewardSpec(name="a", reward=Ranks())] * 2):
-        with pytest.raises(UserError, match="different names"):
-            make_app(rewards)
-
-
 def test_a_reward_that_cannot_score_its_own_picture_is_not_served():
     class Broken:
         def fixtures(self):

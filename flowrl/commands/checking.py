@@ -28,6 +28,9 @@ def reward_check(
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Variable with the server's token.")
     ] = None,
+    deadline: Annotated[
+        float, typer.Option(min=1, help="Seconds for each answer of the server.")
+    ] = 60.0,
     prompts: Annotated[
         str | None,
         typer.Option(metavar="SOURCE", help="Prompts to try it on, if it has no fixtures."),
@@ -66,7 +69,14 @@ def reward_check(
     checks = {}
     width = max(map(len, chosen))
     for name in chosen:
-        checked = check_named(name, options, urls=server or (), token=token, prompts=records)
+        checked = check_named(
+            name,
+            options,
+            urls=server or (),
+            token=token,
+            deadline=deadline,
+            prompts=records,
+        )
         checks[name] = checked
         if as_json:
             print_table(

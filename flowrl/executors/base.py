@@ -97,9 +97,7 @@ def ask(
         with torch.no_grad():
             raw = reward(images, prompts, metadata)
     except ImportError as error:
-        raise RewardFailure(
-            f"reward {name!r} needs a package that is not installed: {error}"
-        ) from error
+        raise RewardFailure(f"reward {name!r} cannot run: {error}") from error
     except (RewardFailure, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:

@@ -118,7 +118,7 @@ def test_what_a_reward_raises_is_why_its_scores_are_missing(error):
 
 def test_a_missing_package_stops():
     with pytest.raises(
-        UserError, match="'mine' needs a package that is not installed: no detector"
+        UserError, match="'mine' cannot run: no detector"
     ):
         asked(raising(ImportError("no detector")))
 

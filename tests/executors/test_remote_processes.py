@@ -34,6 +34,20 @@ class Slow:
         time.sleep(self.seconds)
         return images.mean((1, 2, 3))
 '''
+# The environment of an old model has no room for the packages that training needs.
+FEW = """
+import sys
+ABSENT = {"accelerate", "cv2", "datasets", "diffusers", "httpx", "huggingface_hub", "open_clip",
+          "openai", "peft", "pebble", "rapidocr", "scipy", "tenacity", "torchvision",
+          "transformers"}
+
+class Absent:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] in ABSENT:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Absent())
+"""
 ROOT = Path(__file__).parents[2]
 
 Start = Callable[..., tuple[subprocess.Popen, str]]
@@ -43,12 +57,15 @@ Start = Callable[..., tuple[subprocess.Popen, str]]
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     (folder / "slow_reward.py").write_text(SLOW)
+    (folder / "few").mkdir()
+    (folder / "few" / "sitecustomize.py").write_text(FEW)
     return folder
 
 
 def begin(folder: Path, *words: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "flowrl", "reward-serve", *words, "--port", "0"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "REWARD_TOKEN": "secret"}
+    places = os.pathsep.join([str(folder / "few"), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": places, "REWARD_TOKEN": "secret"}
     return subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
@@ -82,7 +99,7 @@ def servers(folder) -> Iterator[dict[str, tuple[subprocess.Popen, str]]]:
             end(process)
 
 
-def test_a_served_reward_scores_as_it_does_in_process(servers):
+def test_a_reward_served_with_few_packages_scores_as_it_does_in_process(servers):
     process, url = servers["jpeg"]
     images = torch.rand(21, 3, 32, 24, generator=torch.Generator().manual_seed(0))
     asked = images.mul(255).round() / 255, ["p"] * 21, [{}] * 21

@@ -2,16 +2,15 @@ import asyncio
 import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
-from chat_servers import Scripted, completion, free_port, pictures_of, refusal, scripted, text_of
+from chat_servers import Scripted, completion, free_port, refusal, scripted, text_of
 from chat_servers import within as no_longer_than
 
 from rewards import chat as chat_module
 from rewards.chat import Chat
 from rewards.chat_messages import Question, Reply
-from rewards.images import pngs, to_uint8
+from rewards.images import pngs
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
 BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
@@ -37,22 +36,6 @@ def ask(server: Scripted | str, *questions: Question, **args) -> list[Reply]:
     return Chat("m", url, **settings).ask(questions or (question(),))
 
 
-def test_pictures_arrive_without_loss_and_before_the_text():
-    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
-    with scripted(echo) as server:
-        ask(server, question("what?", *pngs(images, 64)))
-    assert np.array_equal(np.stack(pictures_of(server.asked[0])), to_uint8(images))
-    parts = server.asked[0]["messages"][0]["content"]
-    assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
-
-
-@pytest.mark.parametrize("size, expected", [((40, 80), (16, 32)), ((32, 8), (32, 8))])
-def test_pictures_are_shrunk_in_their_proportions_and_never_enlarged(size, expected):
-    with scripted(echo) as server:
-        ask(server, question("?", *pngs(torch.rand(1, 3, *size), 32)))
-    assert pictures_of(server.asked[0])[0].shape == (*expected, 3)
-
-
 def test_answers_are_greedy_in_order_and_thinking_is_switched_off():
     with scripted(echo) as server:
         replies = ask(server, *(question(f"q{n}", max_tokens=n) for n in range(1, 30)))
@@ -67,14 +50,6 @@ def test_a_server_that_refuses_unknown_fields_need_not_hear_of_thinking():
     with scripted(echo) as server:
         ask(server, thinking=None)
     assert "chat_template_kwargs" not in server.asked[0]
-
-
-def test_probabilities_of_the_first_token_are_asked_for_and_read():
-    with scripted(lambda body: completion("4", {"4": 0.75, " 5": 0.25})) as server:
-        (reply,) = ask(server, question(alternatives=20))
-    assert server.asked[0]["logprobs"] is True
-    assert server.asked[0]["top_logprobs"] == 20
-    assert dict(reply.first) == {"4": pytest.approx(0.75), " 5": pytest.approx(0.25)}
 
 
 FAULTS = {
@@ -245,37 +220,6 @@ def test_only_so_many_replies_are_kept(monkeypatch):
         assert len(server.asked) == 5
         chat.ask([question("q0")])
         assert len(server.asked) == 6
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"content": "<think>hm</think>5"},
-        {"content": "hm</think>5"},
-        {"content": "5", "reasoning_content": "hm"},
-        {"content": "5", "reasoning": "hm"},
-    ],
-    ids=str,
-)
-def test_thoughts_that_were_not_asked_for_make_a_reply_useless(message):
-    with scripted(lambda body: completion(**{"text": "", **message})) as server:
-        (reply,) = ask(server)
-        assert f"{server.url} thinks before it answers" in reply.missing
-        assert len(server.asked) == 1
-        assert ask(server, thinking=True)[0].text == "5"
-    assert server.asked[-1]["chat_template_kwargs"] == {"enable_thinking": True}
-
-
-def test_thoughts_without_end_ask_for_more_tokens():
-    with scripted(lambda body: completion("<think>well, 5")) as server:
-        assert "raise max_tokens" in ask(server, thinking=True)[0].missing
-
-
-def test_a_server_without_log_probabilities_is_told_apart():
-    with scripted(lambda body: completion("5")) as server:
-        (reply,) = ask(server, question(alternatives=20))
-    assert "gives no log-probabilities: take a mode that reads text" in reply.missing
-    assert len(server.asked) == 1
 
 
 def test_the_key_comes_from_the_named_variable_only(monkeypatch):

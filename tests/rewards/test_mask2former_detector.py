@@ -79,6 +79,12 @@ def test_a_picture_has_the_same_objects_alone_and_among_others(folder):
     assert all(alike(find(images[i : i + 1])[0], together[i]) for i in range(5))
 
 
+def test_half_precision_finds_about_the_same(folder):
+    full, half = (made(folder, dtype=dtype)(pictures(1))[0] for dtype in ("fp32", "bf16"))
+    assert len(half) == pytest.approx(len(full), rel=0.3)
+    assert max(i.score for i in half) == pytest.approx(max(i.score for i in full), abs=0.1)
+
+
 def test_what_is_less_sure_than_the_floor_is_not_reported(folder):
     every = made(folder, floor=0.0)(pictures())
     scores = sorted(item.score for one in every for item in one)

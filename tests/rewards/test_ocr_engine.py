@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts
-from rewards.ocr import MODES, OCR, flow_grpo_score, rapidocr_reader
+from rewards.ocr import MODES, OCR, rapidocr_reader
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def share_read(read, size: int, count: int) -> float:
         began = time.perf_counter()
         lines = read(picture)
         seconds += time.perf_counter() - began
-        if flow_grpo_score(lines, word) < 1 or len("".join(lines)) != len(word):
+        if "".join(lines).replace(" ", "").lower() != word.lower():  # as the rule compares
             wrong.append((word, lines))
     share = 1 - len(wrong) / count
     print(f"{size} pixels: {share:.1%} read, {1000 * seconds / count:.0f} ms each, but {wrong}")

@@ -225,6 +225,18 @@ def test_geneval_asks_for_the_classes_of_each_prompt(folders, kind):
     assert not reasons and ((scores >= 0) & (scores <= 1)).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_finds_about_the_same(folders, kind):
+    asked = [("cat", "tv remote")]
+    full, half = (
+        made(folders, kind, floor=0.0, overlap=1.0, dtype=dtype)(pictures(1), asked)[0]
+        for dtype in ("fp32", "bf16")
+    )
+    # Half precision has eight bits: scores move by a few hundredths in so wild a network.
+    assert len(half) == pytest.approx(len(full), rel=0.3)
+    assert max(i.score for i in half) == pytest.approx(max(i.score for i in full), abs=0.1)
+
+
 def test_kinds_are_known_and_a_detector_is_cheap_to_make():
     assert "network" not in Owlv2Detector().model.__dict__
     assert GroundingDinoDetector(threshold=0.4).counting_threshold == 0.4

@@ -1,0 +1,98 @@
+import itertools
+import random
+
+import pytest
+import torch
+
+from rewards.fixtures import NAMED, SPOTS, blank, fixture, noise, shapes, square, word
+from rewards.images import to_uint8
+from rewards.ocr import rapidocr_reader
+from rewards.tiny_detector import TinyDetector
+from rewards.tiny_palette import COLORS, PAPER
+from rewards.tiny_shapes import SHAPES
+
+SIZES = (64, 128, 224)
+PICTURES = {
+    "square": lambda size: square("red", size),
+    "blank": blank,
+    "noise": noise,
+    "word": lambda size: word("HELLO", size),
+    "shapes": lambda size: shapes([("star", "blue"), ("ring", "green")], size),
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("size", SIZES)
+def test_pictures_are_what_a_file_would_hold_and_the_same_every_time(name, size):
+    picture = PICTURES[name](size)
+    assert picture.shape == (3, size, size) and picture.dtype == torch.float32
+    levels = picture * 255
+    assert levels.min() >= 0 and levels.max() <= 255
+    assert torch.equal(levels.round() / 255, picture)
+    assert torch.equal(picture, PICTURES[name](size))
+
+
+@pytest.mark.parametrize("color", NAMED)
+def test_a_square_has_its_colour_in_the_middle_and_paper_around(color):
+    levels = to_uint8(square(color, 96)[None])[0]
+    assert tuple(levels[48, 48]) == NAMED[color]
+    assert tuple(levels[2, 2]) == tuple(levels[93, 48]) == PAPER
+
+
+def test_a_colour_or_shape_that_does_not_exist_is_named():
+    with pytest.raises(ValueError, match="unknown colour 'mauve', use one of red"):
+        square("mauve")
+    with pytest.raises(ValueError, match="unknown shape 'blob', use one of circle"):
+        shapes([("blob", "red")])
+    with pytest.raises(ValueError, match="got 5 shapes, expected 1 to 4"):
+        shapes([("star", "red")] * 5)
+
+
+def test_a_blank_picture_is_paper_and_noise_depends_on_its_seed_alone():
+    assert (to_uint8(blank(32)[None]) == PAPER[0]).all()
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = noise(32, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not torch.equal(first, noise(32, seed=2))
+    assert 0.45 < first.mean() < 0.55
+
+
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_the_detector_of_the_tiny_world_finds_every_shape_and_colour(size):
+    detector, rng = TinyDetector(), random.Random(0)
+    wanted = [[pair] for pair in itertools.product(SHAPES, COLORS)]
+    for count in SPOTS:
+        for _ in range(12):
+            picked = zip(rng.sample(SHAPES, count), rng.sample(list(COLORS), count), strict=True)
+            wanted.append(list(picked))
+    for objects in wanted:
+        (found,) = detector(to_uint8(shapes(objects, size)[None]))
+        assert sorted((d.name, d.color) for d in found) == sorted(objects)
+
+
+def test_the_first_of_two_shapes_stands_on_the_left():
+    (found,) = TinyDetector()(to_uint8(shapes([("star", "red"), ("cross", "blue")])[None]))
+    left, right = sorted(found, key=lambda d: d.box[0])
+    assert (left.name, right.name) == ("star", "cross")
+
+
+@pytest.mark.parametrize("text", ["CAT", "Hello", "GRAND OPENING", "Fresh bread", "Open every day"])
+@pytest.mark.parametrize("size", [96, 128, 256])
+def test_words_fit_and_are_read_by_a_real_engine(text, size):
+    picture = to_uint8(word(text, size)[None])[0]
+    border = [picture[0], picture[-1], picture[:, 0], picture[:, -1]]
+    assert all((edge == PAPER[0]).all() for edge in border)
+    lines = READ(picture[..., ::-1].copy())
+    assert "".join(lines).replace(" ", "").lower() == text.replace(" ", "").lower()
+
+
+READ = rapidocr_reader()
+
+
+def test_a_fixture_is_a_plain_dict_with_all_its_parts():
+    better, worse = square("red", 32), square("blue", 32)
+    made = fixture("red above blue", better, worse, "a red square", {"tag": "colors"})
+    assert set(made) == {"says", "prompt", "metadata", "better", "worse", "others"}
+    assert made["metadata"] == {"tag": "colors"} and made["others"] == ()
+    assert fixture("x", better, worse)["metadata"] == {}

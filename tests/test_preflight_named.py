@@ -1,0 +1,91 @@
+import socket
+import threading
+
+import pytest
+import uvicorn
+
+from flowrl.preflight_named import check_named
+from flowrl.reward import BUILT_IN, load_reward
+from flowrl.serving import make_app
+
+OFFLINE = (
+    "geneval",
+    "ocr",
+    "compressibility",
+    "incompressibility",
+    "brightness",
+    "tiny_colors",
+    "tiny_quality",
+)
+
+
+@pytest.mark.parametrize("name", OFFLINE)
+def test_every_built_in_reward_that_needs_nothing_passes(name):
+    checked = check_named(name)
+    assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
+    assert "right" in checked.findings[0].detail  # it has fixtures
+    assert checked.version and checked.latency > 0
+
+
+@pytest.mark.parametrize("name", [n for n in BUILT_IN if n not in OFFLINE])
+def test_every_other_built_in_reward_passes_or_says_in_one_line_what_is_missing(name):
+    (finding,) = check_named(name).findings
+    assert finding.state in ("ok", "missing"), finding
+    assert "\n" not in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "says"),
+    [
+        ("ocr", {"mode": "nope"}, "OCR mode is one of"),
+        ("nothing", None, "unknown reward 'nothing'"),
+        ("nothing:Here", None, "No module named 'nothing'"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_a_problem(name, args, says):
+    (finding,) = check_named(name, args).findings
+    assert finding.state == "problem" and says in finding.detail
+
+
+def test_arguments_that_a_reward_must_have_are_named(tmp_path, monkeypatch):
+    (tmp_path / "needy_reward.py").write_text("class Needy:\n    def __init__(self, model): ...\n")
+    monkeypatch.chdir(tmp_path)
+    (finding,) = check_named("needy_reward:Needy").findings
+    assert finding.state == "missing" and "'model'" in finding.detail
+    assert "--args" in finding.remedy
+
+
+@pytest.fixture(scope="module")
+def url():
+    listening = socket.create_server(("127.0.0.1", 0))
+    rewards = {"ocr": load_reward("ocr", {"mode": "strict"}), "bright": load_reward("brightness")}
+    server = uvicorn.Server(uvicorn.Config(make_app(rewards), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_served_reward_is_asked_with_the_fixtures_of_the_one_here(url):
+    checked = check_named("ocr", {"mode": "strict"}, urls=[url])
+    assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
+    assert "fixtures right" in checked.findings[0].detail
+
+
+def test_a_server_with_another_version_is_a_problem(url):
+    findings = check_named("ocr", urls=[url]).findings
+    assert any("the server's version is 'ocr" in finding.detail for finding in findings)
+
+
+def test_a_served_reward_that_is_unknown_here_gets_plain_pictures(url):
+    (finding,) = check_named("bright", urls=[url]).findings
+    assert finding.state == "ok" and "plain pictures" in finding.detail
+
+
+def test_no_server_is_missing_within_its_deadline():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        (finding,) = check_named("ocr", urls=[address], deadline=1.0).findings
+    assert finding.state == "missing" and "cannot be reached" in finding.detail
