@@ -8,6 +8,7 @@ import typer
 
 from flowrl import __version__
 from flowrl.commands import (
+    benching,
     checking,
     collecting,
     golden,
@@ -41,7 +42,7 @@ app.command()(golden.golden)
 app.command()(prompting.prompts)
 app.command()(looking.explain)
 app.command()(looking.doctor)
-app.command()(looking.bench)
+app.add_typer(benching.app, name="bench")
 
 
 def _version(wanted: bool) -> None:

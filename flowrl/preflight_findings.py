@@ -26,6 +26,7 @@ ABSENT = (
         "Start the server, and say where it is.",
     ),
 )
+TOLD = ("run `", "pip install", "see that a server runs")  # reasons that are remedies already
 
 Row = tuple[int, int]  # trial, picture
 
@@ -152,6 +153,7 @@ def _silence(name: str, found: Round) -> Finding:
 def failure(name: str, error: Exception) -> Finding:
     """Of an exception: what is missing, or what is wrong."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    text = text.removeprefix(f"reward {name!r}").lstrip(": ")  # the finding names it already
     return _absent(name, text) or _problem(name, line(text), "Mend that before training.")
 
 
@@ -160,7 +162,7 @@ def _absent(name: str, reason: str) -> Finding | None:
     for pattern, remedy in ABSENT:
         if re.search(pattern, reason):
             detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
-            told = "run `" in detail or "pip install" in detail
+            told = any(words in detail for words in TOLD)
             return Finding(
                 topic=name, state="missing", detail=detail, remedy="" if told else remedy
             )

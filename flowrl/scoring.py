@@ -60,7 +60,7 @@ class Scoring:
         if not len(prompts) == len(metadata) == rows:
             raise ValueError(f"got {rows} images, {len(prompts)} prompts, {len(metadata)} metadata")
         start = len(self._prompts)
-        images = quantise(images).cpu()
+        images = quantise(images)
         self._prompts += prompts
         self._metadata += metadata
         self._group += group or range(start, start + rows)
@@ -177,9 +177,10 @@ def sampler_failure(bad: int, total: int) -> SamplerFailure:
 
 
 def quantise(images: Tensor) -> Tensor:
-    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255."""
+    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU."""
     if bad := count_broken(images):
         raise sampler_failure(bad, len(images))
-    return (images.detach().float() * 255).round().clamp(0, 255) / 255
+    # Divided on the CPU: other devices round k / 255 in other ways.
+    return (images.detach().float() * 255).round().clamp(0, 255).cpu() / 255
 
 

@@ -73,8 +73,8 @@ class GenEval:
             self.compat or "clean",
         ]
         said = {
-            "detector": self.detector_args,
-            "colors": self.colors_args,
+            "detector": _telling(self.detector_args),
+            "colors": _telling(self.colors_args),
             "threshold": self.threshold,
             "counting_threshold": self.counting_threshold,
         }
@@ -204,6 +204,11 @@ class GenEval:
                 {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
             ),
         ]  # fmt: skip
+
+
+def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that change the numbers."""
+    return {key: value for key, value in args.items() if key not in ("device", "batch")}
 
 
 def _classes(wanted: dict) -> list[str]:

@@ -1,12 +1,16 @@
 """The examples of CONTRIBUTING.md run as they stand."""
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from flowrl.aliases import sort_arguments
+from flowrl.config import load_config
+from flowrl.preflight_named import check_named
 from flowrl.reward import RewardSpec, load_reward
 from flowrl.scoring import score
 from flowrl.sections_trees import Custom
@@ -32,6 +36,18 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(tmp_path
     result = score([spec], images, ["", ""], [{}, {}])
     assert result.scores[0, 0] == 0
     assert result.scores[1, 0] == pytest.approx(1.0)
+    (finding,) = check_named("my_rewards:sharpness").findings
+    assert finding.state == "ok" and finding.detail.startswith("1 fixture right, repeatable")
+
+
+def test_the_training_commands_of_the_guide_make_recipes():
+    commands = re.findall(r"^flowrl train quickstart .*reward.*$", TEXT, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        request = sort_arguments(shlex.split(command)[2:])
+        (reward,) = load_config("quickstart", request.overrides).rewards
+        assert reward.name == "my_rewards:sharpness"
+    assert reward.executor.kind == "pool" and reward.executor.workers == 2
 
 
 @pytest.mark.parametrize("iteration, trained", [(0, 1), (120, 3), (10_000, 7)])

@@ -205,7 +205,7 @@ def test_the_token_guards_everything_but_the_health(url):
         (question(protocol=7), [PNG], 422, ["protocol: "]),
         (question("ranks"), [PNG], 422, ["2 or more pictures of one prompt"]),
         (with_images(question()), [PNG], 422, ["JSON form"]),
-        (question("missing"), [PNG], 424, ["'missing' needs a package", "oldpackage"]),
+        (question("missing"), [PNG], 424, ["'missing'", "oldpackage"]),
         (question(), [bytes(2**20)], 413, ["larger than 1048576 bytes"]),
     ],
 )

@@ -1,6 +1,6 @@
-"""`flowrl explain`, `flowrl doctor` and `flowrl bench`: commands that tell and change nothing."""
+"""`flowrl explain` and `flowrl doctor`: commands that tell and change nothing."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -49,57 +49,3 @@ def doctor() -> None:
         raise UserError(
             "Something that a run needs is missing; the lines marked !! say what to do."
         )
-
-
-def bench(
-    what: Annotated[Literal["rollout", "tree"], typer.Argument(help="What to measure.")] = (
-        "rollout"
-    ),
-    model: Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")] = "tiny-sd3",
-    batch: Annotated[int, typer.Option(min=1, help="Most pictures in one forward.")] = 64,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps; 8 for rollout, 20 for tree.")
-    ] = None,
-    prompts: Annotated[int, typer.Option(min=1, help="tree: prompts drawn together.")] = 8,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")] = 5,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
-) -> None:
-    """Measure what sampler and training cost, as ratios within one run.
-
-    rollout: beyond the network's own passes. tree: 16 pictures of a prompt as a tree against
-    chains, and a pruned update, beside what the plans' own counts say.
-
-    Examples:
-
-      flowrl bench rollout --batch 64 --threads 1
-
-      flowrl bench tree
-    """
-    from flowrl.commands.show import print_table
-
-    if what == "tree":
-        from flowrl.bench_tree import bench_tree
-
-        rows = bench_tree(
-            model=model,
-            prompts=prompts,
-            batch=batch,
-            steps=steps or 20,
-            threads=threads,
-            repeats=repeats,
-            device=device,
-        )
-    else:
-        from flowrl.bench import bench_rollout
-
-        rows = bench_rollout(
-            model=model,
-            batch=batch,
-            steps=steps or 8,
-            threads=threads,
-            repeats=repeats,
-            device=device,
-        )
-    print_table(rows, as_json=as_json)

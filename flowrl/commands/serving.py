@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def reward_serve(
     names: Annotated[
         list[str],
-        typer.Argument(metavar="NAME...", help="Built-in, or your own as module:attribute."),
+        typer.Argument(metavar="NAME", help="Built-in, or your own as module:attribute."),
     ],
     args: Annotated[
         list[str] | None,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -57,6 +57,17 @@ def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
     )
 
 
+def joined(parts: Sequence[Answer], seconds: float) -> Answer:
+    """The answers to consecutive pictures as one."""
+    reasons: dict[int, str] = {}
+    start = 0
+    for part in parts:
+        reasons |= {start + row: text for row, text in part.reasons.items()}
+        start += len(part.scores)
+    scores = torch.cat([part.scores for part in parts]) if parts else torch.empty(0)
+    return Answer(scores=scores, reasons=reasons, seconds=seconds)
+
+
 def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
     """What a reward returned for `count` pictures: scores (count,) and reasons by row.
 
@@ -65,8 +76,8 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
     Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
-    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
-        answer, reasons = answer
+    if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None):
+        answer, reasons = answer[0], answer[1] or {}
     if isinstance(answer, list | tuple):
         answer = [math.nan if value is None else value for value in answer]
     try:
@@ -79,7 +90,7 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
         )
     lost = ~scores.isfinite()
     why = {i: "the reward gave no finite number" for i in lost.nonzero().flatten().tolist()}
-    why |= {int(i): str(text) for i, text in reasons.items() if int(i) in why}
+    why |= {row: str(reasons[row]) for row in why if row in reasons}
     return scores.masked_fill(lost, math.nan), why
 
 

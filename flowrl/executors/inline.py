@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from flowrl.executors.base import Answer, Reward, ask, failed
+from flowrl.executors.base import Answer, Reward, ask, failed, joined
 
 
 class _Later(Future):
@@ -25,12 +25,14 @@ class _Later(Future):
                 self.set_result(self._work())
             except Exception as error:
                 self.set_exception(error)
+            del self._work  # which holds the pictures
         return super().result(timeout)
 
 
 class Inline:
     """Calls the reward with at most `micro_batch` pictures at once, None for all, when the answer
-    is asked for. Where the device's memory does not suffice, the micro-batch is halved for good.
+    is asked for. Where the device's memory does not suffice, the micro-batch is halved for good;
+    not of a reward that compares whole groups.
 
     background: at once and in a thread of its own, while further pictures are drawn; for rewards
     that wait for a network.
@@ -52,8 +54,7 @@ class Inline:
 
     def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
         began = time.perf_counter()
-        scores: list[Tensor] = []
-        reasons: dict[int, str] = {}
+        parts: list[Answer] = []
         start = 0
         while start < len(images):
             rows = slice(start, start + (self.micro_batch or len(images)))
@@ -61,12 +62,10 @@ class Inline:
             try:
                 part = ask(self.reward, self.name, images[rows], prompts[rows], metadata[rows])
             except torch.cuda.OutOfMemoryError as error:
-                if size > 1:
+                if size > 1 and getattr(self.reward, "scope", "sample") != "group":
                     self.micro_batch = size // 2
                     continue
-                part = failed(1, f"the device's memory does not suffice for one picture: {error}")
-            scores.append(part.scores)
-            reasons |= {start + row: text for row, text in part.reasons.items()}
+                part = failed(size, f"the device's memory does not suffice for {size}: {error}")
+            parts.append(part)
             start += size
-        whole = torch.cat(scores) if scores else torch.empty(0)
-        return Answer(scores=whole, reasons=reasons, seconds=time.perf_counter() - began)
+        return joined(parts, time.perf_counter() - began)

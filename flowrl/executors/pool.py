@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.executors.base import Answer, RewardFailure, failed
+from flowrl.executors.base import Answer, RewardFailure, failed, joined
 from flowrl.executors.process import Closed, Died, Process, TookTooLong
 from flowrl.executors.worker import Reply
 
@@ -43,7 +43,7 @@ class _Submission:
             self.answers[index] = answer
             answers = [part for part in self.answers if part is not None]
             if len(answers) == len(self.answers):
-                self.future.set_result(_joined(answers, time.perf_counter() - self.began))
+                self.future.set_result(joined(answers, time.perf_counter() - self.began))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +202,3 @@ class Pool:
     def _resting(self) -> bool:
         with self._lock:
             return time.monotonic() < self._rests_until
-
-
-def _joined(answers: list[Answer], seconds: float) -> Answer:
-    reasons, start = {}, 0
-    for answer in answers:
-        reasons |= {start + row: reason for row, reason in answer.reasons.items()}
-        start += len(answer.scores)
-    scores = torch.cat([answer.scores for answer in answers])
-    return Answer(scores=scores, reasons=reasons, seconds=seconds)

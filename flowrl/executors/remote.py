@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from threading import Lock
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.executors.background import Background
-from flowrl.executors.base import Answer, RewardFailure, failed
+from flowrl.executors.base import Answer, RewardFailure, failed, joined
 from flowrl.executors.client import Client, Question
 from flowrl.executors.servers import Again
 from flowrl.wire import CODECS, Codec, RewardInfo
@@ -177,15 +176,7 @@ class Remote:
             finally:
                 for task in tasks:
                     task.cancel()
-        return Answer(
-            scores=torch.cat([part.scores for part in parts]) if parts else torch.empty(0),
-            reasons={
-                number * size + row: reason
-                for number, part in enumerate(parts)
-                for row, reason in part.reasons.items()
-            },
-            seconds=time.monotonic() - began,
-        )
+        return joined(parts, time.monotonic() - began)
 
     def _size(self, said: RewardInfo, most: int, count: int) -> int:
         """Pictures in one request."""

@@ -117,9 +117,7 @@ def test_what_a_reward_raises_is_why_its_scores_are_missing(error):
 
 
 def test_a_missing_package_stops():
-    with pytest.raises(
-        UserError, match="'mine' cannot run: no detector"
-    ):
+    with pytest.raises(UserError, match="'mine' cannot run: no detector"):
         asked(raising(ImportError("no detector")))
 
 

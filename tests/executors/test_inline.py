@@ -65,7 +65,7 @@ def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
 def test_one_picture_that_does_not_fit_is_missing_and_says_why():
     answer = ask(Inline(Counting(room=0), "r", micro_batch=2), 3)
     assert answer.scores.isnan().all() and set(answer.reasons) == {0, 1, 2}
-    assert "memory does not suffice for one picture: no room" in answer.reasons[2]
+    assert "memory does not suffice for 1: no room" in answer.reasons[2]
 
 
 def test_a_micro_batch_that_raises_leaves_the_others_their_scores():

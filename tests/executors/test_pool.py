@@ -178,7 +178,7 @@ def test_reasons_and_missing_scores_of_the_reward_come_through(pair):
 @pytest.mark.parametrize(
     "do, said",
     [
-        ("import", "'scripted' needs a package.*a_package_that_is_not_there"),
+        ("import", "'scripted' cannot run.*a_package_that_is_not_there"),
         ("forget", r"'scripted' answered with shape \(1,\) for 2 pictures"),
     ],
 )

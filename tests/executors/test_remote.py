@@ -4,15 +4,7 @@ import threading
 import time
 
 import pytest
-from faulty import PATIENCE, Faulty, ask, assert_right, good, late, pictures, remote(
-    Faulty,
-    ask,
-    assert_right,
-    good,
-    late,
-    pictures,
-    remote,
-)
+from faulty import PATIENCE, Faulty, ask, assert_right, good, late, pictures, remote
 
 from flowrl.errors import UserError
 from flowrl.executors import remote as module

@@ -19,6 +19,7 @@ SLACK = 1.5  # seconds, for a busy machine
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch):
+    chat_module.import_openai()  # slow the first time, and time counts here
     monkeypatch.setattr(chat_module, "PAUSE", 0.01)
 
 

@@ -186,6 +186,7 @@ def test_the_version_says_what_changes_the_numbers():
         )
     }  # fmt: skip
     assert len(versions) == 9
+    assert GenEval(detector_args={"device": "cpu", "batch": 2}).version == GenEval().version
 
 
 @pytest.mark.parametrize("mode", MODES)
