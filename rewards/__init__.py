@@ -6,15 +6,21 @@ A reward is any callable
 
 with `images` a (B, 3, H, W) float tensor in [0, 1], `prompts` a list of B strings, `metadata` a
 list of B dicts, and `scores` a (B,) float32 tensor (or a list of B floats). A score that could
-not be made is NaN, never 0. Optional attributes say more:
+not be made is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}.
+Optional attributes say more:
 
     name               str, for reports
     bounds             (lo, hi), either may be None
     differentiable     True when gradients reach the images
     required_metadata  keys a prompt's metadata must have; the reward does not apply to others
     applies            (prompt, metadata) -> bool, when keys alone cannot tell
+    check              (prompt, metadata), raises ValueError for a prompt that it applies to and
+                       cannot judge; asked of every prompt before anything is drawn
     scope              "sample", or "group" when all images of one prompt are scored together
     version            everything that changes the numbers, in one string
+    deterministic      False when the same images may get other scores
+    fixtures           () -> pictures of known order (`rewards.fixtures.fixture`), on which
+                       `flowrl reward-check` and every run try it
 
 Files here import nothing from `flowrl`: copy one, or write your own anywhere and name it as
 `my_package.my_module:MyReward`.
