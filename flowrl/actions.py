@@ -30,7 +30,7 @@ from flowrl.gallery import write_gallery
 from flowrl.handover import call_settings, hand_over, pairs, summary
 from flowrl.pictures import png
 from flowrl.pipelines import load_pipeline
-from flowrl.preflight import preflight
+from flowrl.preflight.check import preflight
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec, closing
 from flowrl.rlg import RLG

@@ -17,8 +17,8 @@ import flowrl
 from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import RewardFailure, ask
-from flowrl.preflight_findings import failure
-from flowrl.preflight_pictures import trials_of
+from flowrl.preflight.findings import failure
+from flowrl.preflight.pictures import trials_of
 from flowrl.reward import BUILT_IN, RewardSpec, load_reward
 from flowrl.storage import write_text
 

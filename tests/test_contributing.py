@@ -10,7 +10,7 @@ import torch
 
 from flowrl.aliases import sort_arguments
 from flowrl.config import load_config
-from flowrl.preflight_named import check_named
+from flowrl.preflight.named import check_named
 from flowrl.reward import RewardSpec, load_reward
 from flowrl.scoring import score
 from flowrl.sections_trees import Custom

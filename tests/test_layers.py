@@ -47,8 +47,7 @@ LAYERS = [
         "config",
     },
     {"aliases", "explain", "doctor", "pipelines"},
-    {"serving", "service", "request_body", "preflight", "preflight_findings", "preflight_named",
-     "preflight_pictures", "golden"},
+    {"serving", "preflight", "golden"},
     {
         "build_credit",
         "build_forward",
@@ -68,7 +67,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = LAYERS[LEVEL["config"]] | {"aliases", "explain", "errors"}
 HEAVY = {
-    "accelerate", "cv2", "diffusers", "onnxruntime", "open_clip", "peft", "rapidocr", "skimage",
+    "accelerate", "cv2", "datasets", "diffusers", "onnxruntime", "open_clip", "peft", "rapidocr", "skimage",
     "tensorboard", "trackio", "transformers", "wandb", "xformers",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.doctor import Finding
-    from flowrl.preflight import Checked
+    from flowrl.preflight.check import Checked
 
 
 def reward_check(
@@ -62,7 +62,7 @@ def reward_check(
     options = _mapping(args)
     token = _token(token_env)
     from flowrl.commands.show import print_table
-    from flowrl.preflight_named import check_named
+    from flowrl.preflight.named import check_named
     from flowrl.prompts import load_prompts
 
     records = load_prompts(prompts) if prompts else []

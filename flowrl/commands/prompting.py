@@ -8,7 +8,7 @@ import typer
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.prompt_sets import Sets
+    from flowrl.prompt_sets.draw import Sets
 
 
 def prompts(
@@ -55,7 +55,7 @@ def prompts(
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
         evaluation.prompts=prompts/ocr/test.jsonl
     """
-    from flowrl.prompt_sets import write_sets
+    from flowrl.prompt_sets.draw import write_sets
 
     others = (words, templates, new_words or None) if kind == "geneval" else (classes,)
     if any(option is not None for option in others):
@@ -72,8 +72,8 @@ def prompts(
 def _geneval(
     count: int, held_out: int, seed: int, ratio: list[int] | None, classes: Path | None
 ) -> "Sets":
-    from flowrl.prompt_sets import read_list
-    from flowrl.prompt_sets_geneval import COCO, RATIO, geneval_sets
+    from flowrl.prompt_sets.draw import read_list
+    from flowrl.prompt_sets.geneval import COCO, RATIO, geneval_sets
 
     names = read_list(classes) if classes else COCO
     return geneval_sets(count, held_out, seed, classes=names, ratio=ratio or RATIO)
@@ -88,8 +88,8 @@ def _ocr(
     templates: Path | None,
     new_words: bool,
 ) -> "Sets":
-    from flowrl.prompt_sets import read_list
-    from flowrl.prompt_sets_ocr import RATIO, TEMPLATES, WORDS, ocr_sets
+    from flowrl.prompt_sets.draw import read_list
+    from flowrl.prompt_sets.ocr import RATIO, TEMPLATES, WORDS, ocr_sets
 
     return ocr_sets(
         count,

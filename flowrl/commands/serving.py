@@ -63,7 +63,7 @@ def reward_serve(
         _spec(name, text, workers)
         for name, text in zip(names, args or ["{}"] * len(names), strict=True)
     ]
-    from flowrl.serving import make_app, warm_up
+    from flowrl.serving.app import make_app, warm_up
 
     try:
         app = make_app(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Reward
-from flowrl.preflight_pictures import Trial
+from flowrl.preflight.pictures import Trial
 from flowrl.reward import RewardSpec
 
 # Differences between two answers that no policy would learn: of the spread between the pictures

@@ -15,8 +15,8 @@ import torch
 from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
-from flowrl.preflight_findings import Round, Row, failure, fine, judged, line, unlike
-from flowrl.preflight_pictures import Trial, trials_of
+from flowrl.preflight.findings import Round, Row, failure, fine, judged, line, unlike
+from flowrl.preflight.pictures import Trial, trials_of
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec, trained
 from flowrl.scoring import quantise

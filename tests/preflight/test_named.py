@@ -4,9 +4,9 @@ import threading
 import pytest
 import uvicorn
 
-from flowrl.preflight_named import check_named
+from flowrl.preflight.named import check_named
 from flowrl.reward import BUILT_IN, load_reward
-from flowrl.serving import make_app
+from flowrl.serving.app import make_app
 
 OFFLINE = (
     "geneval",

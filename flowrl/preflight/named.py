@@ -6,8 +6,8 @@ from typing import Any
 from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Reward
-from flowrl.preflight import Checked, check_reward
-from flowrl.preflight_findings import failure, line
+from flowrl.preflight.check import Checked, check_reward
+from flowrl.preflight.findings import failure, line
 from flowrl.prompts import PromptRecord
 from flowrl.reward import BUILT_IN, RewardSpec, load_reward
 

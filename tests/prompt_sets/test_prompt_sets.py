@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.prompt_sets import apportion, read_list, write_sets
-from flowrl.prompt_sets_geneval import KINDS, RATIO, geneval_sets
-from flowrl.prompt_sets_ocr import TEMPLATES, ocr_sets
-from flowrl.prompt_words import COCO, WORDS, article, plural
+from flowrl.prompt_sets.draw import apportion, read_list, write_sets
+from flowrl.prompt_sets.geneval import KINDS, RATIO, geneval_sets
+from flowrl.prompt_sets.ocr import TEMPLATES, ocr_sets
+from flowrl.prompt_sets.words import COCO, WORDS, article, plural
 from flowrl.prompts import load_prompts
 from rewards.geneval_rules import TAGS
 from rewards.mask2former_detector import COCO as DETECTED

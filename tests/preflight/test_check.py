@@ -9,7 +9,7 @@ import torch
 
 from flowrl.executors.base import RewardFailure
 from flowrl.executors.inline import Inline
-from flowrl.preflight import check_reward, preflight
+from flowrl.preflight.check import check_reward, preflight
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec, load_reward
 from rewards.fixtures import blank, fixture, square

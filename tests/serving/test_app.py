@@ -23,7 +23,7 @@ from flowrl.errors import UserError
 from flowrl.executors.inline import Inline
 from flowrl.executors.remote import Remote
 from flowrl.reward import RewardSpec, load_reward
-from flowrl.serving import make_app, warm_up
+from flowrl.serving.app import make_app, warm_up
 from flowrl.wire import LOSSLESS, encode
 from rewards.fixtures import fixture
 

@@ -5,8 +5,8 @@ from collections.abc import Hashable, Sequence
 from math import perm
 
 from flowrl.errors import UserError
-from flowrl.prompt_sets import Kind, Sets, apportion, draw_sets, shuffled
-from flowrl.prompt_words import WORDS
+from flowrl.prompt_sets.draw import Kind, Sets, apportion, draw_sets, shuffled
+from flowrl.prompt_sets.words import WORDS
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
 RATIO = (1, 3, 3, 3)

@@ -11,7 +11,7 @@ from flowrl import service
 from flowrl.errors import UserError
 from flowrl.executors.inline import Inline
 from flowrl.reward import RewardSpec
-from flowrl.serving import make_app
+from flowrl.serving.app import make_app
 from flowrl.wire import LOSSLESS
 
 IMAGES = torch.zeros(1, 3, 8, 8)

@@ -15,8 +15,8 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.executors.inline import Inline
-from flowrl.request_body import Refused
 from flowrl.reward import RewardSpec
+from flowrl.serving.request_body import Refused
 from flowrl.wire import MAX_PIXELS, PROTOCOL, Codec, Item, Request, Response, Result, decode
 
 MAX_WAITING = 64  # questions at a time; further ones are told to come back

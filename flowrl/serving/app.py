@@ -11,9 +11,9 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.executors.base import Reward
-from flowrl.request_body import Refused, read_request
 from flowrl.reward import RewardSpec
-from flowrl.service import Rewards, Service, version_of
+from flowrl.serving.request_body import Refused, read_request
+from flowrl.serving.service import Rewards, Service, version_of
 from flowrl.wire import LOSSLESS, PROTOCOL, Codec, Info, RewardInfo
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from itertools import combinations, permutations
 from math import prod
 from typing import Any
 
-from flowrl.prompt_sets import Kind, Sets, draw_sets
-from flowrl.prompt_words import COCO, COLORS, article, plural
+from flowrl.prompt_sets.draw import Kind, Sets, draw_sets
+from flowrl.prompt_sets.words import COCO, COLORS, article, plural
 from flowrl.tiny.world import NUMBERS, one
 
 # In this order everywhere. The default ratio is what Flow-GRPO (arXiv 2505.05470) trains on.

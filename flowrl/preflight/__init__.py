@@ -1,0 +1,1 @@
+"""Do rewards work? Asked before anything learns from them, and by `flowrl reward-check`."""

@@ -1,0 +1,1 @@
+"""Lists of prompts to train on and held-out ones: what `flowrl prompts` writes."""

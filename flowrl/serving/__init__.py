@@ -1,0 +1,1 @@
+"""Rewards over HTTP: what `flowrl reward-serve` runs."""
