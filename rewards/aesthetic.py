@@ -8,10 +8,10 @@ import functools
 
 from torch import Tensor, nn
 
-from rewards.clip_model import Clip
 from rewards.clipscore import MODEL
-from rewards.loading import building, device_of, read_weights, weights_file
-from rewards.preprocess import NAME
+from rewards.networks.clip import Clip
+from rewards.networks.loading import building, device_of, read_weights, weights_file
+from rewards.networks.preprocess import NAME
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
 FILE = "aesthetic-model.pth"

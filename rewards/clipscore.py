@@ -6,8 +6,8 @@ nor cut at 0 as in the paper: the form that alignment papers train on and report
 
 from torch import Tensor
 
-from rewards.clip_model import Clip
-from rewards.preprocess import NAME
+from rewards.networks.clip import Clip
+from rewards.networks.preprocess import NAME
 
 MODEL = "openai/clip-vit-large-patch14"
 

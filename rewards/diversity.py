@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.likeness import likeness
+from rewards.networks.likeness import likeness
 
 ENOUGH = 3  # pictures, so that a pair is left when one goes
 LONGEST = 128  # pixels at which SSIM compares: pairs are many

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.clip_model import cosine
-from rewards.loading import (
+from rewards.networks.clip import cosine
+from rewards.networks.loading import (
     DTYPES,
     building,
     check_dtype,
@@ -21,8 +21,8 @@ from rewards.loading import (
     read_weights,
     weights_file,
 )
-from rewards.preprocess import NAME, hps_pixels
-from rewards.text_embeddings import TextEmbeddings
+from rewards.networks.preprocess import NAME, hps_pixels
+from rewards.networks.text_embeddings import TextEmbeddings
 
 MODEL = "xswu/HPSv2"
 FILES = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rewards.images import to_uint8
-from rewards.loading import building, device_of, fetching, imported
+from rewards.networks.loading import building, device_of, fetching, imported
 
 MODEL = "MizzenAI/HPSv3"
 HINT = "HPSv3 (in an environment of its own, see docs/reward-servers.md)"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewards.loading import building, device_of, fetching, imported
-from rewards.preprocess import NAME, clip_pixels
-from rewards.text_embeddings import warn_of_cut
+from rewards.networks.loading import building, device_of, fetching, imported
+from rewards.networks.preprocess import NAME, clip_pixels
+from rewards.networks.text_embeddings import warn_of_cut
 
 MODEL = "ImageReward-v1.0"
 REPOSITORY = "THUDM/ImageReward"  # where the package fetches that from

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply
+from rewards.chat.client import Chat, connected
+from rewards.chat.messages import Question, Reply
+from rewards.chat.token_mass import LEAST_MASS, expectation
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
-from rewards.token_mass import LEAST_MASS, expectation
 from rewards.vlm_judge import ALTERNATIVES
 
 ASK_TOKEN = (

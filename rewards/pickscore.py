@@ -5,8 +5,8 @@ A CLIP ViT-H/14 (986 M parameters: 3.9 GB in fp32, 2.0 GB in bf16) tuned on peop
 
 from torch import Tensor
 
-from rewards.clip_model import Clip
-from rewards.preprocess import NAME
+from rewards.networks.clip import Clip
+from rewards.networks.preprocess import NAME
 
 MODEL = "yuvalkirstain/PickScore_v1"
 TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"

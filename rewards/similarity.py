@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rewards.fixtures import fixture, square
 from rewards.images import pngs
-from rewards.likeness import likeness
+from rewards.networks.likeness import likeness
 
 _DATA = "data:image/"
 

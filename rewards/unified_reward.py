@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, scored
+from rewards.chat.client import Chat, connected
+from rewards.chat.messages import Question, Reply, scored
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 from rewards.vlm_judge import text_score

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, scored
+from rewards.chat.client import Chat, connected
+from rewards.chat.messages import Question, Reply, scored
+from rewards.chat.token_mass import LEAST_MASS, expectation, spelled
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
-from rewards.token_mass import LEAST_MASS, expectation, spelled
 
 ASK_SCORE = (
     'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look at '
@@ -56,7 +56,7 @@ def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
 class VLMJudge:
     """The model's score divided by the best possible one; NaN with a reason where it gives none.
 
-    server: the arguments of `rewards.chat.Chat`, at least the model. mode: "expectation" over the
+    server: what `rewards.chat.client.Chat` takes, at least the model. mode: "expectation" over the
     tokens of `scores`, by default 0 to 5 (each must be one token: "10" often is two, letters work);
     "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
     nothing else is said); "text", the score that `pattern` finds. template: the question, with

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat import Chat, connected
-from rewards.chat_messages import Question, Reply, scored
+from rewards.chat.client import Chat, connected
+from rewards.chat.messages import Question, Reply, scored
+from rewards.chat.token_mass import LEAST_MASS, on
 from rewards.fixtures import fixture, square
 from rewards.images import pngs
-from rewards.token_mass import LEAST_MASS, on
 from rewards.vlm_judge import ALTERNATIVES
 
 ASK = "{question} Answer in one word."

@@ -51,7 +51,7 @@ that Pillow carries. Weights: Apache-2.0.
 
 Held-out prompts, which neither pretraining nor alignment draws; most of those for words ask for a
 word that was never drawn. Strict GenEval: the picture meets
-every demand, as judged by the classical detector `rewards/tiny_detector.py`. OCR: RapidOCR, rule
+every demand, as judged by the classical detector `rewards/detectors/tiny.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
 Preset: 5 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt)`, hence diffusers' 28 steps,

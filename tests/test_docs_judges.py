@@ -38,7 +38,7 @@ def test_the_numbers_of_questions_are_right():
 
 
 def test_the_defaults_are_right():
-    from rewards.chat import Chat
+    from rewards.chat.client import Chat
     from rewards.vlm_judge import VLMJudge
 
     chat = Chat("m")

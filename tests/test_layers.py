@@ -67,8 +67,9 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WITHOUT_TORCH = LAYERS[LEVEL["config"]] | {"aliases", "explain", "errors"}
 HEAVY = {
-    "accelerate", "cv2", "datasets", "diffusers", "onnxruntime", "open_clip", "peft", "rapidocr", "skimage",
-    "tensorboard", "trackio", "transformers", "wandb", "xformers",
+    "accelerate", "cv2", "datasets", "diffusers", "fastapi", "onnxruntime", "open_clip", "openai",
+    "peft", "rapidocr", "scipy", "skimage", "tensorboard", "trackio", "transformers", "uvicorn",
+    "wandb", "xformers",
 }  # fmt: skip
 
 MAX_FILE = 299

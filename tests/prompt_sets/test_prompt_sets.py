@@ -11,8 +11,8 @@ from flowrl.prompt_sets.geneval import KINDS, RATIO, geneval_sets
 from flowrl.prompt_sets.ocr import TEMPLATES, ocr_sets
 from flowrl.prompt_sets.words import COCO, WORDS, article, plural
 from flowrl.prompts import load_prompts
+from rewards.detectors.mask2former import COCO as DETECTED
 from rewards.geneval_rules import TAGS
-from rewards.mask2former_detector import COCO as DETECTED
 from rewards.ocr import OCR, quoted
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}

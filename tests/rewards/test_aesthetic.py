@@ -25,7 +25,7 @@ def head(tmp_path_factory):
 def test_it_is_the_published_head_on_the_unit_vector_of_the_picture(tiny_clip, head, pictures):
     from transformers import CLIPVisionModelWithProjection
 
-    from rewards.preprocess import clip_pixels
+    from rewards.networks.preprocess import clip_pixels
 
     folder, layers = head
     with torch.no_grad():

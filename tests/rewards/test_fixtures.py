@@ -4,12 +4,12 @@ import random
 import pytest
 import torch
 
+from rewards.detectors.tiny import TinyDetector
+from rewards.detectors.tiny_shapes import SHAPES
 from rewards.fixtures import NAMED, SPOTS, blank, fixture, noise, shapes, square, word
 from rewards.images import to_uint8
 from rewards.ocr import rapidocr_reader
-from rewards.tiny_detector import TinyDetector
 from rewards.tiny_palette import COLORS, PAPER
-from rewards.tiny_shapes import SHAPES
 
 SIZES = (64, 128, 224)
 PICTURES = {

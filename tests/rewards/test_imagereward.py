@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from rewards.imagereward import ImageReward
-from rewards.preprocess import clip_pixels
+from rewards.networks.preprocess import clip_pixels
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle"]
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_vlm import served, write_vlm
 
-from rewards.chat import Chat
-from rewards.chat_messages import Question
+from rewards.chat.client import Chat
+from rewards.chat.messages import Question
 from rewards.fixtures import noise, square
 from rewards.images import pngs
 from rewards.pairwise import PairwiseWinRate

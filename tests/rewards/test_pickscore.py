@@ -24,7 +24,7 @@ def test_the_three_scales_are_one_cosine(tiny_clip, pictures):
 def test_raw_is_transformers_own_logit(tiny_clip, pictures):
     from transformers import AutoTokenizer, CLIPModel
 
-    from rewards.preprocess import clip_pixels
+    from rewards.networks.preprocess import clip_pixels
 
     text = AutoTokenizer.from_pretrained(tiny_clip)(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():

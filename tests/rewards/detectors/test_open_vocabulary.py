@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from rewards.detectors.open_vocabulary import GroundingDinoDetector, OpenDetector, Owlv2Detector
 from rewards.geneval import GenEval
-from rewards.open_detector import GroundingDinoDetector, OpenDetector, Owlv2Detector
 
 KINDS = ("owlv2", "grounding_dino")
 WORDS = ("cat", "computer", "mouse", "tv", "remote", "a", "photo", "of")

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.loading import DTYPES, building, check_dtype, device_of, fetching, imported
-from rewards.preprocess import clip_pixels
-from rewards.text_embeddings import TextEmbeddings, warn_of_cut
+from rewards.networks.loading import DTYPES, building, check_dtype, device_of, fetching, imported
+from rewards.networks.preprocess import clip_pixels
+from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 
 def cosine(images: Tensor, texts: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ import torch
 from chat_servers import Scripted, completion, free_port, refusal, scripted, text_of
 from chat_servers import within as no_longer_than
 
-from rewards import chat as chat_module
-from rewards.chat import Chat
-from rewards.chat_messages import Question, Reply
+from rewards.chat import client as chat_module
+from rewards.chat.client import Chat
+from rewards.chat.messages import Question, Reply
 from rewards.images import pngs
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]

@@ -3,8 +3,8 @@ import pytest
 import torch
 from chat_servers import completion, pictures_of, scripted
 
-from rewards.chat import Chat
-from rewards.chat_messages import Question, Reply
+from rewards.chat.client import Chat
+from rewards.chat.messages import Question, Reply
 from rewards.images import pngs, to_uint8
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from rewards.preprocess import MEAN, STD, clip_pixels, hps_pixels
+from rewards.networks.preprocess import MEAN, STD, clip_pixels, hps_pixels
 
 LEVEL = 1 / 255 / min(STD)  # one step of 8 bits after normalising
 SIZES = [(512, 512), (64, 64), (300, 517), (256, 192), (224, 224), (225, 224)]

@@ -11,8 +11,8 @@ import pytest
 
 from flowrl.tiny.draw import RADII, draw
 from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
+from rewards.detectors.tiny import UNKNOWN, TinyDetector
 from rewards.geneval import GenEval
-from rewards.tiny_detector import UNKNOWN, TinyDetector
 
 PER_KIND = 80
 prompts_of = functools.cache(all_prompts)
@@ -164,5 +164,5 @@ def test_the_box_surrounds_the_object(detector):
 
 
 def test_the_detector_does_not_know_the_generator():
-    code = "import sys, rewards.tiny_detector; sys.exit('flowrl' in sys.modules)"
+    code = "import sys, rewards.detectors.tiny; sys.exit('flowrl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

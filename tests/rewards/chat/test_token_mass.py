@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.token_mass import expectation, merged, on
+from rewards.chat.token_mass import expectation, merged, on
 
 SCORES = {str(n): float(n) for n in range(6)}
 SPELLINGS = [

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from rewards.clip_model import Clip, cosine, projected
+from rewards.networks.clip import Clip, cosine, projected
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
 

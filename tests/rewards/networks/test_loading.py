@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rewards.loading import check_dtype, device_of, imported, read_weights, weights_file
+from rewards.networks.loading import check_dtype, device_of, imported, read_weights, weights_file
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 LIGHT = """
 import sys
 import flowrl

@@ -27,14 +27,14 @@ Detector = Callable[..., Sequence[Sequence[Detection]]]
 ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
 
 DETECTORS = {
-    "tiny": "rewards.tiny_detector:TinyDetector",
-    "mask2former": "rewards.mask2former_detector:Mask2FormerDetector",
-    "grounding_dino": "rewards.open_detector:GroundingDinoDetector",
-    "owlv2": "rewards.open_detector:Owlv2Detector",
+    "tiny": "rewards.detectors.tiny:TinyDetector",
+    "mask2former": "rewards.detectors.mask2former:Mask2FormerDetector",
+    "grounding_dino": "rewards.detectors.open_vocabulary:GroundingDinoDetector",
+    "owlv2": "rewards.detectors.open_vocabulary:Owlv2Detector",
 }
 COLOR_NAMERS = {
-    "clip": "rewards.clip_colors:ClipColors",
-    "pixels": "rewards.pixel_colors:PixelColors",
+    "clip": "rewards.detectors.clip_colors:ClipColors",
+    "pixels": "rewards.detectors.pixel_colors:PixelColors",
 }
 
 

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.clip_colors import COLORS
+from rewards.detectors.clip_colors import COLORS
+from rewards.detectors.pixel_colors import SHADES, PixelColors, color_of
 from rewards.geneval_rules import Detection
-from rewards.pixel_colors import SHADES, PixelColors, color_of
 
 NAMED = {  # from CSS's colour names, whose levels are nobody's choice here
     "red": ["red", "crimson", "firebrick", "darkred"],

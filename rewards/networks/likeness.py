@@ -60,7 +60,7 @@ def likeness(
         features = _shrunk(longest) if longest else to_uint8
         return Likeness(features=features, compare=_ssim, version=f"ssim-{longest or 'full'}")
     if kind == "clip":
-        from rewards.clip_model import Clip
+        from rewards.networks.clip import Clip
 
         clip = Clip(name or CLIP, reward="image likeness", device=device, dtype=dtype)
         return Likeness(features=clip.images, compare=_cosine, version=f"clip/{clip.version}")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.fixtures import blank, noise, square, word
-from rewards.likeness import likeness
+from rewards.networks.likeness import likeness
 
 PICTURES = torch.stack([square("red", 32), square("blue", 32), noise(32), blank(32), word("A", 32)])
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rewards.clip_colors import COLORS, TEMPLATES, ClipColors, cut_out
+from rewards.detectors.clip_colors import COLORS, TEMPLATES, ClipColors, cut_out
 from rewards.geneval_rules import Detection
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*reads 14 tokens")

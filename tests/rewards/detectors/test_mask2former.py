@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rewards.detectors.mask2former import COCO, RENAMES, Mask2FormerDetector
 from rewards.geneval import GenEval
-from rewards.mask2former_detector import COCO, RENAMES, Mask2FormerDetector
 
 NAMES = ("cat", "mouse", "sofa")
 CLASSES = ("cat", "computer mouse", "couch")

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.text_embeddings import TextEmbeddings, warn_of_cut
+from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 
 def numbered(calls):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rewards.object_model import ObjectModel
+from rewards.detectors.object_model import ObjectModel
 
 
 def made(model: str = "nobody/no-such-model", **args) -> ObjectModel:

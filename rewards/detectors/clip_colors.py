@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.clip_model import Clip
 from rewards.geneval_rules import Detection
+from rewards.networks.clip import Clip
 
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",

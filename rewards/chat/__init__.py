@@ -1,0 +1,1 @@
+"""Questions to a vision-language model on a server, and what its answers are worth."""

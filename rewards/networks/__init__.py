@@ -1,0 +1,1 @@
+"""What rewards with a network share: loading, preprocessing, CLIP, and how alike pictures are."""
