@@ -234,7 +234,8 @@ def build_run(
     done = resume["iteration"] if resume else 0
 
     def score(evaluation: Evaluation) -> float:
-        return mean_reward(learner.specs, evaluation.scores)
+        columns = [evaluation.names.index(spec.name) for spec in learner.specs]
+        return mean_reward(learner.specs, evaluation.scores[:, columns])
 
     return Run(
         folder=folder,

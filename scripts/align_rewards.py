@@ -50,8 +50,10 @@ RUNS = (
     Shown(
         "tiny-sd3-nft-compressibility",
         "JPEG compressibility",
-        "Minus the size of the JPEG file in 500 kB. Nothing in this reward asks for a picture: "
-        "the two measures that are only watched show what it costs to follow it to the end.",
+        "Minus the size of the JPEG file in 500 kB. Nothing in this reward asks for a picture, and "
+        "the two measures that are only watched show what it costs to follow it; a pull to the "
+        "base (`kl_coef: 0.5`) slows the fall. Without it, 24 iterations ended at 0.8 kB a "
+        "picture, with blank paper: quality 1.1, strict score 0.",
     ),
     Shown(
         "tiny-sd3-nft-composite",

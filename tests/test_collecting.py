@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.aggregate import FailureLimit
 from flowrl.build_store import about
 from flowrl.collecting import collect_groups, with_lora
 from flowrl.errors import UserError
@@ -111,7 +112,7 @@ def test_another_recipe_is_refused(collected, tiny_config, load_tiny):
 def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     sampler = make_learner(rollout=ROLLOUT).source
     specs = [RewardSpec(name="patchy", reward=patchy)]
-    sampler = replace(sampler, specs=specs, max_invalid_fraction=1.0)
+    sampler = replace(sampler, specs=specs, failures=FailureLimit(max_fraction=1.0))
     store = fill(tmp_path / "s", about(config, sampler), sampler, shards=2)
     rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
     missing = store.scores[:, 0].isnan()

@@ -71,9 +71,13 @@ def test_trained_are_those_with_a_weight_that_are_not_held_out():
     assert trained(specs) == specs[:1]
 
 
+JUDGES = ("vlm_judge", "vlm_questions", "unified_reward", "pairwise")
+SERVER = {"server": {"model": "judge", "base_url": "http://127.0.0.1:8000/v1"}}
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_loads_by_name(name):
-    assert callable(load_reward(name))
+    assert callable(load_reward(name, SERVER if name in JUDGES else {}))
 
 
 def test_loading_passes_arguments_and_finds_functions_and_classes_by_path():

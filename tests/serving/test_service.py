@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from flowrl import service
 from flowrl.errors import UserError
 from flowrl.executors.inline import Inline
 from flowrl.reward import RewardSpec
+from flowrl.serving import service
 from flowrl.serving.app import make_app
 from flowrl.wire import LOSSLESS
 
