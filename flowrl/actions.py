@@ -73,7 +73,7 @@ def align(
         learner = build_learner(config, runtime, given)
         with closing(learner.specs):
             with runtime.together():
-                _try_rewards(learner.specs, judged_prompts(config, given))
+                try_rewards(learner.specs, judged_prompts(config, given))
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
@@ -84,7 +84,7 @@ def align(
                 return hand_over(config, learner, run)
 
 
-def _try_rewards(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+def try_rewards(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
     """Before anything is drawn. What is wrong with a reward that is only measured is told."""
     for finding in preflight(specs, prompts):
         if finding.state != "ok":

@@ -25,6 +25,7 @@ def combine(
     for rewards that are not trained. `result.scores` stay as they are. Raises RewardFailure for a
     missing score of a trained reward whose on_failure is "raise".
     """
+    lacking(specs, result)
     weights = train_weights(specs)
     columns = [
         _term(spec, result, column, group) if weight else torch.full_like(scores, math.nan)
@@ -41,20 +42,32 @@ def combine(
 def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) -> Tensor:
     """(L,) what of a reward's scores counts."""
     scores, applicable = result.scores[:, column], result.applicable[:, column]
-    missing = applicable & ~result.valid[:, column]
-    if spec.on_failure == "raise" and bool(missing.any()):
-        raise RewardFailure(
-            f"reward {spec.name!r} has no score where it needs one "
-            f"({result.errors.get(spec.name, UNKNOWN)}), and its on_failure is raise: mend the "
-            "reward, or set on_failure to mask, which leaves such pictures out"
-        )
     if isinstance(spec.on_failure, int | float):
+        missing = applicable & ~result.valid[:, column]
         scores = scores.masked_fill(missing, float(spec.on_failure))
     known = applicable & scores.detach().isfinite()
     used = scores[known]
     if spec.transform is not None:
         used = spec.transform(used, group.to(known.device)[known])
     return torch.full_like(scores, math.nan).masked_scatter(known, used)
+
+
+def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
+    """(L,) bool: pictures without a score of a trained reward that applies, which no number stands
+    in for. Raises RewardFailure where such a reward's on_failure is "raise"."""
+    missing = result.applicable & ~result.valid
+    found = torch.zeros(len(missing), dtype=torch.bool)
+    for spec, column in zip(specs, missing.unbind(1), strict=True):
+        if not spec.learned or isinstance(spec.on_failure, int | float):
+            continue
+        if spec.on_failure == "raise" and bool(column.any()):
+            raise RewardFailure(
+                f"reward {spec.name!r} has no score where it needs one "
+                f"({result.errors.get(spec.name, UNKNOWN)}), and its on_failure is raise: mend the "
+                "reward, or set on_failure to mask, which leaves such pictures out"
+            )
+        found |= column
+    return found
 
 
 def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -75,11 +88,12 @@ def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     """What training raises, of an evaluation's scores (N, K): the weighted sum of each trained
     reward's mean, transformed; NaN when one of them has no score.
 
-    A rank says nothing between evaluations, so scores under one are taken as they are.
+    A rank says nothing between evaluations, so scores under one are taken as they are. Rewards that
+    compare the pictures of a prompt have none there, where each is drawn once, and are left out.
     """
     total = 0.0
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
-        if not weight:
+        if not weight or spec.whole_groups:
             continue
         known = column[column.isfinite()]
         if spec.transform is not None and spec.transform is not rank:

@@ -113,7 +113,7 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = build_objective(config.objective, KERNELS[r.kernel])
     if r.store is None or r.store.path is None or r.store.refresh_every is not None:
-        check_shares(config, runtime, objective.needs)
+        check_shares(config, runtime, objective.needs, specs)
         check_states(config, objective.needs)
         check_prompts(specs, prompts)
     if objective.needs.reward_grad:

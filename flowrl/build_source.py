@@ -46,7 +46,7 @@ def build_source(
         failures=build_limit(config),
         seed=seed,
         adapter=OLD if drawn_by_old else POLICY,
-        whole_prompts=needs.complete_groups,
+        whole_prompts=whole_prompts(needs, specs),
         retained=config.prompts.retained,
     )
     if r.store is not None and r.store.path is not None:
@@ -74,8 +74,15 @@ def _check_store(config: Config, needs: Needs) -> None:
         )
 
 
-def check_shares(config: Config, runtime: Runtime, needs: Needs) -> None:
-    """Every process gets what its objective compares, in every iteration."""
+def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
+    """Whether one process must draw all pictures of a prompt: they are compared there."""
+    return needs.complete_groups or any(spec.whole_groups for spec in specs)
+
+
+def check_shares(
+    config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
+) -> None:
+    """Every process gets what its objective and its rewards compare, in every iteration."""
     r, processes = config.rollout, runtime.world_size
     if needs.whole_update and processes > 1:
         raise UserError(
@@ -83,10 +90,11 @@ def check_shares(config: Config, runtime: Runtime, needs: Needs) -> None:
             f"mean, which {processes} processes do not share: start one process, or take another "
             "objective"
         )
-    if needs.complete_groups and r.prompts < processes:
+    if whole_prompts(needs, specs) and r.prompts < processes:
+        what = "this objective compares" if needs.complete_groups else "a reward compares"
         raise UserError(
             f"rollout.prompts is {r.prompts}, but {processes} processes take whole prompts, whose "
-            "pictures this objective compares: raise it, or start fewer processes"
+            f"pictures {what}: raise it, or start fewer processes"
         )
     trees = min(r.prompts * plan.roots for plan in config.plans())
     if trees < processes:

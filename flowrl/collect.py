@@ -62,8 +62,8 @@ class Sampler:
     """The policy draws. All randomness is a function of seed and iteration.
 
     adapter: who draws, the policy or the old one. whole_prompts: all trees of a prompt are drawn by
-    one process, for objectives that compare them. retained: trees of a prompt that keep its own
-    words, see `group_request`; `Rollout.prompts` are the prompts' own words in any case.
+    one process, for objectives and rewards that compare them. retained: trees of a prompt that keep
+    its own words, see `group_request`; `Rollout.prompts` are the prompts' own words in any case.
     """
 
     backbone: Backbone
@@ -106,8 +106,8 @@ class Sampler:
         """Grow this process's share of the trees, score it, and learn all processes' scores."""
         plan, scoring = self.rollout.plan(iteration), Scoring(specs=self.specs)
         request = self.request(iteration, plan)
-        whole = self.whole_prompts or any(spec.whole_groups for spec in self.specs)
-        trees = self.runtime.share(len(request.prompt), plan.roots if whole else 1)
+        unit = plan.roots if self.whole_prompts else 1
+        trees = self.runtime.share(len(request.prompt), unit)
         own = request.take(trees)
         with torch.no_grad(), self.runtime.autocast():
             cond = self.encode(own.prompts)
@@ -117,6 +117,7 @@ class Sampler:
             result = scoring.result()
         result = gathered(result, self.runtime)
         watch.lap("time/reward")
+        watch.note({f"time/reward/{name}": took for name, took in result.seconds.items()})
         group = request.group.repeat_interleave(len(tree.leaf))
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)

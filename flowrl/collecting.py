@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from flowrl.build import PRECISION, Given, as_given, build_backbone, build_learner
+from flowrl.actions import try_rewards
+from flowrl.build import (
+    PRECISION,
+    Given,
+    as_given,
+    build_backbone,
+    build_learner,
+    judged_prompts,
+)
 from flowrl.build_store import about
 from flowrl.checkpoint import CONFIG
 from flowrl.collect import Sampler
@@ -18,7 +26,7 @@ from flowrl.filling import fill
 from flowrl.pairs import REWARD, SHARD, pairs_digest, read_pairs, write_pairs
 from flowrl.pipelines import load_pipeline
 from flowrl.progress import Steps
-from flowrl.reward import Reward
+from flowrl.reward import Reward, closing
 from flowrl.runtime import Runtime
 from flowrl.store import PAIRS, About, Store, create, finished_shards
 from flowrl.store_index import open_store
@@ -54,7 +62,8 @@ def collect_groups(
     runtime = Runtime(
         device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
     )
-    learner = build_learner(config, runtime, Given(pipeline=pipeline, rewards=rewards))
+    given = Given(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(config, runtime, given)
     sampler = learner.source
     assert isinstance(sampler, Sampler)  # the recipe has no store
     shards = -(-groups // sampler.prompts.per_iteration)
@@ -65,7 +74,9 @@ def collect_groups(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    with steps or nullcontext():
+    with closing(learner.specs), steps or nullcontext():
+        with runtime.together():
+            try_rewards(learner.specs, judged_prompts(config, given))
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return summary(store) if runtime.is_main else []
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.aggregate import check_invalid
+from flowrl.aggregate import check_invalid, lacking
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.hacking import corrected_score
 from flowrl.functional.stats import Interval, paired_bootstrap
 from flowrl.prompts import PromptRecord, reworded
-from flowrl.reward import RewardResult, RewardSpec, trained
+from flowrl.reward import RewardResult, RewardSpec
 from flowrl.rollout import Request, decode, draw, gathered, hand_in, occurrences
 from flowrl.runtime import Runtime
 from flowrl.samplers.schedule import Schedule
@@ -185,11 +185,8 @@ class Evaluator:
     def _check(self, result: RewardResult) -> None:
         """Means over the few pictures that have a score would mislead. What is only measured may
         be missing."""
-        learned = torch.tensor([spec in trained(self.specs) for spec in self.specs])
-        missing = result.applicable & ~result.valid & learned
-        check_invalid(
-            ~missing.any(1), max_fraction=self.max_invalid_fraction, errors=result.errors
-        )  # fmt: skip
+        known = ~lacking(self.specs, result)
+        check_invalid(known, max_fraction=self.max_invalid_fraction, errors=result.errors)
 
     def _pictures(self, velocity: VelocityField, request: Request, scoring: Scoring) -> Tensor:
         """Draw a batch and hand it to the rewards."""
@@ -252,6 +249,11 @@ def measured(
     if spec is None:
         known = ", ".join(spec.name for spec in specs)
         raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
+    if spec.whole_groups:
+        raise UserError(
+            f"{option} is {name!r}, which compares the pictures of a prompt, and evaluation draws "
+            "each prompt by itself: name a reward that looks at single pictures"
+        )
     if not any(spec.applies(p.text, p.metadata) for p in prompts):
         raise UserError(
             f"{option} is {name!r}, but that reward applies to none of the {len(prompts)} held-out "

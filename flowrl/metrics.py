@@ -15,7 +15,10 @@ METRICS: dict[str, str] = {
         "Mean over groups of the reward's standard deviation among the pictures of one prompt. "
         "Without spread there is nothing to learn from."
     ),
-    "reward/invalid": "Share of pictures that a trained reward could not score; they are masked.",
+    "reward/invalid": (
+        "Share of pictures that lack a score of a trained reward; they are left out, under gdpo "
+        "only of what that reward says."
+    ),
     "reward/missing/<name>": "Share of the pictures a reward applies to that it did not score.",
     "reward/stand_in": (
         "Share of pictures with a number of `on_failure` in the place of a missing score."
@@ -133,7 +136,14 @@ METRICS: dict[str, str] = {
         "one. It grows when the policy learns wordings."
     ),
     "time/rollout": "Seconds to draw the pictures, rewards left out.",
-    "time/reward": "Seconds to score them.",
+    "time/reward": (
+        "Seconds after drawing until all scores are there: pools, servers and background rewards "
+        "work during `time/rollout` already."
+    ),
+    "time/reward/<name>": (
+        "Seconds from asking one reward to its answers, added up over all that it was asked; "
+        "questions that wait for each other overlap."
+    ),
     "time/train": "Seconds for all updates on them.",
 }
 

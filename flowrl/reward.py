@@ -6,6 +6,7 @@ is asked is its executor's business (`flowrl.executors`), when is `flowrl.scorin
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,16 +72,41 @@ class RewardSpec:
 
     def applies(self, prompt: str, metadata: dict) -> bool:
         """Whether it is meant for a prompt and has something to say: its metadata are there, it
-        agrees."""
-        test = getattr(self.reward, "applies", None)
-        present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
-        speaks = present and (test is None or bool(test(prompt, metadata)))
-        return self.meant_for(metadata) and speaks
+        agrees. One that is only watched and cannot tell has nothing to say.
+
+        Raises UserError when a trained one cannot tell.
+        """
+        if not self.meant_for(metadata):
+            return False
+        try:
+            test = getattr(self.reward, "applies", None)
+            present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
+            return present and (test is None or bool(test(prompt, metadata)))
+        except Exception as error:
+            known = isinstance(error, UserError)
+            told = str(error) if known else (
+                f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
+                f"{type(error).__name__}: {error}"
+            )  # fmt: skip
+            if self.learned:
+                raise UserError(told) from error
+            warnings.warn(told, stacklevel=2)  # each text once
+            return False
+
+    @property
+    def learned(self) -> bool:
+        """Whether it is trained on; a failure of one that is only watched never stops a run."""
+        return bool(self.weight) and not self.held_out
 
     @property
     def whole_groups(self) -> bool:
         """Whether it compares all pictures of a prompt, which it must then get in one call."""
-        return getattr(self.reward, "scope", "sample") == "group"
+        try:
+            return getattr(self.reward, "scope", "sample") == "group"
+        except UserError:  # a server that does not answer
+            if self.learned:
+                raise
+            return False
 
     def asked_by(self) -> Executor:
         return self.executor or Inline(self.reward, self.name)
@@ -103,7 +129,7 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
     """Those that are learned: not held out, and with a weight."""
-    return [spec for spec in specs if spec.weight and not spec.held_out]
+    return [spec for spec in specs if spec.learned]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
     check_judges(specs, prompts)
     fits = [[s.applies(p.text, p.metadata) for s in specs] for p in prompts]
     for column, spec in enumerate(specs):
-        if not any(row[column] for row in fits):
+        if spec.learned and not any(row[column] for row in fits):
             needs = ", ".join(getattr(spec.reward, "required_metadata", ())) or "something else"
             raise UserError(
                 f"reward {spec.name!r} applies to none of the prompts: "
@@ -51,5 +51,12 @@ def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -
             try:
                 if spec.applies(p.text, p.metadata):
                     check(p.text, p.metadata)
+            except UserError:
+                raise
             except ValueError as error:
                 raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {error}") from error
+            except Exception as error:  # of a user's own method
+                raise UserError(
+                    f"reward {spec.name!r}, prompt {p.text!r}: its check failed with "
+                    f"{type(error).__name__}: {error}"
+                ) from error

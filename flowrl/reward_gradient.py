@@ -125,12 +125,13 @@ def _slope(
     """One reward's scores (B,) and their gradient, like images."""
     pixels = images.detach().requires_grad_()
     try:
-        scores = spec.reward(pixels, prompts, metadata)
+        answer = spec.reward(pixels, prompts, metadata)
     except Exception as error:
         raise RewardFailure(
             f"reward {spec.name!r} failed while its gradient was taken: "
             f"{type(error).__name__}: {error}"
         ) from error
+    scores, reasons = answer if isinstance(answer, tuple) else (answer, None)
     found = None
     if isinstance(scores, Tensor) and scores.requires_grad:
         (found,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)
@@ -144,4 +145,6 @@ def _slope(
             f"reward {spec.name!r} answered with shape {tuple(scores.shape)} for {len(images)} "
             f"pictures; expected ({len(images)},)"
         )
-    return scores.detach().float().cpu(), found
+    known = scores.detach().float().cpu()
+    known[list(reasons or ())] = math.nan
+    return known, found

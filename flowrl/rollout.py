@@ -41,9 +41,7 @@ class Request:
 
     def only(self, rows: Tensor) -> "Request":
         """The trees of `rows` (N,) long, of the same list of prompts."""
-        return replace(
-            self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows]
-        )
+        return replace(self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows])
 
     def take(self, rows: Tensor) -> "Request":
         """The trees of `rows` (N,) long, with the prompts they use."""
@@ -169,9 +167,7 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
         yield backbone.decode(part).cpu()
 
 
-def hand_in(
-    scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int
-) -> Tensor:
+def hand_in(scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int) -> Tensor:
     """Pictures to the rewards as they come, `leaves` of each tree in the request's order.
 
     -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for pictures that are not finite.
@@ -210,3 +206,7 @@ class Stopwatch:
         now = time.perf_counter()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
+
+    def note(self, seconds: dict[str, float]) -> None:
+        """What was measured elsewhere."""
+        self.seconds |= seconds

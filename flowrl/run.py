@@ -90,6 +90,9 @@ class Run:
         if self.evaluator is not None and not self._base_is_known(self.evaluator):
             with policy.disabled():
                 self._evaluate(0)
+        every = self.settings.evaluate_every
+        if self.done and every and self.done % every == 0 and self._unmeasured(self.done):
+            self.evaluate_policy()  # the session before was stopped by it
         self._judge()
         self._began = time.monotonic()
         return self.settings.iterations if self.stopped else self.done
@@ -98,6 +101,10 @@ class Run:
         """Whether the base was evaluated as this run evaluates; a resumed run may do it anew."""
         path = self.evaluation_path(0)
         return path.exists() and Evaluation.load(path).key == evaluator.key
+
+    def _unmeasured(self, step: int) -> bool:
+        due = self.evaluator is not None and step < self.settings.iterations
+        return due and not self.evaluation_path(step).exists()
 
     def _recall(self) -> None:
         """What earlier sessions measured at the evaluations up to here, for the stop rule."""

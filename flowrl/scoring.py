@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.executors.base import Answer
+from flowrl.executors.base import Answer, RewardFailure, failed, to_levels
 from flowrl.reward import RewardResult, RewardSpec
 
 TOLD = 3  # reasons that are told one by one
@@ -69,7 +69,8 @@ class Scoring:
         for column, spec in enumerate(self.specs):
             if not spec.whole_groups:
                 fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
-                self._ask(column, [start + i for i in fits], images[fits])
+                own = images if len(fits) == rows else images[fits]  # no copy where none is needed
+                self._ask(column, [start + i for i in fits], own)
 
     def result(self) -> RewardResult:
         """The scores of all pictures that were added, once every reward has answered.
@@ -84,7 +85,7 @@ class Scoring:
         seconds: dict[str, float] = {}
         for asked in self._asked:
             spec = self.specs[asked.column]
-            answer = self._wait(asked, spec.name)
+            answer = self._answer(asked, spec)
             scores[asked.rows, asked.column] = answer.scores
             applicable[asked.rows, asked.column] = True
             for row, reason in answer.reasons.items():
@@ -98,6 +99,15 @@ class Scoring:
             errors={name: self._told(why) for name, why in reasons.items()},
             seconds=seconds,
         )
+
+    def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
+        """What stops a run when it is learned from, a watched reward only fails to score."""
+        try:
+            return self._wait(asked, spec.name)
+        except RewardFailure as error:
+            if spec.learned:
+                raise
+            return failed(len(asked.rows), str(error))
 
     def _wait(self, asked: _Asked, name: str) -> Answer:
         """An answer, with a word now and then on what takes so long; executors have deadlines."""
@@ -181,6 +191,4 @@ def quantise(images: Tensor) -> Tensor:
     if bad := count_broken(images):
         raise sampler_failure(bad, len(images))
     # Divided on the CPU: other devices round k / 255 in other ways.
-    return (images.detach().float() * 255).round().clamp(0, 255).cpu() / 255
-
-
+    return to_levels(images).float() / 255

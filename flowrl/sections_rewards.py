@@ -164,7 +164,7 @@ class Reward(Section):
     on_failure: Literal["mask", "raise"] | Number = option(
         "mask",
         "When a score is missing: mask leaves the picture out (gdpo: this reward alone counts 0), "
-        "raise stops the run, and a number stands in for the score. None of them for rewards "
+        "raise stops the run, and a number stands in for the score, before its transform. None of them for rewards "
         "that are held out or have weight 0, whose scores may be missing.",
     )
     executor: Annotated[

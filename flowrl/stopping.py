@@ -67,6 +67,8 @@ def stop_rule(
             "with held_out: true"
         )
     for other in trained(specs):
+        if other.whole_groups:  # never measured there
+            continue
         if not any(other.applies(p.text, p.metadata) for p in prompts):
             raise UserError(
                 f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "

@@ -11,9 +11,17 @@ import torch
 from torch import Tensor
 
 from rewards import geneval_rules as rules
-from rewards.detectors import ColorNamer, Detector, detect, load_color_namer, load_detector
+from rewards.detectors import (
+    DETECTORS,
+    ColorNamer,
+    Detector,
+    detect,
+    load_color_namer,
+    load_detector,
+)
 from rewards.geneval_rules import Detection
 from rewards.images import to_uint8
+from rewards.prompt_fixtures import cat_or_nothing, tiny_world
 
 MODES = ("partial", "strict", "official")
 NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
@@ -98,10 +106,11 @@ class GenEval:
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
                     f"{', '.join(known)}: name another with args: {{detector: module:attribute}}"
                 )
-            if colors is not None and "color" in entry and entry["color"] not in colors:
+            asked = entry.get("color")
+            if colors is not None and asked is not None and asked not in colors:
                 raise ValueError(
                     f"{self.colors or self.detector!r} does not know the colour "
-                    f"{entry['color']!r}, only {', '.join(colors) or 'objects'}: ask others with "
+                    f"{asked!r}, only {', '.join(colors) or 'objects'}: ask others with "
                     "args: {colors: clip} or {colors: pixels}"
                 )
 
@@ -126,7 +135,12 @@ class GenEval:
         scores = torch.full((len(metadata),), NO_TAG if self.compat else math.nan)
         known = [wanted.get("tag") in rules.TAGS for wanted in metadata]
         reasons = {} if self.compat else _untold(metadata, known)
-        rows = [row for row, is_known in enumerate(known) if is_known]
+        for row in (row for row, is_known in enumerate(known) if is_known):
+            try:
+                rules.check(metadata[row])
+            except ValueError as error:
+                scores[row], reasons[row] = math.nan, f"the prompt is not in GenEval's form: {error}"
+        rows = [row for row, is_known in enumerate(known) if is_known and row not in reasons]
         if not rows:
             return scores, reasons
         parts = self._load()
@@ -157,7 +171,7 @@ class GenEval:
         if picture is not None and self._name_colors is not None:
             self._color(objects, wanted["include"], picture)
         if self.mode == "official":
-            return rules.official(objects, wanted["include"], wanted.get("exclude", []))
+            return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
         if self.mode == "strict":
             return rules.strict(objects, wanted["include"])
         return rules.partial(objects, wanted["include"], published=self.compat is not None)
@@ -170,7 +184,7 @@ class GenEval:
     def _color(self, objects: rules.Objects, include: Sequence[dict], picture: np.ndarray) -> None:
         """Names the colours that the rules ask for: of as many objects as are wanted."""
         for entry in include:
-            if "color" not in entry or self._name_colors is None:
+            if not rules.asks(entry, "color") or self._name_colors is None:
                 continue
             found = objects.get(entry["class"], [])
             first = found[: entry["count"]]
@@ -180,30 +194,11 @@ class GenEval:
             ]
 
     def fixtures(self) -> list[dict]:
-        """Pictures of the tiny world in their right order; none for other detectors."""
-        if self.detector != "tiny":
-            return []
-        from rewards.fixtures import blank, fixture, shapes
-
-        ball = {"class": "circle", "count": 1, "color": "red"}
-        three = {"class": "star", "count": 3}
-        return [
-            fixture(
-                "the right colour scores above the wrong one",
-                shapes([("circle", "red")]), shapes([("circle", "blue")]),
-                "a red circle", {"tag": "colors", "include": [ball]},
-            ),
-            fixture(
-                "the right number scores above the wrong one",
-                shapes([("star", "black")] * 3), shapes([("star", "black")] * 2),
-                "three stars", {"tag": "counting", "include": [three]},
-            ),
-            fixture(
-                "an object scores above an empty picture",
-                shapes([("circle", "red")]), blank(64), "a circle",
-                {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
-            ),
-        ]  # fmt: skip
+        """Pictures in their right order: of the tiny world, or a photograph; none for detectors of
+        one's own."""
+        if self.detector == "tiny":
+            return tiny_world()
+        return cat_or_nothing() if self.detector in DETECTORS else []
 
 
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -213,7 +208,7 @@ def _telling(args: Mapping[str, Any]) -> dict[str, Any]:
 
 def _classes(wanted: dict) -> list[str]:
     """What a prompt speaks of, each once."""
-    entries = [*wanted["include"], *wanted.get("exclude", ())]
+    entries = [*wanted["include"], *(wanted.get("exclude") or ())]
     return list(dict.fromkeys(entry["class"] for entry in entries))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 MAX_PER_CLASS = 16  # boxes, the most confident first
+NEEDS = {"colors": "color", "color_attr": "color", "position": "position"}  # of some entry
 RELATIONS = ("left of", "right of", "above", "below")
 OVERLAP = 0.1  # share of both sizes that an offset must exceed
 Box = tuple[float, float, float, float]
@@ -37,22 +38,51 @@ Objects = dict[str, list[Detection]]
 
 
 def check(wanted: dict) -> None:
-    """Raises ValueError unless metadata are in GenEval's form: what is asked for can come true."""
-    include = wanted.get("include")
-    if wanted.get("tag") not in TAGS:
-        raise ValueError(f"the tag {wanted.get('tag')!r} is none of {', '.join(TAGS)}")
+    """Raises ValueError unless metadata are in GenEval's form: what is asked for can come true.
+
+    null stands for nothing, in an entry and for `exclude`.
+    """
+    tag, include, exclude = wanted.get("tag"), wanted.get("include"), wanted.get("exclude") or ()
+    if tag not in TAGS:
+        raise ValueError(f"the tag {tag!r} is none of {', '.join(TAGS)}")
     if not include:
         raise ValueError("include lists no object: give [{class: cat, count: 1}] or the like")
-    for i, entry in enumerate([*include, *wanted.get("exclude", ())]):
-        count = entry.get("count")
-        if "class" not in entry or not isinstance(count, int) or count < 1:
-            raise ValueError(f"{entry} must name a class and a count of at least 1")
-        relation, index = entry.get("position", (RELATIONS[0], 0))
-        if relation not in RELATIONS or ("position" in entry and not 0 <= index < i):
-            raise ValueError(
-                f"position {entry['position']} must be one of {', '.join(RELATIONS)} with the "
-                "index of an earlier entry of include"
-            )
+    for name, entries in (("include", include), ("exclude", exclude)):
+        if not isinstance(entries, list | tuple):
+            raise ValueError(f"{name} is {entries!r}, expected a list: [{{class: cat, count: 1}}]")
+        for i, entry in enumerate(entries):
+            _check_entry(entry, f"{name}[{i}]", i)
+    need = NEEDS.get(tag)
+    if need and not any(asks(entry, need) for entry in include):
+        raise ValueError(f"the tag is {tag!r}, and include asks for no {need}: {include!r}")
+
+
+def _check_entry(entry: Any, place: str, before: int) -> None:
+    """Raises ValueError for what is no object with a number; `before`: how many precede it."""
+    known = entry if isinstance(entry, dict) else {}
+    count, color = known.get("count"), known.get("color")
+    if not isinstance(known.get("class"), str) or type(count) is not int or count < 1:
+        raise ValueError(f"{place} is {entry!r}: it must name a class and a count of at least 1")
+    if not isinstance(color, str | None):
+        raise ValueError(f"{place} has the color {color!r}, expected the name of one")
+    position = known.get("position")
+    if position is None:
+        return
+    relation, index = position if _is_pair(position) else (None, None)
+    if relation not in RELATIONS or type(index) is not int or not 0 <= index < before:
+        raise ValueError(
+            f"{place} has the position {position!r}, expected [{' or '.join(RELATIONS)}, index of "
+            "an earlier entry of include]"
+        )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2
+
+
+def asks(entry: dict, key: str) -> bool:
+    """Whether an entry of include has a "color" or "position"; null is none."""
+    return entry.get(key) is not None
 
 
 def by_class(found: Iterable[Detection], threshold: float) -> Objects:
@@ -95,8 +125,9 @@ def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict])
     for entry in include:
         count = entry["count"]
         found = objects.get(entry["class"], [])[:count]
-        ok = len(found) == count and ("color" not in entry or _colored(found, entry) == count)
-        if ok and "position" in entry:
+        ok = len(found) == count
+        ok = ok and (not asks(entry, "color") or _colored(found, entry) == count)
+        if ok and asks(entry, "position"):
             relation, index = entry["position"]
             other = matched[index]
             ok = other is not None and _related(found, other, relation)
@@ -111,7 +142,7 @@ def terms(objects: Objects, include: Sequence[dict], *, published: bool = False)
     `published` keeps two quirks of the code behind the paper: count terms fall below 0 when far
     too many objects are found, and a failed relation is followed by a 1, so that right counts
     in the wrong places average 0.75 and not 2/3. There an entry with a wrong count also has one
-    single 0 for its colour and relation together.
+    single 0 for its colour and relation together, and one with a wrong colour no relation term.
     """
     result: list[float] = []
     matched: list[list[Detection] | None] = []
@@ -120,10 +151,10 @@ def terms(objects: Objects, include: Sequence[dict], *, published: bool = False)
         right = len(found) == count
         count_term = 1 - abs(len(found) - count) / count
         own = [count_term if published else max(0.0, count_term)]
-        if "color" in entry:
+        if asks(entry, "color"):
             own.append(_colored(found, entry) / count if right else 0.0)
         good = own == [1.0] * len(own)
-        if "position" in entry and not (published and not right and "color" in entry):
+        if asks(entry, "position") and not (published and not good and asks(entry, "color")):
             relation, index = entry["position"]
             other = matched[index] if good else None
             holds = other is not None and _related(found, other, relation)

@@ -1,4 +1,4 @@
-"""Fixtures for rewards that compare a picture with its prompt."""
+"""Fixtures for rewards that compare a picture with its prompt: made when they are asked for."""
 
 
 def red_and_blue() -> list[dict]:
@@ -10,3 +10,43 @@ def red_and_blue() -> list[dict]:
                 square(asked), square(other), f"a {asked} square")
         for asked, other in (("red", "blue"), ("blue", "red"))
     ]  # fmt: skip
+
+
+def tiny_world() -> list[dict]:
+    """Prompts of the tiny world in GenEval's form."""
+    from rewards.fixtures import blank, fixture, shapes
+
+    ball = {"class": "circle", "count": 1, "color": "red"}
+    three = {"class": "star", "count": 3}
+    return [
+        fixture(
+            "the right colour scores above the wrong one",
+            shapes([("circle", "red")]), shapes([("circle", "blue")]),
+            "a red circle", {"tag": "colors", "include": [ball]},
+        ),
+        fixture(
+            "the right number scores above the wrong one",
+            shapes([("star", "black")] * 3), shapes([("star", "black")] * 2),
+            "three stars", {"tag": "counting", "include": [three]},
+        ),
+        fixture(
+            "an object scores above an empty picture",
+            shapes([("circle", "red")]), blank(64), "a circle",
+            {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
+        ),
+    ]  # fmt: skip
+
+
+def cat_or_nothing() -> list[dict]:
+    """A photograph for detectors of photographs: Chelsea by Stefan van der Walt (CC0), which comes
+    with scikit-image, and paper of its size, 300 by 451 pixels."""
+    import torch
+    from skimage.data import chelsea
+
+    from rewards.fixtures import blank, fixture
+
+    cat = torch.from_numpy(chelsea()).permute(2, 0, 1).float().contiguous() / 255
+    height, width = cat.shape[1:]
+    paper = blank(max(height, width))[:, :height, :width].contiguous()
+    wanted = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+    return [fixture("a cat scores above an empty picture", cat, paper, "a photo of a cat", wanted)]

@@ -34,7 +34,7 @@ ASK_AXES = (
 AXES = ("Alignment", "Coherence", "Style")
 FORMS = {"1.5": ASK_FINAL, "2.0": ASK_AXES}
 LOWEST, HIGHEST = 1.0, 5.0
-_NUMBER = r"[\s*]*(\d+(?:\.\d+)?)"
+_NUMBER = r"[\s*]*(\d[\d.,/\u2013-]*(?:[\s*]*(?:/|out of)\s*\d+)?)"  # and what belongs to it
 
 
 def final_score(text: str) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rewards.chat.client import Chat, connected
 from rewards.chat.messages import Question, Reply, scored
-from rewards.chat.token_mass import LEAST_MASS, expectation, spelled
+from rewards.chat.token_mass import LEAST_MASS, check_first_tokens, expectation, spelled
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 
@@ -30,16 +30,18 @@ ASK_TEXT = (
     "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
 )
 MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}
-PATTERN = r"<Score>\s*(\d+(?:\.\d+)?)\s*</Score>"
+PATTERN = r"<Score>\s*([^<]*?)\s*</Score>"
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TO_FIVE: Mapping[str, float] = {str(n): float(n) for n in range(6)}
 YES: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
 ALTERNATIVES = 20  # the most that vLLM gives unless told otherwise
 
 
 def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
-    """The last number in `text` that `pattern`'s first group finds.
+    """The number in what `pattern`'s group finds last in `text`.
 
-    Raises ValueError when there is none, or when it lies outside [lowest, highest].
+    Raises ValueError when it finds nothing, and when the last find is no number ("4/10", "1-5") or
+    lies outside [lowest, highest]: what was said before it does not count.
     """
     found = re.findall(pattern, text)
     if not found:
@@ -47,17 +49,30 @@ def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
             f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see template and "
             "max_tokens"
         )
-    score = float(found[-1])
-    if not lowest <= score <= highest:
-        raise ValueError(f"the answer's score is {score:g}, expected {lowest:g} to {highest:g}")
-    return score
+    number = found[-1].rstrip(".,")  # of the sentence around it
+    if not NUMBER.fullmatch(number) or not lowest <= float(number) <= highest:
+        raise ValueError(
+            f"the answer's score is {found[-1]!r}, expected a number from {lowest:g} to {highest:g}"
+        )
+    return float(number)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Raises ValueError unless it is a regular expression with one group."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        raise ValueError(f"pattern is {pattern!r}, no regular expression: {error}") from error
+    if groups != 1:
+        raise ValueError(f"pattern must have one group, around the score, not {groups}")
 
 
 class VLMJudge:
     """The model's score divided by the best possible one; NaN with a reason where it gives none.
 
     server: what `rewards.chat.client.Chat` takes, at least the model. mode: "expectation" over the
-    tokens of `scores`, by default 0 to 5 (each must be one token: "10" often is two, letters work);
+    tokens of `scores`, by default 0 to 5 (each must be one token, which letters are; none may begin
+    as another does, since "10" may arrive as "1");
     "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
     nothing else is said); "text", the score that `pattern` finds. template: the question, with
     {prompt} where the prompt goes. longest: pixels of a picture's longer side, at most. min_mass:
@@ -86,6 +101,9 @@ class VLMJudge:
         self.scores = {str(answer): float(score) for answer, score in given.items()}
         if len({spelled(answer) for answer in self.scores}) < max(2, len(self.scores)):
             raise ValueError(f"scores need two or more different answers, not {self.scores}")
+        if mode != "text":
+            check_first_tokens(self.scores)
+        _check_pattern(pattern)
         self.lowest, self.highest = min(self.scores.values()), max(self.scores.values())
         if self.highest <= 0:
             raise ValueError(f"the best of the scores must be above 0, not {self.highest:g}")

@@ -44,7 +44,8 @@ class VLMQuestions:
 
     metadata["vqa_list"]: [[question, answer], ...], an answer being a word of one token (yes, red,
     two) or a list of spellings that are all right. mean: "arithmetic", as GenEval 2 does for single
-    questions, or "geometric", as it does for whole prompts. server, longest: as in `VLMJudge`;
+    questions, or "geometric", as it does for whole prompts. Numbers from 10 on are safe in letters
+    alone: many tokenizers write digits one by one, and 12 begins as 1 does. server, longest: as in `VLMJudge`;
     template: {question} and what to add. A picture misses its score when one answer is missing, or
     when the model's likeliest tokens hold less than `min_mass` together.
     """
@@ -82,6 +83,12 @@ class VLMQuestions:
             raise ValueError(
                 f'metadata["vqa_list"] is {pairs!r}, expected [[question, answer], ...]'
             )
+        for answer in (answer for _, answers in pairs for answer in accepted(answers)):
+            if len(answer.split()) > 1:
+                raise ValueError(
+                    f"the answer {answer!r} has several words, and only the first token of what "
+                    "the model says is looked at: ask a question that one word answers"
+                )
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""

@@ -9,6 +9,7 @@ it goes on where it was; --page writes the page of what is there.
 
 import argparse
 import shutil
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,8 @@ RUNS = (
         "tiny-sd3-nft-ocr",
         "OCR",
         "Words that the pipeline has never seen, read back by RapidOCR. Each word is trained in "
-        "three wordings and measured in the fourth.",
+        "three wordings and measured in the fourth. The strict rule, which charges for further "
+        "text, is watched and agrees: nothing else is written.",
     ),
     Shown(
         "tiny-sd3-nft-geneval",
@@ -127,28 +129,31 @@ def section(shown: Shown, run: Run, folder: Path, output: Path) -> str:
         }
         for row in table(compare(*ends))
     ]
-    return SECTION.format(
-        preset=shown.preset,
-        title=shown.title,
-        text=shown.text,
-        table=markdown(rows),
-        iterations=last.step,
-        pictures=f"{last.pictures:.0f}",
-        seconds=f"{last.seconds:.0f}",
+    told = (
+        f"`flowrl train {shown.preset}`: {last.step} iterations, {last.pictures:.0f} pictures "
+        f"drawn to learn from, {last.seconds:.0f} seconds. {shown.text}"
     )
+    return SECTION.format(
+        preset=shown.preset, title=shown.title, text=wrapped(told), table=markdown(rows)
+    )
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
 
 
 INTRODUCTION = """# Rewards
 
-`python scripts/align_rewards.py`, on {machine}. The built-in pipeline learns four kinds of reward
-with DiffusionNFT, from its base weights, one seed each. Scores are those of held-out prompts before
-and after; a change is paired picture by picture, with its 95 % bootstrap interval. Seconds are
-those of iterations, without evaluations. `curves.csv` has every evaluation.
+`python scripts/align_rewards.py`, on {machine}.
+
+The built-in pipeline learns four kinds of reward with DiffusionNFT, from its base weights, one seed
+each. Scores are those of held-out prompts before and after; a change is paired picture by picture,
+with its 95 % bootstrap interval. Seconds are those of iterations, without evaluations. `curves.csv`
+has every evaluation.
 """
 SECTION = """## {title}
 
-`flowrl train {preset}`: {iterations} iterations, {pictures} pictures drawn to learn from, {seconds}
-seconds. {text}
+{text}
 
 {table}
 

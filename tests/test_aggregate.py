@@ -10,6 +10,7 @@ from flowrl.aggregate import (
     FailureLimit,
     check_invalid,
     combine,
+    lacking,
     mean_reward,
     train_weights,
     weighted_sum,
@@ -189,3 +190,25 @@ def test_an_evaluation_is_best_by_what_is_trained():
     assert mean_reward(specs, scores) == -2.0 + 2 * 0.5
     assert math.isnan(mean_reward(specs, torch.full((2, 3), nan)))
     assert mean_reward([spec(), spec(held_out=True)], torch.tensor([[0.25, nan]])) == 0.25
+
+
+def test_a_picture_lacks_what_no_number_stands_in_for_and_no_watched_reward_counts():
+    scores = torch.tensor([[1.0, 1.0, 1.0], [math.nan, 1.0, 1.0], [1.0, math.nan, math.nan]])
+    found = result(scores.tolist())
+    reward = lambda *_: None  # noqa: E731
+    a, c = (RewardSpec(name=n, reward=reward, held_out=n == "c") for n in "ac")
+    for number, expected in (("mask", [False, True, True]), (0.5, [False, True, False])):
+        b = RewardSpec(name="b", reward=reward, on_failure=number)
+        assert lacking([a, b, c], found).tolist() == expected
+    with pytest.raises(RewardFailure, match="'b' has no score where it needs one"):
+        lacking([a, RewardSpec(name="b", reward=reward, on_failure="raise"), c], found)
+
+
+def test_rewards_of_whole_groups_are_no_part_of_an_evaluations_mean():
+    class Compares:
+        scope = "group"
+
+    plain = RewardSpec(name="plain", reward=lambda *_: None)
+    compares = RewardSpec(name="compares", reward=Compares())  # type: ignore[arg-type]
+    scores = torch.tensor([[0.5, math.nan], [1.0, math.nan]])
+    assert mean_reward([plain, compares], scores) == 0.75

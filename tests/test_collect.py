@@ -146,6 +146,9 @@ def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
     config = tiny_config(rollout=ROLLOUT | {"prompts": 1}, objective={"kind": "gdro"})
     with pytest.raises(UserError, match="2 processes take whole prompts"):
         check_shares(config, Two(), Needs(states="endpoints", complete_groups=True))  # type: ignore[arg-type]
+    compares = RewardSpec(name="compares", reward=Compares())
+    with pytest.raises(UserError, match="whose pictures a reward compares"):
+        check_shares(config, Two(), Needs(states="endpoints"), [compares])  # type: ignore[arg-type]
     with pytest.raises(UserError, match="start one process"):
         check_shares(config, Two(), Needs(states="endpoints", whole_update=True))  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ import torch
 from flowrl.build import Given, build_evaluator
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, check_quality, compare
+from flowrl.executors.base import RewardFailure
 from flowrl.prompts import PromptRecord, reworded
 from flowrl.reward import RewardSpec
 from flowrl.runtime import Runtime
@@ -236,6 +237,13 @@ def judge_of(name: str, bounds=(1, 5), needs=()) -> RewardSpec:
     return RewardSpec(name=name, reward=reward, held_out=True)
 
 
+def test_a_reward_that_compares_a_prompts_pictures_has_no_score_in_evaluation_and_is_refused():
+    spec = judge_of("q")
+    spec.reward.scope = "group"  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match="compares the pictures of a prompt"):
+        check_quality([spec], [PromptRecord(uid="a", text="a")], "q")
+
+
 @pytest.mark.parametrize(
     ("specs", "message"),
     [
@@ -250,3 +258,20 @@ def test_a_reward_that_cannot_be_the_quality_is_refused(specs, message):
     check_quality([judge_of("q")], prompts, "q")
     with pytest.raises(UserError, match=f"evaluation.quality .*{message}"):
         check_quality(specs, prompts, "q")
+
+
+@pytest.mark.parametrize(("on_failure", "stops"), [("mask", True), (0.5, False), ("raise", True)])
+def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(
+    evaluator, runtime, on_failure, stops
+):
+    def patchy(images, prompts, metadata):
+        return [math.nan] + [0.5] * (len(images) - 1)  # the first of each batch of two
+
+    specs = [RewardSpec(name="patchy", reward=patchy, on_failure=on_failure)]
+    strict = replace(evaluator, specs=specs, max_invalid_fraction=0.4)
+    if stops:
+        with pytest.raises(RewardFailure, match="patchy"):
+            strict(strict.backbone.velocity, runtime)
+    else:
+        scores = strict(strict.backbone.velocity, runtime).scores
+        assert scores.isnan().sum() == 3  # what is reported are the scores themselves

@@ -94,3 +94,55 @@ def test_a_reward_sees_only_pictures_it_applies_to():
     assert tagged.seen == ["a", "d"]
     assert found.applicable[:, 1].tolist() == [True, False, False, True]
     assert found.valid[:, 1].tolist() == [True, False, False, True]
+
+
+def absent(images, prompts, metadata):
+    raise ModuleNotFoundError("No module named 'detector'")
+
+
+def short(images, prompts, metadata):
+    return [1.0]
+
+
+class Unsure:
+    """Breaks when it is asked whether it applies."""
+
+    def applies(self, prompt, metadata):
+        raise KeyError("tag")
+
+    def __call__(self, images, prompts, metadata):
+        return [1.0] * len(images)
+
+
+@pytest.mark.parametrize("watched", [{"held_out": True}, {"weight": 0.0}])
+@pytest.mark.parametrize(
+    ("reward", "reason"), [(absent, "No module named"), (short, "answered with shape")]
+)
+def test_what_stops_a_trained_reward_leaves_a_watched_one_without_scores(watched, reward, reason):
+    fine = RewardSpec(name="fine", reward=constant)
+    with pytest.raises(RewardFailure, match=reason):
+        score([fine, RewardSpec(name="r", reward=reward)], GREY, PROMPTS, PLAIN)
+    result = score([fine, RewardSpec(name="r", reward=reward, **watched)], GREY, PROMPTS, PLAIN)
+    assert result.scores[:, 0].tolist() == [0.25] * 4 and not result.valid[:, 1].any()
+    assert reason in result.errors["r"]
+
+
+def test_a_reward_that_cannot_tell_whether_it_applies_is_named_with_the_prompt():
+    with pytest.raises(UserError, match="reward 'u' cannot tell .* prompt 'a': KeyError"):
+        score([RewardSpec(name="u", reward=Unsure())], GREY, PROMPTS, PLAIN)
+    watched = RewardSpec(name="u", reward=Unsure(), held_out=True)
+    with pytest.warns(UserWarning, match="cannot tell"):
+        assert not score([watched], GREY, PROMPTS, PLAIN).applicable.any()
+
+
+def test_what_a_reward_does_to_its_arguments_is_not_for_the_next_to_see():
+    def destroy(images, prompts, metadata):
+        images.zero_()
+        prompts.clear()
+        metadata[0].clear()
+        return [0.0] * len(images)
+
+    data = [{"tag": "x"}, {}, {}, {}]
+    result = scored(destroy, lambda images, *_: images.mean((1, 2, 3)), metadata=data)
+    assert result.scores[:, 1].tolist() == pytest.approx([128 / 255] * 4)
+    assert data[0] == {"tag": "x"} and PROMPTS == ["a", "b", "c", "d"]

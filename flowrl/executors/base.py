@@ -37,9 +37,7 @@ class Executor(Protocol):
     any order. A failure is an Answer of NaN with reasons: the future raises RewardFailure only for
     what no further picture can mend (a missing package, an answer of the wrong length)."""
 
-    def submit(
-        self, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> "Future[Answer]":
+    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         """images: (B, 3, H, W) float32 in [0, 1], multiples of 1/255, on the CPU."""
         ...
 
@@ -68,11 +66,18 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
     return Answer(scores=scores, reasons=reasons, seconds=seconds)
 
 
+def to_levels(images: Tensor) -> Tensor:
+    """Pictures in [0, 1], of any shape -> their 256 levels as a file would hold them, uint8 on the
+    CPU. What is not finite must be kept from it: it has no level."""
+    return (images.detach().float() * 255).round().clamp(0, 255).byte().cpu()
+
+
 def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
     """What a reward returned for `count` pictures: scores (count,) and reasons by row.
 
     A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
-    pair of them and a mapping from row to why it is missing. Infinity is no score.
+    pair of them and a mapping from row to why it is missing; a row with a reason has no score,
+    whatever stands there: servers have written 0 for what failed. Infinity is no score.
     Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
@@ -88,10 +93,12 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
         raise ValueError(
             f"answered with shape {tuple(scores.shape)} for {count} pictures; expected ({count},)"
         )
-    lost = ~scores.isfinite()
-    why = {i: "the reward gave no finite number" for i in lost.nonzero().flatten().tolist()}
-    why |= {row: str(reasons[row]) for row in why if row in reasons}
-    return scores.masked_fill(lost, math.nan), why
+    why = {
+        i: "the reward gave no finite number"
+        for i in (~scores.isfinite()).nonzero().flatten().tolist()
+    }
+    why |= {row: str(reasons[row]) for row in range(count) if row in reasons}
+    return scores.index_fill(0, torch.tensor(sorted(why), dtype=torch.long), math.nan), why
 
 
 def ask(
@@ -106,12 +113,13 @@ def ask(
     began = time.perf_counter()
     try:
         with torch.no_grad():
-            raw = reward(images, prompts, metadata)
+            # Copies: what one reward does to them is not for the next to see.
+            raw = reward(images.clone(), list(prompts), [dict(m) for m in metadata])
     except ImportError as error:
         raise RewardFailure(f"reward {name!r} cannot run: {error}") from error
     except (RewardFailure, torch.cuda.OutOfMemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"{type(error).__name__}: {error}"
         return failed(len(images), reason, time.perf_counter() - began)
     try:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.executors.base import Answer, RewardFailure, failed, joined
+from flowrl.executors.base import Answer, RewardFailure, failed, joined, to_levels
 from flowrl.executors.process import Closed, Died, Process, TookTooLong
 from flowrl.executors.worker import Reply
 
@@ -62,7 +62,8 @@ class Pool:
     not tried again. One whose process dies is tried once more: the machine may be to blame. Either
     way its pictures alone have no score, and a new process takes the next. After three in a row
     without an answer nothing is asked for a minute, so that a broken reward costs minutes, not
-    hours. The first micro-batch of each process has `start` seconds more, to load the reward.
+    hours. The first micro-batch of each process has `start` seconds more, to load the reward; once
+    one has loaded it, those after it have twice what that took.
 
     micro_batch: most pictures of one question; None never splits a submission, as rewards that
     compare the pictures of a prompt need it. max_tasks: questions after which a process is
@@ -102,7 +103,7 @@ class Pool:
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if self._closed:
             raise RuntimeError(f"the pool of reward {self.name!r} is closed")
-        levels = (images * 255).round().byte().cpu().numpy()
+        levels = to_levels(images).numpy()
         size = self.micro_batch or max(1, len(levels))
         starts = range(0, len(levels), size)
         future: Future[Answer] = Future()

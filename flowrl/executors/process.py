@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from typing import Any
@@ -11,6 +12,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from flowrl.executors.base import RewardFailure
 from flowrl.executors.worker import Context, Reply, prepare, score
+
+SLACK = 5.0  # seconds
 
 
 class Died(Exception):
@@ -30,7 +33,8 @@ class Process:
     has answered `max_tasks` questions.
 
     timeout: seconds for one question, counted from when the process takes it up. start: seconds
-    more for the first one of a process, which loads packages and weights.
+    more for the first one of a process, which loads packages and weights; once one has answered,
+    those after it get what it took twice over.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Process:
     def ask(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Reply:
         """As `worker.score`. Raises Died, TookTooLong or Closed, and RewardFailure for arguments
         that cannot be sent."""
+        began = time.monotonic()
         try:
             question, limit = self._send(levels, prompts, metadata)
             # Twice as long and more: a process that does not even come up must not be waited for.
@@ -78,6 +83,8 @@ class Process:
                 f"reward {self._setup[-1]!r} cannot be asked in a process of its own: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if not self._answered:
+            self.start = min(self.start, SLACK + 2 * (time.monotonic() - began))
         self._answered += 1
         if self._answered == self.max_tasks:
             self.retire()

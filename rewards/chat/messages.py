@@ -70,8 +70,8 @@ class Unusable(ValueError):
 def read_reply(completion: Any, question: Question, thinking: bool | None) -> Reply:
     """What a chat completion says.
 
-    Raises Unusable for one with thoughts that were not asked for, or without log-probabilities
-    that were; TypeError, AttributeError and the like for anything that is no chat completion.
+    Raises Unusable for one with thoughts that were not asked for, a text that was cut (it may hold
+    a score that was only thought of), or without log-probabilities that were; TypeError, AttributeError and the like for anything that is no chat completion.
     """
     choice = completion.choices[0]
     text = choice.message.content or ""
@@ -86,6 +86,11 @@ def read_reply(completion: Any, question: Question, thinking: bool | None) -> Re
         )
     if opened and not closed:
         raise Unusable("thinks up to the end of its answer: raise max_tokens")
+    if not question.alternatives and getattr(choice, "finish_reason", None) == "length":
+        raise Unusable(
+            f"did not come to the end of its answer in {question.max_tokens} tokens: raise "
+            "max_tokens"
+        )
     first: tuple[tuple[str, float], ...] = ()
     if question.alternatives:
         places = choice.logprobs and choice.logprobs.content

@@ -1,5 +1,6 @@
 """What the probabilities of an answer's first token say, whatever its spelling."""
 
+import itertools
 from collections.abc import Iterable, Mapping
 
 LEAST_MASS = 0.5
@@ -25,6 +26,19 @@ def on(first: Spellings, accepted: Iterable[str]) -> float:
     """The probability that the answer is one of `accepted`."""
     mass = merged(first)
     return sum(mass.get(answer, 0.0) for answer in {spelled(a) for a in accepted})
+
+
+def check_first_tokens(answers: Iterable[str]) -> None:
+    """Raises ValueError when one answer is the beginning of another.
+
+    A tokenizer may cut the longer one there, as those do that write digits one by one.
+    """
+    for short, long in itertools.permutations(answers, 2):
+        if spelled(long).startswith(spelled(short)):
+            raise ValueError(
+                f"{short!r} is the beginning of {long!r}, and their first tokens may be the same: "
+                "take answers that begin differently, such as letters"
+            )
 
 
 def expectation(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.executors.base import Answer, RewardFailure, ask, failed, read_answer
+from flowrl.executors.base import Answer, RewardFailure, ask, failed, read_answer, to_levels
 
 THREE = torch.zeros(3, 3, 4, 4)
 NO_NUMBER = "the reward gave no finite number"
@@ -46,9 +46,16 @@ def test_what_is_no_finite_number_is_missing_with_a_reason_and_nothing_else_is(v
     given_reasons = data.draw(st.dictionaries(rows, st.text(min_size=1)))
     scores, why = read_answer((values, given_reasons), len(values))
     missing = {i for i, v in enumerate(values) if v is None or not math.isfinite(v)}
+    missing |= {i for i in given_reasons if i < len(values)}
     assert {i for i, s in enumerate(scores.tolist()) if math.isnan(s)} == missing == set(why)
     assert all(scores[i].item() == values[i] for i in set(range(len(values))) - missing)
     assert all(why[i] == given_reasons.get(i, NO_NUMBER) for i in missing)
+
+
+@pytest.mark.parametrize("scores", [[0.0, 0.5], torch.tensor([0.0, 0.5])])
+def test_a_row_with_a_reason_has_failed_whatever_number_stands_there(scores):
+    read, why = read_answer((scores, {0: "engine failed", 7: "of another batch"}), 2)
+    assert math.isnan(read[0]) and read[1] == 0.5 and why == {0: "engine failed"}
 
 
 def test_a_number_beyond_float32_is_missing_rather_than_infinite():
@@ -79,6 +86,13 @@ def test_another_length_or_form_is_said(answer, said):
         read_answer(answer, 3)
     with pytest.raises(RewardFailure, match=f"^reward 'mine' answered with .*{said}"):
         asked(lambda images, prompts, metadata: answer)
+
+
+@given(st.lists(st.integers(0, 255), min_size=1), st.floats(-0.49, 0.49))
+def test_levels_are_those_of_a_file_the_nearest_within_the_range(expected, off):
+    images = (torch.tensor(expected).double() + off) / 255
+    assert to_levels(images).tolist() == expected and to_levels(images).dtype == torch.uint8
+    assert to_levels(torch.tensor([-0.1, 1.1])).tolist() == [0, 255]
 
 
 def test_failed_gives_every_picture_the_reason():

@@ -86,6 +86,16 @@ def test_a_missing_score_keeps_its_reason_and_costs_the_others_nothing():
         assert f"no face (at {server.url}) (prompt 'prompt 1')" in result.errors["mean"]
 
 
+def test_a_server_that_writes_a_number_beside_its_error_has_failed():
+    def change(content: dict) -> None:
+        content["results"][0].update(score=0.0, error="no face")
+
+    with Faulty(changed(change)) as server:
+        result = ask(remote(server))
+        assert result.valid[:, 0].tolist() == [False, True, True]
+        assert f"no face (at {server.url})" in result.errors["mean"]
+
+
 def test_servers_of_two_versions_stop_the_run():
     with Faulty(good) as old, Faulty(good, version="v2") as new:
         with pytest.raises(RewardFailure, match=r"'mean'.*'v[12]'.*do not compare"):

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 import pytest
 import torch
@@ -121,3 +122,17 @@ def test_closing_twice_without_a_thread_is_fine():
     executor.close()
     executor.close()
     assert ask(executor, 2).scores.isfinite().all()
+
+
+def test_a_reward_that_hangs_in_the_background_keeps_nobody_from_ending():
+    release = threading.Event()
+    executor = Inline(lambda *_: release.wait(60), "stuck", background=True)
+    pictures = torch.zeros(1, 3, 2, 2)
+    executor.submit(pictures, ["a"], [{}])
+    waiting = executor.submit(pictures, ["b"], [{}])
+    began = time.monotonic()
+    executor.close()
+    assert time.monotonic() - began < 10 and waiting.cancelled()
+    with pytest.raises(RuntimeError, match="closed"):
+        executor.submit(pictures, ["c"], [{}])
+    release.set()

@@ -74,6 +74,30 @@ def test_a_prompt_of_no_known_kind_is_missing_with_a_reason_and_costs_no_detecti
     assert scores.item() == -10 and not reasons
 
 
+@pytest.mark.parametrize("compat", [None, "flow_grpo"])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"tag": "single_object"}, {"tag": "position", "include": ["cat"]}, TWO | {"exclude": 3}],
+    ids=str,
+)
+def test_a_prompt_of_another_form_is_missing_with_a_reason_and_spoils_no_other(wrong, compat):
+    made = scripted(Mean(), compat=compat)
+    scores, reasons = made(WHITE.repeat(2, 1, 1, 1), ["", ""], [wrong, CAT])
+    assert scores[0].isnan() and scores[1] == 1
+    assert list(reasons) == [0] and "clude" in reasons[0]
+
+
+def test_null_for_a_colour_or_what_is_forbidden_means_none(monkeypatch):
+    null = [{"class": "cat", "count": 1, "color": None, "position": None}]
+    wanted = {"tag": "single_object", "include": null, "exclude": None}
+    for mode in MODES:
+        made = scripted(Mean(), mode=mode, colors="scripted")
+        made._name_colors = lambda picture, found: pytest.fail("no colour is asked for")
+        made._find.classes = ("cat",)
+        made.check("", wanted)
+        assert scores_of(made, WHITE, [wanted]).item() == 1
+
+
 def test_a_tag_that_is_misspelled_is_found_before_training_and_other_prompts_are_not_ours():
     wrong = CAT | {"tag": "colours"}
     assert GenEval().applies("", wrong) and not GenEval().applies("", {"tag": "ocr"})
@@ -197,7 +221,31 @@ def test_fixtures_are_judged_in_their_right_order(mode):
         images = torch.stack([item["better"], item["worse"]])
         better, worse = scores_of(made, images, [item["metadata"]] * 2)
         assert better > worse, item["says"]
-    assert len(made.fixtures()) == 3 and not GenEval(detector="owlv2").fixtures()
+    assert len(made.fixtures()) == 3 and not GenEval(detector="my:detector").fixtures()
+
+
+@pytest.mark.parametrize("detector", ["mask2former", "owlv2", "grounding_dino"])
+def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_noticed(detector):
+    def eye(images, *_):
+        return [[cat(0.9)] if image.std() > 0.05 * 255 else [] for image in images]
+
+    made = scripted(eye, detector=detector)
+    (item,) = made.fixtures()
+    assert item["better"].shape == item["worse"].shape and item["better"].shape[0] == 3
+    images = torch.stack([item["better"], item["worse"]])
+    assert images.dtype == torch.float32 and 0 <= images.min() and images.max() <= 1
+    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
+    blind = scripted(lambda images, *_: [[] for _ in images], detector=detector)
+    assert scores_of(blind, images, [item["metadata"]] * 2).tolist() == [0, 0]
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("detector", ["mask2former", "owlv2", "grounding_dino"])
+def test_the_published_detectors_see_the_cat(detector):
+    made = GenEval(detector=detector)
+    (item,) = made.fixtures()
+    images = torch.stack([item["better"], item["worse"]])
+    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
 
 
 def test_bounds_hold_unless_quirks_are_asked_for():

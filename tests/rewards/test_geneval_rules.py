@@ -100,6 +100,10 @@ def test_published_quirks_can_be_reproduced():
     wrong_side = by_class([CAT, DOG], 0.3)
     assert partial(wrong_side, RIGHT, published=True) == 0.75
     assert partial(wrong_side, RIGHT) == pytest.approx(2 / 3)
+    both = [one("dog"), one("cat", color="red", position=["left of", 0])]
+    wrong_colour = by_class([BLUE_CAT, DOG], 0.3)
+    assert partial(wrong_colour, both, published=True) == pytest.approx(2 / 3)  # no relation term
+    assert partial(wrong_colour, both) == pytest.approx(2 / 4)
 
 
 def test_confidence_must_exceed_the_threshold_and_only_sixteen_boxes_count():
@@ -173,6 +177,22 @@ def test_boxes_with_one_centre_have_no_relation(spot):
         ({"tag": "position", "include": [one("dog"), one("cat", position=["on", 0])]}, "left of"),
         ({"tag": "position", "include": [one("cat", position=["above", 0])]}, "earlier entry"),
         ({"tag": "position", "include": [one("dog"), one("cat", position=["above", 1])]}, "earl"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=["above", "0"])]}, "earl"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position="left of")]}, "'left of'"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=["above"])]}, "earlier"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=[["above"], 0])]}, "earl"),
+        ({"tag": "position", "include": PAIR}, "'position' .* no position"),
+        ({"tag": "position", "include": [one("dog"), one("cat", position=None)]}, "no position"),
+        ({"tag": "colors", "include": ONE_CAT}, "'colors' .* no color"),
+        ({"tag": "color_attr", "include": PAIR}, "no color"),
+        ({"tag": "colors", "include": [one("cat", color=["red"])]}, "color"),
+        ({"tag": "single_object", "include": ["circle"]}, "'circle'.* class and a count"),
+        ({"tag": "single_object", "include": {"class": "cat", "count": 1}}, "a list"),
+        ({"tag": "single_object", "include": "cat"}, "a list"),
+        ({"tag": "single_object", "include": [{"class": None, "count": 1}]}, "name a class"),
+        ({"tag": "single_object", "include": [{"class": "cat", "count": True}]}, "count of at lea"),
+        ({"tag": "counting", "include": TWO_CATS, "exclude": "cat"}, "exclude .* a list"),
+        ({"tag": ["counting"], "include": TWO_CATS}, "none of"),
     ],
 )
 def test_a_prompt_that_could_never_be_met_is_refused(wanted, message):
@@ -183,6 +203,39 @@ def test_a_prompt_that_could_never_be_met_is_refused(wanted, message):
 @pytest.mark.parametrize("include", [ONE_CAT, PAIR, TWO_CATS, LEFT, RIGHT, COLORED, ATTRIBUTES])
 def test_prompts_in_the_benchmarks_form_are_accepted(include):
     check({"tag": "two_object", "include": include, "exclude": NO_THIRD})
+    check({"tag": "two_object", "include": include, "exclude": None})
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-1, 3) | st.sampled_from(["cat", "left of", "color"]),
+    lambda inner: (
+        st.lists(inner, max_size=2)
+        | st.dictionaries(st.sampled_from(["class", "count", "color", "position"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(TAGS), ANYTHING, ANYTHING, st.lists(detections, max_size=5))
+def test_whatever_metadata_hold_they_are_refused_in_a_sentence_or_can_be_judged(
+    tag, include, exclude, found
+):
+    try:
+        check({"tag": tag, "include": include, "exclude": exclude})
+    except ValueError:
+        return
+    objects = by_class(found, 0.3)
+    assert 0 <= partial(objects, include) <= 1
+    assert official(objects, include, exclude or ()) in (0, 1)
+
+
+def test_null_is_as_good_as_nothing():
+    entry = one("cat", color=None, position=None)
+    check({"tag": "single_object", "include": [entry], "exclude": None})
+    for found in ([], [CAT], [CAT, CAT]):
+        objects = by_class(found, 0.3)
+        assert partial(objects, [entry]) == partial(objects, ONE_CAT)
+        assert official(objects, [entry], []) == official(objects, ONE_CAT, [])
 
 
 @given(st.lists(detections, max_size=20), prompts, st.randoms())

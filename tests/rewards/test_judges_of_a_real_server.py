@@ -40,7 +40,7 @@ def test_answers_depend_on_the_pictures_and_the_text_and_are_repeatable(server):
         ((red,), "rate it"),
         ((red, blue), "?"),
     ]
-    questions = [Question(pictures=p, text=text, max_tokens=12) for p, text in several]
+    questions = [Question(pictures=p, text=text, max_tokens=32) for p, text in several]
     replies = Chat(**server).ask(questions)
     assert not any(reply.missing for reply in replies)
     assert all(reply.text and set(reply.text) <= set("012345") for reply in replies)
@@ -49,7 +49,7 @@ def test_answers_depend_on_the_pictures_and_the_text_and_are_repeatable(server):
 
 
 def test_a_text_judge_reads_scores_from_its_answers(server):
-    judge = VLMJudge(server, "text", template="{prompt}", pattern=r"(\d)", max_tokens=4)
+    judge = VLMJudge(server, "text", template="{prompt}", pattern=r"^\d{3}(\d)", max_tokens=32)
     scores, reasons = judge(PICTURES, PROMPTS, [{}] * 4)
     assert not reasons
     assert {5 * score for score in scores} <= set(range(6))
@@ -80,6 +80,13 @@ def test_that_this_server_gives_no_log_probabilities_is_said_in_one_sentence(ser
     for reason in reasons.values():
         assert reason.startswith(server["base_url"])
         assert "gives no log-probabilities: take a mode that reads text" in reason
+
+
+def test_an_answer_that_this_server_cuts_is_missing(server):
+    judge = VLMJudge(server, "text", template="{prompt}", pattern=r"(\d)", max_tokens=3)
+    scores, reasons = judge(PICTURES, PROMPTS, [{}] * 4)
+    assert all(map(math.isnan, scores))
+    assert all("raise max_tokens" in reason for reason in reasons.values())
 
 
 def test_another_model_than_the_served_one_is_refused_with_a_hint(server):

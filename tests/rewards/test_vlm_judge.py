@@ -69,12 +69,34 @@ def test_a_text_is_read_by_its_last_score():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>"]
+    "text",
+    [
+        "",
+        "4",
+        "<Score>four</Score>",
+        "<Score>9</Score>",
+        "<Score>-1</Score>",
+        "<Score>4/10</Score>",
+        "<Score>4</Score>, I mean <Score>4,5</Score>",
+    ],
 )
 def test_a_text_without_a_score_is_missing_not_0(text):
     _, _, scores, reasons = judged(lambda body: completion(text), "text")
     assert all(map(math.isnan, scores))
     assert set(reasons) == {0, 1} and "score" in reasons[0]
+
+
+def test_a_text_that_was_cut_is_missing_whatever_it_says_until_then():
+    cut = completion("as a draft <Score>1</Score> but on second thoughts it is")
+    cut["choices"][0]["finish_reason"] = "length"
+    _, _, scores, reasons = judged(lambda body: cut, "text")
+    assert all(map(math.isnan, scores)) and "raise max_tokens" in reasons[0]
+
+
+def test_one_token_is_always_cut_and_counts_all_the_same():
+    cut = completion("5", {"5": 1.0})
+    cut["choices"][0]["finish_reason"] = "length"
+    assert judged(lambda body: cut)[2] == [1.0, 1.0]
 
 
 def test_answers_beside_the_point_are_missing_not_0():
@@ -136,6 +158,10 @@ def test_the_version_tells_judges_apart_whose_numbers_differ():
         ({"scores": {"1": 1.0}}, "two or more"),
         ({"scores": {"a": 1.0, "A": 2.0}}, "two or more different"),
         ({"scores": {"a": 0.0, "b": -1.0}}, "above 0"),
+        ({"scores": {str(n): n for n in range(1, 11)}}, "'1' is the beginning of '10'"),
+        ({"scores": {"Good": 1, "goodish": 0.5}}, "'Good' is the beginning of 'goodish'"),
+        ({"mode": "text", "pattern": "("}, "pattern"),
+        ({"mode": "text", "pattern": r"\d+"}, "one group"),
         ({"server": None}, "needs the server that it asks, .*docs/judges.md"),
         ({"server": {"base_url": "http://127.0.0.1/v1"}}, "at least the model"),
         ({"server": {"model": "m", "url": "http://127.0.0.1/v1"}}, "'url'"),
@@ -144,6 +170,12 @@ def test_the_version_tells_judges_apart_whose_numbers_differ():
 def test_settings_that_cannot_work_are_refused(args, says):
     with pytest.raises((ValueError, TypeError), match=says):
         VLMJudge(**{"server": {"model": "m"}} | args)
+
+
+def test_a_text_may_end_in_scores_of_two_digits():
+    ten = {str(n): n for n in range(1, 11)}
+    text = "<Score>10</Score>"
+    assert judged(lambda body: completion(text), "text", scores=ten)[2] == [1.0, 1.0]
 
 
 def test_the_pattern_may_be_anothers():

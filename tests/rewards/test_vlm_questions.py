@@ -64,6 +64,12 @@ def test_question_lists_of_another_form_are_refused_before_anything_is_drawn(pai
         VLMQuestions({"model": "m"}).check("p", {"vqa_list": pairs})
 
 
+@pytest.mark.parametrize("answer", ["traffic light", ["lamp", "traffic light"]], ids=str)
+def test_answers_of_several_words_of_which_only_the_first_would_be_seen_are_refused(answer):
+    with pytest.raises(ValueError, match="'traffic light' .* one word"):
+        VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["What?", answer]]})
+
+
 def test_question_lists_of_the_right_form_pass():
     VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]})
 

@@ -42,7 +42,10 @@ def tokenizer():
 
 
 def write_vlm(folder: Path, says: str) -> None:
-    """A LLaVA whose answers hold only the letters of `says`; which ones depends on the pictures."""
+    """A LLaVA whose answers hold only the letters of `says`; which ones depends on the pictures.
+
+    After a dozen letters the end of the answer becomes likelier with each.
+    """
     from transformers import (
         CLIPImageProcessor,
         CLIPVisionConfig,
@@ -84,8 +87,10 @@ def write_vlm(folder: Path, says: str) -> None:
         for parameter in model.parameters():  # so that answers depend on the picture
             if parameter.ndim > 1:
                 parameter.data.mul_(8)
-    allowed = set(words.convert_tokens_to_ids(list(says)))
+    allowed = set(words.convert_tokens_to_ids([*says, "</s>"]))
     model.generation_config.suppress_tokens = [i for i in range(len(words)) if i not in allowed]
+    model.generation_config.min_new_tokens = 12
+    model.generation_config.exponential_decay_length_penalty = (12, 10.0)
     model.save_pretrained(folder)
 
 

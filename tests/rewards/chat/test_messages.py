@@ -64,6 +64,15 @@ def test_thoughts_without_end_ask_for_more_tokens():
         assert "raise max_tokens" in ask(server, thinking=True)[0].missing
 
 
+def test_an_answer_that_was_cut_asks_for_more_tokens_with_and_without_thoughts():
+    for message in ({"text": "a score of 4"}, {"text": "", "reasoning": "4? 3?"}):
+        cut = completion(**message)
+        cut["choices"][0]["finish_reason"] = "length"
+        with scripted(lambda body, cut=cut: cut) as server:
+            assert "raise max_tokens" in ask(server, thinking=True)[0].missing
+            assert len(server.asked) == 1
+
+
 def test_a_server_without_log_probabilities_is_told_apart():
     with scripted(lambda body: completion("5")) as server:
         (reply,) = ask(server, question(alternatives=20))
