@@ -20,7 +20,10 @@ def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> 
     """The caller's own rewards by name, else the configured ones under the names they give
     themselves. Raises UserError when one cannot be had, or when two have one name."""
     if given:
-        return [RewardSpec(name=name, reward=reward) for name, reward in given.items()]
+        return [
+            RewardSpec(name=name, reward=reward, executor=Inline(reward, name))
+            for name, reward in given.items()
+        ]
     specs: list[RewardSpec] = []
     try:
         for entry in config.rewards:
@@ -42,7 +45,7 @@ def build_limit(config: Config) -> FailureLimit:
 def _build(entry: RewardSection) -> RewardSpec:
     reward, executor = _make(entry)
     return RewardSpec(
-        name=getattr(reward, "name", entry.name),
+        name=entry.label or getattr(reward, "name", entry.name),
         reward=reward,
         weight=entry.weight,
         held_out=entry.held_out,
@@ -60,7 +63,7 @@ def _make(entry: RewardSection) -> tuple[Reward, Executor]:
         remote = _remote(entry.name, how)
         return remote, remote
     reward = load_reward(entry.name, entry.args)
-    name = getattr(reward, "name", entry.name)
+    name = entry.label or getattr(reward, "name", entry.name)
     whole = getattr(reward, "scope", "sample") == "group"
     if how.kind == "inline":
         size = None if whole else how.micro_batch
@@ -127,5 +130,5 @@ def _check_names(names: Sequence[str]) -> None:
         if names.count(name) > 1:
             raise UserError(
                 f"two rewards are called {name!r}, and scores are kept by name: keep one, or give "
-                "it another `name` attribute"
+                "it a label"
             )

@@ -159,12 +159,17 @@ class RewardResult:
         )
 
 
+class ArgumentsRefused(UserError):
+    """A reward does not take its arguments, or lacks some; the cause is what it raised."""
+
+
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     """The reward of that name in BUILT_IN, or of "module:attribute"; classes are called with args.
 
     Modules are looked for where Python does, and last in the working directory.
 
-    Raises UserError when there is none, saying where Python looked, or when args do not fit.
+    Raises UserError when there is none, saying where Python looked, and for whatever its module
+    or its class raises; ArgumentsRefused when args do not fit.
     """
     target = BUILT_IN.get(name, name)
     if ":" not in target:
@@ -174,11 +179,24 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         )
     try:
         found = load_callable(target)
-    except LookupError as error:
-        raise UserError(f"cannot load reward {name!r} from {target}: {error.args[0]}") from error
+    except Exception as error:  # a stranger's module may raise anything
+        raise UserError(f"cannot load reward {name!r} from {target}: {_told(error)}") from error
     if not inspect.isclass(found):
         return cast(Reward, functools.partial(found, **args) if args else found)
     try:
         return cast(Reward, found(**(args or {})))
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward {name!r} does not accept {dict(args or {})}: {error}") from error
+        raise ArgumentsRefused(
+            f"reward {name!r} does not accept {dict(args or {})}: {error}"
+        ) from error
+    except Exception as error:
+        raise UserError(f"reward {name!r} cannot be made: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """One line of an exception: its class, unless it is how `load_callable` says what it found."""
+    text = " ".join(str(error).split())
+    plain = type(error) is LookupError and text
+    return text if plain else ": ".join(filter(None, (type(error).__name__, text)))

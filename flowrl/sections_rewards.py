@@ -141,6 +141,11 @@ class Reward(Section):
     name: Text = option(
         ..., "A built-in reward such as geneval or ocr, or your own module:attribute."
     )
+    label: Text | None = option(
+        None,
+        "Its name in scores and reports; null is the reward's own. Two of a kind need one, for "
+        "example two judges.",
+    )
     weight: Number = option(
         1.0, "Weight in the sum that is learned; negative means less is better."
     )
@@ -164,8 +169,8 @@ class Reward(Section):
     on_failure: Literal["mask", "raise"] | Number = option(
         "mask",
         "When a score is missing: mask leaves the picture out (gdpo: this reward alone counts 0), "
-        "raise stops the run, and a number stands in for the score, before its transform. None of them for rewards "
-        "that are held out or have weight 0, whose scores may be missing.",
+        "raise stops the run, and a number stands in for the score, before its transform. None of "
+        "them for rewards that are held out or have weight 0, whose scores may be missing.",
     )
     executor: Annotated[
         InlineExecutor | PoolExecutor | HttpExecutor, Field(discriminator="kind")
@@ -203,10 +208,11 @@ class Failures(Section):
 def check_rewards(rewards: list[Reward]) -> None:
     """Every reward is there once, and there is one to learn from."""
     for i, reward in enumerate(rewards):
-        if any((reward.name, reward.args) == (other.name, other.args) for other in rewards[:i]):
+        own = reward.name, reward.args, reward.label
+        if any(own == (other.name, other.args, other.label) for other in rewards[:i]):
             raise ValueError(
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
-                "every reward once"
+                "every reward once, or with a label of its own"
             )
     if not any(reward.weight and not reward.held_out for reward in rewards):
         raise ValueError(

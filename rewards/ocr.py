@@ -8,7 +8,9 @@ import importlib.metadata
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,15 +22,18 @@ MODES = ("flow_grpo", "strict")
 # Lines the engine is less sure of do not count. Flow-GRPO's code asks for more than 0, of lines of
 # an engine (PaddleOCR 2.9) that has itself dropped those below 0.5.
 CONFIDENCE = 0.5
-MARKS = '"\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}'
-_QUOTED = re.compile(r'"([^"]*)"?|\N{LEFT DOUBLE QUOTATION MARK}([^"\u201d]*)["\u201d]?')
+MARKS = '"\u201c\u201d\u201e'  # straight, curly high ones, and the low one that opens in German
+_QUOTED = re.compile('"([^"]*)"?|\u201e([^"\u201c\u201d]*)["\u201c\u201d]?|\u201c([^"\u201d]*)["\u201d]?')
 
 Reader = Callable[[np.ndarray], list[str]]  # (H, W, 3) uint8 BGR -> lines in reading order
 
 
 def quoted(prompt: str) -> list[str]:
-    """The spans between double quotes, straight or curly; an open quote runs to the end."""
-    spans = (a or b for a, b in _QUOTED.findall(prompt))
+    """The spans between double quotes; an open quote runs to the end.
+
+    Straight, "so", or curly, \u201cso\u201d or \u201eso\u201c; no others.
+    """
+    spans = ("".join(groups) for groups in _QUOTED.findall(prompt))
     return [span for span in spans if span.strip()]
 
 
@@ -52,7 +57,8 @@ class OCR:
     the first span for "flow_grpo", straight quotes before curly ones, all spans for "strict". A
     prompt with neither is none of this reward's business (`applies`).
     mode "strict": Unicode NFKC and case folding, no white space, and further text costs
-    (`extra_text`, on by default); words may come in any order when `word_order` is off.
+    (`extra_text`, on by default); words may come in any order when `word_order` is off. With both
+    off it scores 1 when all words are there, wherever.
     confidence: lines that the engine is less sure of do not count.
     """
 
@@ -90,7 +96,7 @@ class OCR:
             texts = [*first, *quoted(prompt)]
         else:
             texts = given if isinstance(given, list | tuple) else [given]
-        texts = [text for text in map(str, texts) if text.strip()]
+        texts = [str(text) for text in texts if _is_text(text) and str(text).strip()]
         return texts if self.mode == "strict" else texts[:1]
 
     def applies(self, prompt: str, metadata: dict) -> bool:
@@ -99,7 +105,11 @@ class OCR:
         return quotes or metadata.get("ocr_text") is not None
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when a prompt has quotes or an ocr_text, and nothing in them."""
+        """Raises ValueError when a prompt has quotes or an ocr_text, and nothing in them, or when
+        its ocr_text is neither a text nor a list of texts."""
+        given = metadata.get("ocr_text")
+        if not all(map(_is_text, given if isinstance(given, list | tuple) else [given or ""])):
+            raise ValueError(f"ocr_text is {given!r}, expected a text or a list of texts")
         if not self.targets(prompt, metadata):
             raise ValueError(
                 "there is nothing to read in its ocr_text or between its quotes: fill them, or "
@@ -121,6 +131,8 @@ class OCR:
             try:
                 lines = self._read(np.ascontiguousarray(image[..., ::-1]))
                 scores[row] = self.judge(lines, targets)
+            except ImportError:
+                raise
             except Exception as error:
                 reasons[row] = f"the engine failed: {type(error).__name__}: {error}"
         return scores, reasons
@@ -131,6 +143,8 @@ class OCR:
             return flow_grpo_score(lines, targets[0])
         recognised, target = self._folded(lines), self._folded(targets)
         found = not self.extra_text and target in recognised
+        if not self.extra_text and not self.word_order:
+            found = found or Counter(_words(targets)) <= Counter(_words(lines))
         return 1.0 if found else distance_score(recognised, target)
 
     def fixtures(self) -> list[dict]:
@@ -146,8 +160,17 @@ class OCR:
         ]
 
     def _folded(self, texts: Sequence[str]) -> str:
-        words = unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
+        words = _words(texts)
         return "".join(words if self.word_order else sorted(words))
+
+
+def _words(texts: Sequence[str]) -> list[str]:
+    return unicodedata.normalize("NFKC", " ".join(texts)).casefold().split()
+
+
+def _is_text(value: Any) -> bool:
+    """A text, or a number, which may be written too."""
+    return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
 def _engine_version() -> str:

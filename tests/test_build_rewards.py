@@ -164,6 +164,14 @@ def test_two_rewards_of_one_name_are_refused():
     same = {"name": "geneval", "args": {"mode": "strict", "compat": "flow_grpo"}}
     with pytest.raises(UserError, match="two rewards are called 'geneval_strict'"):
         build_rewards(config(strict, same))
+    own = build_rewards(config(strict, same | {"label": "published"}))
+    assert [spec.name for spec in own] == ["geneval_strict", "published"]
+
+
+def test_one_server_reward_may_be_asked_at_two_places_under_labels():
+    near = {"name": "far", "executor": REMOTE | {"token_env": None}}
+    specs = build_rewards(config(near, near | {"label": "second"}))
+    assert [spec.name for spec in specs] == ["far", "second"]
 
 
 def test_the_callers_own_rewards_take_the_place_of_the_recipes():

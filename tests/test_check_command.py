@@ -54,6 +54,15 @@ def test_a_problem_is_marked_with_a_remedy_and_fails(check):
     assert remedy.strip().startswith("Score each picture by itself")
 
 
+def test_a_module_that_breaks_spoils_no_other_reward(check, tmp_path):
+    (tmp_path / "half_written.py").write_text("def mine(:")
+    code, out, error = check("half_written:mine", "brightness")
+    assert code == 1 and error.endswith("say why: half_written:mine.")
+    bad, *_, good = out.splitlines()
+    assert bad.startswith("!!  half_written:mine  ") and "SyntaxError" in bad
+    assert good.startswith("ok  brightness")
+
+
 def test_what_is_missing_fails_when_it_was_named_and_not_among_all(check, monkeypatch):
     code, out, error = check("preference")
     assert code == 1 and out.startswith("--  preference  preferences are read from a store")

@@ -110,6 +110,42 @@ def test_a_reward_that_cannot_be_loaded_is_a_sentence(name, args, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("undefined_name", "NameError: name 'undefined_name' is not defined"),
+        ("def (", "SyntaxError: "),
+        ("{}['key']", "KeyError: 'key'"),
+        ("raise LookupError", "LookupError"),
+        ("assert False, 'no'", "AssertionError: no"),
+        ("import no_such_thing", "No module named 'no_such_thing'"),
+        ("class Mine:\n  def __init__(self): raise RuntimeError('no GPU')", "RuntimeError: no GPU"),
+        ("class Mine:\n  def __init__(self): {}['key']", "KeyError: 'key'"),
+        ("class Mine:\n  def __init__(self): raise ImportError('no cv2')", "ImportError: no cv2"),
+        ("class Mine:\n  def __init__(self): raise NotImplementedError", "NotImplementedError"),
+    ],
+)
+def test_whatever_a_module_of_ones_own_raises_is_a_sentence(text, says, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_reward.py").write_text(text)
+    monkeypatch.delitem(sys.modules, "broken_reward", raising=False)
+    with pytest.raises(UserError) as error:
+        load_reward("broken_reward:Mine")
+    assert "'broken_reward:Mine'" in str(error.value) and says in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
+    sys.modules.pop("broken_reward", None)
+
+
+def test_what_people_are_told_by_a_reward_itself_stays_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "from flowrl.errors import UserError\ndef mine(): ...\nclass Mine:\n"
+    text += "  def __init__(self): raise UserError('no key: set KEY')\n"
+    (tmp_path / "telling_reward.py").write_text(text)
+    with pytest.raises(UserError, match="^no key: set KEY$"):
+        load_reward("telling_reward:Mine")
+
+
 def test_loading_a_reward_starts_no_engine():
     code = (
         "import sys; from flowrl.reward import load_reward; load_reward('ocr'); "

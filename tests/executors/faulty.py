@@ -25,10 +25,14 @@ Fault = Callable[["Handler", dict], None]
 class Faulty:
     """Serves the reward "mean" and answers POSTs with `faults`, the last of them for ever.
 
-    asked, keys and tokens: what it was sent; probes: how often it was asked for its health.
+    asked and tokens: what it was sent; probes: how often it was asked for its health; refused: how
+    often it was sent too much. info: of the reward; served: of the server. absent: hangs up.
     """
 
-    def __init__(self, *faults: Fault, version: str = "v1", **info: Any):
+    def __init__(
+        self, *faults: Fault, version: str = "v1", served: dict | None = None, **info: Any
+    ):
+        self.served, self.absent, self.refused = served or {}, False, 0
         self.faults, self.version, self.info = list(faults), version, info
         self.asked: list[dict] = []
         self.probes = self.at_once = self.most_at_once = 0
@@ -63,12 +67,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
+        if self.faulty.absent:
+            return
         self.faulty.tokens.add(self.headers["Authorization"])
         if self.path == "/healthz":
             self.faulty.probes += 1
             return self.send(200, {"status": "ready"})
         reward = {"name": "mean", "version": self.faulty.version} | self.faulty.info
-        self.send(200, {"protocol": 1, "rewards": [reward]})
+        self.send(200, {"protocol": 1, "rewards": [reward]} | self.faulty.served)
 
     def do_POST(self) -> None:
         self.faulty.tokens.add(self.headers["Authorization"])
@@ -125,6 +131,19 @@ def changed(change: Callable[[dict], None]) -> Fault:
         content = truth(handler.faulty, question)
         change(content)
         handler.send(200, content)
+
+    return answer
+
+
+def strict(max_batch: int = 16, max_body: int = 2**20) -> Fault:
+    """Right answers to what is not too much."""
+
+    def answer(handler: Handler, question: dict) -> None:
+        size = int(handler.headers["Content-Length"])
+        if size <= max_body and len(question["items"]) <= max_batch:
+            return good(handler, question)
+        handler.faulty.refused += 1
+        handler.send(413, {"error": "too much"})
 
     return answer
 

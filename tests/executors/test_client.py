@@ -40,6 +40,10 @@ def nameless(content: dict) -> None:
     content["reward"] = "another"
 
 
+def rekeyed(content: dict) -> None:
+    content["key"] = "of another question"
+
+
 def scored(value):
     def change(content: dict) -> None:
         for result in content["results"]:
@@ -61,8 +65,9 @@ def scored(value):
         (changed(longer), ["6 results for 3 pictures"]),
         (changed(swapped), ["other pictures"]),
         (changed(nameless), ["other pictures"]),
+        (changed(rekeyed), ["another question"]),
     ],
-    ids="pickle cut html list endless text short long swapped other".split(),
+    ids="pickle cut html list endless text short long swapped other rekeyed".split(),
 )
 def test_answers_that_make_no_sense_give_no_score_and_are_not_asked_for_again(fault, words):
     with Faulty(fault) as server:
@@ -70,10 +75,10 @@ def test_answers_that_make_no_sense_give_no_score_and_are_not_asked_for_again(fa
         assert len(server.asked) == 1
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf")])
-def test_null_and_what_is_not_finite_is_missing(value):
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), float("-inf"), 1e300])
+def test_null_and_what_is_not_finite_is_missing_and_the_server_named(value):
     with Faulty(changed(scored(value))) as server:
-        assert_missing(ask(remote(server)), "no finite number")
+        assert_missing(ask(remote(server)), f"no finite number (at {server.url})")
 
 
 def test_a_missing_score_keeps_its_reason_and_costs_the_others_nothing():

@@ -79,6 +79,30 @@ def test_addresses_are_checked_before_anything_starts(urls):
         Remote("mean", urls)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batch": 0},
+        {"timeout": 0.0},
+        {"timeout": float("nan")},
+        {"deadline": -1.0},
+        {"deadline": float("inf")},
+        {"in_flight": 0},
+    ],
+)
+def test_limits_that_cannot_be_are_refused_with_one_sentence(options):
+    ((name, value),) = options.items()
+    with pytest.raises(UserError, match=f"^reward 'mean': {name} is {value}, expected .*more than"):
+        Remote("mean", [NOWHERE], **options)
+
+
+@pytest.mark.parametrize("token", ["schlüssel", "two words", "line\n", "\x07"])
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token):
+    with pytest.raises(UserError, match="^reward 'mean': its token .*ASCII") as caught:
+        Remote("mean", [NOWHERE], token=token)
+    assert token not in str(caught.value)
+
+
 def test_waiting_is_told(monkeypatch, caplog):
     monkeypatch.setattr(module, "HEARTBEAT", 0.1)
     with Faulty(late(0.28)) as server:

@@ -11,8 +11,10 @@ from faulty import (
     drip,
     good,
     late,
+    pictures,
     remote,
     status,
+    strict,
     truncated,
 )
 
@@ -70,6 +72,23 @@ def test_a_server_that_asks_for_more_time_than_there_is_ends_the_try_at_once(whe
         assert time.monotonic() - began < 5.0
 
 
+@pytest.mark.parametrize("when", ["86400", "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_a_server_that_asks_for_a_day_is_asked_again_by_the_next_call(when):
+    with Faulty(status(503, "tea", Retry_After=when), good) as server:
+        asked = remote(server, deadline=1.0)
+        assert asked(pictures(1), ["a"], [{}])[0].isnan().all()
+        assert asked(pictures(1), ["a"], [{}])[0].isfinite().all()
+        asked.close()
+
+
+@pytest.mark.parametrize(
+    "when", ["inf", "1e400", "nan", "-5", "soon", "", "Fri, 31 Dec 0000 23:59:59 GMT"]
+)
+def test_nonsense_about_when_to_come_back_is_ignored(when):
+    with Faulty(status(503, Retry_After=when), good) as server:
+        assert_right(ask(remote(server, deadline=3.0)))
+
+
 def test_a_server_with_a_busy_one_beside_it_scores_at_once():
     with Faulty(status(503, Retry_After="3600")) as busy, Faulty(good) as free:
         assert_right(ask(remote(busy, free, micro_batch=1), count=8))
@@ -87,6 +106,46 @@ def test_a_server_that_recovers_is_asked_for_its_health_before_it_is_used():
     with Faulty(status(500), status(500), status(500), good) as server:
         assert_right(ask(remote(server, timeout=0.3, in_flight=1)))
         assert server.probes == 1 and len(server.asked) == 4
+
+
+@pytest.mark.parametrize("limits", [{"max_batch": 2}, {"max_body": 900}])
+def test_a_server_that_comes_late_with_smaller_limits_gets_what_it_takes(limits):
+    """What is on its way when it appears is scored by the other."""
+    with Faulty(good) as large, Faulty(strict(**limits), served=limits) as small:
+        small.absent = True
+        asked = remote(large, small, micro_batch=8, in_flight=1)
+        assert asked.version == "v1"
+        small.absent = False
+        for _ in range(3):
+            scores, reasons = asked(pictures(16), ["a"] * 16, [{}] * 16)
+            assert scores.isfinite().all(), reasons
+        asked.close()
+        assert large.asked and not small.refused
+
+
+def test_a_server_that_returns_with_smaller_limits_is_looked_at_anew():
+    broken = [status(500)] * 3
+    with Faulty(good) as large, Faulty(*broken, strict(max_batch=2)) as small:
+        asked = remote(large, small, micro_batch=1, in_flight=1, timeout=0.2)
+        assert asked(pictures(8), ["a"] * 8, [{}] * 8)[0].isfinite().all()
+        small.served = {"max_batch": 2}
+        asked.micro_batch = 4
+        time.sleep(0.3)  # its rest
+        for _ in range(2):
+            assert asked(pictures(8), ["a"] * 8, [{}] * 8)[0].isfinite().all()
+        asked.close()
+        assert not small.refused and len(small.asked) > 3
+
+
+def test_groups_go_to_the_server_that_takes_them_whole():
+    with Faulty(good, scope="group", served={"max_batch": 8}) as large:
+        with Faulty(strict(max_batch=2), scope="group", served={"max_batch": 2}) as small:
+            asked = remote(small, large)
+            assert asked(pictures(5), ["a"] * 5, [{}] * 5)[0].isfinite().all()
+            with pytest.raises(RewardFailure, match="9 pictures must not be split.*8 at a time"):
+                asked(pictures(9), ["a"] * 9, [{}] * 9)
+            asked.close()
+            assert not small.refused
 
 
 def test_proxies_of_the_environment_are_not_used(monkeypatch):

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -125,8 +126,32 @@ def test_strict_folds_unicode_and_can_ignore_the_order_of_words():
 
 
 @pytest.mark.parametrize(
+    "lines, target, score",
+    [
+        (["apple mango zebra"], "apple zebra", 1),
+        (["zebra kiwi", "mango apple"], "apple zebra", 1),
+        (["applezebra"], "apple zebra", 1),  # the engine saw no space
+        (["apple mango"], "apple apple", 1 - 5 / 10),  # one apple is not two
+        (["apple apple"], "apple", 1),
+        (["appl zebra"], "apple zebra", 0.9),
+    ],
+)
+def test_without_order_and_with_other_words_around_it_is_the_words_that_count(lines, target, score):
+    found = read_as(
+        lines, "", {"ocr_text": target}, mode="strict", extra_text=False, word_order=False
+    )
+    assert found == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
     "prompt, spans",
     [
+        ("ein Schild \u201eGO\u201c", ["GO"]),
+        ("ein Schild \u201eGO\u201c und \u201eSTOP\u201c hier", ["GO", "STOP"]),
+        ("znak \u201eGO\u201d", ["GO"]),
+        ("\u201eGO\u201c and \u201cSTOP\u201d", ["GO", "STOP"]),
+        ("ein Schild \u201eGO", ["GO"]),
+        ("ein Schild \u201e\u201c", []),
         ('a sign "GO" and "STOP"', ["GO", "STOP"]),
         ("a sign \u201cGO\u201d", ["GO"]),
         ('a sign "GO', ["GO"]),
@@ -164,12 +189,31 @@ def test_metadata_may_name_several_texts_or_a_number():
         ("a sign", {"ocr_text": ""}),
         ("a sign", {"ocr_text": [" "]}),
         ('a sign "GO"', {"ocr_text": ""}),
+        ("ein Schild \u201e\u201c", {}),
+        ("a sign", {"ocr_text": [None]}),
+        ("a sign", {"ocr_text": []}),
     ],
 )
 def test_quotes_with_nothing_to_read_are_found_before_training(mode, prompt, metadata):
     assert OCR(mode).applies(prompt, metadata)
     with pytest.raises(ValueError, match="nothing to read"):
         OCR(mode).check(prompt, metadata)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("given", [["GO", None], {"text": "GO"}, [["GO"]], True], ids=str)
+def test_what_is_no_text_is_refused_and_never_read_as_one(mode, given):
+    with pytest.raises(ValueError, match="ocr_text is .* expected a text or a list of texts"):
+        OCR(mode).check("a sign", {"ocr_text": given})
+    assert not {"None", "True", str(given)} & set(OCR(mode).targets("", {"ocr_text": given}))
+
+
+def test_a_missing_package_concerns_all_pictures_and_is_raised(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
+    made = OCR()
+    made._read = lambda image: ["CAR"]
+    with pytest.raises(ImportError, match="rapidfuzz"):
+        made(WHITE, [""], [{"ocr_text": "CAT"}])
 
 
 def test_prompts_without_quotes_are_not_ours_and_those_with_a_text_are_fine():
