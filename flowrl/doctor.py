@@ -48,10 +48,13 @@ OPTIONAL = {  # package: its extra, and what it is for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the check-up; `remedy` says what to do, "" where nothing is to be done."""
+    """One line of a check-up; `remedy` says what to do, "" where nothing is to be done.
+
+    "warning" is what people should look at and that stops nothing.
+    """
 
     topic: str
-    state: Literal["ok", "missing", "problem"]
+    state: Literal["ok", "warning", "missing", "problem"]
     detail: str
     remedy: str = ""
 

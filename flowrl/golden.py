@@ -25,7 +25,10 @@ from flowrl.storage import write_text
 PATH = Path(flowrl.__file__).parent.parent / "rewards" / "golden.json"
 PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow")
 SHARE = 0.003  # of the largest score: far above rounding, below what other preprocessing changes
-REMEDY = "Record one with flowrl golden {name} --write, where its scores are known to be right."
+REMEDY = (
+    "Record one with flowrl golden {name} --write --file JSON, where its scores are known to be "
+    "right."
+)
 
 Entry = Mapping[str, Any]  # version, trials of {prompt, pictures, scores}; tolerance, made_with
 
@@ -112,7 +115,7 @@ def read_golden(path: Path = PATH) -> dict[str, Entry]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} is no golden file ({type(error).__name__}: {error}): expected JSON as "
-            "flowrl golden NAME --write makes it"
+            "flowrl golden NAME --write --file JSON makes it"
         ) from error
     return found
 

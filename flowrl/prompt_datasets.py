@@ -18,13 +18,16 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     """Rows of NAME, NAME:SPLIT or NAME:SPLIT:COLUMN; the text of COLUMN is under "prompt".
 
     NAME is a folder or file that exists, or else (if `hub`) a data set of the hub; SPLIT is train
-    if not said; COLUMN is the first of COLUMNS. All columns that JSON can hold become metadata,
-    empty fields left out; a text that holds a JSON object or a list of objects is read as that, and
-    the keys of a column "metadata" stand for themselves. Pictures are not read.
+    if not said, and may be cut, as in train[:100] or train[10%:]; COLUMN is the first of COLUMNS.
+    All columns that JSON can hold become metadata, empty fields left out; a text that holds a JSON
+    object or a list of objects is read as that, and the keys of a column "metadata" stand for
+    themselves. Pictures are not read.
     Raises UserError when the package `datasets`, the network, the set, its split or column is
-    missing.
+    missing, and, when that row is read, for a damaged file.
     """
-    place, split, column = [*name.split(":"), "", ""][:3]
+    place, split, column = [*re.split(r":(?![^\[]*\])", name), "", ""][:3]
+    if not place.strip():
+        raise UserError(f"cannot read prompts {name!r}: name the data set or folder, as hf:NAME")
     table = _open(place, split or "train", hub=hub)
     names = list(table.features)
     chosen = column or next((c for c in COLUMNS if c in names), "")
@@ -35,7 +38,24 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
             f"the column of texts as hf:{place}:{split or 'train'}:COLUMN"
         )
     table = table.remove_columns([n for n, kind in table.features.items() if not _plain(kind)])
-    return (_row(row, chosen) for row in table)
+    return _rows(table, place, chosen)
+
+
+def _rows(table: Any, place: str, column: str) -> Iterator[dict]:
+    """Every row. Raises UserError for a file that turns out damaged while it is read."""
+    rows, read = iter(table), 0
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:
+            raise UserError(
+                f"cannot read prompts {place!r} after row {read}: {type(error).__name__}: "
+                f"{' '.join(str(error).split())}; is the file whole?"
+            ) from error
+        if row is None:
+            return
+        read += 1
+        yield _row(row, column)
 
 
 def _open(place: str, split: str, *, hub: bool) -> Any:
@@ -66,17 +86,33 @@ def _local(path: Path, split: str) -> Any:
     """A folder written by save_to_disk, or .parquet and .arrow files as one table."""
     import datasets
 
+    split, bracket, rest = split.partition("[")
+    cut = bracket + rest
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         found = datasets.load_from_disk(str(path))
-        return _split(found, split, path) if isinstance(found, dict) else found
+        splits = found if isinstance(found, dict) else {"train": found}
+        return _cut(_split(splits, split, path), cut)
     for kind in ("parquet", "arrow"):
         files = sorted(path.rglob(f"*.{kind}")) if path.is_dir() else [path]
         files = [str(file) for file in files if file.suffix == f".{kind}"]
         if files:
             splits = {"train": files} if path.is_file() else _by_split(files)
             chosen = _split(splits, split, path)
-            return datasets.load_dataset(kind, data_files=chosen, split="train", streaming=True)
+            return datasets.load_dataset(
+                kind, data_files=chosen, split=f"train{cut}", streaming=not cut
+            )
     raise UserError(f"cannot read prompts {path}: the folder holds no .parquet or .arrow file")
+
+
+def _cut(table: Any, cut: str) -> Any:
+    """The rows that a cut like "[:100]" or "[10%:]" leaves, all for ""."""
+    import datasets
+
+    if not cut:
+        return table
+    instruction = datasets.ReadInstruction.from_spec(f"train{cut}")
+    (part,) = instruction.to_absolute({"train": len(table)})
+    return table.select(range(len(table))[part.from_ : part.to])
 
 
 def _by_split(files: list[str]) -> dict[str, list[str]]:

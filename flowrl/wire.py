@@ -19,6 +19,8 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
 Form = Literal["multipart", "json"]
 
+TOKEN = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
+
 _SIZE = struct.Struct("<II")  # height and width before the pixels of raw-zlib
 _SAVED: dict[str, dict[str, Any]] = {
     "png": {"format": "PNG", "compress_level": 1},
@@ -81,6 +83,11 @@ def _decode_raw(data: bytes, max_pixels: int) -> np.ndarray:
 def _check_size(height: int, width: int, max_pixels: int) -> None:
     if not 0 < height * width <= max_pixels:
         raise ValueError(f"has {height} x {width} pixels; expected 1 to {max_pixels} in all")
+
+
+def sendable(token: str) -> bool:
+    """Whether a header can hold the token as it is; if not, it TOKEN."""
+    return all("!" <= character <= "~" for character in token)
 
 
 class _Exact(BaseModel):

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rewards.fixtures import fixture, square
 from rewards.networks.likeness import likeness
 
 ENOUGH = 3  # pictures, so that a pair is left when one goes
@@ -15,7 +16,7 @@ class SetDiversity:
     """How much the diversity of a prompt's pictures falls without this one; 0 in the mean.
 
     measure: of similarity, "pixels" (cheap, in [0, 1]), "ssim" (at 128 pixels), "clip", ..., see
-    `rewards.likeness.likeness`. Needs three pictures of a prompt: NaN with fewer. As a reward of
+    `rewards.networks.likeness`. Needs three pictures of a prompt: NaN with fewer. As a reward of
     its own it pulls pictures apart and nothing else: give it a small weight beside others.
     """
 
@@ -34,6 +35,12 @@ class SetDiversity:
             why = f"{count} pictures of a prompt, {ENOUGH} are needed: raise rollout.group_size"
             return [math.nan] * count, dict.fromkeys(range(count), why)
         return leave_one_out_credit(self.likeness.matrix(images)).float(), {}
+
+    def fixtures(self) -> list[dict]:
+        """What `flowrl reward-check` shows."""
+        odd, twin = square("blue", LONGEST), square("red", LONGEST)
+        says = "a picture unlike all others scores above one that has a twin"
+        return [fixture(says, odd, twin, "a square", others=[twin.clone()])]
 
 
 def set_diversity(similarity: Tensor) -> Tensor:

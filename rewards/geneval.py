@@ -139,7 +139,8 @@ class GenEval:
             try:
                 rules.check(metadata[row])
             except ValueError as error:
-                scores[row], reasons[row] = math.nan, f"the prompt is not in GenEval's form: {error}"
+                scores[row] = math.nan
+                reasons[row] = f"the prompt is not in GenEval's form: {error}"
         rows = [row for row, is_known in enumerate(known) if is_known and row not in reasons]
         if not rows:
             return scores, reasons
@@ -198,7 +199,11 @@ class GenEval:
         one's own."""
         if self.detector == "tiny":
             return tiny_world()
-        return cat_or_nothing() if self.detector in DETECTORS else []
+        if self.detector not in DETECTORS:
+            return []
+        # A second box on the one cat is no fault to stop a run for: asked for two, one to three
+        # score above none.
+        return cat_or_nothing(2 if self.mode == "partial" else 1)
 
 
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:

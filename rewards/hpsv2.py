@@ -22,7 +22,7 @@ from rewards.networks.loading import (
     weights_file,
 )
 from rewards.networks.preprocess import NAME, hps_pixels
-from rewards.networks.text_embeddings import TextEmbeddings
+from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 MODEL = "xswu/HPSv2"
 FILES = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}
@@ -32,6 +32,7 @@ ARCHITECTURE = "ViT-H-14"  # with GELU: only OpenAI's own weights want QuickGELU
 class HPSv2:
     """The cosine of picture and prompt, without CLIP's logit scale: about 0.2 to 0.35.
 
+    Prompts are cut at 77 tokens.
     release: "v2.1" or "v2.0", whose scores are not comparable. model: a name on the Hugging Face
     hub, a folder with the release's file, or such a file. architecture: a name open_clip knows.
     """
@@ -72,7 +73,12 @@ class HPSv2:
         return red_and_blue()
 
     def _encode(self, prompts: list[str]) -> Tensor:
-        vectors = self._network.encode_text(self._tokenizer(prompts).to(self._device))
+        tokens = self._tokenizer(prompts)
+        longest = max(len(prompt.encode()) for prompt in prompts) + 2  # a token a byte at most
+        whole = self._tokenizer(prompts, context_length=longest)
+        lengths = whole.argmax(-1) + 1  # the end has the highest number
+        warn_of_cut("HPSv2", prompts, lengths.tolist(), tokens.shape[1])
+        vectors = self._network.encode_text(tokens.to(self._device))
         return F.normalize(vectors.float(), dim=-1)
 
     @functools.cached_property

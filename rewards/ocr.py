@@ -23,7 +23,9 @@ MODES = ("flow_grpo", "strict")
 # an engine (PaddleOCR 2.9) that has itself dropped those below 0.5.
 CONFIDENCE = 0.5
 MARKS = '"\u201c\u201d\u201e'  # straight, curly high ones, and the low one that opens in German
-_QUOTED = re.compile('"([^"]*)"?|\u201e([^"\u201c\u201d]*)["\u201c\u201d]?|\u201c([^"\u201d]*)["\u201d]?')
+_QUOTED = re.compile(
+    '"([^"]*)"?|\u201e([^"\u201c\u201d]*)["\u201c\u201d]?|\u201c([^"\u201d]*)["\u201d]?'
+)
 
 Reader = Callable[[np.ndarray], list[str]]  # (H, W, 3) uint8 BGR -> lines in reading order
 

@@ -37,9 +37,9 @@ def tiny_world() -> list[dict]:
     ]  # fmt: skip
 
 
-def cat_or_nothing() -> list[dict]:
+def cat_or_nothing(count: int = 1) -> list[dict]:
     """A photograph for detectors of photographs: Chelsea by Stefan van der Walt (CC0), which comes
-    with scikit-image, and paper of its size, 300 by 451 pixels."""
+    with scikit-image, and paper of its size, 300 by 451 pixels. count: of cats to ask for."""
     import torch
     from skimage.data import chelsea
 
@@ -48,5 +48,5 @@ def cat_or_nothing() -> list[dict]:
     cat = torch.from_numpy(chelsea()).permute(2, 0, 1).float().contiguous() / 255
     height, width = cat.shape[1:]
     paper = blank(max(height, width))[:, :height, :width].contiguous()
-    wanted = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+    wanted = {"tag": "single_object", "include": [{"class": "cat", "count": count}]}
     return [fixture("a cat scores above an empty picture", cat, paper, "a photo of a cat", wanted)]

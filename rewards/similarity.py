@@ -2,7 +2,11 @@
 
 import base64
 import io
+import math
+import os
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -12,16 +16,19 @@ from rewards.fixtures import fixture, square
 from rewards.images import pngs
 from rewards.networks.likeness import likeness
 
+FORMATS = ("PNG", "JPEG", "WEBP")
+MAX_PIXELS = 2**25  # of a reference: a camera's picture has fewer
 _DATA = "data:image/"
 
 
 class Similarity:
     """Similarity to the picture of metadata["reference"], 1 = the same.
 
-    The reference is a file, or a picture itself as a data URL (data:image/png;base64,...); it is
-    brought to the size of the picture. measure: "ssim" (at full size, scikit-image), "pixels",
-    "clip", ..., see `rewards.likeness.likeness`. folder: where relative paths start; with one given
-    nothing outside it is opened, as it should be when others send the prompts.
+    The reference is a picture itself, as a data URL (data:image/png;base64,...), or a file in
+    `folder`: its path there, or a whole one that ends up there. Nothing else is opened, so without
+    a folder no file is: prompts may be others', as on a server. PNG, JPEG and WebP, brought to the
+    size of the picture. measure: "ssim" (at full size, scikit-image), "pixels", "clip", ..., see
+    `rewards.networks.likeness`.
     """
 
     name = "similarity"
@@ -43,45 +50,65 @@ class Similarity:
         self.version = f"similarity-1/{self.likeness.version}"
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when the reference is no picture that can be opened."""
-        self._reference(metadata["reference"], None)
+        """Raises ValueError when the reference is no picture that can be opened, or too large a
+        one. Its pixels are not unpacked."""
+        self._opened(metadata["reference"], None)
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        """images (B, 3, H, W) in [0, 1] -> (B,) float32. Raises ValueError for a reference that
-        cannot be opened."""
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict]
+    ) -> tuple[Tensor, dict[int, str]]:
+        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row."""
         size = images.shape[-1], images.shape[-2]
         names = [data["reference"] for data in metadata]
-        opened = {name: self._reference(name, size) for name in dict.fromkeys(names)}
-        references = torch.stack([opened[name] for name in names])
-        return self.likeness.pairs(images.detach().cpu(), references)
+        opened: dict[str, Tensor | str] = {}
+        for name in dict.fromkeys(names):
+            try:
+                opened[name] = self._opened(name, size)
+            except ValueError as error:
+                opened[name] = str(error)
+        reasons = {i: why for i, n in enumerate(names) if isinstance(why := opened[n], str)}
+        rows = [row for row in range(len(names)) if row not in reasons]
+        scores = torch.full((len(names),), math.nan)
+        if rows:
+            references = torch.stack([torch.as_tensor(opened[names[row]]) for row in rows])
+            scores[rows] = self.likeness.pairs(images[rows].detach().cpu(), references)
+        return scores, reasons
 
-    def _reference(self, name: str, size: tuple[int, int] | None) -> Tensor:
-        """(3, H, W) in [0, 1], of the wanted (width, height) or its own."""
+    def _opened(self, name: str, size: tuple[int, int] | None) -> Tensor:
+        """(3, H, W) in [0, 1] of the wanted (width, height); with None only looked at, empty."""
         from PIL import Image
 
         try:
-            with Image.open(self._source(name)) as file:
+            with self._source(name) as source, Image.open(source, formats=FORMATS) as file:
+                if file.width * file.height > MAX_PIXELS:
+                    raise ValueError(
+                        f"it has {file.width} x {file.height} pixels, at most {MAX_PIXELS} are read"
+                    )
+                if size is None:
+                    file.verify()
+                    return torch.empty(0)
                 picture = file.convert("RGB")
-        except (OSError, ValueError) as error:
+        except Exception as error:  # Pillow has no common class for what it finds in broken files
             raise ValueError(
-                f'metadata["reference"] {str(name)[:80]!r} cannot be opened as a picture ({error}):'
-                " expected a path, or a data URL with base64"
+                f'metadata["reference"] {str(name)[:80]!r} cannot be opened as a picture ({error})'
             ) from error
-        if size is not None and picture.size != size:
+        if picture.size != size:
             picture = picture.resize(size, Image.Resampling.LANCZOS)
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
 
-    def _source(self, name: str) -> Path | io.BytesIO:
+    def _source(self, name: str) -> BinaryIO:
+        if not isinstance(name, str):
+            raise ValueError("expected text")
         if name.startswith(_DATA):
             _, _, data = name.partition(";base64,")
             return io.BytesIO(base64.b64decode(data, validate=True))
         if self.folder is None:
-            return Path(name)
+            raise ValueError("without folder it must be a data URL; give the reward its folder")
         folder = Path(self.folder).resolve()
         path = (folder / name).resolve()
         if not path.is_relative_to(folder):
             raise ValueError("it lies outside the reward's folder")
-        return path
+        return _plain_file(path)
 
     def fixtures(self) -> list[dict]:
         """What `flowrl reward-check` shows."""
@@ -89,3 +116,12 @@ class Similarity:
         data = base64.b64encode(pngs(red[None], 64)[0]).decode()
         reference = {"reference": f"{_DATA}png;base64,{data}"}
         return [fixture("the reference itself scores above another", red, blue, "", reference)]
+
+
+def _plain_file(path: Path) -> BinaryIO:
+    """Opened without waiting, as a pipe would have it. Raises ValueError for what is no file."""
+    opened = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if stat.S_ISREG(os.fstat(opened).st_mode):
+        return os.fdopen(opened, "rb")
+    os.close(opened)
+    raise ValueError("it is no plain file")

@@ -43,11 +43,11 @@ class VLMQuestions:
     """The mean over questions of the probability of the right answer.
 
     metadata["vqa_list"]: [[question, answer], ...], an answer being a word of one token (yes, red,
-    two) or a list of spellings that are all right. mean: "arithmetic", as GenEval 2 does for single
-    questions, or "geometric", as it does for whole prompts. Numbers from 10 on are safe in letters
-    alone: many tokenizers write digits one by one, and 12 begins as 1 does. server, longest: as in `VLMJudge`;
-    template: {question} and what to add. A picture misses its score when one answer is missing, or
-    when the model's likeliest tokens hold less than `min_mass` together.
+    two) or a list of spellings that are all right. Numbers from 10 on are not safe: many tokenizers
+    write digits one by one, and 12 begins as 1 does. mean: "arithmetic", as GenEval 2 does for
+    single questions, or "geometric", as it does for whole prompts. server, longest: as in
+    `VLMJudge`; template: {question} and what to add. A picture misses its score when one answer is
+    missing, or when the model's likeliest tokens hold less than `min_mass` together.
     """
 
     required_metadata = ("vqa_list",)

@@ -16,6 +16,7 @@ from typer.main import get_command
 
 from flowrl.commands.serving import reward_serve
 from flowrl.executors.remote import Remote
+from flowrl.reward import load_reward
 from flowrl.sections_rewards import Reward
 from flowrl.wire import Info, Request, Response
 
@@ -94,6 +95,20 @@ def test_the_messages_are_those_that_travel():
     assert Info.model_validate(info).model_dump(mode="json") == info
     assert Request.model_validate(request).model_dump(mode="json") == request
     assert Response.model_validate(response).model_dump(mode="json") == response
+
+
+def test_the_version_on_the_page_is_the_one_that_is_served():
+    told = set(re.findall(r'"version": "([^"]*)"', PAGE))
+    engine = re.compile(r"rapidocr-[\d.]+")
+    assert {engine.sub("rapidocr", text) for text in told} == {
+        engine.sub("rapidocr", load_reward("ocr").version)
+    }
+
+
+def test_lines_are_not_longer_than_a_screen():
+    """But for tables, whose rows are one line each."""
+    prose = [line for line in PAGE.splitlines() if not line.startswith("|")]
+    assert max(map(len, prose)) <= 110
 
 
 @pytest.mark.parametrize("line", COMMANDS)

@@ -124,6 +124,7 @@ def test_the_command_never_passes_what_it_did_not_compare(mine, tmp_path):
         command([NAME], file=path)
     with pytest.raises(UserError, match="were not compared: golden_mine:Absent"):
         command(["golden_mine:Absent"], write=True, file=path)
-    with pytest.raises(UserError, match="--write records the rewards that are named"):
-        command(write=True, file=path)
+    for words in ({"file": path}, {"names": [NAME]}):
+        with pytest.raises(UserError, match="--write records .* that --file names: give both"):
+            command(write=True, **words)
     assert read_golden(path) == {}

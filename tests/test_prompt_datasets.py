@@ -114,6 +114,79 @@ def test_other_columns_another_split_and_an_empty_text_are_sentences(tmp_path):
         load_prompts(tmp_path / "gap.parquet")
 
 
+def test_a_saved_table_without_splits_is_the_training_one_and_no_other(tmp_path):
+    table().save_to_disk(tmp_path / "saved")
+    assert load_prompts(f"hf:{tmp_path}/saved:train") == load_prompts(tmp_path / "saved")
+    for split in ("test", "test[:1]"):
+        with pytest.raises(UserError, match="have the splits train, not 'test'"):
+            load_prompts(f"hf:{tmp_path}/saved:{split}")
+
+
+@pytest.mark.parametrize(
+    ("cut", "expected"),
+    [
+        ("[:2]", "ab"),
+        ("[1:3]", "bc"),
+        ("[3:]", "d"),
+        ("[:50%]", "ab"),
+        ("[-1:]", "d"),
+        ("", "abcd"),
+    ],
+)
+@pytest.mark.parametrize("form", ["saved", "dict", "rows.parquet"])
+def test_a_split_may_be_cut(tmp_path, form, cut, expected):
+    rows = table([{"words": letter, "n": 1} for letter in "abcd"])
+    if form == "saved":
+        rows.save_to_disk(tmp_path / form)
+    elif form == "dict":
+        datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / form)
+    else:
+        rows.to_parquet(tmp_path / form)
+    found = load_prompts(f"hf:{tmp_path / form}:train{cut}:words")
+    assert "".join(p.text for p in found) == expected
+
+
+def test_a_split_of_the_hub_arrives_as_it_was_written(monkeypatch):
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        return table()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load_prompts("hf:someone/prompts:train[:100]")
+    load_prompts("hf:someone/prompts:train[10%:]+test[:5]:prompt")
+    load_prompts("hf:someone/prompts")
+    assert [split for _, split in asked] == ["train[:100]", "train[10%:]+test[:5]", "train"]
+    assert {name for name, _ in asked} == {"someone/prompts"}
+
+
+def test_a_cut_that_cannot_be_read_is_a_sentence(tmp_path):
+    table().save_to_disk(tmp_path / "saved")
+    for cut in ("[:x]", "[", "[:1][:2]"):
+        with pytest.raises(UserError, match="cannot read prompts"):
+            load_prompts(f"hf:{tmp_path}/saved:train{cut}")
+
+
+def test_a_file_that_is_damaged_in_its_middle_is_a_sentence(tmp_path):
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"{n} cats {n * 'x'}"} for n in range(2000)]
+    table(rows).to_parquet(path, batch_size=100)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3 : len(whole) // 2] = bytes(len(whole) // 2 - len(whole) // 3)
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"cannot read prompts .*rows.parquet.*after row \d+"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf::train", "hf: :train:prompt"])
+def test_no_name_is_refused_and_not_the_working_directory(name, tmp_path, monkeypatch):
+    table().to_parquet(tmp_path / "rows.parquet")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="hf:NAME"):
+        load_prompts(name)
+
+
 def test_a_folder_or_file_that_is_no_table_is_a_sentence(tmp_path):
     with pytest.raises(UserError, match="holds no .parquet or .arrow file"):
         load_prompts(tmp_path)

@@ -1,6 +1,7 @@
 """`flowrl prompts`: files to train and evaluate on."""
 
 import json
+import re
 
 import pytest
 import typer
@@ -8,6 +9,7 @@ from typer.testing import CliRunner
 
 from flowrl.commands.prompting import prompts
 from flowrl.errors import UserError
+from flowrl.prompt_sets.geneval import geneval_sets
 from flowrl.prompts import load_prompts
 
 
@@ -68,6 +70,8 @@ def test_own_words_templates_classes_and_ratios_are_used(run, tmp_path):
     [
         (["geneval", "--words", "w.txt"], "--words, --templates and --new-words are not for"),
         (["ocr", "--classes", "c.txt"], "--classes are not for ocr"),
+        (["ocr", "--count", "0", "--held-out", "0"], "--count or --held-out"),
+        (["geneval", "--count", "0", "--held-out", "0"], "--count or --held-out"),
         (["ocr", "--ratio", "1:x"], "--ratio is '1:x', expected whole numbers"),
         (["geneval", "--ratio", "1:1"], "expected 6 numbers"),
         (["geneval", "--count", "100000"], "there are at most"),
@@ -78,3 +82,12 @@ def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path, words, s
     code, _, error = run(*words, "-o", "sets")
     assert code == 1 and says in error
     assert not (tmp_path / "sets").exists()
+
+
+def test_the_help_says_the_largest_count_of_geneval_prompts():
+    told = " ".join((prompts.__doc__ or "").split())
+    (largest, held_out) = map(int, re.findall(r"at most (\d+) beside (\d+) held-out", told)[0])
+    train, test = geneval_sets(largest, held_out)
+    assert (len(train), len(test)) == (largest, held_out)
+    with pytest.raises(UserError, match="of the kind counting"):
+        geneval_sets(largest + 4, held_out)

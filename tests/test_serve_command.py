@@ -1,10 +1,11 @@
 """`flowrl reward-serve`: what it refuses."""
 
 import socket
+import sys
 
 import pytest
 
-from flowrl.commands.serving import reward_serve
+from flowrl.commands.serving import bound, listen, reward_serve
 from flowrl.errors import UserError
 
 
@@ -26,8 +27,58 @@ def test_a_server_is_refused_before_it_listens_when_its_options_are_wrong():
         ({"names": ["compressibility"], "codec": ["gif"]}, "--codec is one of png"),
     ]:
         with pytest.raises(UserError, match=words):
-            reward_serve(**options)
+            reward_serve(**options, port=0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"Cannot listen at 127.0.0.1 port {port}"):
             reward_serve(["compressibility"], port=port)
+
+
+def test_an_address_that_is_taken_is_told_before_anything_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "loads_for_minutes.py").write_text("raise AssertionError('loaded')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(UserError, match="Cannot listen at 127.0.0.1"):
+            reward_serve(["loads_for_minutes:Reward"], port=taken.getsockname()[1])
+
+
+def test_of_two_servers_that_load_for_one_address_the_second_is_told():
+    with bound("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bound("127.0.0.1", port) as second:
+            listen(first)
+            with pytest.raises(
+                UserError, match=f"Cannot listen at 127.0.0.1 port {port}: .*in use"
+            ):
+                listen(second)
+
+
+@pytest.mark.parametrize(
+    "module, package, workers",
+    [
+        ("fastapi", "fastapi", 0),
+        ("uvicorn", "uvicorn", 0),
+        ("python_multipart", "python-multipart", 0),
+        ("pebble", "pebble", 1),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    module, package, workers, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, module, None)
+    words = rf"^flowrl reward-serve needs {package} .*: pip install {package}$"
+    with pytest.raises(UserError, match=words):
+        reward_serve(["no_such_module:Reward"], port=0, workers=workers)
+
+
+def test_a_pool_is_not_missed_without_processes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pebble", None)
+    with pytest.raises(UserError, match="cannot load reward"):
+        reward_serve(["no_such_module:Reward"], port=0)
+
+
+def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "schlüssel")
+    with pytest.raises(UserError, match="token must be of visible ASCII") as caught:
+        reward_serve(["compressibility"], port=0, token_env="REWARD_TOKEN")
+    assert "schl" not in str(caught.value)

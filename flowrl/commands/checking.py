@@ -1,6 +1,6 @@
 """`flowrl reward-check`: does a reward work, before anything learns from it?"""
 
-import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,8 +43,9 @@ def reward_check(
     alone or in other company. Also measures the time of one picture, and pictures per second.
     Training does the same, without the times, before its first step.
 
-    ok works, !! does not, -- cannot be asked here: a package, weights or a server is missing.
-    Exits with 1 after a !!, and after a -- of a reward that was named.
+    ok works, !! does not, ?? gave all pictures the same score, -- cannot be asked here: a package,
+    weights or a server is missing. Exits with 1 after a !!, and after a -- of a reward that was
+    named.
 
     Examples:
 
@@ -60,11 +61,11 @@ def reward_check(
     """
     chosen = _chosen(names or [], everything=everything, given=bool(args or server))
     options = _mapping(args)
-    token = _token(token_env)
-    from flowrl.commands.show import print_table
+    from flowrl.commands.show import print_findings, print_table, stop_unless_fine, token_of
     from flowrl.preflight.named import check_named
     from flowrl.prompts import load_prompts
 
+    token = token_of(token_env)
     records = load_prompts(prompts) if prompts else []
     checks = {}
     width = max(map(len, chosen))
@@ -83,8 +84,13 @@ def reward_check(
                 [_row(name, checked, finding) for finding in checked.findings], as_json=True
             )
         else:
-            _show(name, checked, width)
-    _conclude(checks, named=not everything)
+            print_findings((_timed(checked, finding) for finding in checked.findings), width)
+    absent = "These rewards could not be asked, the lines marked -- say why"
+    stop_unless_fine(
+        {name: {f.state for f in checked.findings} for name, checked in checks.items()},
+        wrong="These rewards do not work, the lines marked !! say why",
+        absent=None if everything else absent,
+    )
 
 
 def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
@@ -109,12 +115,6 @@ def _mapping(text: str | None) -> dict | None:
     return found
 
 
-def _token(variable: str | None) -> str | None:
-    if variable is not None and not os.environ.get(variable):
-        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
-    return os.environ[variable] if variable else None
-
-
 def _row(name: str, checked: "Checked", finding: "Finding") -> dict:
     return {
         "reward": name,
@@ -128,37 +128,10 @@ def _row(name: str, checked: "Checked", finding: "Finding") -> dict:
     }
 
 
-def _show(name: str, checked: "Checked", width: int) -> None:
-    """As `flowrl doctor` does: a mark, what about, what was found; below it what to do."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from flowrl.commands.looking import MARKS
-
-    console = Console(soft_wrap=True, highlight=False)
-    for finding in checked.findings:
-        mark, style = MARKS[finding.state]
-        detail = finding.detail
-        if finding.state == "ok":
-            times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} pictures/s"
-            detail += times + (f"; {checked.version}" if checked.version else "")
-        console.print(Text(mark, style=style) + Text(f"  {name:<{width}}  {detail}"))
-        if finding.remedy:
-            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
-
-
-def _conclude(checks: "dict[str, Checked]", *, named: bool) -> None:
-    """Raises UserError when a reward has a problem, or one that was asked for is missing."""
-    states = {
-        name: {finding.state for finding in checked.findings} for name, checked in checks.items()
-    }
-    wrong = [name for name, found in states.items() if "problem" in found]
-    if wrong:
-        raise UserError(
-            f"These rewards do not work, the lines marked !! say why: {', '.join(wrong)}."
-        )
-    absent = [name for name, found in states.items() if "missing" in found]
-    if absent and named:
-        raise UserError(
-            f"These rewards could not be asked, the lines marked -- say why: {', '.join(absent)}."
-        )
+def _timed(checked: "Checked", finding: "Finding") -> "Finding":
+    """A finding about scores with how long they took."""
+    if finding.state not in ("ok", "warning"):
+        return finding
+    times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} pictures/s"
+    version = f"; {checked.version}" if checked.version else ""
+    return replace(finding, detail=finding.detail + times + version)

@@ -1,14 +1,11 @@
 """`flowrl golden`: do rewards score here as they did where they were measured?"""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from flowrl.errors import UserError
-
-if TYPE_CHECKING:
-    from flowrl.golden import Comparison
 
 
 def golden(
@@ -20,7 +17,8 @@ def golden(
         bool, typer.Option("--write", help="Record what these rewards score here.")
     ] = False,
     file: Annotated[
-        Path | None, typer.Option(metavar="JSON", help="Golden values; flowrl's own by default.")
+        Path | None,
+        typer.Option(metavar="JSON", help="Golden values; flowrl's own unless --write is given."),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
@@ -30,7 +28,7 @@ def golden(
 
     Shows that another machine, another version or a change of the code gives the same scores. A
     reward without a golden value is shown as such and never as passed: those that download weights
-    have none until they are measured with --write.
+    have none until they are measured with --write, which adds them to the file that --file names.
 
     ok agrees, !! does not, -- was not compared: no golden value yet, or weights are missing.
     Exits with 1 after a !!, and after a -- of a reward that was named.
@@ -44,8 +42,12 @@ def golden(
       flowrl golden pickscore --write --file golden.json
     """
     chosen = list(dict.fromkeys(names or []))
-    if write and not chosen:
-        raise UserError("--write records the rewards that are named: give at least one.")
+    if write and not (chosen and file):
+        raise UserError(
+            "--write records the rewards that are named, in the file that --file names: give both, "
+            "as in flowrl golden ocr --write --file golden.json."
+        )
+    from flowrl.commands.show import print_findings, stop_unless_fine
     from flowrl.golden import PATH, compare_all, read_golden, recorded, write_golden
 
     path = file or PATH
@@ -59,34 +61,11 @@ def golden(
         for name in new:
             typer.echo(f"recorded {name} in {path}")
         compared = [c for c in compared if not c.measured]
-    _show(compared)
-    _conclude(compared, named=bool(chosen))
-
-
-def _show(compared: "list[Comparison]") -> None:
-    """As `flowrl doctor` does: a mark, what about, what was found; below it what to do."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from flowrl.commands.looking import MARKS
-
-    console = Console(soft_wrap=True, highlight=False)
-    width = max((len(c.finding.topic) for c in compared), default=0)
-    for finding in (c.finding for c in compared):
-        mark, style = MARKS[finding.state]
-        console.print(
-            Text(mark, style=style) + Text(f"  {finding.topic:<{width}}  {finding.detail}")
-        )
-        if finding.remedy:
-            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
-
-
-def _conclude(compared: "list[Comparison]", *, named: bool) -> None:
-    """Raises UserError for a disagreement, or when what was named was not compared."""
-    states = {c.finding.topic: c.finding.state for c in compared}
-    wrong = [name for name, state in states.items() if state == "problem"]
-    if wrong:
-        raise UserError(f"These rewards do not score as recorded: {', '.join(wrong)}.")
-    absent = [name for name, state in states.items() if state == "missing"]
-    if absent and named:
-        raise UserError(f"These rewards were not compared: {', '.join(absent)}.")
+    print_findings(
+        [c.finding for c in compared], max((len(c.finding.topic) for c in compared), default=0)
+    )
+    stop_unless_fine(
+        {c.finding.topic: {c.finding.state} for c in compared},
+        wrong="These rewards do not score as recorded",
+        absent="These rewards were not compared" if chosen else None,
+    )

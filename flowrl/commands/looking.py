@@ -6,8 +6,6 @@ import typer
 
 from flowrl.errors import UserError
 
-MARKS = {"ok": ("ok", "green"), "missing": ("--", "yellow"), "problem": ("!!", "bold red")}
-
 
 def explain(
     key: Annotated[str, typer.Argument(help="An option or section; none lists the sections.")] = "",
@@ -30,21 +28,11 @@ def doctor() -> None:
 
     Reaches no network. Exits with 1 if something that a run needs is missing.
     """
-    from rich.console import Console
-    from rich.text import Text
-
+    from flowrl.commands.show import print_findings
     from flowrl.doctor import examine, healthy
 
-    console = Console(soft_wrap=True, highlight=False)
     findings = examine()
-    width = max(len(finding.topic) for finding in findings)
-    for finding in findings:
-        mark, style = MARKS[finding.state]
-        console.print(
-            Text(mark, style=style) + Text(f"  {finding.topic:<{width}}  {finding.detail}")
-        )
-        if finding.remedy:
-            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
+    print_findings(findings, max(len(finding.topic) for finding in findings))
     if not healthy(findings):
         raise UserError(
             "Something that a run needs is missing; the lines marked !! say what to do."

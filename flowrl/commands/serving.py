@@ -1,5 +1,6 @@
 """`flowrl reward-serve`: rewards for runs on other machines, or in another environment."""
 
+import importlib
 import ipaddress
 import os
 import socket
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from flowrl.executors.base import Executor
     from flowrl.reward import RewardSpec
     from flowrl.wire import Codec
+
+
+PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
+FOR_POOLS = {"pebble": "pebble"}
 
 
 def reward_serve(
@@ -44,7 +49,7 @@ def reward_serve(
 ) -> None:
     """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
 
-    Each is loaded, and scores a picture of its own if it has one, before the address is printed.
+    Each that has fixtures is loaded and scores one before the address is printed.
     Listens to this machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
 
     Examples:
@@ -59,39 +64,88 @@ def reward_serve(
     codecs = _codecs(codec)
     if args and len(args) != len(names):
         raise UserError(f"--args was given {len(args)} times for {len(names)} rewards.")
-    specs = [
-        _spec(name, text, workers)
-        for name, text in zip(names, args or ["{}"] * len(names), strict=True)
-    ]
-    from flowrl.serving.app import make_app, warm_up
+    _need(PACKAGES | FOR_POOLS if workers else PACKAGES)
+    from flowrl.serving.app import make_app
 
+    with bound(host, port) as listening:
+        texts = args or ["{}"] * len(names)
+        specs = [_spec(name, text, workers) for name, text in zip(names, texts, strict=True)]
+        try:
+            app = make_app(
+                specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
+            )
+            late = _warm_up(specs)
+            listen(listening)
+        except BaseException:
+            for spec in specs:
+                spec.asked_by().close()
+            raise
+        try:
+            _serve(app, listening, host, names, late)
+        finally:  # the application has closed the rewards
+            if hangs := app.state.service.hangs:
+                print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
+                os._exit(1)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """The address is this server's from now on; nobody gets through to it before `listen`.
+
+    Raises UserError where it cannot be had.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        app = make_app(
-            specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
+        if os.name == "posix":  # elsewhere it would let two servers listen
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+    return made
+
+
+def listen(listening: socket.socket) -> None:
+    """Let clients in. Raises UserError when another server was faster."""
+    try:
+        listening.listen()
+    except OSError as error:
+        host, port = listening.getsockname()[:2]
+        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+
+
+def _need(packages: dict[str, str]) -> None:
+    """Raises UserError for modules that cannot be imported, of packages by module."""
+    absent: dict[str, ImportError] = {}
+    for module, package in packages.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            absent[package] = error
+    if absent:
+        why = "; ".join(map(str, absent.values()))
+        raise UserError(
+            f"flowrl reward-serve needs {', '.join(absent)} ({why}): pip install {' '.join(absent)}"
         )
-        for spec in specs:
-            warm_up(spec)
-    except BaseException:
-        for spec in specs:
-            spec.asked_by().close()
-        raise
-    try:
-        _serve(app, host, port, names)
-    finally:  # the application has closed the rewards
-        if hangs := app.state.service.hangs:
-            print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
-            os._exit(1)
+
+
+def _warm_up(specs: "Sequence[RewardSpec]") -> list[str]:
+    """Load what can be loaded now. -> the names of the others."""
+    from flowrl.serving.warm_up import warm_up
+
+    return [spec.name for spec in specs if not warm_up(spec)]
 
 
 def _token(host: str, variable: str | None) -> str | None:
-    if variable is not None and not os.environ.get(variable):
-        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
+    from flowrl.commands.show import token_of
+
     if variable is None and not _loopback(host):
         raise UserError(
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env REWARD_TOKEN."
         )
-    return os.environ[variable] if variable else None
+    return token_of(variable)
 
 
 def _loopback(host: str) -> bool:
@@ -132,16 +186,13 @@ def _executor(spec: "RewardSpec", args: dict | None, workers: int) -> "Executor"
     return Pool(target, args, spec.name, workers=workers, micro_batch=size)
 
 
-def _serve(app, host: str, port: int, names: Sequence[str]) -> None:
+def _serve(app, listening: socket.socket, host: str, names: list[str], late: list[str]) -> None:
     import uvicorn
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
     shown = f"[{host}]" if ":" in host else host
     # Who reads this through a pipe waits for it.
     print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
+    if late:
+        print(f"not tried yet, loads at the first question: {', '.join(late)}", flush=True)
     config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
     uvicorn.Server(config).run(sockets=[listening])

@@ -1,12 +1,26 @@
-"""Tables and messages on the terminal."""
+"""Tables, findings and messages on the terminal, and what several commands ask of people."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.doctor import Finding
+
+MARKS = {
+    "ok": ("ok", "green"),
+    "warning": ("??", "yellow"),
+    "missing": ("--", "yellow"),
+    "problem": ("!!", "bold red"),
+}
 
 Row = Mapping[str, object]
 
@@ -37,6 +51,35 @@ def _cell(value: object) -> str:
     if value is None:
         return "n/a"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def print_findings(findings: "Iterable[Finding]", width: int) -> None:
+    """For each a mark, what about, what was found; below it what to do. width: of the topics."""
+    console = Console(soft_wrap=True, highlight=False)
+    for finding in findings:
+        mark, style = MARKS[finding.state]
+        told = Text(f"  {finding.topic:<{width}}  {finding.detail}")
+        console.print(Text(mark, style=style) + told)
+        if finding.remedy:
+            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
+
+
+def stop_unless_fine(
+    states: Mapping[str, Collection[str]], *, wrong: str, absent: str | None
+) -> None:
+    """Raises UserError of one of two sentences with names: of what has a "problem", or else of
+    what is "missing"; absent None: then that is fine."""
+    for state, sentence in (("problem", wrong), ("missing", absent)):
+        found = [name for name, its in states.items() if state in its]
+        if found and sentence is not None:
+            raise UserError(f"{sentence}: {', '.join(found)}.")
+
+
+def token_of(variable: str | None) -> str | None:
+    """What the environment variable of --token-env holds. Raises UserError when it is not set."""
+    if variable is not None and not os.environ.get(variable):
+        raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
+    return os.environ[variable] if variable else None
 
 
 def print_error(message: str, hint: str = "") -> None:

@@ -7,25 +7,38 @@ import json
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
 from flowrl.executors.base import Answer, RewardFailure, failed, read_answer
-from flowrl.executors.servers import Again, Server, Servers, again_until
+from flowrl.executors.servers import Again, Server, Servers, TooLarge, again_until
 from flowrl.wire import PROTOCOL, Codec, Info, Response, RewardInfo, complaint, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Pictures (b, H, W, 3) uint8 that are judged together, and the names they go by."""
+    """Pictures (b, H, W, 3) uint8 that are judged together, and the names they go by.
+
+    key: the same in every try, so that none counts twice.
+    """
 
     ids: list[str]
     pictures: np.ndarray
     prompts: list[str]
     metadata: list[dict]
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Body:
+    """A question as it travels. sent: arguments for httpx; size: bytes, at most."""
+
+    sent: dict[str, Any]
+    size: int
+    multipart: bool
 
 
 class Client:
@@ -44,13 +57,17 @@ class Client:
     ):
         self.name, self.deadline = name, deadline
         self.codec: Codec = codec
-        self.servers = Servers(name, urls, timeout=timeout, token=token)
+        self.servers = Servers(name, urls, timeout=timeout, deadline=deadline, token=token)
         self.said: RewardInfo | None = None
-        self.max_batch = self.max_body = 0  # until `learn`
-        self._multipart = False
         self._version: tuple[str, str] | None = None  # and who said so first
         self._learning = asyncio.Lock()
         self._slots = asyncio.Semaphore(in_flight)
+
+    @property
+    def batches(self) -> list[int]:
+        """The most pictures that each server takes; of those that have said it, so after `learn`
+        at least one."""
+        return [info.max_batch for info in self._infos()]
 
     async def learn(self, ends: float) -> RewardInfo:
         """What the servers say of the reward; asked once. Raises as `again_until` does, and
@@ -81,16 +98,15 @@ class Client:
         for error in told:
             if isinstance(error, BaseException) and not isinstance(error, Again):
                 raise error
-        known = [pair for pair in told if not isinstance(pair, BaseException)]
+        known = [said for said in told if not isinstance(said, BaseException)]
         if not known:
             raise Again(self.servers.troubles())
-        infos = [info for info, _ in known]
-        self.max_batch = min(info.max_batch for info in infos)
-        self.max_body = min(info.max_body for info in infos)
-        self._multipart = all("multipart" in info.forms for info in infos)
-        return known[0][1]
+        return known[0]
 
-    async def _info(self, server: Server) -> tuple[Info, RewardInfo]:
+    def _infos(self) -> list[Info]:
+        return [server.info for server in self.servers.all if server.info is not None]
+
+    async def _info(self, server: Server) -> RewardInfo:
         data = await self.servers.ask(server, "GET", "/v1/info")
         try:
             info = Info.model_validate_json(data)
@@ -110,9 +126,9 @@ class Client:
                 f"reward {self.name!r}: {server.url} does not take pictures as {self.codec}; set "
                 f"executor.codec to one of {', '.join(info.codecs)}"
             )
-        self.servers.answered(server)
         self._check_version(server, said.version)
-        return info, said
+        server.info, server.stale = info, False
+        return said
 
     def _check_version(self, server: Server, version: str) -> None:
         url, first = self._version = self._version or (server.url, version)
@@ -122,8 +138,8 @@ class Client:
                 f"{first!r} in this run; their scores do not compare: serve one version"
             )
 
-    def _body(self, question: Question) -> dict[str, Any]:
-        """Arguments for httpx. The key is the same in every try, so that none counts twice."""
+    def _body(self, question: Question) -> _Body:
+        multipart = all("multipart" in info.forms for info in self._infos())
         items: list[dict[str, Any]] = [
             {"id": name, "prompt": prompt, "metadata": metadata}
             for name, prompt, metadata in zip(
@@ -131,33 +147,48 @@ class Client:
             )
         ]
         blobs = [encode(picture, self.codec) for picture in question.pictures]
-        if not self._multipart:
+        if not multipart:
             for item, blob in zip(items, blobs, strict=True):
                 item["image"] = base64.b64encode(blob).decode()
         head = {"protocol": PROTOCOL, "reward": self.name, "codec": self.codec}
         try:
             text = json.dumps(
-                head | {"key": uuid.uuid4().hex, "items": items}, allow_nan=False
+                head | {"key": question.key, "items": items}, allow_nan=False
             ).encode()
         except (TypeError, ValueError) as error:
             raise RewardFailure(
                 f"reward {self.name!r} is on a server, and metadata travel as JSON: {error}"
             ) from error
-        size = len(text) + sum(len(blob) + 200 for blob in blobs) * self._multipart
-        if size > self.max_body:
+        size = len(text) + sum(len(blob) + 200 for blob in blobs) * multipart
+        most = max(info.max_body for info in self._infos())
+        if size > most:
             raise RewardFailure(
                 f"reward {self.name!r}: {len(items)} pictures are {size} bytes, and its server "
-                f"takes {self.max_body}; lower executor.micro_batch, or raise --max-body there"
+                f"takes {most}; lower executor.micro_batch, or raise --max-body there"
             )
-        if not self._multipart:
-            return {"content": text, "headers": {"Content-Type": "application/json"}}
+        if not multipart:
+            sent = {"content": text, "headers": {"Content-Type": "application/json"}}
+            return _Body(sent=sent, size=size, multipart=False)
         binary = "application/octet-stream"
         parts = [("image", (str(n), blob, binary)) for n, blob in enumerate(blobs)]
-        return {"files": [("request", (None, text, "application/json")), *parts]}
+        sent = {"files": [("request", (None, text, "application/json")), *parts]}
+        return _Body(sent=sent, size=size, multipart=True)
 
-    async def _try(self, question: Question, body: dict[str, Any]) -> Answer:
-        server = await self.servers.pick()
-        data = await self.servers.ask(server, "POST", "/v1/score", **body)
+    async def _try(self, question: Question, body: _Body) -> Answer:
+        suits = functools.partial(_suits, len(question.ids), body)
+        server = await self.servers.pick(suits)
+        if server.stale:
+            await self._info(server)
+            if not suits(server):
+                raise Again(f"{server.url} {server.trouble}")
+        try:
+            data = await self.servers.ask(server, "POST", "/v1/score", **body.sent)
+        except TooLarge:
+            before = server.info
+            await self._info(server)
+            if server.info == before:  # it takes less than it says
+                raise
+            raise Again(f"{server.url} takes less than before") from None
         try:
             answer = Response.model_validate_json(data)
         except ValidationError as error:
@@ -170,18 +201,33 @@ class Client:
             return self._useless(server, question, f"answered with {sizes}")
         if ids != question.ids or answer.reward != self.name:
             return self._useless(server, question, "answered for other pictures than were sent")
+        if answer.key != question.key:
+            return self._useless(server, question, "answered another question, by its key")
         self.servers.answered(server)
         self._check_version(server, answer.version)
-        why = {
-            row: f"{result.error} (at {server.url})"
-            for row, result in enumerate(answer.results)
-            if result.error
-        }
+        why = {row: result.error for row, result in enumerate(answer.results) if result.error}
         scores = [math.nan if r.score is None else r.score for r in answer.results]
         values, reasons = read_answer((scores, why), len(ids))
-        return Answer(scores=values, reasons=reasons)
+        named = {row: f"{text} (at {server.url})" for row, text in reasons.items()}
+        return Answer(scores=values, reasons=named)
 
     def _useless(self, server: Server, question: Question, what: str) -> Answer:
         self.servers.failed(server, what)
         reason = f"{server.url} {what}; look at its log, and compare it with docs/reward-servers.md"
         return failed(len(question.ids), reason)
+
+
+def _suits(count: int, body: _Body, server: Server) -> bool:
+    """Whether a server takes `count` pictures in this form, as far as is known of it."""
+    info = server.info
+    if info is None or server.stale:
+        return True
+    if count > info.max_batch:
+        server.trouble = f"takes {info.max_batch} pictures at a time, not {count}"
+    elif body.size > info.max_body:
+        server.trouble = f"takes {info.max_body} bytes at a time, not {body.size}"
+    elif body.multipart and "multipart" not in info.forms:
+        server.trouble = "takes no multipart/form-data"
+    else:
+        return True
+    return False

@@ -5,6 +5,7 @@ Whatever the servers do, an answer is there within `deadline` seconds of being a
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -16,10 +17,10 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.executors.background import Background
-from flowrl.executors.base import Answer, RewardFailure, failed, joined
+from flowrl.executors.base import Answer, RewardFailure, failed, joined, to_levels
 from flowrl.executors.client import Client, Question
 from flowrl.executors.servers import Again
-from flowrl.wire import CODECS, Codec, RewardInfo
+from flowrl.wire import CODECS, TOKEN, Codec, RewardInfo, sendable
 
 HEARTBEAT = 10.0  # seconds
 LOG = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class Remote:
     queue included. token: the servers' bearer token.
 
     version, bounds, scope, required_metadata and deterministic are asked for at first use, and
-    raise RewardFailure when no server says them in time. Raises UserError for addresses and codecs
-    that cannot be.
+    raise RewardFailure when no server says them in time. Raises UserError for addresses, limits,
+    codecs and tokens that cannot be.
     """
 
     differentiable = False
@@ -73,6 +74,14 @@ class Remote:
             raise UserError(f"reward {name!r}: got urls {list(urls)}; expected http://HOST:PORT")
         if codec not in CODECS:
             raise UserError(f"reward {name!r}: codec is one of {', '.join(CODECS)}, not {codec!r}")
+        limits = {"timeout": timeout, "deadline": deadline, "in_flight": in_flight}
+        for option, value in (limits | {"micro_batch": micro_batch}).items():
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(
+                    f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
+                )
+        if token and not sendable(token):
+            raise UserError(f"reward {name!r}: its token {TOKEN}")
         self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
         self._urls, self._timeout, self._token = list(urls), timeout, token
         self._codec: Codec = codec
@@ -112,8 +121,7 @@ class Remote:
             future: Future[Answer] = Future()
             future.set_result(failed(len(images), "pictures hold NaN or infinite pixels"))
             return future
-        levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
-        pictures = levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
+        pictures = to_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
         opened = self._opened()
         return opened.background.start(self._answer(opened, pictures, prompts, metadata))
 
@@ -166,7 +174,7 @@ class Remote:
                 said = await opened.client.learn(ends)
             except (Again, TimeoutError):
                 return failed(count, opened.client.too_late(), time.monotonic() - began)
-            size = self._size(said, opened.client.max_batch, count)
+            size = self._size(said, opened.client.batches, count)
             tasks = [
                 asyncio.create_task(opened.client.score(question, ends))
                 for question in _split(pictures, prompts, metadata, size)
@@ -178,10 +186,11 @@ class Remote:
                     task.cancel()
         return joined(parts, time.monotonic() - began)
 
-    def _size(self, said: RewardInfo, most: int, count: int) -> int:
-        """Pictures in one request."""
+    def _size(self, said: RewardInfo, batches: list[int], count: int) -> int:
+        """Pictures in one request: every server takes them, or of whole groups one of them."""
         if said.scope == "sample" and self.micro_batch is not None:
-            return min(self.micro_batch, most)
+            return min(self.micro_batch, *batches)
+        most = max(batches)
         if count > most:
             raise RewardFailure(
                 f"reward {self.name!r}: {count} pictures must not be split, and its server takes "

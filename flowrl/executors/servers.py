@@ -1,6 +1,7 @@
 """The servers that answer for one reward: which is asked next, which rests, what is asked again."""
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ import tenacity
 from pydantic import ValidationError
 
 from flowrl.executors.base import RewardFailure
-from flowrl.wire import Refusal
+from flowrl.wire import Info, Refusal
 
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row, after which a server rests and must say that it is ready
 BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
+LONGEST_REST = 30.0  # seconds; whoever asks for more is asked again all the same, in vain at worst
 MAX_ANSWER = 16 * 2**20  # bytes
 AGAIN = {408, 429}  # and 5xx: the only answers worth another try
 REMEDIES = {
@@ -36,22 +38,41 @@ class Again(Exception):
         self.after = after
 
 
+class TooLarge(RewardFailure):
+    """A server refuses a question for its size: 413."""
+
+
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """One address, and what is known of it. suspect: it must answer /healthz before it is used."""
+    """One address, and what is known of it. suspect: it must answer /healthz before it is used.
+
+    info: what it said of itself last; stale: it has failed since or said nothing yet, so that it
+    may be another by now, and must say it before it is used.
+    """
 
     url: str
     failures: int = 0
     suspect: bool = False
     rests_until: float = 0.0
+    info: Info | None = None
+    stale: bool = True
     trouble: str = "has not answered"
 
 
 class Servers:
     """Asks servers in turn; one that fails is left alone for `pause` seconds."""
 
-    def __init__(self, reward: str, urls: Sequence[str], *, timeout: float, token: str | None):
+    def __init__(
+        self,
+        reward: str,
+        urls: Sequence[str],
+        *,
+        timeout: float,
+        deadline: float,
+        token: str | None,
+    ):
         self.reward, self.pause = reward, min(timeout, CONNECT)
+        self._longest_rest = min(LONGEST_REST, deadline / 2)
         self.all = [Server(url=url.rstrip("/")) for url in urls]
         headers = {"Accept-Encoding": "identity"} | (
             {"Authorization": f"Bearer {token}"} if token else {}
@@ -68,16 +89,16 @@ class Servers:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def pick(self) -> Server:
-        """The next server that does not rest. Raises Again when all do."""
+    async def pick(self, suits: Callable[[Server], bool]) -> Server:
+        """The next server that does not rest. Raises Again when all that suit do."""
         for _ in self.all:
             server = self.all[self._next % len(self.all)]
             self._next += 1
-            if server.rests_until > time.monotonic():
+            if server.rests_until > time.monotonic() or not suits(server):
                 continue
             if not server.suspect or await self._recovered(server):
                 return server
-        wake = min(server.rests_until for server in self.all)
+        wake = min((s.rests_until for s in self.all if suits(s)), default=0.0)
         raise Again(self.troubles(), after=max(0.0, wake - time.monotonic()))
 
     async def ask(self, server: Server, method: str, path: str, **body: Any) -> bytes:
@@ -96,12 +117,14 @@ class Servers:
         if reply.status_code in AGAIN or reply.status_code >= 500:
             raise self._later(server, status, reply)
         remedy = REMEDIES.get(reply.status_code, "")
-        raise RewardFailure(f"reward {self.reward!r}: {server.url} {status}{remedy}")
+        kind = TooLarge if reply.status_code == 413 else RewardFailure
+        raise kind(f"reward {self.reward!r}: {server.url} {status}{remedy}")
 
     def failed(self, server: Server, trouble: str) -> Again:
         """Takes note of a failure, for `raise`."""
         server.trouble = trouble
         server.failures += 1
+        server.stale = True
         if server.failures >= OPENS_AFTER:
             server.suspect = True
             server.rests_until = time.monotonic() + self.pause
@@ -119,7 +142,7 @@ class Servers:
         if after is None and reply.status_code >= 500:
             return self.failed(server, status)
         server.trouble = status if after is None else f"{status} and asks to wait {after:g} s"
-        server.rests_until = time.monotonic() + (after or 0.0)
+        server.rests_until = time.monotonic() + min(after or 0.0, self._longest_rest)
         # Another server may be free, `pick` knows.
         return Again(f"{server.url} {status}", after=0.0 if len(self.all) > 1 else after or 0.0)
 
@@ -187,14 +210,16 @@ def _sentence(data: bytes) -> str:
 
 
 def _retry_after(value: str | None) -> float | None:
-    """Seconds, from a number or a date."""
+    """Seconds, from a number or a date; None for neither."""
     if value is None:
         return None
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
     except ValueError:
         pass
+    else:
+        return seconds if 0 <= seconds < math.inf else None
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

@@ -47,7 +47,7 @@ def preflight(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> l
     learned = {spec.name for spec in trained(specs)}
     findings = [finding for spec in specs for finding in _before_training(spec, prompts)]
     for finding in findings:
-        if finding.state != "ok" and finding.topic in learned:
+        if finding.state in ("missing", "problem") and finding.topic in learned:
             raise RewardFailure(
                 f"reward {finding.topic!r} does not work, so nothing was trained: "
                 f"{finding.detail}. {finding.remedy}".rstrip()

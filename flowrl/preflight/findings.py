@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flowrl.doctor import Finding
@@ -15,13 +15,21 @@ from flowrl.reward import RewardSpec
 # tried (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
 LONGEST = 400  # characters of a reason that are shown
+# What is not there: by the exceptions that say so, or by the words of a reason that a reward, a
+# process or a server gave in their place; and what to do.
 ABSENT = (
-    (r"not installed|No module named", "Install it; `flowrl doctor` says how."),
     (
+        ("ImportError", "ModuleNotFoundError"),
+        r"not installed|No module named|cannot run: ",
+        "Install it; `flowrl doctor` says how.",
+    ),
+    (
+        ("FileNotFoundError",),
         r"not on this machine|huggingface|LocalEntryNotFound|\boffline\b|local cache|\bgated\b",
         "Download it once where there is a network, or set HF_HOME to the folder that has it.",
     ),
     (
+        ("ConnectionError", "ConnectionRefusedError", "ConnectError", "ConnectTimeout"),
         r"Connect(ion)?(Error|Timeout)|[Cc]onnection (error|refused)|cannot be reached",
         "Start the server, and say where it is.",
     ),
@@ -154,13 +162,27 @@ def failure(name: str, error: Exception) -> Finding:
     """Of an exception: what is missing, or what is wrong."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     text = text.removeprefix(f"reward {name!r}").lstrip(": ")  # the finding names it already
-    return _absent(name, text) or _problem(name, line(text), "Mend that before training.")
+    wrong = _problem(name, line(text), "Mend that before training.")
+    return _absent(name, text, kinds_of(error)) or wrong
 
 
-def _absent(name: str, reason: str) -> Finding | None:
-    """A finding that names what is not there, if that is the reason."""
-    for pattern, remedy in ABSENT:
-        if re.search(pattern, reason):
+def kinds_of(error: BaseException | None) -> set[str]:
+    """The names of the classes of an exception and of those that caused it."""
+    found: set[str] = set()
+    while error is not None:
+        found |= {kind.__name__ for kind in type(error).__mro__}
+        error = error.__cause__
+    return found
+
+
+def _absent(name: str, reason: str, kinds: Collection[str] = ()) -> Finding | None:
+    """A finding that names what is not there, if that is the reason.
+
+    kinds: of the exceptions; a reason may begin with the name of one.
+    """
+    kinds = {*kinds, reason.partition(":")[0]}
+    for classes, pattern, remedy in ABSENT:
+        if kinds.intersection(classes) or re.search(pattern, reason):
             detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
             told = any(words in detail for words in TOLD)
             return Finding(
@@ -170,7 +192,11 @@ def _absent(name: str, reason: str) -> Finding | None:
 
 
 def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Finding:
-    """Nothing is wrong; what was seen."""
+    """Nothing is wrong; what was seen. A warning when all pictures got the same score.
+
+    They are squares, noise and blank paper: few rewards cannot tell them apart, but one that looks
+    for faces cannot, so that this alone stops nothing.
+    """
     pairs = sum(bool(trial.says) for trial in trials)
     known = first.known()
     missing = len(first.scores) - len(known)
@@ -184,9 +210,14 @@ def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> F
         parts.append(f"not deterministic: differs by up to {gap:.2g}")
     parts.append(f"scores {min(known):.4g} to {max(known):.4g}")
     same = len(known) > 1 and min(known) == max(known)
-    told = f"All got {known[0]:.4g}: with fixtures() it could show what it tells apart."
+    if not same:
+        return Finding(topic=spec.name, state="ok", detail=", ".join(parts))
     return Finding(
-        topic=spec.name, state="ok", detail=", ".join(parts), remedy=told if same else ""
+        topic=spec.name,
+        state="warning",
+        detail=f"all pictures got the same score, {known[0]:.4g}: {', '.join(parts)}",
+        remedy="Is its model there, does it read the pictures? With fixtures() it could show what "
+        "it tells apart.",
     )
 
 

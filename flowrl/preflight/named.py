@@ -1,5 +1,6 @@
 """Checks of rewards by name: built-in, one's own, or on a server."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from flowrl.executors.base import Reward
 from flowrl.preflight.check import Checked, check_reward
 from flowrl.preflight.findings import failure, line
 from flowrl.prompts import PromptRecord
-from flowrl.reward import BUILT_IN, RewardSpec, load_reward
+from flowrl.reward import BUILT_IN, ArgumentsRefused, RewardSpec, load_reward
 
 CALLS = 5  # with one picture, for the median
 DEADLINE = 60.0  # seconds: a server that loads its model first takes a while
@@ -64,14 +65,34 @@ def _on_server(
 def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Finding:
     """Why there is no such reward: it lacks a package or arguments, or it is not there at all."""
     found, cause = failure(name, error), error.__cause__
-    if name in BUILT_IN and found.state == "missing":
+    if found.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
         return found
-    if not args and isinstance(cause, TypeError | ValueError):
+    if not args and isinstance(error, ArgumentsRefused):
         return Finding(
             topic=name,
             state="missing",
             detail=f"needs arguments: {line(str(cause))}",
-            remedy=f"flowrl reward-check {name} --args '{{NAME: VALUE}}'",
+            remedy=f"flowrl reward-check {name} --args '{{{_wanted(str(cause))}}}'",
         )
-    remedy = "Correct its name or its arguments."
+    by_hand = isinstance(error, ArgumentsRefused) or cause is None or type(cause) is LookupError
+    remedy = "Correct its name or its arguments." if by_hand else "Correct its code."
     return Finding(topic=name, state="problem", detail=line(str(error)), remedy=remedy)
+
+
+def _lacks_package(name: str, cause: BaseException | None) -> bool:
+    """Whether one's own module is there, and a package that it needs is not."""
+    while cause is not None and not isinstance(cause, ImportError):
+        cause = cause.__cause__
+    if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
+        return cause is not None
+    here = f"{name.partition(':')[0]}.".startswith(f"{cause.name}.")
+    return isinstance(cause, ModuleNotFoundError) and not here
+
+
+def _wanted(reason: str) -> str:
+    """The arguments that a reason names, as YAML: `server: {model: NAME}`, or 'model'."""
+    shown = re.search(r"\w+: \{[^{}]*\}", reason)
+    if shown:
+        return shown[0]
+    names = re.findall(r"'(\w+)'", reason.partition("missing")[2]) or ["NAME"]
+    return ", ".join(f"{name}: VALUE" for name in names)

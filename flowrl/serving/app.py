@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flowrl.errors import UserError
 from flowrl.executors.base import Reward
-from flowrl.reward import RewardSpec
-from flowrl.serving.request_body import Refused, read_request
+from flowrl.serving.request_body import Refused, Uploads
 from flowrl.serving.service import Rewards, Service, version_of
 from flowrl.wire import LOSSLESS, PROTOCOL, Codec, Info, RewardInfo
 
@@ -34,7 +30,8 @@ def make_app(
     """The ASGI application that serves `rewards`: specs, or callables by name.
 
     A spec's executor asks its reward, by default one thread of its own; the application closes it
-    when it ends. max_body: bytes of a request. Raises UserError without rewards.
+    when it ends. max_body: bytes of a request. Raises UserError without rewards, and for a token
+    that no header can hold.
     """
     from fastapi import FastAPI
     from fastapi import Request as Asked
@@ -48,7 +45,7 @@ def make_app(
         await service.close()
 
     app = FastAPI(title="flowrl rewards", lifespan=life, openapi_url=None)
-    app.state.service = service
+    app.state.service, uploads = service, Uploads()
     _answer_errors_in_json(app)
 
     @app.get("/healthz")
@@ -70,7 +67,7 @@ def make_app(
     @app.post("/v1/score")
     async def score(asked: Asked) -> Raw:
         service.check_token(asked.headers.get("authorization"))
-        request, blobs = await read_request(asked, max_body)
+        request, blobs = await uploads.read(asked, max_body)
         answer = await service.answer(request, blobs)
         return Raw(answer.model_dump_json(), media_type="application/json")
 
@@ -88,21 +85,6 @@ def describe(name: str, reward: Reward) -> RewardInfo:
         required_metadata=list(getattr(reward, "required_metadata", ())),
         deterministic=bool(getattr(reward, "deterministic", True)),
     )
-
-
-def warm_up(spec: RewardSpec) -> None:
-    """Have a reward load its model, by scoring the first of its fixtures if it has some.
-
-    Raises UserError when it cannot.
-    """
-    fixtures = getattr(spec.reward, "fixtures", None)
-    if fixtures is None or spec.executor is None:
-        return
-    first = fixtures()[0]
-    images = torch.stack([first["better"], first["worse"]])
-    asked = [first["prompt"]] * 2, [first["metadata"]] * 2
-    for row, reason in spec.executor.submit(images, *asked).result().reasons.items():
-        raise UserError(f"reward {spec.name!r} cannot score its own fixture {row}: {reason}")
 
 
 def _answer_errors_in_json(app: "FastAPI") -> None:

@@ -1,5 +1,6 @@
 """The body of a question to a reward server: read up to a limit, checked, taken apart."""
 
+import asyncio
 import base64
 import binascii
 from collections.abc import AsyncGenerator
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request as Asked
 
 MAX_PARTS = 1000
+MAX_UPLOADS = 8  # bodies that are read at a time; each is held in memory
+UPLOADING = 120.0  # seconds that one may take
 
 
 class Refused(Exception):
@@ -22,6 +25,26 @@ class Refused(Exception):
     def __init__(self, status: int, sentence: str, *, retry_after: int | None = None):
         super().__init__(sentence)
         self.status, self.retry_after = status, retry_after
+
+
+class Uploads:
+    """The bodies that are being read, of which there are few at a time."""
+
+    def __init__(self):
+        self._reading = 0
+
+    async def read(self, asked: "Asked", max_body: int) -> tuple[Request, list[bytes]]:
+        """As `read_request`; raises Refused also for one too many and one that takes too long."""
+        if self._reading >= MAX_UPLOADS:
+            raise Refused(503, f"{MAX_UPLOADS} uploads are being read; ask later", retry_after=1)
+        self._reading += 1
+        try:
+            async with asyncio.timeout(UPLOADING):
+                return await read_request(asked, max_body)
+        except TimeoutError as error:
+            raise Refused(408, f"the body did not end within {UPLOADING:g} s") from error
+        finally:
+            self._reading -= 1
 
 
 async def read_request(asked: "Asked", max_body: int) -> tuple[Request, list[bytes]]:

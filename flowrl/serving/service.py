@@ -17,7 +17,18 @@ from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.executors.inline import Inline
 from flowrl.reward import RewardSpec
 from flowrl.serving.request_body import Refused
-from flowrl.wire import MAX_PIXELS, PROTOCOL, Codec, Item, Request, Response, Result, decode
+from flowrl.wire import (
+    MAX_PIXELS,
+    PROTOCOL,
+    TOKEN,
+    Codec,
+    Item,
+    Request,
+    Response,
+    Result,
+    decode,
+    sendable,
+)
 
 MAX_WAITING = 64  # questions at a time; further ones are told to come back
 REMEMBERED = 256  # answers kept for a client that asks again because the first one got lost
@@ -34,6 +45,8 @@ class Service:
     ):
         if isinstance(rewards, Mapping):
             rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
+        if token and not sendable(token):
+            raise UserError(f"the server's token {TOKEN}")
         self.specs = {spec.name: spec for spec in rewards}
         if not rewards or len(self.specs) < len(rewards):
             raise UserError("a reward server needs rewards of different names")
@@ -101,7 +114,7 @@ class Service:
             images = await asyncio.to_thread(_images, request, blobs)
         except ValueError as error:
             raise Refused(422, str(error)) from error
-        why = {row: text for row, item in enumerate(request.items) if (text := _misfit(spec, item))}
+        why = await asyncio.to_thread(self._misfits, spec, request.items)
         if spec.whole_groups and 0 in why:
             why = dict.fromkeys(range(len(request.items)), why[0])
         rows = [row for row in range(len(request.items)) if row not in why]
@@ -121,6 +134,12 @@ class Service:
             key=request.key,
             results=results,
         )
+
+    def _misfits(self, spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
+        """By row, why the reward cannot judge it. To look may take time, a file for one."""
+        with self._turns[spec.name]:
+            told = ((row, _misfit(spec, item)) for row, item in enumerate(items))
+            return {row: text for row, text in told if text is not None}
 
     async def _ask(self, spec: RewardSpec, images: Tensor, items: list[Item]) -> Answer:
         prompts, metadata = [item.prompt for item in items], [item.metadata for item in items]

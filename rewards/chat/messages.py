@@ -70,8 +70,9 @@ class Unusable(ValueError):
 def read_reply(completion: Any, question: Question, thinking: bool | None) -> Reply:
     """What a chat completion says.
 
-    Raises Unusable for one with thoughts that were not asked for, a text that was cut (it may hold
-    a score that was only thought of), or without log-probabilities that were; TypeError, AttributeError and the like for anything that is no chat completion.
+    Raises Unusable for one with thoughts that were not asked for, for a text that was cut (it may
+    hold a score that was only thought of), and for one without log-probabilities that were asked
+    for; TypeError, AttributeError and the like for anything that is no chat completion.
     """
     choice = completion.choices[0]
     text = choice.message.content or ""

@@ -5,6 +5,7 @@ Packages, devices, and files of weights that are loaded without running any code
 
 import contextlib
 import importlib
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+CAUSE = 80  # characters of what a library says about a model that it cannot fetch
 PACKAGES = {"open_clip": "open-clip-torch", "ImageReward": "image-reward"}
 
 
@@ -88,13 +90,14 @@ def fetching(model: str, file: str = "") -> Iterator[None]:
     except (ImportError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
+        cause = textwrap.shorten(first_line(error), CAUSE, placeholder=" ...")
         if Path(model).exists():
-            raise FileNotFoundError(f"{model} holds no such model: {first_line(error)}") from error
+            raise FileNotFoundError(f"{model} holds no such model: {cause}") from error
         command = f"hf download {model} {file}".strip()
         raise FileNotFoundError(
             f"the model {model!r} is not on this machine and cannot be fetched: run `{command}` "
             "where there is a network (after `hf auth login` for a gated model), or name a folder "
-            f"that holds it ({first_line(error)})"
+            f"that holds it ({cause})"
         ) from error
 
 

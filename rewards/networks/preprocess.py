@@ -36,7 +36,7 @@ def hps_pixels(images: Tensor, size: int = 224) -> Tensor:
     so overshoot at edges is kept. images (B, 3, H, W) in [0, 1] -> (B, 3, size, size) float32.
     """
     h, w = images.shape[-2:]
-    height, width = (round(side * (size / max(h, w))) for side in (h, w))
+    height, width = (max(1, round(side * (size / max(h, w)))) for side in (h, w))
     top, left = (size - height) // 2, (size - width) // 2
     padding = (left, size - width - left, top, size - height - top)
     return _normalise(F.pad(_resize(images, height, width), padding))

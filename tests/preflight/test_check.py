@@ -2,6 +2,7 @@
 
 import random
 import re
+import socket
 
 import numpy as np
 import pytest
@@ -173,9 +174,26 @@ def broken(images, prompts, metadata):
     raise RuntimeError("operator torchvision::nms does not exist")
 
 
+def missing_in_other_words(images, prompts, metadata):
+    raise ImportError("judging needs the package openai")
+
+
+def missing_file(images, prompts, metadata):
+    raise FileNotFoundError("weights.bin")
+
+
+def refused(images, prompts, metadata):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
+        socket.create_connection(taken.getsockname())
+
+
 @pytest.mark.parametrize(
     ("reward", "state", "remedy"),
     [
+        (missing_in_other_words, "missing", "Install it"),
+        (missing_file, "missing", "Download it once"),
+        (refused, "missing", "Start the server"),
         (missing_package, "missing", "Install it"),
         (missing_weights, "missing", "Download it once"),
         (missing_server, "missing", "Start the server"),
@@ -195,8 +213,14 @@ def test_a_function_without_fixtures_gets_plain_pictures_with_the_runs_own_promp
         return [1.0] * len(images)
 
     (finding,) = check_reward(RewardSpec(name="bare", reward=bare), PROMPTS).findings
-    assert finding.state == "ok" and seen == {"a red square", "a cat"}
-    assert "All got 1" in finding.remedy
+    assert finding.detail.startswith("all pictures got the same score, 1: 8 plain pictures")
+    assert seen == {"a red square", "a cat"}
+
+
+def test_the_same_score_for_all_pictures_is_a_warning_that_stops_nothing():
+    spec = RewardSpec(name="blind", reward=lambda images, prompts, metadata: [0.0] * len(images))
+    (finding,) = preflight([spec], PROMPTS)
+    assert finding.state == "warning" and "fixtures()" in finding.remedy
 
 
 def test_random_generators_are_left_as_they_were():

@@ -1,8 +1,11 @@
+import shlex
 import socket
+import sys
 import threading
 
 import pytest
 import uvicorn
+import yaml
 
 from flowrl.preflight.named import check_named
 from flowrl.reward import BUILT_IN, load_reward
@@ -52,7 +55,48 @@ def test_arguments_that_a_reward_must_have_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (finding,) = check_named("needy_reward:Needy").findings
     assert finding.state == "missing" and "'model'" in finding.detail
-    assert "--args" in finding.remedy
+    assert finding.remedy == "flowrl reward-check needy_reward:Needy --args '{model: VALUE}'"
+
+
+@pytest.mark.parametrize("name", ["vlm_judge", "vlm_questions", "unified_reward", "pairwise"])
+def test_a_judge_without_a_server_shows_the_argument_that_it_needs(name):
+    (finding,) = check_named(name).findings
+    assert finding.state == "missing"
+    words = shlex.split(finding.remedy)
+    assert words[:4] == ["flowrl", "reward-check", name, "--args"]
+    assert callable(load_reward(name, yaml.safe_load(words[4])))
+
+
+def test_a_judge_without_the_package_openai_is_missing_and_not_wrong(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    (finding,) = check_named("vlm_judge", {"server": {"model": "m"}}).findings
+    assert finding.state == "missing" and "pip install" in finding.detail
+
+
+def test_ocr_without_the_package_rapidfuzz_is_missing_and_not_wrong(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
+    (finding,) = check_named("ocr").findings
+    assert finding.state == "missing" and "rapidfuzz" in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "says"),
+    [
+        ("import not_there_at_all", "missing", "not_there_at_all"),
+        ("raise ImportError('needs the package cv2')", "missing", "needs the package cv2"),
+        ("from math import tau2", "problem", "cannot import name 'tau2'"),
+        ("undefined", "problem", "NameError"),
+        ("def (", "problem", "SyntaxError"),
+        ("raise TypeError('not now')", "problem", "TypeError: not now"),
+    ],
+)
+def test_what_ones_own_module_lacks_is_told_apart_from_what_is_wrong_in_it(
+    text, state, says, tmp_path, monkeypatch
+):
+    (tmp_path / "half_made.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = check_named("half_made:mine").findings
+    assert finding.state == state and says in finding.detail
 
 
 @pytest.fixture(scope="module")

@@ -68,3 +68,12 @@ def test_two_pictures_have_no_score_and_the_reason_says_what_to_do():
     scores, reasons = judged(square("red", 32), square("blue", 32))
     assert all(map(math.isnan, scores))
     assert set(reasons) == {0, 1} and "raise rollout.group_size" in reasons[0]
+
+
+@pytest.mark.parametrize("measure", ["pixels", "ssim"])
+def test_its_fixtures_are_in_order(measure):
+    cases = SetDiversity(measure).fixtures()
+    assert cases
+    for case in cases:
+        scores, reasons = judged(case["better"], case["worse"], *case["others"], measure=measure)
+        assert scores[0] > scores[1] and not reasons

@@ -225,24 +225,28 @@ def test_fixtures_are_judged_in_their_right_order(mode):
 
 
 @pytest.mark.parametrize("detector", ["mask2former", "owlv2", "grounding_dino"])
-def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_noticed(detector):
+@pytest.mark.parametrize("mode, boxes", [(mode, 1) for mode in MODES] + [("partial", 3)])
+def test_detectors_of_photographs_are_shown_one_and_those_that_find_nothing_are_noticed(
+    detector, mode, boxes
+):
     def eye(images, *_):
-        return [[cat(0.9)] if image.std() > 0.05 * 255 else [] for image in images]
+        return [[cat(0.9)] * boxes if image.std() > 0.05 * 255 else [] for image in images]
 
-    made = scripted(eye, detector=detector)
+    made = scripted(eye, mode=mode, detector=detector)
     (item,) = made.fixtures()
     assert item["better"].shape == item["worse"].shape and item["better"].shape[0] == 3
     images = torch.stack([item["better"], item["worse"]])
     assert images.dtype == torch.float32 and 0 <= images.min() and images.max() <= 1
-    assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]
-    blind = scripted(lambda images, *_: [[] for _ in images], detector=detector)
+    seen, empty = scores_of(made, images, [item["metadata"]] * 2).tolist()
+    assert seen > empty == 0
+    blind = scripted(lambda images, *_: [[] for _ in images], mode=mode, detector=detector)
     assert scores_of(blind, images, [item["metadata"]] * 2).tolist() == [0, 0]
 
 
 @pytest.mark.weights
 @pytest.mark.parametrize("detector", ["mask2former", "owlv2", "grounding_dino"])
 def test_the_published_detectors_see_the_cat(detector):
-    made = GenEval(detector=detector)
+    made = GenEval("official", detector=detector)
     (item,) = made.fixtures()
     images = torch.stack([item["better"], item["worse"]])
     assert scores_of(made, images, [item["metadata"]] * 2).tolist() == [1, 0]

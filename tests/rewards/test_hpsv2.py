@@ -72,6 +72,17 @@ def test_equal_prompts_are_encoded_once(tiny_hps, pictures):
     assert scores[0] == scores[2] != scores[1]
 
 
+def test_long_prompts_are_cut_with_a_warning(tiny_hps, pictures, recwarn):
+    architecture, folder = tiny_hps
+    fresh = HPSv2(model=folder, architecture=architecture, device="cpu")
+    fits, long = " ".join(["cat"] * 75), " ".join(["cat"] * 76)
+    fresh(pictures(1), [fits], [{}])
+    assert not [w for w in recwarn if "tokens" in str(w.message)]
+    with pytest.warns(UserWarning, match="HPSv2 reads 77 tokens .* prompt of 78"):
+        scores = fresh(pictures(2), [fits, long], [{}] * 2)
+    assert scores.isfinite().all()
+
+
 def test_gradients_reach_the_pixels(made, pictures, right_slopes):
     assert made.differentiable is True
     right_slopes(lambda images: made(images, PROMPTS, BLANK), pictures(4, 40, 56))

@@ -190,7 +190,6 @@ def test_metadata_may_name_several_texts_or_a_number():
         ("a sign", {"ocr_text": [" "]}),
         ('a sign "GO"', {"ocr_text": ""}),
         ("ein Schild \u201e\u201c", {}),
-        ("a sign", {"ocr_text": [None]}),
         ("a sign", {"ocr_text": []}),
     ],
 )
@@ -201,7 +200,7 @@ def test_quotes_with_nothing_to_read_are_found_before_training(mode, prompt, met
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("given", [["GO", None], {"text": "GO"}, [["GO"]], True], ids=str)
+@pytest.mark.parametrize("given", [[None], ["GO", None], {"text": "GO"}, [["GO"]], True], ids=str)
 def test_what_is_no_text_is_refused_and_never_read_as_one(mode, given):
     with pytest.raises(ValueError, match="ocr_text is .* expected a text or a list of texts"):
         OCR(mode).check("a sign", {"ocr_text": given})

@@ -1,20 +1,18 @@
 """A reward behind HTTP gives the numbers of the reward itself; whatever is sent, it stays up."""
 
 import base64
+import functools
 import json
 import pickle
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import httpx
 import numpy as np
 import pytest
 import torch
-import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -22,10 +20,10 @@ from hypothesis.extra.numpy import arrays
 from flowrl.errors import UserError
 from flowrl.executors.inline import Inline
 from flowrl.executors.remote import Remote
-from flowrl.reward import RewardSpec, load_reward
-from flowrl.serving.app import make_app, warm_up
+from flowrl.reward import load_reward
+from flowrl.serving.app import make_app
+from flowrl.serving.request_body import MAX_UPLOADS
 from flowrl.wire import LOSSLESS, encode
-from rewards.fixtures import fixture
 
 PICTURE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
 PNG = encode(PICTURE, "png")
@@ -83,21 +81,8 @@ REWARDS = {
 }
 
 
-@contextmanager
-def serving(app) -> Iterator[str]:
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url(serving) -> Iterator[str]:
     with serving(make_app(REWARDS, token="secret", max_body=2**20, max_batch=40)) as url:
         yield url
 
@@ -237,6 +222,26 @@ def test_a_wrong_body_is_refused_with_a_sentence(client, content, kind, status, 
     assert client.get("/healthz").status_code == 200
 
 
+def test_beyond_a_few_uploads_at_a_time_a_client_is_told_to_come_back(client):
+    ask = functools.partial(client.post, "/v1/score", headers={"Content-Type": "application/json"})
+    begun, end = threading.Barrier(MAX_UPLOADS + 1), threading.Event()
+
+    def trickling():
+        yield b"x"
+        begun.wait(10)
+        end.wait(10)
+
+    with ThreadPoolExecutor(MAX_UPLOADS) as threads:
+        slow = [threads.submit(ask, content=trickling()) for _ in range(MAX_UPLOADS)]
+        begun.wait(10)
+        time.sleep(0.3)  # for what was sent to arrive
+        reply = ask(content=b"x" * 2**19)
+        end.set()
+    refused(reply, 503, "uploads")
+    assert reply.headers["Retry-After"] == "1"
+    assert {post.result().status_code for post in slow} == {422}
+
+
 def test_other_addresses_are_refused_with_a_sentence(client):
     refused(client.get("/"), 404, "POST /v1/score")
     refused(client.get("/v1/score"), 405, "POST /v1/score")
@@ -282,17 +287,3 @@ def test_questions_wait_for_each_other_and_every_key_is_scored_once(client):
     assert len({reply.text for reply in replies}) == 4
     other = asked[0] | {"items": [asked[0]["items"][0] | {"prompt": "b"}]}
     refused(client.post("/v1/score", files=parts(other, PNG)), 409, "'once 0'", "new one")
-
-
-def test_a_reward_that_cannot_score_its_own_picture_is_not_served():
-    class Broken:
-        def fixtures(self):
-            return [fixture("it works", IMAGES[0], IMAGES[1], "a prompt")]
-
-        def __call__(self, images, prompts, metadata):
-            raise OSError("no weights")
-
-    reward = Broken()
-    spec = RewardSpec(name="broken", reward=reward, executor=Inline(reward, "broken"))
-    with pytest.raises(UserError, match="'broken' cannot score its own fixture 0: OSError: no w"):
-        warm_up(spec)

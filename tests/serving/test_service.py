@@ -12,7 +12,7 @@ from flowrl.executors.inline import Inline
 from flowrl.reward import RewardSpec
 from flowrl.serving import service
 from flowrl.serving.app import make_app
-from flowrl.wire import LOSSLESS
+from flowrl.wire import LOSSLESS, PROTOCOL, Item, Request, encode
 
 IMAGES = torch.zeros(1, 3, 8, 8)
 
@@ -21,6 +21,49 @@ def test_names_must_differ_and_exist():
     for rewards in ({}, [], [RewardSpec(name="a", reward=print)] * 2):
         with pytest.raises(UserError, match="different names"):
             make_app(rewards)
+
+
+class Checks:
+    """Looks long at each prompt: until it is told to go on. most: how often at the same time."""
+
+    def __init__(self):
+        self.free, self.busy, self.most = threading.Event(), 0, 0
+
+    def check(self, prompt, metadata):
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        went_on = self.free.wait(5)
+        time.sleep(0.02)
+        self.busy -= 1
+        if not went_on:
+            raise ValueError("nothing else went on")
+
+    def __call__(self, images, prompts, metadata):
+        return images.mean((1, 2, 3))
+
+
+def question(key: str) -> Request:
+    return Request(
+        protocol=PROTOCOL, reward="a", key=key, codec="png", items=[Item(id="0", prompt="p")]
+    )
+
+
+def test_prompts_are_checked_one_after_the_other_while_the_server_goes_on():
+    reward = Checks()
+    made = service.Service({"a": reward}, token=None, max_batch=1, codecs=LOSSLESS)
+    png = encode(IMAGES[0].permute(1, 2, 0).byte().numpy(), "png")
+
+    async def ask():
+        asked = [asyncio.create_task(made.answer(question(str(k)), [png])) for k in range(3)]
+        await asyncio.sleep(0.1)
+        reward.free.set()
+        answers = await asyncio.gather(*asked)
+        await made.close()
+        return [answer.results[0] for answer in answers]
+
+    for result in asyncio.run(ask()):
+        assert (result.score, result.error) == (0.0, None)
+    assert reward.most == 1
 
 
 def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):

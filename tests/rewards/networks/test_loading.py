@@ -83,6 +83,15 @@ def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_when_missing(tmp_
     assert "\n" not in str(caught.value)
 
 
+def test_what_is_missing_is_said_in_a_line_that_is_shown_whole():
+    from flowrl.preflight.findings import line
+
+    with pytest.raises(FileNotFoundError) as caught:
+        weights_file("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")
+    told = f"FileNotFoundError: {caught.value}"
+    assert line(told) == told and "or name a folder that holds it (" in told
+
+
 def test_weights_are_read_from_both_kinds_of_files_and_nothing_else(tmp_path):
     from safetensors.torch import save_file
 

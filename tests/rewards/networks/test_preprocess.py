@@ -121,3 +121,10 @@ def test_every_pixel_that_is_seen_has_a_gradient_even_in_black_and_white(fit, le
     images = torch.full((1, 3, 300, 300), level, requires_grad=True)
     (gradient,) = torch.autograd.grad(fit(images).sum(), images)
     assert (gradient > 0).all()
+
+
+@pytest.mark.parametrize("size", [(1, 1000), (1000, 1), (1, 449)])
+def test_a_picture_that_is_nearly_a_line_keeps_one_row_of_pixels(size):
+    white = hps_pixels(torch.ones(1, 3, *size), 224)
+    assert white.shape == (1, 3, 224, 224) and white.isfinite().all()
+    assert (white > 0).any(1).sum() == 224
