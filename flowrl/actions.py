@@ -37,7 +37,7 @@ from flowrl.rlg import RLG
 from flowrl.runtime import Runtime
 from flowrl.storage import write_bytes
 from flowrl.sweep import draw_sweep, write_sweep
-from flowrl.train import train
+from flowrl.train import Learner, train
 
 LOG = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def align(
         learner = build_learner(config, runtime, given)
         with closing(learner.specs):
             with runtime.together():
-                try_rewards(learner.specs, judged_prompts(config, given))
+                try_rewards(learner, judged_prompts(config, given))
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
@@ -84,9 +84,10 @@ def align(
                 return hand_over(config, learner, run)
 
 
-def try_rewards(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
+def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
     """Before anything is drawn. What is wrong with a reward that is only measured is told."""
-    for finding in preflight(specs, prompts):
+    size = learner.policy.backbone.picture_size()
+    for finding in preflight(learner.specs, prompts, size):
         if finding.state != "ok":
             LOG.warning("reward %s: %s. %s", finding.topic, finding.detail, finding.remedy)
 

@@ -76,7 +76,7 @@ def collect_groups(
 
     with closing(learner.specs), steps or nullcontext():
         with runtime.together():
-            try_rewards(learner.specs, judged_prompts(config, given))
+            try_rewards(learner, judged_prompts(config, given))
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return summary(store) if runtime.is_main else []
 

@@ -16,7 +16,7 @@ from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.preflight.findings import Round, Row, failure, fine, judged, line, unlike
-from flowrl.preflight.pictures import Trial, trials_of
+from flowrl.preflight.pictures import SIZE, Trial, trials_of
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec, trained
 from flowrl.scoring import quantise
@@ -37,15 +37,18 @@ class Checked:
     rate: float = math.nan
 
 
-def preflight(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> list[Finding]:
+def preflight(
+    specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], size: tuple[int, int] = SIZE
+) -> list[Finding]:
     """Try every reward that has something to say about `prompts`, through its own executor.
 
-    A few pictures each; random number generators are left as they were. -> what was found, of
-    rewards that are not trained on also what is wrong or missing.
+    A few pictures each, plain ones of `size`, height and width; random number generators are left
+    as they were. -> what was found, of rewards that are not trained on also what is wrong or
+    missing.
     Raises RewardFailure for a trained one that is wrong or cannot be asked.
     """
     learned = {spec.name for spec in trained(specs)}
-    findings = [finding for spec in specs for finding in _before_training(spec, prompts)]
+    findings = [finding for spec in specs for finding in _before_training(spec, prompts, size)]
     for finding in findings:
         if finding.state in ("missing", "problem") and finding.topic in learned:
             raise RewardFailure(
@@ -55,12 +58,14 @@ def preflight(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> l
     return findings
 
 
-def _before_training(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> tuple[Finding, ...]:
+def _before_training(
+    spec: RewardSpec, prompts: Sequence[PromptRecord], size: tuple[int, int]
+) -> tuple[Finding, ...]:
     try:
         needed = any(spec.applies(p.text, p.metadata) for p in prompts)
     except UserError as error:  # a server that does not say what its reward needs
         return (failure(spec.name, error),)
-    return check_reward(spec, prompts).findings if needed else ()
+    return check_reward(spec, prompts, size=size).findings if needed else ()
 
 
 def check_reward(
@@ -69,18 +74,19 @@ def check_reward(
     *,
     like: Reward | None = None,
     calls: int = 0,
+    size: tuple[int, int] = SIZE,
 ) -> Checked:
     """Ask for the same pictures twice, in another order and company, and judge the answers.
 
     prompts: to try a reward without fixtures on; none takes generic ones. like: the same reward in
     this process, when `spec` asks a server: its fixtures and version count. calls: with one
-    picture, to measure the latency. A reward whose package, weights or server is not there is
-    "missing"; raises nothing for what is wrong with it.
+    picture, to measure the latency. size: of plain pictures. A reward whose package, weights or
+    server is not there is "missing"; raises nothing for what is wrong with it.
     """
     try:
         version = str(getattr(spec.reward, "version", ""))  # a server may not say it
         with untouched_randomness():
-            trials = trials_of(spec, spec.reward if like is None else like, prompts)
+            trials = trials_of(spec, spec.reward if like is None else like, prompts, size)
             if not trials:
                 return Checked(findings=(_inapplicable(spec),), version=version)
             first, again, latency = _asked(spec, trials, calls)

@@ -13,7 +13,7 @@ from flowrl.imports import load_callable
 from flowrl.prompts import PromptRecord
 from flowrl.reward import RewardSpec
 
-SIDE = 128  # pixels of the plain pictures
+SIZE = (128, 128)  # height and width of the plain pictures where nothing else is drawn
 PROMPTS = 4  # of those it applies to, at most
 GENERIC = (
     PromptRecord(
@@ -43,10 +43,16 @@ class Trial:
     says: str = ""
 
 
-def trials_of(spec: RewardSpec, reward: Reward, prompts: Sequence[PromptRecord]) -> list[Trial]:
+def trials_of(
+    spec: RewardSpec,
+    reward: Reward,
+    prompts: Sequence[PromptRecord],
+    size: tuple[int, int] = SIZE,
+) -> list[Trial]:
     """The fixtures of `reward`, or plain pictures for prompts that `spec` applies to.
 
-    prompts: the run's own; with none, generic ones. Empty when it applies to no prompt. `reward`
+    prompts: the run's own; with none, generic ones. size: of plain pictures, which a reward may be
+    made for. Empty when it applies to no prompt. `reward`
     is the one that knows its fixtures: spec.reward, or its like here when that is on a server.
     Raises UserError for fixtures that are not as the contract says.
     """
@@ -57,16 +63,18 @@ def trials_of(spec: RewardSpec, reward: Reward, prompts: Sequence[PromptRecord])
     fits = [p for p in prompts or GENERIC if _judges(spec, p)]
     stride = max(len(fits) // PROMPTS, 1)
     chosen = fits[::stride][:PROMPTS]
-    pictures = plain_pictures()
+    pictures = plain_pictures(*size)
     return [Trial(pictures=pictures, prompt=p.text, metadata=p.metadata) for p in chosen]
 
 
-def plain_pictures() -> Tensor:
-    """(4, 3, H, W): a red square, a blue one, noise, and nothing."""
+def plain_pictures(height: int, width: int) -> Tensor:
+    """(4, 3, height, width): a red square, a blue one, noise, and nothing."""
     square = load_callable("rewards.fixtures:square")
     noise = load_callable("rewards.fixtures:noise")
     blank = load_callable("rewards.fixtures:blank")
-    return torch.stack([square("red", SIDE), square("blue", SIDE), noise(SIDE), blank(SIDE)])
+    side = max(height, width)
+    whole = torch.stack([square("red", side), square("blue", side), noise(side), blank(side)])
+    return whole[..., :height, :width]
 
 
 def _judges(spec: RewardSpec, prompt: PromptRecord) -> bool:

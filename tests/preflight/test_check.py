@@ -273,3 +273,14 @@ def test_a_reward_with_nothing_to_say_to_the_prompts_is_not_asked():
     spec = RewardSpec(name="ocr", reward=load_reward("ocr"))
     assert preflight([spec], PROMPTS) == []
     assert preflight([spec], []) == []
+
+
+def test_plain_pictures_have_the_size_of_those_that_will_be_drawn():
+    seen = set()
+
+    def sized(images, prompts, metadata):
+        seen.add(tuple(images.shape[1:]))
+        return images.mean((1, 2, 3))
+
+    preflight([RewardSpec(name="sized", reward=sized)], PROMPTS, (48, 64))
+    assert seen == {(3, 48, 64)}
