@@ -118,9 +118,9 @@ class Scoring:
             except TimeoutError:
                 if asked.answer.done():  # it is the reward's own
                     raise
-                waiting = sum(not other.answer.done() for other in self._asked)
+                waiting = sum(len(a.rows) for a in self._asked if not a.answer.done())
                 LOG.warning(
-                    "waiting for reward %r since %.0f s, %d answers pending",
+                    "waiting for reward %r since %.0f s, %d scores pending",
                     name, time.monotonic() - began, waiting,
                 )  # fmt: skip
 

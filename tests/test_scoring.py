@@ -1,10 +1,13 @@
 import math
+import time
 
 import pytest
 import torch
 
+from flowrl import scoring
 from flowrl.errors import UserError
 from flowrl.executors.base import RewardFailure
+from flowrl.executors.inline import Inline
 from flowrl.reward import RewardResult, RewardSpec
 from flowrl.scoring import SamplerFailure, score
 
@@ -146,3 +149,16 @@ def test_what_a_reward_does_to_its_arguments_is_not_for_the_next_to_see():
     result = scored(destroy, lambda images, *_: images.mean((1, 2, 3)), metadata=data)
     assert result.scores[:, 1].tolist() == pytest.approx([128 / 255] * 4)
     assert data[0] == {"tag": "x"} and PROMPTS == ["a", "b", "c", "d"]
+
+
+def test_a_wait_is_told_now_and_then(monkeypatch, caplog):
+    monkeypatch.setattr(scoring, "HEARTBEAT", 0.05)
+
+    def late(images, prompts, metadata):
+        time.sleep(0.2)
+        return [1.0] * len(images)
+
+    executor = Inline(late, "late", background=True)
+    score([RewardSpec(name="late", reward=late, executor=executor)], GREY, PROMPTS, PLAIN)
+    executor.close()
+    assert "waiting for reward 'late' since 0 s, 4 scores pending" in caplog.text

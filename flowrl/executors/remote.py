@@ -4,12 +4,11 @@ Whatever the servers do, an answer is there within `deadline` seconds of being a
 """
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
@@ -22,25 +21,37 @@ from flowrl.executors.client import Client, Question
 from flowrl.executors.servers import Again
 from flowrl.wire import CODECS, TOKEN, Codec, RewardInfo, sendable
 
-HEARTBEAT = 10.0  # seconds
-LOG = logging.getLogger(__name__)
+LONGEST = 600.0  # seconds of rest
 
 
+@dataclass(frozen=True, slots=True)
 class _Open:
     """What a Remote has while it is in use."""
 
-    def __init__(self, background: Background, client: Client):
-        self.background, self.client = background, client
-        self.waiting: dict[object, tuple[int, float]] = {}  # pictures asked about, and since when
+    background: Background
+    client: Client
 
-    @contextmanager
-    def wait(self, count: int) -> Iterator[None]:
-        ticket = object()
-        self.waiting[ticket] = (count, time.monotonic())
-        try:
-            yield
-        finally:
-            del self.waiting[ticket]
+
+class _Rest:
+    """Servers that were silent for a whole deadline twice in a row are left alone, longer each
+    time: one that is dead must not cost a deadline at every batch of a run that can do without."""
+
+    def __init__(self, deadline: float):
+        self._deadline, self._silences, self._until, self._noted = deadline, 0, 0.0, 0.0
+
+    def left(self) -> float:
+        """Seconds."""
+        return max(0.0, self._until - time.monotonic())
+
+    def note(self, *, heard: bool, began: float) -> None:
+        """How what was asked at `began` ended; what was asked at the same time counts once."""
+        now = time.monotonic()
+        if heard:
+            self._silences, self._until = 0, 0.0
+        elif began >= self._noted:
+            self._silences, self._noted = self._silences + 1, now
+            if self._silences > 1:
+                self._until = now + min(LONGEST, self._deadline * 2 ** (self._silences - 2))
 
 
 class Remote:
@@ -49,7 +60,8 @@ class Remote:
     It keeps to at most `in_flight` requests of at most `micro_batch` pictures (None: never split;
     groups of a reward that compares them never are). timeout: seconds without a byte, after which
     a request is tried again; deadline: seconds for all tries of one `submit`, its time in the
-    queue included. token: the servers' bearer token.
+    queue included. When all servers were silent for that long twice, they are left alone a while.
+    token: the servers' bearer token.
 
     version, bounds, scope, required_metadata and deterministic are asked for at first use, and
     raise RewardFailure when no server says them in time. Raises UserError for addresses, limits,
@@ -89,6 +101,7 @@ class Remote:
         self._opening = Lock()
         self._open: _Open | None = None
         self._said: RewardInfo | None = None
+        self._rest = _Rest(deadline)
 
     @property
     def version(self) -> str:
@@ -146,45 +159,62 @@ class Remote:
                     in_flight=self._in_flight,
                 )
                 self._open = _Open(Background(f"reward {self.name}"), client)
-                self._open.background.start(_beat(self.name, self._open.waiting))
             return self._open
 
     def _learned(self) -> RewardInfo:
         """Raises RewardFailure when no server tells anything."""
         if self._said is None:
             opened = self._opened()
+            if left := self._rest.left():
+                raise RewardFailure(f"reward {self.name!r}: {self._resting(opened, left)}")
+            began = time.monotonic()
             try:
                 self._said = opened.background.start(self._learn(opened)).result()
             except (Again, TimeoutError) as error:
+                self._rest.note(heard=False, began=began)
                 reason = opened.client.too_late()
                 raise RewardFailure(f"reward {self.name!r}: {reason}") from error
         return self._said
 
     async def _learn(self, opened: _Open) -> RewardInfo:
-        with opened.wait(0):
-            return await opened.client.learn(asyncio.get_running_loop().time() + self.deadline)
+        return await opened.client.learn(asyncio.get_running_loop().time() + self.deadline)
+
+    def _resting(self, opened: _Open, left: float) -> str:
+        return (
+            f"not asked, since no server answered within {self.deadline:g} s before; the next try "
+            f"is in {left:.0f} s: {opened.client.servers.troubles()}"
+        )
 
     async def _answer(
         self, opened: _Open, pictures: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> Answer:
         began = time.monotonic()
-        ends, count = asyncio.get_running_loop().time() + self.deadline, len(prompts)
-        with opened.wait(count):
-            try:
-                said = await opened.client.learn(ends)
-            except (Again, TimeoutError):
-                return failed(count, opened.client.too_late(), time.monotonic() - began)
-            size = self._size(said, opened.client.batches, count)
-            tasks = [
-                asyncio.create_task(opened.client.score(question, ends))
-                for question in _split(pictures, prompts, metadata, size)
-            ]
-            try:
-                parts = await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+        if left := self._rest.left():
+            return failed(len(prompts), self._resting(opened, left))
+        parts = await self._parts(opened, pictures, prompts, metadata)
+        if prompts:
+            heard = opened.client.servers.heard >= began
+            self._rest.note(heard=heard, began=began)
         return joined(parts, time.monotonic() - began)
+
+    async def _parts(
+        self, opened: _Open, pictures: np.ndarray, prompts: list[str], metadata: list[dict]
+    ) -> list[Answer]:
+        ends, count = asyncio.get_running_loop().time() + self.deadline, len(prompts)
+        try:
+            said = await opened.client.learn(ends)
+        except (Again, TimeoutError):
+            return [failed(count, opened.client.too_late())]
+        size = self._size(said, opened.client.batches, count)
+        tasks = [
+            asyncio.create_task(opened.client.score(question, ends))
+            for question in _split(pictures, prompts, metadata, size)
+        ]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def _size(self, said: RewardInfo, batches: list[int], count: int) -> int:
         """Pictures in one request: every server takes them, or of whole groups one of them."""
@@ -210,14 +240,3 @@ def _split(
             prompts=prompts[rows],
             metadata=metadata[rows],
         )
-
-
-async def _beat(name: str, waiting: dict[object, tuple[int, float]]) -> None:
-    """Says every now and then that, and for how long, answers are waited for."""
-    while True:
-        await asyncio.sleep(HEARTBEAT)
-        now = time.monotonic()
-        late = [(count, now - began) for count, began in waiting.values()]
-        if late and (oldest := max(age for _, age in late)) >= HEARTBEAT:
-            pending = sum(count for count, _ in late)
-            LOG.warning("waiting for reward %s, %d pending, oldest %.0f s", name, pending, oldest)

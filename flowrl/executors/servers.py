@@ -85,6 +85,7 @@ class Servers:
         )
         self._timeout = timeout
         self._next = 0
+        self.heard = -math.inf  # when a server last gave scores
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -132,6 +133,7 @@ class Servers:
 
     def answered(self, server: Server) -> None:
         server.failures, server.trouble = 0, "has not answered"
+        self.heard = time.monotonic()
 
     def troubles(self) -> str:
         return "; ".join(f"{server.url} {server.trouble}" for server in self.all)

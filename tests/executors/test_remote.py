@@ -7,7 +7,6 @@ import pytest
 from faulty import PATIENCE, Faulty, ask, assert_right, good, late, pictures, remote
 
 from flowrl.errors import UserError
-from flowrl.executors import remote as module
 from flowrl.executors.base import RewardFailure
 from flowrl.executors.remote import Remote
 
@@ -103,11 +102,20 @@ def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token):
     assert token not in str(caught.value)
 
 
-def test_waiting_is_told(monkeypatch, caplog):
-    monkeypatch.setattr(module, "HEARTBEAT", 0.1)
-    with Faulty(late(0.28)) as server:
-        assert_right(ask(remote(server)))
-    assert "waiting for reward mean, 3 pending, oldest 0 s" in caplog.text
+def test_servers_that_were_silent_twice_cost_no_third_deadline_and_are_asked_again_later():
+    with Faulty(late(30)) as server:
+        asked = remote(server, timeout=0.2, deadline=0.6)
+        asked.submit(pictures(1), ["a"], [{}]).result(PATIENCE)
+        together = [asked.submit(pictures(1), ["a"], [{}]) for _ in range(3)]
+        assert all("no score within 0.6 s" in f.result(PATIENCE).reasons[0] for f in together)
+        began = time.monotonic()
+        again = asked.submit(pictures(1), ["a"], [{}]).result(PATIENCE)
+        assert time.monotonic() - began < 0.3 and again.scores.isnan().all()
+        assert "not asked, since no server answered within 0.6 s" in again.reasons[0]
+        server.faults = [good]
+        time.sleep(0.7)
+        assert asked.submit(pictures(1), ["a"], [{}]).result(PATIENCE).scores.isfinite().all()
+        asked.close()
 
 
 def test_all_threads_end_with_close_even_while_a_server_hangs():
