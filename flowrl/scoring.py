@@ -60,7 +60,7 @@ class Scoring:
         if not len(prompts) == len(metadata) == rows:
             raise ValueError(f"got {rows} images, {len(prompts)} prompts, {len(metadata)} metadata")
         start = len(self._prompts)
-        images = quantise(images)
+        images = quantise(images, prompts)
         self._prompts += prompts
         self._metadata += metadata
         self._group += group or range(start, start + rows)
@@ -105,7 +105,7 @@ class Scoring:
         try:
             return self._wait(asked, spec.name)
         except RewardFailure as error:
-            if spec.learned:
+            if spec.trained:
                 raise
             return failed(len(asked.rows), str(error))
 
@@ -120,7 +120,7 @@ class Scoring:
                     raise
                 waiting = sum(len(a.rows) for a in self._asked if not a.answer.done())
                 LOG.warning(
-                    "waiting for reward %r since %.0f s, %d scores pending",
+                    "waiting for reward %r for %.0f s, %d scores pending",
                     name, time.monotonic() - began, waiting,
                 )  # fmt: skip
 
@@ -173,22 +173,18 @@ def score(
     return scoring.result()
 
 
-def count_broken(images: Tensor) -> int:
-    """How many of images (B, 3, H, W) hold NaN or infinity."""
-    return int((~images.isfinite()).flatten(1).any(1).sum())
+def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
+    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU.
 
-
-def sampler_failure(bad: int, total: int) -> SamplerFailure:
-    """The error to raise for `bad` of `total` pictures that are not finite."""
-    return SamplerFailure(
-        f"sampler failure: {bad} of {total} pictures hold NaN or infinite pixels; look at the "
-        "latents (learning rate, precision of the decoder), not at the rewards"
-    )
-
-
-def quantise(images: Tensor) -> Tensor:
-    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU."""
-    if bad := count_broken(images):
-        raise sampler_failure(bad, len(images))
+    Raises SamplerFailure for pictures that are not finite, with the first one's prompt.
+    """
+    broken = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if broken:
+        which = f" (the first for the prompt {prompts[broken[0]]!r})" if prompts else ""
+        raise SamplerFailure(
+            f"sampler failure: {len(broken)} of {len(images)} pictures hold NaN or infinite "
+            f"pixels{which}; look at the latents (learning rate, precision of the decoder), not at "
+            "the rewards"
+        )
     # Divided on the CPU: other devices round k / 255 in other ways.
     return to_levels(images).float() / 255

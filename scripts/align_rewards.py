@@ -39,9 +39,12 @@ RUNS = (
     Shown(
         "tiny-sd3-nft-ocr",
         "OCR",
-        "Words that the pipeline has never seen, read back by RapidOCR. Each word is trained in "
+        "Words that its pretraining never showed, read back by RapidOCR. Each word is trained in "
         "three wordings and measured in the fourth. The strict rule, which charges for further "
-        "text, is watched and agrees: nothing else is written.",
+        "text, is watched and agrees: nothing else is written. The pictures show what is learned "
+        "in 80 iterations: to draw cleanly, of the words that the pipeline knows, the one nearest "
+        "to the asked one (CAT for COAT, BOX for BOW). 2 of the base's 272 pictures are right in "
+        "full, and none afterwards.",
     ),
     Shown(
         "tiny-sd3-nft-geneval",
@@ -80,23 +83,24 @@ def main() -> None:
 
 def train(shown: Shown, folder: Path) -> None:
     """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
-    config = flowrl.load_config(shown.preset, [*SHARED, f"run.output_dir={folder}"])
-    if last_evaluation(folder) == config.run.iterations:
+    if ended(shown, folder):
         return
+    config = flowrl.load_config(shown.preset, [*SHARED, f"run.output_dir={folder}"])
     flowrl.align(config, resume="latest" if (folder / CONFIG).exists() else None)
-    if last_evaluation(folder) != config.run.iterations:
+    if not ended(shown, folder):
         raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
 
 
-def last_evaluation(folder: Path) -> int | None:
-    """The iteration of the last one, None when there is none."""
-    steps = [p.step for p in points(Run(method="", seed=0, metrics=read_metrics(folder)))]
-    return steps[-1] if steps else None
+def ended(shown: Shown, folder: Path) -> bool:
+    """Whether the last iteration was evaluated."""
+    evaluated = points(Run(method="", seed=0, metrics=read_metrics(folder)))
+    iterations = flowrl.load_config(shown.preset).run.iterations
+    return bool(evaluated) and evaluated[-1].step == iterations
 
 
 def write_page(runs: Path, output: Path, machine: str) -> None:
     """Of all presets whose runs have ended."""
-    done = [s for s in RUNS if last_evaluation(runs / s.preset)]
+    done = [s for s in RUNS if ended(s, runs / s.preset)]
     parts = [INTRODUCTION.format(machine=machine)]
     every = []
     for shown in done:

@@ -58,7 +58,7 @@ def test_pictures_are_rounded_to_8_bits_once_before_any_reward():
 def test_broken_pictures_are_the_samplers_failure():
     images = GREY.clone()
     images[1, 0, 0, 0] = torch.nan
-    with pytest.raises(SamplerFailure, match="sampler failure: 1 of 4"):
+    with pytest.raises(SamplerFailure, match="sampler failure: 1 of 4 .* for the prompt 'b'"):
         scored(constant, images=images)
 
 
@@ -161,4 +161,4 @@ def test_a_wait_is_told_now_and_then(monkeypatch, caplog):
     executor = Inline(late, "late", background=True)
     score([RewardSpec(name="late", reward=late, executor=executor)], GREY, PROMPTS, PLAIN)
     executor.close()
-    assert "waiting for reward 'late' since 0 s, 4 scores pending" in caplog.text
+    assert "waiting for reward 'late' for 0 s, 4 scores pending" in caplog.text
