@@ -58,7 +58,7 @@ def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
     missing = result.applicable & ~result.valid
     found = torch.zeros(len(missing), dtype=torch.bool)
     for spec, column in zip(specs, missing.unbind(1), strict=True):
-        if not spec.learned or isinstance(spec.on_failure, int | float):
+        if not spec.trained or isinstance(spec.on_failure, int | float):
             continue
         if spec.on_failure == "raise" and bool(column.any()):
             raise RewardFailure(

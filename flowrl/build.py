@@ -25,10 +25,10 @@ from flowrl.functional.sde import KERNELS
 from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
 from flowrl.progress import Steps
+from flowrl.prompt_fit import check_evaluation, check_prompts
 from flowrl.prompts import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.report import Report
 from flowrl.reward import Reward, RewardSpec
-from flowrl.reward_checks import check_evaluation, check_prompts
 from flowrl.reward_gradient import RewardGradient, check_differentiable
 from flowrl.run import Run, RunSettings
 from flowrl.runtime import Runtime

@@ -5,14 +5,13 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Literal
 
 from packaging.requirements import Requirement
 
 import flowrl
+from flowrl.findings import Finding
 from flowrl.recipe import preset_names
 
 DISTRIBUTION = "flowrl-diffusion"
@@ -44,19 +43,6 @@ OPTIONAL = {  # package: its extra, and what it is for
     "wandb": ("wandb", "run.trackers=[wandb]"),
     "trackio": ("trackio", "run.trackers=[trackio]"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One line of a check-up; `remedy` says what to do, "" where nothing is to be done.
-
-    "warning" is what people should look at and that stops nothing.
-    """
-
-    topic: str
-    state: Literal["ok", "warning", "missing", "problem"]
-    detail: str
-    remedy: str = ""
 
 
 def examine() -> list[Finding]:
@@ -122,7 +108,7 @@ def _optional() -> Iterator[Finding]:
             topic=package,
             state="ok" if found else "missing",
             detail=found or f"optional: {use}",
-            remedy="" if found else f'pip install "{DISTRIBUTION}[{extra}]"',
+            remedy="" if found else f'From a clone of the project: pip install ".[{extra}]"',
         )
 
 
@@ -186,7 +172,7 @@ def _data() -> Iterator[Finding]:
         topic="tiny pipelines",
         state="ok" if pipelines else "problem",
         detail=names or "none in the package",
-        remedy="" if pipelines else f"pip install --force-reinstall --no-deps {DISTRIBUTION}",
+        remedy="" if pipelines else "From a clone: pip install --force-reinstall --no-deps .",
     )
     yield Finding(topic="presets", state="ok", detail=", ".join(preset_names()))
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")

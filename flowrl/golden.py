@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.doctor import Finding
 from flowrl.errors import UserError
-from flowrl.executors.base import RewardFailure, ask
+from flowrl.executors.base import RewardFailure, ask, to_levels
+from flowrl.findings import Finding
 from flowrl.preflight.findings import failure
 from flowrl.preflight.pictures import trials_of
 from flowrl.reward import BUILT_IN, RewardSpec, load_reward
+from flowrl.scoring import quantise
 from flowrl.storage import write_text
 
 PATH = Path(flowrl.__file__).parent.parent / "rewards" / "golden.json"
-PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow")
+PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow", "scikit-image")
 SHARE = 0.003  # of the largest score: far above rounding, below what other preprocessing changes
 REMEDY = (
     "Record one with flowrl golden {name} --write --file JSON, where its scores are known to be "
@@ -75,13 +76,13 @@ def measure(name: str) -> Entry:
         raise RewardFailure(f"reward {name!r} has nothing to say to the pictures there are")
     rows = []
     for trial in trials:
-        count = len(trial.pictures)
-        answer = ask(reward, name, trial.pictures, [trial.prompt] * count, [trial.metadata] * count)
+        pictures, count = quantise(trial.pictures), len(trial.pictures)
+        answer = ask(reward, name, pictures, [trial.prompt] * count, [trial.metadata] * count)
         if answer.reasons:
             raise RewardFailure(
                 f"reward {name!r} gave no score: {next(iter(answer.reasons.values()))}"
             )
-        levels = (trial.pictures * 255).round().byte().contiguous().numpy().tobytes()
+        levels = to_levels(pictures).contiguous().numpy().tobytes()
         rows.append(
             {
                 "prompt": trial.prompt,

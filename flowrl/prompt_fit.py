@@ -16,7 +16,7 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
     check_judges(specs, prompts)
     fits = [[s.applies(p.text, p.metadata) for s in specs] for p in prompts]
     for column, spec in enumerate(specs):
-        if spec.learned and not any(row[column] for row in fits):
+        if spec.trained and not any(row[column] for row in fits):
             needs = ", ".join(getattr(spec.reward, "required_metadata", ())) or "something else"
             raise UserError(
                 f"reward {spec.name!r} applies to none of the prompts: "

@@ -88,13 +88,13 @@ class RewardSpec:
                 f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
                 f"{type(error).__name__}: {error}"
             )  # fmt: skip
-            if self.learned:
+            if self.trained:
                 raise UserError(told) from error
             warnings.warn(told, stacklevel=2)  # each text once
             return False
 
     @property
-    def learned(self) -> bool:
+    def trained(self) -> bool:
         """Whether it is trained on; a failure of one that is only watched never stops a run."""
         return bool(self.weight) and not self.held_out
 
@@ -104,7 +104,7 @@ class RewardSpec:
         try:
             return getattr(self.reward, "scope", "sample") == "group"
         except UserError:  # a server that does not answer
-            if self.learned:
+            if self.trained:
                 raise
             return False
 
@@ -129,7 +129,7 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
     """Those that are learned: not held out, and with a weight."""
-    return [spec for spec in specs if spec.learned]
+    return [spec for spec in specs if spec.trained]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

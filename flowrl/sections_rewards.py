@@ -101,7 +101,7 @@ class HttpExecutor(Section):
 
     kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
     urls: list[Text] = option(..., "One or more servers that take turns, for example "
-                              "[http://127.0.0.1:8000].")  # fmt: skip
+                              "[http://127.0.0.1:8400].")  # fmt: skip
     timeout: Positive = option(
         30.0, "Seconds without a byte, after which a request is tried again."
     )

@@ -19,7 +19,7 @@ CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
 Form = Literal["multipart", "json"]
 
-TOKEN = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
+TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
 
 _SIZE = struct.Struct("<II")  # height and width before the pixels of raw-zlib
 _SAVED: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def sendable(token: str) -> bool:
-    """Whether a header can hold the token as it is; if not, it TOKEN."""
+    """Whether a header can hold the token as it is; if not, it breaks TOKEN_RULE."""
     return all("!" <= character <= "~" for character in token)
 
 

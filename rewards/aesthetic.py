@@ -8,8 +8,7 @@ import functools
 
 from torch import Tensor, nn
 
-from rewards.clipscore import MODEL
-from rewards.networks.clip import Clip
+from rewards.networks.clip import VIT_L14, Clip
 from rewards.networks.loading import building, device_of, read_weights, weights_file
 from rewards.networks.preprocess import NAME
 
@@ -28,12 +27,11 @@ class Aesthetic:
 
     name = "aesthetic"
     differentiable = True
-    scope = "sample"
 
     def __init__(
         self,
         *,
-        model: str = MODEL,
+        model: str = VIT_L14,
         head: str = HEAD,
         revision: str | None = None,
         device: str = "auto",

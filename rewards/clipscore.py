@@ -6,10 +6,8 @@ nor cut at 0 as in the paper: the form that alignment papers train on and report
 
 from torch import Tensor
 
-from rewards.networks.clip import Clip
+from rewards.networks.clip import VIT_L14, Clip
 from rewards.networks.preprocess import NAME
-
-MODEL = "openai/clip-vit-large-patch14"
 
 
 class CLIPScore:
@@ -21,12 +19,11 @@ class CLIPScore:
     name = "clipscore"
     bounds = (-1.0, 1.0)
     differentiable = True
-    scope = "sample"
 
     def __init__(
         self,
         *,
-        model: str = MODEL,
+        model: str = VIT_L14,
         revision: str | None = None,
         device: str = "auto",
         dtype: str = "fp32",

@@ -44,7 +44,6 @@ class GenEval:
 
     required_metadata = ("tag", "include")
     differentiable = False
-    scope = "sample"
 
     def __init__(
         self,
@@ -219,7 +218,7 @@ def _classes(wanted: dict) -> list[str]:
 
 def _untold(metadata: Sequence[dict], known: Sequence[bool]) -> dict[int, str]:
     return {
-        row: f"the prompt's tag {metadata[row].get('tag')!r} is none of {', '.join(rules.TAGS)}"
+        row: rules.unknown_tag(metadata[row].get("tag"))
         for row, is_known in enumerate(known)
         if not is_known
     }

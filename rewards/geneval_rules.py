@@ -44,7 +44,7 @@ def check(wanted: dict) -> None:
     """
     tag, include, exclude = wanted.get("tag"), wanted.get("include"), wanted.get("exclude") or ()
     if tag not in TAGS:
-        raise ValueError(f"the tag {tag!r} is none of {', '.join(TAGS)}")
+        raise ValueError(unknown_tag(tag))
     if not include:
         raise ValueError("include lists no object: give [{class: cat, count: 1}] or the like")
     for name, entries in (("include", include), ("exclude", exclude)):
@@ -55,6 +55,14 @@ def check(wanted: dict) -> None:
     need = NEEDS.get(tag)
     if need and not any(asks(entry, need) for entry in include):
         raise ValueError(f"the tag is {tag!r}, and include asks for no {need}: {include!r}")
+
+
+def unknown_tag(tag: Any) -> str:
+    """What is wrong with a tag that is not in TAGS, and what to do."""
+    return (
+        f"the tag {tag!r} is none of {', '.join(TAGS)}: correct the tag, or keep geneval to its "
+        "prompts with applies_to"
+    )
 
 
 def _check_entry(entry: Any, place: str, before: int) -> None:

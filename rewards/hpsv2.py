@@ -40,7 +40,6 @@ class HPSv2:
     name = "hpsv2"
     bounds = (-1.0, 1.0)
     differentiable = True
-    scope = "sample"
 
     def __init__(
         self,

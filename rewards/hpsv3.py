@@ -3,6 +3,8 @@
 A Qwen2-VL-7B with a head for mean and spread (17 GB in bf16) from the authors' package `hpsv3`.
 That package pins transformers and wants an environment of its own: start `flowrl reward-serve`
 there and score through it, see docs/reward-servers.md.
+
+Tested against the interface of that package alone, not with its weights.
 """
 
 import functools
@@ -27,7 +29,6 @@ class HPSv3:
     name = "hpsv3"
     bounds = (None, None)
     differentiable = False
-    scope = "sample"
 
     def __init__(
         self, *, checkpoint: str | None = None, config: str | None = None, device: str = "auto"

@@ -3,6 +3,8 @@
 A BLIP ViT-L with cross-attention (450 M parameters) from the authors' package `image-reward`. That
 package asks for old versions of others and wants an environment of its own: start `flowrl
 reward-serve` there and score through it, see docs/reward-servers.md.
+
+Tested against the interface of that package alone, not with its weights.
 """
 
 import functools
@@ -32,7 +34,6 @@ class ImageReward:
     name = "imagereward"
     bounds = (None, None)
     differentiable = False
-    scope = "sample"
 
     def __init__(self, *, model: str = MODEL, device: str = "auto"):
         self.model, self.device = model, device

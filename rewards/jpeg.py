@@ -27,14 +27,12 @@ class Incompressibility:
     name = "incompressibility"
     bounds = (0.0, None)
     differentiable = False
-    deterministic = True
-    scope = "sample"
 
     def __init__(self, quality: int = 95):
         if not 1 <= quality <= 100:
             raise ValueError(f"JPEG quality lies between 1 and 100, got {quality}")
         self.quality = quality
-        self.version = f"jpeg-1/{quality}"
+        self.version = f"{self.name}-1/{quality}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B,) float32."""

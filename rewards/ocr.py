@@ -65,8 +65,6 @@ class OCR:
     """
 
     differentiable = False
-    deterministic = True
-    scope = "sample"
     bounds = (0.0, 1.0)
 
     def __init__(
@@ -128,7 +126,7 @@ class OCR:
         for row, (image, prompt, data) in enumerate(pairs):
             targets = self.targets(prompt, data)
             if not targets:
-                reasons[row] = "the prompt asks for no text"
+                reasons[row] = "the prompt asks for no text: put it in quotes or in ocr_text"
                 continue
             try:
                 lines = self._read(np.ascontiguousarray(image[..., ::-1]))

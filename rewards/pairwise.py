@@ -4,7 +4,6 @@ Preferences compare what scores cannot tell apart; their mean is a reward betwee
 judge's mood cannot shift.
 """
 
-import hashlib
 import itertools
 import math
 import re
@@ -14,11 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply
-from rewards.chat.token_mass import LEAST_MASS, expectation
+from rewards.chat.messages import Question, Reply, check_template, digest
+from rewards.chat.token_mass import ALTERNATIVES, LEAST_MASS, expectation
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
-from rewards.vlm_judge import ALTERNATIVES
 
 ASK_TOKEN = (
     'Both pictures were made for "{prompt}". Which one shows it better, and is made better? '
@@ -107,13 +105,11 @@ class PairwiseWinRate:
             raise ValueError(f"rivals is at least 1, or null for all, not {rivals}")
         self.chat, self.mode, self.rivals = connected(server), mode, rivals
         self.both_orders, self.template = both_orders, template or MODES[mode]
-        if "{prompt}" not in self.template:
-            raise ValueError("template must hold {prompt} where the prompt goes")
+        check_template(self.template)
         self.longest, self.max_tokens, self.min_mass = longest, max_tokens, min_mass
         self.name = "pairwise" if mode == "tokens" else f"pairwise_{mode}"
-        said = repr((self.template, rivals, both_orders, max_tokens, min_mass))
-        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
-        self.version = f"pairwise-1/{mode}/{digest}/{longest}px/{self.chat.version}"
+        said = digest(self.template, rivals, both_orders, max_tokens, min_mass)
+        self.version = f"pairwise-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """The pictures (B, 3, H, W) of one prompt -> (B win rates, reasons of missing ones).
@@ -153,7 +149,7 @@ class PairwiseWinRate:
     def _preferred(self, reply: Reply) -> float:
         if self.mode == "text":
             return verdict(reply.heard().text)
-        return expectation(reply.heard().first, FIRST, self.min_mass)[0]
+        return expectation(reply.heard().first, FIRST, self.min_mass)
 
     def _question(self, first: bytes, second: bytes, text: str) -> Question:
         if self.mode == "text":

@@ -24,7 +24,6 @@ class PickScore:
 
     name = "pickscore"
     differentiable = True
-    scope = "sample"
 
     def __init__(
         self,

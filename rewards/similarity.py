@@ -35,7 +35,6 @@ class Similarity:
     required_metadata = ("reference",)
     bounds = (-1.0, 1.0)
     differentiable = False
-    scope = "sample"
 
     def __init__(
         self,

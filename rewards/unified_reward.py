@@ -5,7 +5,6 @@ anew. For numbers that compare with published ones, give the question on the mod
 `template`: the models were trained with it.
 """
 
-import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, scored
+from rewards.chat.messages import Question, Reply, check_template, digest, scored, text_score
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
-from rewards.vlm_judge import text_score
 
 ASK_FINAL = (
     "Here is a caption, and a picture that was generated for it. Go through the elements of the "
@@ -64,7 +62,6 @@ class UnifiedReward:
 
     differentiable = False
     deterministic = False
-    scope = "sample"
 
     def __init__(
         self,
@@ -79,13 +76,12 @@ class UnifiedReward:
             raise ValueError(f"UnifiedReward's form is one of {', '.join(FORMS)}, not {form!r}")
         self.chat, self.form = connected(server), form
         self.template = template or FORMS[form]
-        if "{prompt}" not in self.template:
-            raise ValueError("template must hold {prompt} where the prompt goes")
+        check_template(self.template)
         self.longest, self.max_tokens = longest, max_tokens
         self.name = "unified_reward"
         self.bounds = (LOWEST / HIGHEST if form == "1.5" else 0.0, 1.0)
-        digest = hashlib.sha256(self.template.encode()).hexdigest()[:8]
-        self.version = f"unified_reward-1/{form}/{digest}/{longest}px/{self.chat.version}"
+        said = digest(self.template, max_tokens)
+        self.version = f"unified_reward-1/{form}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""

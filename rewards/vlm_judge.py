@@ -4,8 +4,6 @@ Three ways to ask, all with a template of one's own: the expectation over score 
 one token), yes or no (VQAScore, arXiv 2404.01291), or a text that ends in a score.
 """
 
-import hashlib
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +11,14 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, scored
-from rewards.chat.token_mass import LEAST_MASS, check_first_tokens, expectation, spelled
+from rewards.chat.messages import Question, Reply, check_template, digest, scored, text_score
+from rewards.chat.token_mass import (
+    ALTERNATIVES,
+    LEAST_MASS,
+    check_first_tokens,
+    expectation,
+    spelled,
+)
 from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 
@@ -31,30 +35,8 @@ ASK_TEXT = (
 )
 MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}
 PATTERN = r"<Score>\s*([^<]*?)\s*</Score>"
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 TO_FIVE: Mapping[str, float] = {str(n): float(n) for n in range(6)}
 YES: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
-ALTERNATIVES = 20  # the most that vLLM gives unless told otherwise
-
-
-def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
-    """The number in what `pattern`'s group finds last in `text`.
-
-    Raises ValueError when it finds nothing, and when the last find is no number ("4/10", "1-5") or
-    lies outside [lowest, highest]: what was said before it does not count.
-    """
-    found = re.findall(pattern, text)
-    if not found:
-        raise ValueError(
-            f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see template and "
-            "max_tokens"
-        )
-    number = found[-1].rstrip(".,")  # of the sentence around it
-    if not NUMBER.fullmatch(number) or not lowest <= float(number) <= highest:
-        raise ValueError(
-            f"the answer's score is {found[-1]!r}, expected a number from {lowest:g} to {highest:g}"
-        )
-    return float(number)
 
 
 def _check_pattern(pattern: str) -> None:
@@ -81,7 +63,6 @@ class VLMJudge:
 
     differentiable = False
     deterministic = False  # greedy answers still depend on what else a server works on
-    scope = "sample"
 
     def __init__(
         self,
@@ -114,14 +95,11 @@ class VLMJudge:
         )
         for key, value in (("{lowest}", self.lowest), ("{highest}", self.highest)):
             self.template = self.template.replace(key, f"{value:g}")
-        if "{prompt}" not in self.template:
-            raise ValueError("template must hold {prompt} where the prompt goes")
+        check_template(self.template)
         self.name = "vlm_judge" if mode == "expectation" else f"vlm_judge_{mode}"
         self.bounds = (self.lowest / self.highest, 1.0)
-        said = repr((self.template, self.scores, pattern, max_tokens, min_mass))
-        digest = hashlib.sha256(said.encode()).hexdigest()[:8]
-        self.version = f"vlm_judge-1/{mode}/{digest}/{longest}px/{self.chat.version}"
-        self.least_mass = math.nan  # the smallest mass on accepted tokens so far
+        said = digest(self.template, self.scores, pattern, max_tokens, min_mass)
+        self.version = f"vlm_judge-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
@@ -143,8 +121,7 @@ class VLMJudge:
         if self.mode == "text":
             score = text_score(reply.text, self.pattern, self.lowest, self.highest)
         else:
-            score, mass = expectation(reply.first, self.scores, self.min_mass)
-            self.least_mass = mass if math.isnan(self.least_mass) else min(self.least_mass, mass)
+            score = expectation(reply.first, self.scores, self.min_mass)
         return score / self.highest
 
     def fixtures(self) -> list[dict]:

@@ -7,11 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, scored
-from rewards.chat.token_mass import LEAST_MASS, on
+from rewards.chat.messages import Question, Reply, check_template, digest, scored
+from rewards.chat.token_mass import ALTERNATIVES, LEAST_MASS, on
 from rewards.fixtures import fixture, square
 from rewards.images import pngs
-from rewards.vlm_judge import ALTERNATIVES
 
 ASK = "{question} Answer in one word."
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
@@ -54,7 +53,6 @@ class VLMQuestions:
     bounds = (0.0, 1.0)
     differentiable = False
     deterministic = False
-    scope = "sample"
 
     def __init__(
         self,
@@ -67,13 +65,12 @@ class VLMQuestions:
     ):
         if mean not in MEANS:
             raise ValueError(f"the mean is one of {', '.join(MEANS)}, not {mean!r}")
-        if "{question}" not in template:
-            raise ValueError("template must hold {question} where the question goes")
+        check_template(template, "question")
         self.chat, self.mean, self.template = connected(server), mean, template
         self.longest, self.min_mass = longest, min_mass
         self.name = "vlm_questions" if mean == "arithmetic" else f"vlm_questions_{mean}"
-        said = f"{mean}/{template}/{min_mass:g}/{longest}px"
-        self.version = f"vlm_questions-1/{said}/{self.chat.version}"
+        said = digest(template, min_mass)
+        self.version = f"vlm_questions-1/{mean}/{said}/{longest}px/{self.chat.version}"
 
     def check(self, prompt: str, metadata: dict) -> None:
         """Raises ValueError when the question list has another form."""

@@ -1,6 +1,6 @@
 import json
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -39,9 +39,13 @@ def built(monkeypatch):
         calls.append((args, kwargs))
         return [{"file": "a.png", "ocr": float("nan"), "brightness": 0.25}]
 
+    def score(*args):
+        return SimpleNamespace(rows=record(*args), missing=["reward 'ocr' does not apply"])
+
     module.align, module.table = align, list  # type: ignore[attr-defined]
-    for name in ("sample_images", "score_images", "evaluate_model", "build_gallery"):
+    for name in ("sample_images", "evaluate_model", "build_gallery"):
         setattr(module, name, record)
+    module.score_images = score  # type: ignore[attr-defined]
     for name in ("flowrl.actions", "flowrl.score_files"):
         monkeypatch.setitem(sys.modules, name, module)
     return calls
@@ -179,10 +183,21 @@ def test_sample_without_a_prompt_says_what_to_write(run, built):
 
 
 def test_score_prints_a_missing_score_as_missing(run, built):
-    code, out, _ = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
+    code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
     assert code == 0
-    assert built[0][0][1] == ["ocr", "brightness"]
+    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None])
     assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
+    assert err == "reward 'ocr' does not apply\n"
+
+
+def test_score_passes_on_the_arguments_of_each_reward(run, built):
+    words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
+    assert run(*words)[0] == 0
+    assert built[0][0][3] == [{"mode": "strict"}]
+    assert "given 1 times for 2 rewards" in run(*words, "--reward", "brightness")[2]
+    assert "expected names and values" in run(*words[:-1], "[strict]")[2]
+    assert "--reward ocr is given twice" in run(*words[:-2], "--reward", "ocr")[2]
+    assert len(built) == 1
 
 
 def test_score_as_json_is_valid_json(run, built):

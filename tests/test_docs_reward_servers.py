@@ -8,10 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import typer
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
 from typer.main import get_command
 
 from flowrl.commands.serving import reward_serve
@@ -19,6 +23,7 @@ from flowrl.executors.remote import Remote
 from flowrl.reward import load_reward
 from flowrl.sections_rewards import Reward
 from flowrl.wire import Info, Request, Response
+from rewards import geneval_rules as rules
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reward-servers.md").read_text(encoding="utf-8")
 (SERVER,) = re.findall(r"```python server\n(.*?)```", PAGE, re.DOTALL)
@@ -41,6 +46,16 @@ reward_server.load = Brightness
 reward_server.score = score
 reward_server.main(0)
 """
+
+
+def functions(title: str) -> dict:
+    """Those that take the place of the page's server's own."""
+    (text,) = re.findall(rf"```python {title}\n(.*?)```", PAGE, re.DOTALL)
+    ast.parse(text, feature_version=(3, 8))
+    assert max(map(len, text.splitlines())) <= 100
+    found = {"Image": Image}
+    exec(text, found)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +97,55 @@ def test_the_server_needs_old_python_and_two_packages_only():
     others = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
     assert others == {"numpy", "PIL", "ImageReward"}
     assert max(map(len, SERVER.splitlines())) <= 100
+
+
+CLASSES = ("mouse", "cat", "dog")
+AMOUNTS = st.lists(st.sampled_from([0.2, 0.5, 0.95]), max_size=3)
+WANTED = st.lists(
+    st.fixed_dictionaries({
+        "class": st.sampled_from(["computer mouse", "cat", "dog"]),
+        "count": st.integers(1, 3),
+    }),
+    min_size=1,
+    max_size=2,
+)  # fmt: skip
+
+
+@given(
+    scores=st.tuples(AMOUNTS, AMOUNTS, AMOUNTS),
+    tag=st.sampled_from(["single_object", "two_object", "counting"]),
+    include=WANTED,
+    exclude=st.none() | WANTED,
+)
+def test_geneval_with_mmdet_judges_counts_as_the_reward_does(scores, tag, include, exclude):
+    page = functions("geneval")
+    boxes = [np.array([[0, 0, 1, 1, s] for s in its]).reshape(-1, 5) for its in scores]
+    names = ["computer mouse", *CLASSES[1:]]
+    found = [
+        rules.Detection(box=(0, 0, 1, 1), score=s, name=name)
+        for name, its in zip(names, scores, strict=True)
+        for s in its
+    ]
+    wanted = {"tag": tag, "include": include} | ({} if exclude is None else {"exclude": exclude})
+    objects = rules.by_class(found, 0.9 if tag == "counting" else 0.3)
+    expected = rules.official(objects, include, exclude or [])
+    assert page["rule"](CLASSES, boxes, wanted) == expected
+
+
+def test_geneval_with_mmdet_has_no_score_for_what_it_cannot_see():
+    rule = functions("geneval")["rule"]
+    for tag in ("colors", "position", "color_attr"):
+        assert rule(CLASSES, [], {"tag": tag, "include": []}) is None
+
+
+def test_deqa_is_asked_about_pictures_and_scaled_to_1():
+    class Model:
+        def score(self, images):
+            assert [image.size for image in images] == [(4, 3)] * 2
+            return torch.tensor([1.0, 5.0])
+
+    asked = [np.zeros((3, 4, 3), np.uint8)] * 2
+    assert functions("deqa")["score"](Model(), asked, ["p"] * 2, [{}] * 2) == [0.2, 1.0]
 
 
 def test_the_recipe_is_valid():

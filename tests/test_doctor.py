@@ -3,7 +3,8 @@ import socket
 import pytest
 
 from flowrl import doctor
-from flowrl.doctor import Finding, examine, healthy
+from flowrl.doctor import examine, healthy
+from flowrl.findings import Finding
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ PACKAGE = ROOT / "flowrl"
 
 # Each line may import itself and the lines above it. A new file needs a place here.
 LAYERS = [
-    {"errors", "storage", "imports"},
+    {"errors", "findings", "storage", "imports"},
     {"functional", "noise", "trees"},
     {"endpoints", "paths", "reference_errors", "runtime", "trajectory"},
     {"backbones", "policy", "tiny"},
     {"samplers", "objectives"},
     {"prompts", "prompt_sources", "prompt_datasets", "prompt_sets", "encode"},
-    {"reward", "executors", "reward_checks", "scoring", "aggregate", "wire"},
+    {"reward", "executors", "prompt_fit", "scoring", "aggregate", "wire"},
     {"rollout", "reward_gradient"},
     {"pictures", "curves", "treeplot", "render", "metrics", "trackers"},
     {"gallery", "card", "report", "progress", "comparison"},

@@ -1,18 +1,141 @@
 """Scores of picture files, as `flowrl score` gives them."""
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 from PIL import Image
 
 from flowrl.errors import UserError
-from flowrl.score_files import score_images
+from flowrl.score_files import BATCH, score_images
+
+REWARDS = """
+class Bright:
+    required_metadata = ("tag",)
+
+    def __call__(self, images, prompts, metadata):
+        if "bad" in prompts:
+            raise RuntimeError("no face")
+        return images.mean((1, 2, 3))
 
 
-def test_scores_of_a_folder_are_those_of_its_pictures(tmp_path):
+class Sorted:
+    scope = "group"
+
+    def __call__(self, images, prompts, metadata):
+        assert len(set(prompts)) == 1
+        return images.mean((1, 2, 3)).argsort().argsort().float()
+
+
+def absent(images, prompts, metadata):
+    raise ImportError("no such package")
+"""
+BRIGHT, SORTED = "file_rewards:Bright", "file_rewards:Sorted"
+
+
+@pytest.fixture
+def grey(tmp_path, monkeypatch):
+    """(name, level, side) -> a picture."""
+    (tmp_path / "file_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(name: str, level: int, side: int = 8) -> Path:
+        Image.new("RGB", (side, side), (level,) * 3).save(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def prompts_of(folder: Path, *records: dict) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def test_scores_of_a_folder_are_those_of_its_pictures(grey, tmp_path):
     for name, value in [("a.png", 0), ("b.png", 255)]:
-        Image.new("RGB", (8, 8), (value,) * 3).save(tmp_path / name)
+        grey(name, value)
     (tmp_path / "notes.txt").write_text("not a picture")
-    rows = score_images([tmp_path], ["brightness"], None)
-    assert [row["brightness"] for row in rows] == [0.0, 1.0]
+    scored = score_images([tmp_path], ["brightness"], None)
+    assert [row["brightness"] for row in scored.rows] == [0.0, 1.0]
+    assert not scored.missing
+
+
+def test_more_pictures_than_a_batch_keep_their_order(grey, tmp_path):
+    paths = [grey(f"{n:03}.png", n) for n in range(2 * BATCH + 3)]
+    rows = score_images([tmp_path], ["brightness"], None).rows
+    assert [row["picture"] for row in rows] == [str(path) for path in paths]
+    assert [round(255 * row["brightness"]) for row in rows] == list(range(len(paths)))
+
+
+def test_pictures_of_one_prompt_are_compared_and_no_others(grey, tmp_path):
+    names = [("a.png", 9), ("b.png", 200), ("c.png", 3), ("d.png", 100)]
+    paths = [grey(*name) for name in names]
+    prompts = prompts_of(tmp_path, *({"prompt": p} for p in ("cat", "dog", "cat", "dog")))
+    scored = score_images(paths, [SORTED], prompts)
+    assert [row[SORTED] for row in scored.rows] == [1.0, 1.0, 0.0, 0.0]
+    assert not scored.missing
+
+
+def test_pictures_of_all_sizes_are_scored_and_only_those_of_one_are_compared(grey):
+    paths = [grey("a.png", 0, 8), grey("b.png", 255, 16), grey("c.png", 255, 8)]
+    scored = score_images(paths, ["brightness", SORTED], "a cat")
+    assert [row["brightness"] for row in scored.rows] == [0.0, 1.0, 1.0]
+    assert all(math.isnan(row[SORTED]) for row in scored.rows)
+    (line,) = scored.missing
+    assert line == (
+        f"reward '{SORTED}' does not apply to the prompt 'a cat': it compares pictures of one "
+        "size, and these are 8 x 8, 16 x 16"
+    )
+
+
+def test_one_picture_is_compared_with_nothing(grey):
+    scored = score_images([grey("a.png", 0)], [SORTED], "a cat")
+    assert math.isnan(scored.rows[0][SORTED])
+    assert "give two or more" in scored.missing[0]
+
+
+def test_what_fails_or_does_not_apply_is_missing_with_a_reason_and_the_rest_is_scored(
+    grey, tmp_path
+):
+    paths = [grey(f"{n}.png", 255) for n in range(5)]
+    records = [
+        {"prompt": "bad", "tag": "x"},
+        {"prompt": "a cat"},
+        {"prompt": "good", "tag": "x"},
+        {"prompt": "a dog"},
+        {"prompt": "bad", "tag": "y"},
+    ]
+    scored = score_images(paths, [BRIGHT, "brightness"], prompts_of(tmp_path, *records))
+    assert [row["brightness"] for row in scored.rows] == [1.0] * 5
+    assert [row[BRIGHT] == 1.0 for row in scored.rows] == [False, False, True, False, False]
+    assert scored.missing == [
+        f"reward '{BRIGHT}' has no score for {paths[0]}, prompt 'bad': RuntimeError: no face; "
+        "pictures without a score: 2",
+        f"reward '{BRIGHT}' does not apply to the prompt 'a cat': it needs tag in its metadata: "
+        "give --prompts a file that has them; prompts without a score: 2",
+    ]
+
+
+def test_a_reward_that_cannot_run_leaves_the_others_their_scores(grey):
+    name = "file_rewards:absent"
+    scored = score_images([grey("a.png", 255)], [name, "brightness"], "a cat")
+    assert math.isnan(scored.rows[0][name]) and scored.rows[0]["brightness"] == 1.0
+    assert scored.missing[0].endswith("prompt 'a cat': cannot run: no such package")
+
+
+def test_a_file_that_is_no_picture_is_told_and_the_rest_is_scored(grey, tmp_path):
+    good = grey("b.png", 255)
+    (tmp_path / "a.png").write_bytes(good.read_bytes()[:50])
+    scored = score_images([tmp_path], ["brightness", BRIGHT], None)
+    assert math.isnan(scored.rows[0]["brightness"]) and scored.rows[1]["brightness"] == 1.0
+    assert any(line.startswith(f"cannot read {tmp_path / 'a.png'}: ") for line in scored.missing)
+
+
+def test_rewards_are_made_with_their_arguments(grey):
+    with pytest.raises(UserError, match="JPEG quality"):
+        score_images([grey("a.png", 0)], ["compressibility"], None, [{"quality": 0}])
 
 
 def test_scoring_says_what_is_missing(tmp_path):

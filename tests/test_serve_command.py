@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from flowrl.commands import serving
 from flowrl.commands.serving import bound, listen, reward_serve
 from flowrl.errors import UserError
 
@@ -25,6 +26,8 @@ def test_a_server_is_refused_before_it_listens_when_its_options_are_wrong():
         ({"names": ["compressibility"], "args": ["{}", "{}"]}, "given 2 times for 1 rewards"),
         ({"names": ["compressibility"], "args": ["[]"]}, "expected names and values"),
         ({"names": ["compressibility"], "codec": ["gif"]}, "--codec is one of png"),
+        ({"names": ["compressibility"], "timeout": 5.0}, "give --workers as well"),
+        ({"names": ["compressibility"], "micro_batch": 4}, "give --workers as well"),
     ]:
         with pytest.raises(UserError, match=words):
             reward_serve(**options, port=0)
@@ -69,6 +72,19 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     words = rf"^flowrl reward-serve needs {package} .*: pip install {package}$"
     with pytest.raises(UserError, match=words):
         reward_serve(["no_such_module:Reward"], port=0, workers=workers)
+
+
+@pytest.mark.parametrize("name, size", [("compressibility", 3), ("diversity", None)])
+def test_processes_get_the_time_and_the_pictures_that_are_asked_for(name, size, monkeypatch):
+    pools = []
+    monkeypatch.setattr(
+        serving, "_serve", lambda app, *_: pools.extend(app.state.service.executors.values())
+    )
+    monkeypatch.setattr(serving, "_warm_up", list)
+    reward_serve([name], port=0, workers=2, timeout=7.0, micro_batch=3)
+    (pool,) = pools
+    assert [process.timeout for process in pool._processes] == [7.0, 7.0]
+    assert pool.micro_batch == size
 
 
 def test_a_pool_is_not_missed_without_processes(monkeypatch):

@@ -66,7 +66,7 @@ def tree(
 ) -> None:
     """16 pictures of a prompt as a tree against chains, and a pruned update.
 
-    Stands beside what the plans' own counts say.
+    Next to it: what the plans' own counts predict.
 
     Example:
 

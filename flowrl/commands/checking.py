@@ -8,7 +8,7 @@ import typer
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.doctor import Finding
+    from flowrl.findings import Finding
     from flowrl.preflight.check import Checked
 
 
@@ -55,21 +55,27 @@ def reward_check(
 
       flowrl reward-check my_rewards:sharpness --prompts prompts.jsonl
 
-      flowrl reward-check hpsv3 --server http://127.0.0.1:8300
+      flowrl reward-check hpsv3 --server http://127.0.0.1:8400
 
       flowrl reward-check --all
     """
     chosen = _chosen(names or [], everything=everything, given=bool(args or server))
-    options = _mapping(args)
-    from flowrl.commands.show import print_findings, print_table, stop_unless_fine, token_of
+    from flowrl.commands.show import (
+        arguments_of,
+        print_findings,
+        print_table,
+        stop_unless_fine,
+        token_of,
+    )
     from flowrl.preflight.named import check_named
     from flowrl.prompts import load_prompts
 
+    given = arguments_of(chosen, [args] if args is not None else None)
     token = token_of(token_env)
     records = load_prompts(prompts) if prompts else []
     checks = {}
     width = max(map(len, chosen))
-    for name in chosen:
+    for name, options in zip(chosen, given, strict=True):
         checked = check_named(
             name,
             options,
@@ -104,15 +110,6 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
     if given and len(names) != 1:
         raise UserError("--args and --server are of one reward: give one name with them.")
     return names or list(BUILT_IN)
-
-
-def _mapping(text: str | None) -> dict | None:
-    from flowrl.recipe import load_yaml
-
-    found = load_yaml(text, "--args") if text is not None else None
-    if not isinstance(found, dict | None):
-        raise UserError(f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'.")
-    return found
 
 
 def _row(name: str, checked: "Checked", finding: "Finding") -> dict:

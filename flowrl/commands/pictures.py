@@ -95,27 +95,41 @@ def score(
     reward: Annotated[
         list[str], typer.Option(help="Built-in name or module:attribute; may be repeated.")
     ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="YAML", help="Arguments, as in '{mode: strict}'; one for each --reward."
+        ),
+    ] = None,
     prompt: Annotated[str, typer.Option(help="The prompt of all the pictures.")] = "",
     prompts: PromptFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Score pictures with any reward.
 
-    Prompts from a file belong to the pictures in the order of their names. A score that cannot be
-    computed is shown as n/a.
+    Prompts from a file belong to the pictures in the order of their names. Pictures of one prompt
+    are one group, for rewards that compare them. A score that is missing or does not apply is
+    shown as n/a; a line for each reward says why.
 
     Examples:
 
       flowrl score samples --reward ocr --prompt 'the word "CAT"'
 
+      flowrl score samples --reward ocr --args '{mode: strict}' --prompt 'the word "CAT"'
+
       flowrl score a.png b.png --reward ocr --reward my_package.mine:Sharpness --prompts two.txt
     """
     if prompt and prompts:
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
-    from flowrl.commands.show import print_table
+    if twice := next((name for name in reward if reward.count(name) > 1), None):
+        raise UserError(f"--reward {twice} is given twice, expected each once: score them in turn.")
+    from flowrl.commands.show import arguments_of, print_table
     from flowrl.score_files import score_images
 
-    print_table(score_images(pictures, reward, prompts or prompt or None), as_json=as_json)
+    scored = score_images(pictures, reward, prompts or prompt or None, arguments_of(reward, args))
+    print_table(scored.rows, as_json=as_json)
+    for line in scored.missing:
+        typer.echo(line, err=True)
 
 
 def gallery(

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
 FOR_POOLS = {"pebble": "pebble"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """What --workers, --timeout and --micro-batch say; without workers there is none."""
+
+    workers: int
+    timeout: float
+    micro_batch: int
 
 
 def reward_serve(
@@ -42,6 +51,18 @@ def reward_serve(
     workers: Annotated[
         int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
     ] = 0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Seconds for one question to a process, then it is replaced.",
+            show_default="60",
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most pictures in one question to a process.", show_default="8"),
+    ] = None,
     codec: Annotated[
         list[str] | None,
         typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, or jpeg (lossy)."),
@@ -56,20 +77,23 @@ def reward_serve(
 
       flowrl reward-serve ocr geneval
 
-      flowrl reward-serve ocr --args '{mode: strict}' --workers 2
+      flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
 
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
     token = _token(host, token_env)
     codecs = _codecs(codec)
-    if args and len(args) != len(names):
-        raise UserError(f"--args was given {len(args)} times for {len(names)} rewards.")
+    if not workers and (timeout or micro_batch):
+        raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
+    from flowrl.commands.show import arguments_of
+
+    given = arguments_of(names, args)
     _need(PACKAGES | FOR_POOLS if workers else PACKAGES)
     from flowrl.serving.app import make_app
 
     with bound(host, port) as listening:
-        texts = args or ["{}"] * len(names)
-        specs = [_spec(name, text, workers) for name, text in zip(names, texts, strict=True)]
+        pool = _Pool(workers=workers, timeout=timeout or 60.0, micro_batch=micro_batch or 8)
+        specs = [_spec(name, its, pool) for name, its in zip(names, given, strict=True)]
         try:
             app = make_app(
                 specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
@@ -163,27 +187,29 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
-def _spec(name: str, text: str, workers: int) -> "RewardSpec":
-    from flowrl.recipe import load_yaml
+def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
     from flowrl.reward import RewardSpec, load_reward
 
-    args = load_yaml(text, "--args")
-    if not isinstance(args, dict | None):
-        raise UserError(f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'.")
     spec = RewardSpec(name=name, reward=load_reward(name, args))
-    return replace(spec, executor=_executor(spec, args, workers))
+    return replace(spec, executor=_executor(spec, args, pool))
 
 
-def _executor(spec: "RewardSpec", args: dict | None, workers: int) -> "Executor":
-    if not workers:
+def _executor(spec: "RewardSpec", args: dict | None, pool: _Pool) -> "Executor":
+    if not pool.workers:
         from flowrl.executors.inline import Inline
 
         return Inline(spec.reward, spec.name, background=True)
     from flowrl.executors.pool import Pool
     from flowrl.reward import BUILT_IN
 
-    target, size = BUILT_IN.get(spec.name, spec.name), None if spec.whole_groups else 8
-    return Pool(target, args, spec.name, workers=workers, micro_batch=size)
+    return Pool(
+        BUILT_IN.get(spec.name, spec.name),
+        args,
+        spec.name,
+        workers=pool.workers,
+        timeout=pool.timeout,
+        micro_batch=None if spec.whole_groups else pool.micro_batch,
+    )
 
 
 def _serve(app, listening: socket.socket, host: str, names: list[str], late: list[str]) -> None:

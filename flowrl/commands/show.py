@@ -13,7 +13,7 @@ from rich.text import Text
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.doctor import Finding
+    from flowrl.findings import Finding
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -73,6 +73,24 @@ def stop_unless_fine(
         found = [name for name, its in states.items() if state in its]
         if found and sentence is not None:
             raise UserError(f"{sentence}: {', '.join(found)}.")
+
+
+def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
+    """What --args give to each of the rewards, None where they give nothing.
+
+    Raises UserError when there are more or fewer than rewards, and for what is no YAML mapping.
+    """
+    from flowrl.recipe import load_yaml
+
+    if texts and len(texts) != len(rewards):
+        raise UserError(f"--args was given {len(texts)} times for {len(rewards)} rewards.")
+    found = [load_yaml(text, "--args") for text in texts or ()]
+    for text, its in zip(texts or (), found, strict=True):
+        if not isinstance(its, dict | None):
+            raise UserError(
+                f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'."
+            )
+    return found or [None] * len(rewards)
 
 
 def token_of(variable: str | None) -> str | None:

@@ -42,7 +42,7 @@ class _Body:
 
 
 class Client:
-    """Learns what servers say of a reward, and asks it. To be used in one event loop only."""
+    """Fetches what servers say of a reward, and asks it. To be used in one event loop only."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class Client:
         self.servers = Servers(name, urls, timeout=timeout, deadline=deadline, token=token)
         self.said: RewardInfo | None = None
         self._version: tuple[str, str] | None = None  # and who said so first
-        self._learning = asyncio.Lock()
+        self._fetching = asyncio.Lock()
         self._slots = asyncio.Semaphore(in_flight)
 
     @property
     def batches(self) -> list[int]:
-        """The most pictures that each server takes; of those that have said it, so after `learn`
-        at least one."""
+        """The most pictures that each server takes; of those that have said it, so after
+        `fetch_info` at least one."""
         return [info.max_batch for info in self._infos()]
 
-    async def learn(self, ends: float) -> RewardInfo:
+    async def fetch_info(self, ends: float) -> RewardInfo:
         """What the servers say of the reward; asked once. Raises as `again_until` does, and
         RewardFailure for servers without it, with another codec or with different versions."""
-        async with asyncio.timeout_at(ends), self._learning:
+        async with asyncio.timeout_at(ends), self._fetching:
             if self.said is None:
-                self.said = await again_until(ends, self._introduce)
+                self.said = await again_until(ends, self._ask_all)
         return self.said
 
     async def score(self, question: Question, ends: float) -> Answer:
@@ -92,8 +92,8 @@ class Client:
             "runs, look at its log, or raise executor.deadline"
         )
 
-    async def _introduce(self) -> RewardInfo:
-        asked = (self._info(server) for server in self.servers.all)
+    async def _ask_all(self) -> RewardInfo:
+        asked = (self._ask_info(server) for server in self.servers.all)
         told = await asyncio.gather(*asked, return_exceptions=True)
         for error in told:
             if isinstance(error, BaseException) and not isinstance(error, Again):
@@ -106,7 +106,7 @@ class Client:
     def _infos(self) -> list[Info]:
         return [server.info for server in self.servers.all if server.info is not None]
 
-    async def _info(self, server: Server) -> RewardInfo:
+    async def _ask_info(self, server: Server) -> RewardInfo:
         data = await self.servers.ask(server, "GET", "/v1/info")
         try:
             info = Info.model_validate_json(data)
@@ -178,14 +178,14 @@ class Client:
         suits = functools.partial(_suits, len(question.ids), body)
         server = await self.servers.pick(suits)
         if server.stale:
-            await self._info(server)
+            await self._ask_info(server)
             if not suits(server):
                 raise Again(f"{server.url} {server.trouble}")
         try:
             data = await self.servers.ask(server, "POST", "/v1/score", **body.sent)
         except TooLarge:
             before = server.info
-            await self._info(server)
+            await self._ask_info(server)
             if server.info == before:  # it takes less than it says
                 raise
             raise Again(f"{server.url} takes less than before") from None
@@ -212,7 +212,7 @@ class Client:
         return Answer(scores=values, reasons=named)
 
     def _useless(self, server: Server, question: Question, what: str) -> Answer:
-        self.servers.failed(server, what)
+        self.servers.note_failure(server, what)
         reason = f"{server.url} {what}; look at its log, and compare it with docs/reward-servers.md"
         return failed(len(question.ids), reason)
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class Background:
+class EventLoop:
     """Runs coroutines until it is closed. `start` may be called from any other thread."""
 
     def __init__(self, name: str):

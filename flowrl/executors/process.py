@@ -72,8 +72,8 @@ class Process:
             limit = f"{self.timeout:g} s" if self._answered else f"{self._first:g} s with loading"
             self.retire()
             raise TookTooLong(
-                f"took longer than {limit} and was stopped; raise executor.timeout or lower "
-                "executor.micro_batch"
+                f"took longer than {limit} and was stopped; give it a longer timeout, or fewer "
+                "pictures at a time"
             ) from error
         except Closed:
             raise

@@ -15,11 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.executors.background import Background
 from flowrl.executors.base import Answer, RewardFailure, failed, joined, to_levels
 from flowrl.executors.client import Client, Question
+from flowrl.executors.loop import EventLoop
 from flowrl.executors.servers import Again
-from flowrl.wire import CODECS, TOKEN, Codec, RewardInfo, sendable
+from flowrl.wire import CODECS, TOKEN_RULE, Codec, RewardInfo, sendable
 
 LONGEST = 600.0  # seconds of rest
 
@@ -28,7 +28,7 @@ LONGEST = 600.0  # seconds of rest
 class _Open:
     """What a Remote has while it is in use."""
 
-    background: Background
+    loop: EventLoop
     client: Client
 
 
@@ -93,7 +93,7 @@ class Remote:
                     f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
                 )
         if token and not sendable(token):
-            raise UserError(f"reward {name!r}: its token {TOKEN}")
+            raise UserError(f"reward {name!r}: its token {TOKEN_RULE}")
         self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
         self._urls, self._timeout, self._token = list(urls), timeout, token
         self._codec: Codec = codec
@@ -105,23 +105,23 @@ class Remote:
 
     @property
     def version(self) -> str:
-        return self._learned().version
+        return self._info().version
 
     @property
     def bounds(self) -> tuple[float | None, float | None]:
-        return self._learned().bounds
+        return self._info().bounds
 
     @property
     def scope(self) -> str:
-        return self._learned().scope
+        return self._info().scope
 
     @property
     def required_metadata(self) -> tuple[str, ...]:
-        return tuple(self._learned().required_metadata)
+        return tuple(self._info().required_metadata)
 
     @property
     def deterministic(self) -> bool:
-        return self._learned().deterministic
+        return self._info().deterministic
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
@@ -136,14 +136,14 @@ class Remote:
             return future
         pictures = to_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
         opened = self._opened()
-        return opened.background.start(self._answer(opened, pictures, prompts, metadata))
+        return opened.loop.start(self._answer(opened, pictures, prompts, metadata))
 
     def close(self) -> None:
         """Ends all threads; what was not answered is cancelled."""
         with self._opening:
             opened, self._open = self._open, None
         if opened is not None:
-            opened.background.close(opened.client.servers.close())
+            opened.loop.close(opened.client.servers.close())
 
     def _opened(self) -> _Open:
         """Threads and connections begin at first use: the constructor costs nothing."""
@@ -158,28 +158,28 @@ class Remote:
                     token=self._token,
                     in_flight=self._in_flight,
                 )
-                self._open = _Open(Background(f"reward {self.name}"), client)
+                self._open = _Open(EventLoop(f"reward {self.name}"), client)
             return self._open
 
-    def _learned(self) -> RewardInfo:
+    def _info(self) -> RewardInfo:
         """Raises RewardFailure when no server tells anything."""
         if self._said is None:
             opened = self._opened()
             if left := self._rest.left():
-                raise RewardFailure(f"reward {self.name!r}: {self._resting(opened, left)}")
+                raise RewardFailure(f"reward {self.name!r}: {self._rest_reason(opened, left)}")
             began = time.monotonic()
             try:
-                self._said = opened.background.start(self._learn(opened)).result()
+                self._said = opened.loop.start(self._fetch(opened)).result()
             except (Again, TimeoutError) as error:
                 self._rest.note(heard=False, began=began)
                 reason = opened.client.too_late()
                 raise RewardFailure(f"reward {self.name!r}: {reason}") from error
         return self._said
 
-    async def _learn(self, opened: _Open) -> RewardInfo:
-        return await opened.client.learn(asyncio.get_running_loop().time() + self.deadline)
+    async def _fetch(self, opened: _Open) -> RewardInfo:
+        return await opened.client.fetch_info(asyncio.get_running_loop().time() + self.deadline)
 
-    def _resting(self, opened: _Open, left: float) -> str:
+    def _rest_reason(self, opened: _Open, left: float) -> str:
         return (
             f"not asked, since no server answered within {self.deadline:g} s before; the next try "
             f"is in {left:.0f} s: {opened.client.servers.troubles()}"
@@ -190,7 +190,7 @@ class Remote:
     ) -> Answer:
         began = time.monotonic()
         if left := self._rest.left():
-            return failed(len(prompts), self._resting(opened, left))
+            return failed(len(prompts), self._rest_reason(opened, left))
         parts = await self._parts(opened, pictures, prompts, metadata)
         if prompts:
             heard = opened.client.servers.heard >= began
@@ -202,7 +202,7 @@ class Remote:
     ) -> list[Answer]:
         ends, count = asyncio.get_running_loop().time() + self.deadline, len(prompts)
         try:
-            said = await opened.client.learn(ends)
+            said = await opened.client.fetch_info(ends)
         except (Again, TimeoutError):
             return [failed(count, opened.client.too_late())]
         size = self._size(said, opened.client.batches, count)

@@ -111,7 +111,7 @@ class Servers:
             async with self._client.stream(method, server.url + path, **body) as reply:
                 data = await _read(reply)
         except (httpx.RequestError, httpx.StreamError) as error:
-            raise self.failed(server, self._what(error)) from error
+            raise self.note_failure(server, self._what(error)) from error
         if reply.status_code == 200:
             return data
         status = f"answered {reply.status_code} ({_sentence(data)})"
@@ -121,7 +121,7 @@ class Servers:
         kind = TooLarge if reply.status_code == 413 else RewardFailure
         raise kind(f"reward {self.reward!r}: {server.url} {status}{remedy}")
 
-    def failed(self, server: Server, trouble: str) -> Again:
+    def note_failure(self, server: Server, trouble: str) -> Again:
         """Takes note of a failure, for `raise`."""
         server.trouble = trouble
         server.failures += 1
@@ -142,7 +142,7 @@ class Servers:
         """A server that says when to come back is busy, not broken."""
         after = _retry_after(reply.headers.get("retry-after"))
         if after is None and reply.status_code >= 500:
-            return self.failed(server, status)
+            return self.note_failure(server, status)
         server.trouble = status if after is None else f"{status} and asks to wait {after:g} s"
         server.rests_until = time.monotonic() + min(after or 0.0, self._longest_rest)
         # Another server may be free, `pick` knows.

@@ -12,9 +12,9 @@ from statistics import median
 import numpy as np
 import torch
 
-from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Executor, Reward, RewardFailure
+from flowrl.findings import Finding
 from flowrl.preflight.findings import Round, Row, failure, fine, judged, line, unlike
 from flowrl.preflight.pictures import SIZE, Trial, trials_of
 from flowrl.prompts import PromptRecord
@@ -43,8 +43,7 @@ def preflight(
     """Try every reward that has something to say about `prompts`, through its own executor.
 
     A few pictures each, plain ones of `size`, height and width; random number generators are left
-    as they were. -> what was found, of rewards that are not trained on also what is wrong or
-    missing.
+    as they were. -> all findings; those of something wrong or missing concern watched rewards.
     Raises RewardFailure for a trained one that is wrong or cannot be asked.
     """
     learned = {spec.name for spec in trained(specs)}

@@ -5,9 +5,9 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Answer, Reward
+from flowrl.findings import Finding
 from flowrl.preflight.pictures import Trial
 from flowrl.reward import RewardSpec
 

@@ -4,9 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowrl.doctor import Finding
 from flowrl.errors import UserError
 from flowrl.executors.base import Reward
+from flowrl.findings import Finding
 from flowrl.preflight.check import Checked, check_reward
 from flowrl.preflight.findings import failure, line
 from flowrl.prompts import PromptRecord

@@ -20,7 +20,7 @@ from flowrl.serving.request_body import Refused
 from flowrl.wire import (
     MAX_PIXELS,
     PROTOCOL,
-    TOKEN,
+    TOKEN_RULE,
     Codec,
     Item,
     Request,
@@ -46,7 +46,7 @@ class Service:
         if isinstance(rewards, Mapping):
             rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
         if token and not sendable(token):
-            raise UserError(f"the server's token {TOKEN}")
+            raise UserError(f"the server's token {TOKEN_RULE}")
         self.specs = {spec.name: spec for spec in rewards}
         if not rewards or len(self.specs) < len(rewards):
             raise UserError("a reward server needs rewards of different names")
@@ -170,7 +170,10 @@ def _misfit(spec: RewardSpec, item: Item) -> str | None:
     check = getattr(spec.reward, "check", None)
     try:
         if not spec.applies(item.prompt, item.metadata):
-            return "the reward does not apply to this prompt; say to which it does with applies_to"
+            return (
+                "the reward does not apply to this prompt: name the prompts it is for with "
+                "applies_to in the recipe"
+            )
         if check is not None:
             check(item.prompt, item.metadata)
     except Exception as error:

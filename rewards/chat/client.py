@@ -158,8 +158,7 @@ def import_openai() -> Any:
         import openai
     except Exception as error:
         raise ImportError(
-            "judging with a vision-language model needs the package openai: "
-            'pip install "flowrl-diffusion[judge]"'
+            "judging with a vision-language model needs the package openai: pip install openai"
         ) from error
     return openai
 

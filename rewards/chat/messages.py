@@ -1,11 +1,14 @@
 """What is said to a model on a chat server, and what its answers and failures mean."""
 
 import base64
+import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 AGAIN = {408, 409, 425, 429}  # answers that another try may mend, beside 5xx
 T = TypeVar("T")
 
@@ -40,6 +43,17 @@ class Reply:
         if self.missing:
             raise ValueError(self.missing)
         return self
+
+
+def check_template(template: str, field: str = "prompt") -> None:
+    """Raises ValueError unless the question that a judge asks holds {field}."""
+    if f"{{{field}}}" not in template:
+        raise ValueError(f"template must hold {{{field}}} where the {field} goes")
+
+
+def digest(*said: Any) -> str:
+    """Eight hex digits, for a judge's version: of its question and what reads the answer."""
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
 
 
 def request(question: Question, model: str, thinking: bool | None) -> dict[str, Any]:
@@ -140,3 +154,23 @@ def scored(judge: Callable[[T], float], answers: Sequence[T]) -> tuple[list[floa
             scores.append(math.nan)
             reasons[row] = str(error)
     return scores, reasons
+
+
+def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
+    """The number in what `pattern`'s group finds last in `text`.
+
+    Raises ValueError when it finds nothing, and when the last find is no number ("4/10", "1-5") or
+    lies outside [lowest, highest]: what was said before it does not count.
+    """
+    found = re.findall(pattern, text)
+    if not found:
+        raise ValueError(
+            f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see template and "
+            "max_tokens"
+        )
+    number = found[-1].rstrip(".,")  # of the sentence around it
+    if not _NUMBER.fullmatch(number) or not lowest <= float(number) <= highest:
+        raise ValueError(
+            f"the answer's score is {found[-1]!r}, expected a number from {lowest:g} to {highest:g}"
+        )
+    return float(number)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 LEAST_MASS = 0.5
+ALTERNATIVES = 20  # spellings of a token: the most that vLLM gives unless told otherwise
 _SPACES = str.maketrans({"\u2581": " ", "\u0120": " ", "\u010a": " "})  # as tokenizers write them
 
 Spellings = Iterable[tuple[str, float]]  # (token, probability), likeliest first or in any order
@@ -41,10 +42,8 @@ def check_first_tokens(answers: Iterable[str]) -> None:
             )
 
 
-def expectation(
-    first: Spellings, scores: Mapping[str, float], least: float = LEAST_MASS
-) -> tuple[float, float]:
-    """The mean score of the accepted answers, and the mass M that lies on them.
+def expectation(first: Spellings, scores: Mapping[str, float], least: float = LEAST_MASS) -> float:
+    """The mean score of the accepted answers.
 
     sum_s p_s * score_s / M, with p_s the probability of answer s and M = sum_s p_s: what all other
     tokens have is left out. Raises ValueError when M < `least`: then the question was not answered.
@@ -58,4 +57,4 @@ def expectation(
             f"is needed (likeliest: {', '.join(map(repr, list(mass)[:3]))}): ask for the answer "
             "alone in template, or take mode text"
         )
-    return sum(p * scores[answer] for answer, p in held.items()) / total, total
+    return sum(p * scores[answer] for answer, p in held.items()) / total

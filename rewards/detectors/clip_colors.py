@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewards.geneval_rules import Detection
-from rewards.networks.clip import Clip
+from rewards.networks.clip import VIT_L14, Clip
 
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
@@ -33,7 +33,7 @@ class ClipColors:
 
     def __init__(
         self,
-        model: str = "openai/clip-vit-large-patch14",
+        model: str = VIT_L14,
         *,
         colors: Sequence[str] = COLORS,
         revision: str | None = None,

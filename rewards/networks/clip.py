@@ -11,6 +11,8 @@ from rewards.networks.loading import DTYPES, building, check_dtype, device_of, f
 from rewards.networks.preprocess import clip_pixels
 from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 
+VIT_L14 = "openai/clip-vit-large-patch14"  # OpenAI's largest at 224 pixels: what papers compare by
+
 
 def cosine(images: Tensor, texts: Tensor) -> Tensor:
     """Of unit vectors, row i with row i: (B, D), (B, D) -> (B,). Never a (B, B) matrix."""

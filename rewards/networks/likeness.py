@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rewards.images import to_uint8
 
-CLIP = "openai/clip-vit-large-patch14"
 GRID = 16  # cells per side that "pixels" looks at
 WINDOW = 7  # pixels per side of SSIM's window
 
@@ -60,9 +59,9 @@ def likeness(
         features = _shrunk(longest) if longest else to_uint8
         return Likeness(features=features, compare=_ssim, version=f"ssim-{longest or 'full'}")
     if kind == "clip":
-        from rewards.networks.clip import Clip
+        from rewards.networks.clip import VIT_L14, Clip
 
-        clip = Clip(name or CLIP, reward="image likeness", device=device, dtype=dtype)
+        clip = Clip(name or VIT_L14, reward="image likeness", device=device, dtype=dtype)
         return Likeness(features=clip.images, compare=_cosine, version=f"clip/{clip.version}")
     if not name:
         raise ValueError(

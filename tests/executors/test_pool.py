@@ -110,8 +110,8 @@ def test_a_micro_batch_that_hangs_is_stopped_and_the_others_are_scored(pair):
     assert found.scores.isnan().tolist() == [False, False, True, True, False, False]
     assert set(found.reasons) == {2, 3}
     assert found.reasons[2] == (
-        "took longer than 1.5 s and was stopped; raise executor.timeout or lower "
-        "executor.micro_batch"
+        "took longer than 1.5 s and was stopped; give it a longer timeout, or fewer "
+        "pictures at a time"
     )
     assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
 

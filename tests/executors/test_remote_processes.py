@@ -1,17 +1,21 @@
 """A run's side against `flowrl reward-serve` as the process it is, alive and killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 import torch
 from faulty import PATIENCE, pictures
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flowrl.executors.inline import Inline
 from flowrl.executors.remote import Remote
@@ -34,23 +38,41 @@ class Slow:
         time.sleep(self.seconds)
         return images.mean((1, 2, 3))
 '''
-# The environment of an old model has no room for the packages that training needs.
+# The environment of an old model has no room for packages that the page does not name.
 FEW = """
 import sys
-ABSENT = {"accelerate", "cv2", "datasets", "diffusers", "httpx", "huggingface_hub", "open_clip",
-          "openai", "peft", "pebble", "rapidocr", "scipy", "tenacity", "torchvision",
-          "transformers"}
+ABSENT = set({absent!r})
 
 class Absent:
     def find_spec(self, name, *_):
         if name.partition(".")[0] in ABSENT:
-            raise ImportError(name)
+            raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Absent())
 """
 ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reward-servers.md").read_text(encoding="utf-8")
 
 Start = Callable[..., tuple[subprocess.Popen, str]]
+
+
+def absent() -> list[str]:
+    """Modules of whatever is installed beside the packages of the page and what these need."""
+    (names,) = re.findall(r"^pip install (fastapi .*)$", PAGE, re.MULTILINE)
+    known, ahead = {"flowrl-diffusion"}, {canonicalize_name(name) for name in names.split()}
+    while ahead:
+        known.add(name := ahead.pop())
+        try:
+            needs = [Requirement(text) for text in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        used = [n for n in needs if n.marker is None or n.marker.evaluate({"extra": ""})]
+        ahead |= {canonicalize_name(n.name) for n in used} - known
+    return [
+        module
+        for module, owners in packages_distributions().items()
+        if not known & {canonicalize_name(owner) for owner in owners}
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +80,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("served")
     (folder / "slow_reward.py").write_text(SLOW)
     (folder / "few").mkdir()
-    (folder / "few" / "sitecustomize.py").write_text(FEW)
+    (folder / "few" / "sitecustomize.py").write_text(FEW.format(absent=absent()))
     return folder
 
 
@@ -97,6 +119,11 @@ def servers(folder) -> Iterator[dict[str, tuple[subprocess.Popen, str]]]:
     finally:
         for process in started.values():
             end(process)
+
+
+def test_the_environment_of_a_server_has_none_of_what_training_needs():
+    assert {"diffusers", "httpx", "pebble", "scipy", "transformers"} <= set(absent())
+    assert not {"fastapi", "numpy", "PIL", "torch", "yaml", "typing_extensions"} & set(absent())
 
 
 def test_a_reward_served_with_few_packages_scores_as_it_does_in_process(servers):

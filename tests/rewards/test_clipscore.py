@@ -47,14 +47,14 @@ def test_published_weights_score_as_by_the_reference_processor():
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-    from rewards.clipscore import MODEL
     from rewards.fixtures import square, word
+    from rewards.networks.clip import VIT_L14
 
     images, prompts = torch.stack([square("red", 512), word("HELLO", 512)]), ["a red square", "a"]
     levels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
     pixels = CLIPImageProcessorPil()([Image.fromarray(i) for i in levels], return_tensors="pt")
-    text = AutoTokenizer.from_pretrained(MODEL)(prompts, padding=True, return_tensors="pt")
+    text = AutoTokenizer.from_pretrained(VIT_L14)(prompts, padding=True, return_tensors="pt")
     with torch.no_grad():
-        logits = CLIPModel.from_pretrained(MODEL)(**pixels, **text).logits_per_image
+        logits = CLIPModel.from_pretrained(VIT_L14)(**pixels, **text).logits_per_image
     scores = CLIPScore(device="cpu")(images, prompts, [{}] * 2)
     torch.testing.assert_close(scores, logits.diagonal() / 100, rtol=0, atol=0.002)

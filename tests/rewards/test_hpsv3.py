@@ -41,3 +41,13 @@ def test_without_its_package_one_sentence_says_what_to_do(pictures):
     for words in ("pip install hpsv3", "docs/reward-servers.md"):
         assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.weights
+def test_published_weights_know_colours():
+    pytest.importorskip("hpsv3", reason="needs the package hpsv3", exc_type=ImportError)
+    made = HPSv3()
+    for found in made.fixtures():
+        both = torch.stack([found["better"], found["worse"]])
+        scores = made(both, [found["prompt"]] * 2, [{}] * 2)
+        assert scores.isfinite().all() and scores[0] > scores[1], found["says"]

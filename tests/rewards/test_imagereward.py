@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from rewards.imagereward import ImageReward
+from rewards.images import to_uint8
 from rewards.networks.preprocess import clip_pixels
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle"]
@@ -103,3 +104,19 @@ def test_without_its_package_one_sentence_says_what_to_do(pictures):
         ImageReward()(pictures(1), PROMPTS[:1], [{}])
     for words in ("pip install image-reward", "docs/reward-servers.md"):
         assert words in str(caught.value)
+
+
+@pytest.mark.weights
+def test_published_weights_score_as_the_package_does_and_know_colours():
+    package = pytest.importorskip(
+        "ImageReward", reason="needs the package image-reward", exc_type=ImportError
+    )
+    from PIL import Image
+
+    made, theirs = ImageReward(device="cpu"), package.load("ImageReward-v1.0", device="cpu")
+    for found in made.fixtures():  # of 224 pixels: neither side resizes them
+        both, prompt = torch.stack([found["better"], found["worse"]]), found["prompt"]
+        scores = made(both, [prompt] * 2, [{}] * 2)
+        expected = [theirs.score(prompt, Image.fromarray(image)) for image in to_uint8(both)]
+        assert scores.tolist() == pytest.approx(expected, abs=1e-3)
+        assert scores[0] > scores[1], found["says"]

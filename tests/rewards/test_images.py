@@ -1,7 +1,11 @@
+import io
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from rewards.images import to_uint8
+from rewards.images import pngs, to_uint8
 
 
 def test_every_level_survives_the_round_trip():
@@ -14,3 +18,17 @@ def test_broken_pixels_are_an_error_and_never_a_colour():
     images[0, 0, 0, 0] = torch.nan
     with pytest.raises(ValueError, match="NaN"):
         to_uint8(images)
+
+
+def opened(images, longest):
+    return np.stack([np.array(Image.open(io.BytesIO(file))) for file in pngs(images, longest)])
+
+
+def test_files_hold_every_level():
+    images = torch.randint(0, 256, (2, 3, 5, 9), generator=torch.Generator().manual_seed(0)) / 255
+    assert np.array_equal(opened(images, 64), to_uint8(images))
+
+
+@pytest.mark.parametrize("size, expected", [((40, 80), (16, 32)), ((32, 8), (32, 8))])
+def test_files_are_shrunk_in_their_proportions_and_never_enlarged(size, expected):
+    assert opened(torch.rand(1, 3, *size), 32).shape == (1, *expected, 3)

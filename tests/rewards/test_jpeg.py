@@ -55,3 +55,8 @@ def test_quality_counts_and_must_be_one():
     assert worse < best
     with pytest.raises(ValueError, match="between 1 and 100"):
         Incompressibility(0)
+
+
+def test_versions_tell_qualities_and_the_two_rewards_apart():
+    made = [kind(quality) for kind in (Compressibility, Incompressibility) for quality in (30, 95)]
+    assert len({reward.version for reward in made}) == len(made)

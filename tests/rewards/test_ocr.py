@@ -227,7 +227,8 @@ def test_a_prompt_without_text_is_missing_and_not_zero():
     made._read = lambda image: ["CAT"]
     for prompt in ("a cat", 'a cat ""', ""):
         scores, reasons = made(WHITE, [prompt], [{}])
-        assert math.isnan(scores.item()) and reasons == {0: "the prompt asks for no text"}
+        assert math.isnan(scores.item())
+        assert reasons == {0: "the prompt asks for no text: put it in quotes or in ocr_text"}
 
 
 def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero():

@@ -76,3 +76,9 @@ def test_the_models_own_question_can_be_given():
 def test_settings_that_cannot_work_are_refused(args):
     with pytest.raises(ValueError):
         UnifiedReward({"model": "m"}, **args)
+
+
+def test_the_version_tells_apart_what_changes_the_numbers():
+    changes = ({}, {"form": "1.5"}, {"template": "{prompt}?"}, {"max_tokens": 9}, {"longest": 64})
+    versions = [UnifiedReward({"model": "m"}, **change).version for change in changes]
+    assert len(set(versions)) == len(versions)

@@ -74,6 +74,15 @@ def test_question_lists_of_the_right_form_pass():
     VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]})
 
 
+def test_the_version_tells_apart_what_changes_the_numbers_without_holding_the_question():
+    server = {"model": "m"}
+    asking = "{question} Say it in one word, and no other."
+    changes = ({}, {"mean": "geometric"}, {"template": asking}, {"min_mass": 0.1}, {"longest": 64})
+    versions = [VLMQuestions(server, **change).version for change in changes]
+    assert len(set(versions)) == len(versions)
+    assert "one word" not in "".join(versions)
+
+
 @pytest.mark.parametrize("args", [{"mean": "median"}, {"template": "Answer!"}])
 def test_settings_that_cannot_work_are_refused(args):
     with pytest.raises(ValueError):

@@ -4,7 +4,7 @@ import torch
 from chat_servers import completion, pictures_of, scripted
 
 from rewards.chat.client import Chat
-from rewards.chat.messages import Question, Reply
+from rewards.chat.messages import Question, Reply, check_template, digest, text_score
 from rewards.images import pngs, to_uint8
 
 
@@ -23,13 +23,6 @@ def test_pictures_arrive_without_loss_and_before_the_text():
     assert np.array_equal(np.stack(pictures_of(server.asked[0])), to_uint8(images))
     parts = server.asked[0]["messages"][0]["content"]
     assert [part["type"] for part in parts] == ["image_url", "image_url", "text"]
-
-
-@pytest.mark.parametrize("size, expected", [((40, 80), (16, 32)), ((32, 8), (32, 8))])
-def test_pictures_are_shrunk_in_their_proportions_and_never_enlarged(size, expected):
-    with scripted(lambda body: completion("ok")) as server:
-        ask(server, question("?", *pngs(torch.rand(1, 3, *size), 32)))
-    assert pictures_of(server.asked[0])[0].shape == (*expected, 3)
 
 
 def test_probabilities_of_the_first_token_are_asked_for_and_read():
@@ -78,3 +71,23 @@ def test_a_server_without_log_probabilities_is_told_apart():
         (reply,) = ask(server, question(alternatives=20))
     assert "gives no log-probabilities: take a mode that reads text" in reply.missing
     assert len(server.asked) == 1
+
+
+def test_a_text_is_worth_the_last_number_that_the_pattern_finds():
+    assert text_score("first 3/10, then rated 7/10", r"(\d+)/10", 0, 10) == 7
+    with pytest.raises(ValueError, match="see template"):
+        text_score("rated 7/10", r"<Score>(.*)</Score>", 0, 10)
+    for last in ("a lot", "11", "7-8"):
+        with pytest.raises(ValueError, match="expected a number from 0 to 10"):
+            text_score(f"score 3. score {last}.", r"score (.*?)\.", 0, 10)
+
+
+def test_a_template_must_say_where_its_field_goes():
+    check_template("is it {question}?", "question")
+    with pytest.raises(ValueError, match="must hold {prompt} where the prompt goes"):
+        check_template("is it {question}?")
+
+
+def test_a_digest_is_the_same_for_the_same_alone():
+    assert digest("a", 1) == digest("a", 1) and len(digest("a", 1)) == 8
+    assert len({digest("a", 1), digest("a", 2), digest("a"), digest("a1")}) == 4

@@ -23,15 +23,14 @@ def normalised(weights, mass=1.0):
 
 @given(st.sampled_from(sorted(SCORES)), st.floats(0.5, 1))
 def test_mass_on_one_answer_is_its_score(answer, mass):
-    assert expectation([(answer, mass)], SCORES) == (pytest.approx(SCORES[answer]), mass)
+    assert expectation([(answer, mass)], SCORES) == pytest.approx(SCORES[answer])
 
 
 @given(shares, st.floats(0.6, 1))
 def test_the_expectation_is_that_of_the_accepted_answers_alone(weights, mass):
-    score, captured = expectation([*normalised(weights, mass), ("The", 1 - mass)], SCORES)
+    score = expectation([*normalised(weights, mass), ("The", 1 - mass)], SCORES)
     expected = sum(n * w for n, w in enumerate(weights)) / sum(weights)
     assert score == pytest.approx(expected)
-    assert captured == pytest.approx(mass)
 
 
 @given(shares, st.lists(st.tuples(st.floats(0, 1), st.sampled_from(SPELLINGS)), min_size=6))
@@ -45,10 +44,7 @@ def test_how_mass_is_split_among_spellings_does_not_matter(weights, splits):
 
 def test_case_does_not_matter():
     scores = {"Yes": 1.0, "no": 0.0}
-    assert expectation([("YES", 0.3), (" yes", 0.3), ("No", 0.2)], scores) == (
-        pytest.approx(0.75),
-        pytest.approx(0.8),
-    )
+    assert expectation([("YES", 0.3), (" yes", 0.3), ("No", 0.2)], scores) == pytest.approx(0.75)
 
 
 @given(st.floats(0, 0.499))
