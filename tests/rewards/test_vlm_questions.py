@@ -71,7 +71,8 @@ def test_answers_of_several_words_of_which_only_the_first_would_be_seen_are_refu
 
 
 def test_question_lists_of_the_right_form_pass():
-    VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]})
+    questions = {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]}
+    assert VLMQuestions({"model": "m"}).check("p", questions) is None
 
 
 def test_the_version_tells_apart_what_changes_the_numbers_without_holding_the_question():

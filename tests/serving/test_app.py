@@ -108,7 +108,7 @@ def with_images(asked: dict, text: str = base64.b64encode(PNG).decode()) -> dict
     return asked | {"items": [item | {"image": text} for item in asked["items"]]}
 
 
-def refused(reply: httpx.Response, status: int, *words: str) -> None:
+def assert_refused(reply: httpx.Response, status: int, *words: str) -> None:
     """One JSON sentence with these words, and never a traceback."""
     assert reply.status_code == status, reply.text
     (sentence,) = reply.json().values()
@@ -168,8 +168,8 @@ def test_the_token_guards_everything_but_the_health(url):
     for token in (None, "Bearer wrong", "secret", "Bearer \xe9"):
         headers = {"Authorization": token.encode()} if token else {}
         with httpx.Client(base_url=url, headers=headers, trust_env=False) as stranger:
-            refused(stranger.get("/v1/info"), 401, "token")
-            refused(stranger.post("/v1/score", files=parts(question(), PNG)), 401, "token")
+            assert_refused(stranger.get("/v1/info"), 401, "token")
+            assert_refused(stranger.post("/v1/score", files=parts(question(), PNG)), 401, "token")
     with pytest.raises(UserError, match="'watched'.*asks for its token.*executor.token_env"):
         Remote("watched", [url], token="wrong")(IMAGES, ["a"] * 3, [{}] * 3)
 
@@ -196,7 +196,7 @@ def test_the_token_guards_everything_but_the_health(url):
 )
 def test_a_wrong_question_is_refused_with_a_sentence(client, asked, blobs, status, words):
     asked = asked | {"key": asked["key"] + str(words)}
-    refused(client.post("/v1/score", files=parts(asked, *blobs)), status, *words)
+    assert_refused(client.post("/v1/score", files=parts(asked, *blobs)), status, *words)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_wrong_question_is_refused_with_a_sentence(client, asked, blobs, statu
 )  # fmt: skip
 def test_a_wrong_body_is_refused_with_a_sentence(client, content, kind, status, words):
     reply = client.post("/v1/score", content=content, headers={"Content-Type": kind})
-    refused(reply, status, *words)
+    assert_refused(reply, status, *words)
     assert client.get("/healthz").status_code == 200
 
 
@@ -237,15 +237,15 @@ def test_beyond_a_few_uploads_at_a_time_a_client_is_told_to_come_back(client):
         time.sleep(0.3)  # for what was sent to arrive
         reply = ask(content=b"x" * 2**19)
         end.set()
-    refused(reply, 503, "uploads")
+    assert_refused(reply, 503, "uploads")
     assert reply.headers["Retry-After"] == "1"
     assert {post.result().status_code for post in slow} == {422}
 
 
 def test_other_addresses_are_refused_with_a_sentence(client):
-    refused(client.get("/"), 404, "POST /v1/score")
-    refused(client.get("/v1/score"), 405, "POST /v1/score")
-    refused(client.get("/docs"), 404)
+    assert_refused(client.get("/"), 404, "POST /v1/score")
+    assert_refused(client.get("/v1/score"), 405, "POST /v1/score")
+    assert_refused(client.get("/docs"), 404)
 
 
 def test_a_reward_that_raises_gives_null_with_its_reason(client):
@@ -286,4 +286,4 @@ def test_questions_wait_for_each_other_and_every_key_is_scored_once(client):
     assert len(WATCHED.calls) == 4 and WATCHED.most == 1
     assert len({reply.text for reply in replies}) == 4
     other = asked[0] | {"items": [asked[0]["items"][0] | {"prompt": "b"}]}
-    refused(client.post("/v1/score", files=parts(other, PNG)), 409, "'once 0'", "new one")
+    assert_refused(client.post("/v1/score", files=parts(other, PNG)), 409, "'once 0'", "new one")
