@@ -17,8 +17,8 @@ from flowrl.build import (
     build_learner,
     build_run,
     check_measures,
+    drawn_prompts,
     evaluation_prompts,
-    judged_prompts,
 )
 from flowrl.build_rewards import build_rewards
 from flowrl.checkpoint import CONFIG, Checkpoints, claim, write_config
@@ -72,10 +72,11 @@ def align(
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         learner = build_learner(config, runtime, given)
         with closing(learner.specs):
-            with runtime.together():
-                try_rewards(learner, judged_prompts(config, given))
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given)
+            held_out = evaluator.prompts if evaluator else ()
+            with runtime.together():
+                try_rewards(learner, [*drawn_prompts(config, given), *held_out])
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
                 write_config(folder, config_yaml(config))

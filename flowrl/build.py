@@ -70,12 +70,11 @@ def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbon
     )
 
 
-def judged_prompts(config: Config, given: Given) -> list[PromptRecord]:
-    """What rewards will be asked about: prompts to draw, and held-out ones."""
+def drawn_prompts(config: Config, given: Given) -> list[PromptRecord]:
+    """The prompts that training draws: none where it only reads a store."""
     store = config.rollout.store
     read = store is not None and store.path is not None and store.refresh_every is None
-    training = [] if read else build_prompts(config.prompts.train, given.prompts)
-    return training + evaluation_prompts(config, given)
+    return [] if read else build_prompts(config.prompts.train, given.prompts)
 
 
 def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:

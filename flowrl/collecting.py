@@ -14,7 +14,7 @@ from flowrl.build import (
     as_given,
     build_backbone,
     build_learner,
-    judged_prompts,
+    drawn_prompts,
 )
 from flowrl.build_store import about
 from flowrl.checkpoint import CONFIG
@@ -76,7 +76,7 @@ def collect_groups(
 
     with closing(learner.specs), steps or nullcontext():
         with runtime.together():
-            try_rewards(learner, judged_prompts(config, given))
+            try_rewards(learner, drawn_prompts(config, given))
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return summary(store) if runtime.is_main else []
 

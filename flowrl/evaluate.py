@@ -11,6 +11,7 @@ from flowrl.aggregate import check_invalid, lacking
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
+from flowrl.executors.base import to_levels
 from flowrl.functional.hacking import corrected_score
 from flowrl.functional.stats import Interval, paired_bootstrap
 from flowrl.prompts import PromptRecord, reworded
@@ -173,7 +174,7 @@ class Evaluator:
                 scoring = Scoring(specs=self.specs)
                 with runtime.autocast():
                     images = self._pictures(velocity, request.take(rows), scoring)
-                kept.append((images[rows < keep] * 255).round().to(torch.uint8))
+                kept.append(to_levels(images[rows < keep]))
                 waiting.append(scoring)
                 if len(waiting) > 1:
                     results.append(waiting.pop(0).result())

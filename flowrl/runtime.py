@@ -86,30 +86,25 @@ class Runtime:
         lines = bytes(self.gather(line).tolist()).decode().splitlines()
         return {name: text for line in lines for name, text in json.loads(line).items()}
 
-    def raise_together(self, error: UserError | None) -> None:
-        """Raise on every process, with one message, what went wrong on any; all must call it.
-
-        A process that raised alone would leave the others waiting for it. The message is that of
-        the first process that has one.
-        """
-        if not self.any(error is not None):
-            return
-        own = {} if error is None else {f"{self.rank:06d}": str(error)}
-        message = min(self.merge(own).items())[1]
-        if error is not None and str(error) == message:
-            raise error
-        raise UserError(message)
-
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what may fail on one process alone, and asks nothing of the others: a UserError
-        there is raised on all, after the block."""
+        """Around what may fail on one process alone, and asks nothing of the others.
+
+        A UserError there is raised on all after the block, with one message: that of the first
+        process that has one. A process that raised alone would leave the others waiting for it.
+        """
         failure = None
         try:
             yield
         except UserError as error:
             failure = error
-        self.raise_together(failure)
+        if not self.any(failure is not None):
+            return
+        own = {} if failure is None else {f"{self.rank:06d}": str(failure)}
+        message = min(self.merge(own).items())[1]
+        if failure is not None and str(failure) == message:
+            raise failure
+        raise UserError(message)
 
     def _gather(self, tensor: Tensor) -> Tensor:
         return self.accelerator.gather(tensor)  # type: ignore[return-value]

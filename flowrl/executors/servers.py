@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -215,11 +216,8 @@ def _retry_after(value: str | None) -> float | None:
     """Seconds, from a number or a date; None for neither."""
     if value is None:
         return None
-    try:
+    with suppress(ValueError):  # else it is a date
         seconds = float(value)
-    except ValueError:
-        pass
-    else:
         return seconds if 0 <= seconds < math.inf else None
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
