@@ -280,7 +280,7 @@ def test_a_group_comes_in_one_call(url):
 def test_questions_wait_for_each_other_and_every_key_is_scored_once(client):
     WATCHED.calls.clear()
     asked = [question(key=f"once {i % 4}") for i in range(12)]
-    with ThreadPoolExecutor(12) as threads:
+    with ThreadPoolExecutor(MAX_UPLOADS) as threads:  # more would be told to come back
         replies = list(threads.map(lambda a: client.post("/v1/score", files=parts(a, PNG)), asked))
     assert {reply.status_code for reply in replies} == {200}
     assert len(WATCHED.calls) == 4 and WATCHED.most == 1
