@@ -11,7 +11,7 @@ from flowrl.build import Given, build_learner
 from flowrl.collect import Sampler
 from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.rollout import Stopwatch, draw, group_request
+from flowrl.rollout import Stopwatch, draw
 from flowrl.runtime import Runtime
 from flowrl.train import Learner
 from flowrl.trajectory import Rollout, Transitions
@@ -101,16 +101,16 @@ def _forwards(learner: Learner, transitions: Transitions, steps: int) -> None:
 def sample(learner: Learner) -> None:
     """Grow the first iteration's forest; neither decoded nor scored."""
     source = sampler(learner)
-    plan = source.rollout.plan(0)
-    request = group_request(source.prompts.at(0), plan, seed=source.seed, iteration=0)
+    plan, stage = source.plan(0), source.stage
+    request = source.request(0, plan)
     draw(
-        source.backbone,
+        stage.backbone,
         learner.policy.velocity,
-        source.encode(request.prompts),
+        stage.encode(request.prompts),
         request,
         plan,
-        source.schedule(),
-        source.rollout.batch_size,
+        stage.schedule(),
+        stage.batch_size,
     )
 
 

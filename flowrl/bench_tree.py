@@ -44,7 +44,7 @@ def bench_tree(
         },
         repeats,
     )
-    counts = {name: count(sampler(learner).rollout.plan(0)) for name, learner in learners.items()}
+    counts = {name: count(sampler(learner).plan(0)) for name, learner in learners.items()}
     return [
         _row(seconds, counts, "draw tree", "draw chains"),
         _row(seconds, counts, "update tree", "update chains"),

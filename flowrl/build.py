@@ -13,6 +13,7 @@ from flowrl.aggregate import mean_reward
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.sd3 import SD3
 from flowrl.build_objectives import build_objective
+from flowrl.build_precision import set_precision
 from flowrl.build_rewards import build_rewards
 from flowrl.build_source import build_source, check_shares, check_states
 from flowrl.checkpoint import Checkpoints
@@ -37,6 +38,8 @@ from flowrl.stopping import StopRule, stop_rule
 from flowrl.train import Learner, UpdateSettings
 
 BACKBONES = {"sd3": SD3}
+# Options under `pipeline` that leave evaluations as they are.
+INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
@@ -123,6 +126,7 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     else:
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
     drawing = build_backbone(config, pipeline, guidance=r.guidance)
+    set_precision(config, drawing, runtime)
     learning = drawing
     if r.training_guidance is not None:
         learning = build_backbone(config, pipeline, guidance=r.training_guidance)
@@ -213,7 +217,8 @@ def evaluation_key(
 ) -> str:
     """Everything that two evaluations must share for their difference to mean something."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
-    what = config.pipeline.model_dump(exclude={"device", "decode_batch"})
+    # Evaluations draw with the exact weights, whatever the precision of training.
+    what = config.pipeline.model_dump(exclude=INDIFFERENT)
     rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
     parts = [how, what, config.rollout.negative, rewards, [p.uid for p in prompts], words]

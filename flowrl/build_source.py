@@ -6,21 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.backbones.base import Backbone
-from flowrl.build_rewards import build_limit
+from flowrl.build_stages import (
+    Drawing,
+    build_explorer,
+    build_stage,
+    plan_at,
+    whole_prompts,
+)
 from flowrl.build_store import build_stored
 from flowrl.checks import check_plans_for
-from flowrl.collect import RolloutSettings, Sampler, Source
+from flowrl.collect import Sampler, Source
 from flowrl.config import Config
-from flowrl.encode import TextCache
 from flowrl.errors import UserError
-from flowrl.functional.sde import KERNELS
 from flowrl.memory import check_memory, free_bytes
 from flowrl.objectives.base import Needs
-from flowrl.policy import OLD, POLICY, Policy
+from flowrl.policy import Policy
 from flowrl.prompts import PromptRecord, PromptSampler
 from flowrl.reward import RewardSpec
 from flowrl.runtime import Runtime
-from flowrl.trees.plan import PlanError, TreePlan
 
 
 def build_source(
@@ -33,29 +36,40 @@ def build_source(
     needs: Needs,
 ) -> Source:
     """backbone: with the guidance of rollouts. prompts: none, for a store that has its own."""
-    r, seed = config.rollout, config.run.seed
-    drawn_by_old = needs.old is not None and needs.old.samples
-    sampler = Sampler(
-        backbone=backbone,
-        policy=policy,
-        encode=TextCache(backbone, r.negative),
-        prompts=PromptSampler(prompts, r.prompts, seed, balance=config.prompts.balance),
-        specs=specs,
+    r = config.rollout
+    drawing = Drawing(
+        config=config,
         runtime=runtime,
-        rollout=rollout_settings(config),
-        failures=build_limit(config),
-        seed=seed,
-        adapter=OLD if drawn_by_old else POLICY,
-        whole_prompts=whole_prompts(needs, specs),
-        retained=config.prompts.retained,
+        specs=specs,
+        policy=policy,
+        backbone=backbone,
+        needs=needs,
     )
     if r.store is not None and r.store.path is not None:
         _check_store(config, needs)
-        return build_stored(
-            config, sampler, lambda c: replace(sampler, rollout=rollout_settings(c))
-        )
+
+        def redraw(other: Config) -> Sampler:
+            return build_sampler(replace(drawing, config=other), prompts)
+
+        return build_stored(config, redraw(config), policy.backbone, redraw)
     _check_memory(config, backbone, runtime)
-    return sampler
+    return build_sampler(drawing, prompts)
+
+
+def build_sampler(drawing: Drawing, prompts: Sequence[PromptRecord]) -> Sampler:
+    """What draws as the recipe says."""
+    config, seed = drawing.config, drawing.config.run.seed
+    stage = build_stage(drawing)
+    return Sampler(
+        stage=stage,
+        plan=functools.partial(plan_at, config.rollout.plan, seed),
+        prompts=PromptSampler(
+            prompts, config.rollout.prompts, seed, balance=config.prompts.balance
+        ),
+        seed=seed,
+        explorer=build_explorer(drawing, stage),
+        retained=config.prompts.retained,
+    )
 
 
 def _check_store(config: Config, needs: Needs) -> None:
@@ -72,11 +86,6 @@ def _check_store(config: Config, needs: Needs) -> None:
             "and the store was drawn by another: set rollout.store to null, or take an objective "
             "compared with the base, such as gdro, or dpo with anchor: {kind: base}"
         )
-
-
-def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
-    """Whether one process must draw all pictures of a prompt: they are compared there."""
-    return needs.complete_groups or any(spec.whole_groups for spec in specs)
 
 
 def check_shares(
@@ -119,25 +128,3 @@ def _check_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:
     free = free_bytes(runtime.device)
     for plan in config.plans():
         check_memory(plan, prompts, latent, itemsize, free)
-
-
-def _plan(config: Config, iteration: int) -> TreePlan:
-    try:
-        return config.rollout.plan(iteration, config.run.seed)
-    except PlanError as error:
-        raise UserError(f"iteration {iteration} cannot be drawn: {error}") from error
-
-
-def rollout_settings(config: Config) -> RolloutSettings:
-    r = config.rollout
-    # Folding rounds the weights: in fp32 that is far below any clip, in half precision it is not.
-    exact = config.pipeline.dtype == "fp32"
-    return RolloutSettings(
-        plan=functools.partial(_plan, config),
-        steps=r.steps,
-        kernel=KERNELS[r.kernel],
-        noise_level=r.noise_level,
-        batch_size=r.batch_size,
-        decode_batch=config.pipeline.decode_batch,
-        merge_lora=exact if r.merge_lora == "auto" else r.merge_lora,
-    )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from flowrl.backbones.base import Backbone
 from flowrl.collect import Sampler
 from flowrl.config import Config
 from flowrl.encode import TextCache
@@ -25,17 +26,18 @@ STORES = "stores"
 
 
 def build_stored(
-    config: Config, sampler: Sampler, redraw: Callable[[Config], Sampler]
+    config: Config, sampler: Sampler, backbone: Backbone, redraw: Callable[[Config], Sampler]
 ) -> StoredGroups:
     """The source that reads `rollout.store`, checked against the recipe.
 
-    sampler: what would draw instead; redraw: what draws as another recipe says, with the same
+    sampler: what would draw instead; backbone: with the guidance of training; redraw: what draws as another recipe says, with the same
     policy, when the store is refreshed.
     """
     r, p, folder = config.rollout, config.pipeline, Path(config.run.output_dir)
     assert r.store is not None and r.store.path is not None
     store = open_store(r.store.path)
-    check_store(store, sampler.backbone, sampler.specs, pipeline=p.path, family=p.backbone)
+    stage = sampler.stage
+    check_store(store, stage.backbone, stage.specs, pipeline=p.path, family=p.backbone)
     _check_draws(config, store)
     refreshing = caching = None
     if r.store.refresh_every is not None:
@@ -49,13 +51,12 @@ def build_stored(
     if r.store.cache_draws is not None:
         key = _reference_key(config)
         caching = Caching(draws=r.store.cache_draws, path=folder / REFERENCE, key=key)
-    backbone = sampler.policy.backbone  # with the guidance of training
     source = StoredGroups(
         store,
         backbone=backbone,
         encode=TextCache(backbone, r.negative),
-        specs=sampler.specs,
-        runtime=sampler.runtime,
+        specs=stage.specs,
+        runtime=stage.runtime,
         prompts=r.prompts,
         group_size=r.group_size,
         seed=config.run.seed,
@@ -63,7 +64,7 @@ def build_stored(
         refreshing=refreshing,
         caching=caching,
     )
-    if source.skipped and sampler.runtime.is_main:
+    if source.skipped and stage.runtime.is_main:
         warnings.warn(
             f"{source.skipped} groups of {r.store.path} are never read: fewer than two of their "
             "pictures have a reward",
@@ -91,7 +92,7 @@ def _refresh(
     rollout = config.rollout.model_copy(update={"group_size": size, "store": None})
     config = config.model_copy(update={"rollout": rollout})
     sampler = redraw(config)
-    sampler.rollout.plan(0)  # or it would be refused only when it is drawn
+    sampler.plan(0)  # or it would be refused only when it is drawn
     return Refresh(like=store, about=about(config, sampler), sampler=sampler, every=every)
 
 
@@ -110,16 +111,16 @@ def about(config: Config, sampler: Sampler) -> About:
     return About(
         pipeline=p.path,
         backbone=p.backbone,
-        latent_shape=list(sampler.backbone.latent_shape()),
-        dtype=str(sampler.backbone.dtype).removeprefix("torch."),
-        sigmas=sampler.schedule().sigmas.tolist(),
+        latent_shape=list(sampler.stage.backbone.latent_shape()),
+        dtype=str(sampler.stage.backbone.dtype).removeprefix("torch."),
+        sigmas=sampler.stage.schedule().sigmas.tolist(),
         rewards=[
             {
                 "name": spec.name,
                 "version": getattr(spec.reward, "version", None),
                 "weight": 0.0 if spec.held_out else spec.weight,
             }
-            for spec in sampler.specs
+            for spec in sampler.stage.specs
         ],
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from flowrl.sections import Pipeline
 from flowrl.sections_credit import check_credit
 from flowrl.sections_forward import Compared, Draws, check_draws
 from flowrl.sections_learning import Optim, Rollout
@@ -48,6 +49,60 @@ def _check_chains(plans: Mapping[TreePlan, int]) -> None:
                 "this objective goes back along chains without noise, but rollout.tree has noise "
                 "or branches: set rollout.tree to {kind: ode}"
             )
+
+
+def check_explore(plans: Mapping[TreePlan, int], rollout: Rollout) -> None:
+    """There are candidates to choose among, each with a noise of its own."""
+    explore = rollout.explore
+    if explore is None:
+        return
+    if rollout.store is not None and rollout.store.path is not None:
+        raise ValueError(
+            "rollout.explore draws candidates, but rollout.store.path names groups that were drawn "
+            "before: set one of them to null"
+        )
+    most = max(plan.roots for plan in plans)
+    if explore.candidates < most:
+        raise ValueError(
+            f"rollout.explore.candidates is {explore.candidates}, fewer than the {most} trees of a "
+            f"prompt that are kept: the nearest valid value is {most}"
+        )
+    if explore.steps is not None and not 2 <= explore.steps <= rollout.steps:
+        near = min(max(explore.steps, 2), rollout.steps)
+        raise ValueError(
+            f"rollout.explore.steps is {explore.steps}, expected 2 to the {rollout.steps} of "
+            f"rollout.steps: the nearest valid value is {near}"
+        )
+    if any(plan.same_noise or plan.roots == 1 for plan in plans):
+        raise ValueError(
+            f"rollout.tree {rollout.tree.kind} starts all pictures of a prompt from one noise, so "
+            "that rollout.explore has nothing to choose among: set it to null, or take a tree with "
+            "several roots, such as {kind: ode} or {kind: flow_grpo}"
+        )
+
+
+def check_precision(pipeline: Pipeline, rollout: Rollout) -> None:
+    """Rollouts can be drawn in the precision of training, and its options have a meaning."""
+    if pipeline.precision is None:
+        for name in ("keep_layers", "min_dim"):
+            if getattr(pipeline, name) is not None:
+                raise ValueError(
+                    f"pipeline.{name} names layers for pipeline.precision, which is null: set "
+                    f"precision, or {name} to null"
+                )
+        return
+    if rollout.merge_lora is True:
+        raise ValueError(
+            f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
+            "adapter stays beside the packed weights in training, and rollouts that fold it in "
+            "would be another policy's: set it to auto or false"
+        )
+    if rollout.compile:
+        raise ValueError(
+            "rollout.compile draws with a copy that has exact weights, but pipeline.precision "
+            f"{pipeline.precision} trains with packed ones: set compile to false, or precision to "
+            "null"
+        )
 
 
 def check_objective(objective: Objective, rollout: Rollout) -> None:

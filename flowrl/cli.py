@@ -1,5 +1,6 @@
 """The `flowrl` program. torch and diffusers are imported by the commands that need them."""
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -86,6 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def explained(program: Callable[[], object], *, debug: bool) -> None:
     """Run a program; an error ends the process with one sentence and code 1, unless `debug`."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("flowrl").setLevel(logging.INFO)
     try:
         program()
     except Exception as error:

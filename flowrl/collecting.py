@@ -50,6 +50,9 @@ def collect_groups(
     rewards: objects to use in place of those that the recipe names. -> one row that sums up.
     """
     config = _without_store(as_given(config, pipeline))
+    # What is written down about a rollout's stages belongs to the store.
+    run = config.run.model_copy(update={"output_dir": str(folder)})
+    config = config.model_copy(update={"run": run})
     if config.prompts.retained is not None:
         raise UserError(
             "prompts.retained asks for pictures in other words than the prompt's own, which a "

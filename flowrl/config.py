@@ -6,7 +6,14 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from flowrl.checks import check_groups, check_noise, check_objective, check_plans
+from flowrl.checks import (
+    check_explore,
+    check_groups,
+    check_noise,
+    check_objective,
+    check_plans,
+    check_precision,
+)
 from flowrl.complaints import complain
 from flowrl.errors import UserError
 from flowrl.fields import Section, option
@@ -48,6 +55,8 @@ class Config(Section):
         check_groups(self.rollout, self.optim)
         plans = self.plans()
         check_plans(plans, self.rollout, self.objective, self.run.seed)
+        check_explore(plans, self.rollout)
+        check_precision(self.pipeline, self.rollout)
         check_objective(self.objective, self.rollout)
         check_rewards(self.rewards)
         stored = self.rollout.store is not None and self.rollout.store.path is not None

@@ -32,7 +32,7 @@ def fill(
     Shard k is iteration `first` + k, whatever was made before, by however many processes. All of
     them call this; the main one writes. advance: is told of each new shard.
     """
-    runtime = sampler.runtime
+    runtime = sampler.stage.runtime
     if runtime.is_main:
         create(folder, about)
     runtime.wait()
@@ -66,6 +66,11 @@ def _pictures(rollout: Rollout, sampler: Sampler, iteration: int, shard: int) ->
     seen: list[int] = [0] * len(records)
     size = len(groups) // len(records)
     scores, valid = rollout.scores.tolist(), rollout.valid.tolist()
+    trees = size // leaves
+    # Places of a group's trees among all that were drawn of it, and how many those were.
+    chosen = torch.arange(trees).expand(len(records), -1)
+    if rollout.explored is not None:
+        chosen, trees = rollout.explored.chosen, rollout.explored.proxy.shape[1]
     for i, group in enumerate(groups):
         yield Picture(
             record=records[group],
@@ -75,7 +80,7 @@ def _pictures(rollout: Rollout, sampler: Sampler, iteration: int, shard: int) ->
             scores=scores[i],
             seed=sampler.seed,
             iteration=iteration,
-            root=(before[group] * size + seen[group]) // leaves,
+            root=before[group] * trees + int(chosen[group, seen[group] // leaves]),
         )
         seen[group] += 1
 
@@ -107,7 +112,7 @@ class Refresh:
 
     def __call__(self, iteration: int, folder: Path) -> Store:
         about = replace(self.about, lora={"iteration": iteration})
-        runtime = self.sampler.runtime
+        runtime = self.sampler.stage.runtime
         # Shards that were begun before the recipe changed do not belong to this policy.
         if runtime.is_main and (folder / ABOUT).exists():
             if About.read(folder).text() != about.text():

@@ -4,6 +4,7 @@ import torch
 
 from flowrl.functional.advantage import group_stats
 from flowrl.functional.diversity import common_ancestor, pairwise_distance_by_ancestor
+from flowrl.functional.ranking import regenerated_rank
 from flowrl.trajectory import Metrics, Rollout
 
 
@@ -43,7 +44,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         metrics["image/contrast"] = images.flatten(1).std(1).mean().item()
     means = rollout.scores.nanmean(0).tolist()
     scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
-    return metrics | scores | _missing(rollout) | tree_metrics(rollout)
+    explored = explore_metrics(rollout) if rollout.explored is not None else {}
+    return metrics | scores | _missing(rollout) | tree_metrics(rollout) | explored
 
 
 def _missing(rollout: Rollout) -> dict[str, float]:
@@ -53,6 +55,30 @@ def _missing(rollout: Rollout) -> dict[str, float]:
     stood_in = missing & rollout.terms.isfinite()
     found = {f"reward/missing/{n}": s for n, s in zip(rollout.names, shares, strict=True)}
     return found | {"reward/stand_in": stood_in.any(1).double().mean().item()}
+
+
+def explore_metrics(rollout: Rollout) -> dict[str, float]:
+    """What the first stage cost and found, of all processes; needs `rollout.explored`."""
+    explored = rollout.explored
+    assert explored is not None
+    proxy, kept = explored.proxy, explored.proxy.gather(1, explored.chosen)
+    exact = rollout.reward.view(*kept.shape, -1).nanmean(-1)
+    return {
+        "explore/forwards": float(explored.forwards),
+        "explore/candidates": float(proxy.numel()),
+        "explore/missing": (~proxy.isfinite()).double().mean().item(),
+        "explore/unranked": (~kept.isfinite()).double().mean().item(),
+        "explore/mean": proxy.nanmean().item(),
+        "explore/spread": _spread(proxy),
+        "explore/spread_kept": _spread(kept),
+        "explore/rho_kept": regenerated_rank(kept, exact),
+    } | {f"explore/audit/{name}": value for name, value in explored.audit.items()}
+
+
+def _spread(score: torch.Tensor) -> float:
+    """Standard deviation within a row, averaged over rows (P, N)."""
+    row = torch.arange(len(score)).repeat_interleave(score.shape[1])
+    return group_stats(score.flatten(), score.isfinite().flatten(), row).spread
 
 
 def tree_metrics(rollout: Rollout) -> dict[str, float]:

@@ -17,6 +17,7 @@ from flowrl.checkpoint import Checkpoints, random_state, restore_random_state
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import save_lora
+from flowrl.lowbit.training import exact
 from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.report import Report
@@ -178,9 +179,11 @@ class Run:
 
     def _evaluate(self, step: int) -> Evaluation:
         assert self.evaluator is not None
-        # Its own backbone: the same network, with the guidance of evaluation.
+        # Its own backbone: the same network, with the guidance of evaluation; and the weights
+        # that the LoRA meets elsewhere, whatever it was trained beside.
         try:
-            evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
+            with exact(self._policy.network):
+                evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
         except UserError:
             self.save()  # what was learned outlives what cannot be measured
             raise

@@ -12,6 +12,7 @@ from flowrl.fields import (
     Whole,
     option,
 )
+from flowrl.sections_explore import PRECISIONS, SOL_RL, Precision
 
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
@@ -29,6 +30,25 @@ class Pipeline(Section):
         "Number format of the frozen weights and the network's arithmetic; adapters, step "
         "arithmetic and log-probabilities stay fp32.",
         "published recipes use fp16 for SD3 and bf16 for FLUX",
+    )
+    precision: Precision | None = option(
+        None,
+        "In which the frozen weights are multiplied while drawing and learning alike, so that the "
+        "policy that learns is the one that drew; adapters stay beside them, and evaluations use "
+        f"the exact weights. One of {PRECISIONS}; null computes in dtype alone.",
+        "Jet-RL, arXiv 2601.14243, with fp8",
+    )
+    keep_layers: list[Text] | None = option(
+        None,
+        "With precision: parts of the names of layers that stay exact; null is the backbone's "
+        "list.",
+        SOL_RL,
+    )
+    min_dim: Whole | None = option(
+        None,
+        "With precision: layers stay exact unless the larger of their two sizes is above this; "
+        "null is the backbone's.",
+        f"2432 for SD3.5-Large in {SOL_RL}",
     )
     device: Literal["auto", "cpu", "cuda", "mps"] = option(
         "auto", "Where to compute; auto takes cuda, then mps, then cpu."

@@ -1,12 +1,15 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from flowrl.fields import Count, Flag, NonNegative, Number, Positive, Section, option
+from flowrl.sections_explore import Explore
 from flowrl.sections_store import Store
 from flowrl.sections_trees import DepthPruning, FlowGrpo, Tree
+from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
@@ -64,7 +67,17 @@ class Rollout(Section):
         "Fold the adapter into the weights while drawing, which is faster; auto folds where that "
         "is exact enough for the log-probabilities.",
     )
-
+    compile: Flag = option(
+        False,
+        "Draw with a compiled copy of the network: faster on a GPU after a first minute or more. "
+        "It takes the memory of the adapted layers again.",
+    )
+    explore: Explore | None = option(
+        None,
+        "Draw many more candidates first, cheaply, and only the most telling ones as above, from "
+        "the same noise; null draws no more than are learned from.",
+        "Sol-RL, arXiv 2604.06916",
+    )
     store: Store | None = option(
         None, "Groups to learn from that were drawn before; null draws those of each iteration."
     )
@@ -75,6 +88,14 @@ class Rollout(Section):
         if pruned is None:
             return whole
         return whole.without_training(pruned.at(iteration, self.steps))
+
+    def candidates(self, iteration: int, seed: int) -> TreePlan:
+        """What each candidate of an iteration is grown by; needs `explore`."""
+        e = self.explore
+        assert e is not None
+        if e.steps is not None:
+            return presets.ode(e.steps, e.candidates)
+        return replace(self.plan(iteration, seed), roots=e.candidates)
 
     def whole(self, iteration: int, seed: int) -> TreePlan:
         """The same before pruning."""

@@ -94,6 +94,20 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Explored:
+    """What the first of two stages found: proxy (P, N) fp32, the rewards of N candidates of each
+    of all processes' P groups, NaN where there is none; chosen (P, K) long, ascending, those that
+    the rollout holds. forwards: velocities computed for them. audit: numbers of an audit before
+    it, by name; none where none was due.
+    """
+
+    proxy: Tensor
+    chosen: Tensor
+    forwards: int
+    audit: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
     """One collection: a forest, what it was asked for and what it is worth.
 
@@ -106,7 +120,8 @@ class Rollout:
     the K rewards; reward (G,), the terms' weighted sum (NaN where invalid); valid (G,) bool; group
     (G,) long; and log_prob (N, n).
     seed: of whatever learning from it draws. known: the reference's errors at these pictures, as
-    far as they were computed before; only of a store.
+    far as they were computed before; only of a store. explored: where a first stage named the
+    trees; nothing of it is learned from.
     """
 
     tree: Tree
@@ -126,6 +141,7 @@ class Rollout:
     log_prob: Tensor
     seed: int
     known: ReferenceErrors | None = None
+    explored: Explored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

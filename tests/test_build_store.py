@@ -1,11 +1,12 @@
 """A recipe with a store: training reads it, draws it anew when asked, and keeps the reference."""
 
+import functools
 from dataclasses import replace
 
 import pytest
 import torch
 
-from flowrl.build_source import rollout_settings
+from flowrl.build_stages import plan_at
 from flowrl.build_store import REFERENCE, STORES, about, build_stored
 from flowrl.errors import UserError
 from flowrl.filling import fill
@@ -43,9 +44,11 @@ def prepare(make_learner, tiny_config, stored, tmp_path):
         sampler = learner.source
 
         def redraw(other):
-            return replace(sampler, rollout=rollout_settings(other))
+            plan = functools.partial(plan_at, other.rollout.plan, other.run.seed)
+            return replace(sampler, plan=plan)
 
-        return replace(learner, source=build_stored(config, sampler, redraw))
+        backbone = learner.policy.backbone
+        return replace(learner, source=build_stored(config, sampler, backbone, redraw))
 
     return make
 

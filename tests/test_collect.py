@@ -30,7 +30,6 @@ def disturb(learner, scale: float = 0.05) -> None:
 @pytest.mark.parametrize("merge_lora", [True, False])
 def test_the_old_policy_draws_where_the_objective_says_so(make_learner, merge_lora):
     learner = make_learner(objective=NFT, rollout=ROLLOUT | {"merge_lora": merge_lora})
-    assert learner.source.adapter == OLD
     before = learner.source.collect(0, Stopwatch()).tree.x
     disturb(learner)
     assert torch.equal(learner.source.collect(0, Stopwatch()).tree.x, before)
@@ -195,16 +194,14 @@ class Told:
 
 
 def sampling(learner, **changes):
-    """The learner's source with other specs or settings of its rollouts."""
-    source = learner.source
-    settings = changes.pop("rollout", {})
-    return replace(source, rollout=replace(source.rollout, **settings), **changes)
+    """The learner's source with changes to its stage."""
+    return replace(learner.source, stage=replace(learner.source.stage, **changes))
 
 
 def test_rewards_get_a_batch_of_pictures_while_the_next_is_drawn(make_learner):
     learner, events = make_learner(rollout=ROLLOUT | PLAIN_TREE), []
     spec = RewardSpec(name="told", reward=broken, executor=Told(events))
-    source = sampling(learner, specs=[spec], rollout={"batch_size": 4})
+    source = sampling(learner, specs=[spec], batch_size=4)
     network = learner.policy.network
     hook = network.register_forward_pre_hook(lambda *_: events.append("drawn"))
     try:
@@ -218,8 +215,8 @@ def test_rewards_get_a_batch_of_pictures_while_the_next_is_drawn(make_learner):
 def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner, tree):
     learner = make_learner(rollout=ROLLOUT | {"tree": tree})
     disturb(learner)
-    whole = sampling(learner, rollout={"batch_size": 8}).collect(0, Stopwatch())
-    parts = sampling(learner, rollout={"batch_size": 3}).collect(0, Stopwatch())
+    whole = sampling(learner, batch_size=8).collect(0, Stopwatch())
+    parts = sampling(learner, batch_size=3).collect(0, Stopwatch())
     for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
         a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
         torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
@@ -243,7 +240,7 @@ class Compares:
 def test_a_reward_that_compares_gets_each_whole_group_in_one_call(make_learner):
     learner, reward = make_learner(rollout=ROLLOUT | PLAIN_TREE), Compares()
     spec = RewardSpec(name="compares", reward=reward)
-    rollout = sampling(learner, specs=[spec], rollout={"batch_size": 3}).collect(0, Stopwatch())
+    rollout = sampling(learner, specs=[spec], batch_size=3).collect(0, Stopwatch())
     assert [len(call) for call in reward.calls] == [4, 4]
     assert all(len(set(call)) == 1 for call in reward.calls)
     images = rollout.images.view(2, 4, 3, 64, 64)

@@ -64,7 +64,7 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
         assert [g.record for g in store.groups[2 * iteration :][:2]] == [
             replace(r, paraphrases=()) for r in records
         ]
-    assert torch.equal(torch.tensor(store.about.sigmas), sampler.schedule().sigmas)
+    assert torch.equal(torch.tensor(store.about.sigmas), sampler.stage.schedule().sigmas)
 
 
 def test_the_table_sums_up(collected):
@@ -112,7 +112,8 @@ def test_another_recipe_is_refused(collected, tiny_config, load_tiny):
 def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     sampler = make_learner(rollout=ROLLOUT).source
     specs = [RewardSpec(name="patchy", reward=patchy)]
-    sampler = replace(sampler, specs=specs, failures=FailureLimit(max_fraction=1.0))
+    stage = replace(sampler.stage, specs=specs, failures=FailureLimit(max_fraction=1.0))
+    sampler = replace(sampler, stage=stage)
     store = fill(tmp_path / "s", about(config, sampler), sampler, shards=2)
     rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
     missing = store.scores[:, 0].isnan()
@@ -173,8 +174,8 @@ def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected,
     sampler = learner.source
     stored = StoredGroups(
         store,
-        backbone=sampler.backbone,
-        encode=sampler.encode,
+        backbone=sampler.stage.backbone,
+        encode=sampler.stage.encode,
         specs=learner.specs,
         runtime=learner.runtime,
         prompts=1,

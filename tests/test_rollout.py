@@ -59,7 +59,7 @@ def sample(make_learner):
     @torch.no_grad()
     def images(request, batch_size=6, plan=PLAN):
         backbone, policy = learner.policy.backbone, learner.policy
-        cond = learner.source.encode(request.prompts)
+        cond = learner.source.stage.encode(request.prompts)
         tree = draw(backbone, policy.velocity, cond, request, plan, schedule, batch_size)
         return tree, torch.cat(list(decode(backbone, tree.leaves(), batch_size)))
 
@@ -249,7 +249,8 @@ def test_a_held_out_reward_that_fails_leaves_every_picture_valid(make_learner):
         name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True
     )
     specs = [*learner.specs, broken]
-    learner = replace(learner, specs=specs, source=replace(learner.source, specs=specs))
+    stage = replace(learner.source.stage, specs=specs)
+    learner = replace(learner, specs=specs, source=replace(learner.source, stage=stage))
     rollout, metrics = learner.iterate(0)
     assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
     assert metrics["reward/invalid"] == 0 and math.isnan(metrics["reward/broken"])

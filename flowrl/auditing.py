@@ -1,0 +1,204 @@
+"""What `flowrl audit` does: all candidates of a few prompts, as previews of every kind and exactly.
+
+Previews and exact pictures start from the same noise; whatever their ranking loses is lost to fewer
+steps, to the precision, and to noise that the exact pictures' tree adds on the way.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl.actions import try_rewards
+from flowrl.audit import audit
+from flowrl.audit_gate import named
+from flowrl.build import PRECISION, Given, as_given, build_learner, drawn_prompts
+from flowrl.build_stages import Drawing, chosen_layers, draft_stage, plan_at
+from flowrl.collect import Sampler
+from flowrl.collecting import with_lora
+from flowrl.config import Config, load_config
+from flowrl.explore import score_candidates
+from flowrl.lowbit.precision import Resolved, capability_of, resolve
+from flowrl.lowbit.rules import quantised_share
+from flowrl.progress import Steps
+from flowrl.reward import Reward, closing
+from flowrl.rollout import Request, Stopwatch
+from flowrl.runtime import Runtime
+from flowrl.stage import Stage
+from flowrl.train import Learner
+from flowrl.trees.plan import TreePlan
+from flowrl.trees.shape import count
+
+Row = dict[str, Any]
+
+
+def audited(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: int,
+    candidates: int | None = None,
+    steps: Sequence[int] = (),
+) -> list[Config]:
+    """The recipe as it explores, once for each number of preview steps.
+
+    prompts: how many; candidates: of each. None or empty: as `rollout.explore` has it, or its
+    defaults where the recipe has none. Raises UserError for what cannot be drawn.
+    """
+    # Only pictures are drawn: what would be learned from them asks nothing of the rollout.
+    drawn = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
+    drawn += [f"rollout.prompts={prompts}", "rollout.explore={}"]
+    if candidates is not None:
+        drawn.append(f"rollout.explore.candidates={candidates}")
+    kinds = [[f"rollout.explore.steps={number}"] for number in dict.fromkeys(steps)] or [[]]
+    return [load_config(recipe, [*overrides, *drawn, *kind]) for kind in kinds]
+
+
+def audit_previews(
+    configs: Sequence[Config],
+    *,
+    precisions: Sequence[str] = (),
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> list[Row]:
+    """Draw all candidates of an iteration's prompts as previews of all kinds, and once exactly.
+
+    configs: see `audited`; they differ in `rollout.explore.steps` alone. precisions: of previews,
+    each with all these steps; none is the recipe's. lora: a run or file, of the model that draws.
+    pipeline, rewards: objects to use in place of those that the recipe names. -> a row for each
+    kind, then one of the exact pictures and one of choices at random. Raises UserError for a
+    precision that the device lacks, before anything is drawn.
+    """
+    configs = [as_given(config, pipeline) for config in configs]
+    if lora is not None:
+        configs = [with_lora(config, lora) for config in configs]
+    config = configs[0]
+    explore = config.rollout.explore
+    assert explore is not None
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    runtime = Runtime(
+        device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
+    )
+    capability = capability_of(runtime.device)
+    resolved = [resolve(name, capability) for name in precisions or (explore.precision,)]
+    given = Given(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(config, runtime, given)
+    total = len(configs) * len(resolved) + 1
+    bar = Steps("auditing", total) if runtime.is_main else None
+    with closing(learner.specs), bar or nullcontext():
+        with runtime.together():
+            try_rewards(learner, drawn_prompts(config, given))
+        exact = _exact(config, learner, bar)
+        rows = [row for r in resolved for row in _rows(configs, learner, exact, r, bar)]
+    return [*rows, *_ends(config, exact)] if runtime.is_main else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exact:
+    """All candidates, drawn and scored as those that are learned from."""
+
+    request: Request
+    true: Tensor  # (P, N)
+    seconds: float  # a picture
+
+
+def _sampler(learner: Learner) -> Sampler:
+    assert isinstance(learner.source, Sampler)  # the recipe has no store
+    return learner.source
+
+
+def _exact(config: Config, learner: Learner, bar: Steps | None) -> _Exact:
+    explore, sampler = config.rollout.explore, _sampler(learner)
+    assert explore is not None
+    plan = replace(plan_at(config.rollout.plan, config.run.seed, 0), roots=explore.candidates)
+    request = sampler.request(0, plan)
+    with torch.no_grad(), learner.runtime.autocast():
+        sampler.stage.encode(request.prompts)  # once for all: it is nobody's time
+    # Its rewards are those of the previews: what is only held out decides nothing here.
+    stage = replace(sampler.stage, specs=[spec for spec in learner.specs if spec.trained])
+    true, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
+    if bar is not None:
+        bar.advance({"s/picture": seconds})
+    return _Exact(request=request, true=true, seconds=seconds)
+
+
+def _rows(
+    configs: Sequence[Config],
+    learner: Learner,
+    exact: _Exact,
+    resolved: Resolved,
+    bar: Steps | None,
+) -> Iterator[Row]:
+    """Draw the candidates in one precision, with each number of steps, and compare."""
+    stage, share = _previews(configs[0], learner, resolved)
+    for config in configs:
+        explore = config.rollout.explore
+        assert explore is not None
+        steps = config.rollout.steps if explore.steps is None else explore.steps
+        plan = plan_at(config.rollout.candidates, config.run.seed, 0)
+        compiled = config.rollout.compile
+        proxy, seconds = _timed(replace(stage, steps=steps), exact.request, plan, compiled=compiled)
+        found = _compared(config, proxy, exact.true)
+        if bar is not None:
+            bar.advance({"rho": found["rho"]})
+        yield (
+            {"steps": steps, "precision": named(resolved), "quantised": share}
+            | found
+            | {"s/picture": seconds, "to exact": seconds / exact.seconds}
+        )
+
+
+def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Stage, float]:
+    """What draws them, and the share of the network's weights that it quantises."""
+    sampler = _sampler(learner)
+    with tempfile.TemporaryDirectory() as folder:  # no run: nothing is to be left of it
+        run = config.run.model_copy(update={"output_dir": folder})
+        drawing = Drawing(
+            config=config.model_copy(update={"run": run}),
+            runtime=learner.runtime,
+            specs=learner.specs,
+            policy=learner.policy,
+            backbone=sampler.stage.backbone,
+            needs=learner.objective.needs,
+        )
+        stage = draft_stage(drawing, sampler.stage, resolved)
+        choices = chosen_layers(drawing, resolved)
+    return stage, quantised_share(choices) if choices else 0.0
+
+
+def _timed(
+    stage: Stage, request: Request, plan: TreePlan, *, compiled: bool
+) -> tuple[Tensor, float]:
+    """Scores (P, N), and the seconds that a picture took: drawn, decoded and scored."""
+    if compiled:
+        score_candidates(stage, request, plan, Stopwatch())  # compiling is nobody's time either
+    watch = Stopwatch()
+    scores = score_candidates(stage, request, plan, watch)
+    pictures = scores.shape[0] * count(plan).leaves
+    return scores, sum(watch.seconds.values()) / pictures
+
+
+def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
+    explore = config.rollout.explore
+    assert explore is not None
+    keep = config.rollout.plan(0, config.run.seed).roots
+    return audit(proxy, true, keep, explore.select).summary()
+
+
+def _ends(config: Config, exact: _Exact) -> list[Row]:
+    """The best and the poorest that previews could do: choices by exact scores, and at random."""
+    found = _compared(config, exact.true, exact.true)
+    middle = (exact.true.isfinite().sum(1).double().mean().item() + 1) / 2
+    return [
+        {"steps": config.rollout.steps, "precision": "exact", "quantised": 0.0}
+        | found
+        | {"s/picture": exact.seconds, "to exact": 1.0},
+        {"precision": "random", "rank best": middle, "rank worst": middle},
+    ]

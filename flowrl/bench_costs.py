@@ -1,0 +1,129 @@
+"""What a run of two stages cost, beside what the cost model says of it."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from flowrl.errors import UserError
+from flowrl.functional.cost import two_stage_ratio
+
+ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
+SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
+Seconds = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many of how many pictures of a prompt are kept, and steps to explore and regenerate.
+
+    Raises UserError for counts the cost model does not know.
+    """
+
+    keep: int
+    candidates: int
+    preview_steps: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        try:
+            self.ratio(1.0, 0.0)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def ratio(self, gain: float, fixed: float) -> float:
+        """By the cost model, see `two_stage_ratio`."""
+        return two_stage_ratio(**asdict(self), gain=gain, fixed=fixed)
+
+    def scaled(self, factor: float) -> "Counts":
+        """Fewer pictures in the same proportion. Raises UserError where they are not whole."""
+        keep, candidates = self.keep * factor, self.candidates * factor
+        if keep < 1 or keep != int(keep) or candidates != int(candidates):
+            raise UserError(
+                f"a scale of {factor:g} makes {keep:g} of {candidates:g} candidates of {self}: "
+                "whole numbers are expected, such as by 0.5, 0.25 or 0.125"
+            )
+        return replace(self, keep=int(keep), candidates=int(candidates))
+
+    def __str__(self) -> str:
+        return f"{self.keep}/{self.candidates}@{self.preview_steps}/{self.steps}"
+
+
+def parse_counts(text: str) -> Counts:
+    """24/96@6/10: keep / candidates @ preview steps / steps. Raises UserError."""
+    try:
+        kept, taken = text.split("@")
+        keep, candidates, preview_steps, steps = map(int, (*kept.split("/"), *taken.split("/")))
+    except ValueError as error:
+        raise UserError(
+            f"the counts are {text!r}, expected keep/candidates@preview/steps such as 24/96@6/10"
+        ) from error
+    return Counts(keep=keep, candidates=candidates, preview_steps=preview_steps, steps=steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Best seconds of one run. single: drawing all candidates exactly; two: both stages; split: its
+    parts, which add up. counts: of each of the prompts.
+
+    Of one full batch, a picture: exact_step, low_step, peft_step, a step of the exact network, of
+    the one that explores, and of the network as it is trained, its adapter beside the weights and
+    not compiled; finish, decoding and scoring. graphs: compiled after the first round, over several
+    changes of the adapter. memory: most bytes at once during both stages, None on a CPU.
+    """
+
+    device: str
+    prompts: int
+    counts: Counts
+    batch: int
+    single: float
+    two: float
+    split: Seconds
+    exact_step: float
+    low_step: float
+    peft_step: float
+    finish: float
+    graphs: int
+    memory: int | None
+
+    @property
+    def gain(self) -> float:
+        """q: how many times as fast as an exact step one of exploring is."""
+        return self.exact_step / self.low_step
+
+    @property
+    def fixed(self) -> float:
+        """phi: decoding and scoring a picture, by drawing it in exact steps."""
+        return self.finish / (self.counts.steps * self.exact_step)
+
+    @property
+    def measured(self) -> float:
+        return self.two / self.single
+
+    @property
+    def predicted(self) -> float:
+        """By the cost model with the gain and the fixed cost of this run."""
+        return self.counts.ratio(self.gain, self.fixed)
+
+    @property
+    def to_peft(self) -> float:
+        """Two stages by one stage of the network as it is trained, which is computed from its
+        seconds a step: the published baseline (2604.06916)."""
+        pictures = self.prompts * self.counts.candidates
+        return self.two / (pictures * (self.counts.steps * self.peft_step + self.finish))
+
+    def row(self) -> dict[str, Any]:
+        """For people and programs; names as in the documentation."""
+        pictures, ratio = asdict(self.counts), self.measured / self.predicted
+        seconds = {name: getattr(self, name) for name in SECONDS}
+        found = {"q": self.gain, "phi": self.fixed, "measured": self.measured}
+        found |= {"predicted": self.predicted, "of predicted": ratio, "allowed": ALLOWED}
+        found |= {"to uncompiled PEFT": self.to_peft, "recompiled": self.graphs}
+        memory = {"peak memory, GB": self.memory and self.memory / 1e9}
+        where = {"device": self.device, "prompts": self.prompts, "batch": self.batch}
+        return where | pictures | seconds | found | memory
+
+    def parts(self) -> list[dict[str, Any]]:
+        """The split of both stages: seconds, and the share of them all."""
+        return [
+            {"part": name, "seconds": seconds, "share": seconds / self.two}
+            for name, seconds in self.split.items()
+        ]

@@ -1,0 +1,188 @@
+"""Two stages against one on networks of published sizes with random weights."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flowrl.aggregate import FailureLimit
+from flowrl.bench_costs import Counts
+from flowrl.bench_stages import full_batch, measure
+from flowrl.collect import Sampler
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.explore import Explorer
+from flowrl.functional.sde import KERNELS
+from flowrl.lowbit.backends import Plain, backend_of
+from flowrl.lowbit.kernel_check import check_kernels
+from flowrl.lowbit.precision import Resolved, capability_of, resolve
+from flowrl.lowbit.rules import LayerChoice, choose_layers, quantised_share, rules_of
+from flowrl.lowbit.twin import Twin
+from flowrl.networks import of_twin, policys_own
+from flowrl.policy import POLICY, Policy
+from flowrl.prompts import PromptRecord, PromptSampler
+from flowrl.random_backbone import RandomBackbone
+from flowrl.reward import RewardSpec, load_reward
+from flowrl.runtime import Runtime
+from flowrl.stage import Stage
+from flowrl.trees import presets
+
+RANK, ALPHA = 32, 64  # of Sol-RL (2604.06916)
+SMALL = 1e-3  # standard deviation of what a round adds to the adapter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Networks:
+    """A size on a device, ready to draw: the trained one, its exact copy and its cheap one."""
+
+    name: str
+    backbone: RandomBackbone
+    policy: Policy
+    runtime: Runtime
+    resolved: Resolved
+    choices: Sequence[LayerChoice]
+    exact: Twin
+    low: Twin
+
+
+def bench_sizes(
+    *,
+    name: str,
+    precision: str,
+    plans: Sequence[Counts],
+    prompts: int,
+    batch: int,
+    decode_batch: int,
+    pixels: int | None,
+    layers: int | None,
+    compile: bool,
+    repeats: int,
+    device: str,
+) -> list[dict[str, Any]]:
+    """One row a plan: `Costs.row`, and what is quantised.
+
+    Raises UserError on a CPU for a network of full depth, for a precision that the device lacks,
+    and for kernels that do not agree with their emulation.
+    """
+    runtime = Runtime(device=device)
+    if runtime.device.type == "cpu" and layers is None:
+        raise UserError(
+            f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 1 to "
+            "see that everything runs, which says nothing of speed"
+        )
+    networks = build_networks(
+        name, precision, runtime, pixels=pixels, layers=layers, compile=compile
+    )
+    rows = []
+    for plan in plans:
+        source = sampler_of(networks, plan, prompts, batch, decode_batch)
+        rows.append(_row(networks, plan, source, repeats, layers))
+    return rows
+
+
+def build_networks(
+    name: str,
+    precision: str,
+    runtime: Runtime,
+    *,
+    pixels: int | None,
+    layers: int | None,
+    compile: bool,
+) -> Networks:
+    """bf16, with a LoRA of rank 32 whose second factor is not 0, as after some training."""
+    resolved = resolve(precision, capability_of(runtime.device))
+    backbone = RandomBackbone(
+        name, device=runtime.device, dtype=torch.bfloat16, pixels=pixels, layers=layers
+    )
+    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
+    move(policy, SMALL)
+    choices: tuple[LayerChoice, ...] = ()
+    backend = Plain(backbone.dtype)
+    if resolved.format != "bf16":
+        choices = choose_layers(policy.network, rules_of(policy.network), resolved.format)
+        backend = backend_of(resolved, dtype=backbone.dtype)
+        shapes = sorted({choice.shape for choice in choices if choice.format})
+        check_kernels(backend, shapes, device=runtime.device, dtype=backbone.dtype)
+    return Networks(
+        name=name,
+        backbone=backbone,
+        policy=policy,
+        runtime=runtime,
+        resolved=resolved,
+        choices=choices,
+        exact=Twin(policy, (), Plain(backbone.dtype), compile=compile),
+        low=Twin(policy, choices, backend, compile=compile),
+    )
+
+
+@torch.no_grad()
+def move(policy: Policy, scale: float) -> None:
+    """Change the adapter as an update would, so that there are new weights to put in."""
+    for parameter in policy.parameters():
+        parameter += scale * torch.randn_like(parameter)
+
+
+def sampler_of(
+    networks: Networks, plan: Counts, prompts: int, batch: int, decode_batch: int
+) -> Sampler:
+    """Draws and explores as training does; brightness is its reward, the text is noise."""
+    records = [PromptRecord(uid=str(i), text=f"prompt {i}") for i in range(prompts)]
+    size = full_batch(batch, prompts * plan.candidates, prompts * plan.keep)
+    exact = _stage(networks, networks.exact, plan.steps, size, decode_batch)
+    low = _stage(networks, networks.low, plan.preview_steps, size, decode_batch)
+    low = replace(low, times=("time/explore", "time/explore_reward"))
+    preview = presets.ode(plan.preview_steps, plan.candidates)
+    return Sampler(
+        stage=exact,
+        plan=lambda iteration: presets.ode(plan.steps, plan.keep),
+        prompts=PromptSampler(records, prompts, seed=0),
+        seed=0,
+        explorer=Explorer(
+            stage=lambda iteration, candidates: (low, {}),
+            plan=lambda iteration: preview,
+            mode="best_worst",
+        ),
+    )
+
+
+def _stage(networks: Networks, twin: Twin, steps: int, batch: int, decode_batch: int) -> Stage:
+    return Stage(
+        backbone=twin.backbone,
+        network=functools.partial(of_twin, twin, twin.backbone, POLICY, runtime=networks.runtime),
+        encode=TextCache(networks.backbone),
+        specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
+        runtime=networks.runtime,
+        failures=FailureLimit(max_fraction=0.0),
+        steps=steps,
+        kernel=KERNELS["flow_sde"],
+        level=0.0,  # no plan here has noise
+        batch_size=batch,
+        decode_batch=decode_batch,
+        whole_prompts=False,
+    )
+
+
+def _row(
+    networks: Networks, plan: Counts, source: Sampler, repeats: int, layers: int | None
+) -> dict[str, Any]:
+    network = functools.partial(
+        policys_own, networks.policy, networks.backbone, POLICY,
+        merged=False, runtime=networks.runtime,
+    )  # fmt: skip
+    peft = replace(source.stage, backbone=networks.backbone, network=network)
+    costs = measure(source, peft, lambda: move(networks.policy, SMALL), repeats=repeats)
+    made, resolved = [c for c in networks.choices if c.format], networks.resolved
+    return {
+        "size": networks.name,
+        "plan": str(plan),
+        "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
+        "pixels": networks.backbone.pixels,
+        "precision": resolved.format if resolved.native else resolved.requested,
+        "native": resolved.native,
+        "quantised layers": len(made),
+        "quantised share": quantised_share(networks.choices),
+        "cheap copy, GB": networks.low.nbytes() / 1e9,
+        "exact copy, GB": networks.exact.nbytes() / 1e9,
+    } | costs.row()

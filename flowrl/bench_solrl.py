@@ -1,0 +1,99 @@
+"""Two stages against one on a pipeline that is there, by the options that training has."""
+
+import functools
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from flowrl.bench_costs import Costs, Counts
+from flowrl.bench_stages import full_batch, measure
+from flowrl.build import Given, build_learner
+from flowrl.collect import Sampler
+from flowrl.config import parse_config
+from flowrl.networks import policys_own
+from flowrl.policy import OLD, Policy
+from flowrl.runtime import Runtime
+from flowrl.stage import Stage
+from flowrl.train import Learner
+
+
+def bench_solrl(
+    *,
+    model: str,
+    counts: Counts,
+    prompts: int,
+    precision: str,
+    min_dim: int | None,
+    batch: int,
+    compile: bool,
+    threads: int,
+    repeats: int,
+    device: str,
+) -> Costs:
+    """24-of-96 and the like as Sol-RL (2604.06916) draws it, trained by NFT, brightness its reward.
+
+    batch: most pictures in one forward; the largest that all batches can be full of is taken.
+    min_dim: of layers that are quantised, None for the backbone's. Raises UserError for a
+    precision that the device lacks.
+    """
+    torch.set_num_threads(threads)
+    explore = {
+        "candidates": counts.candidates,
+        "steps": counts.preview_steps,
+        "precision": precision,
+        "min_dim": min_dim,
+        "audit": {"every": 0},
+    }
+    rollout = {
+        "prompts": prompts,
+        "group_size": counts.keep,
+        "steps": counts.steps,
+        "batch_size": full_batch(batch, prompts * counts.candidates, prompts * counts.keep),
+        "merge_lora": True,
+        "compile": compile,
+        "explore": explore,
+    }
+    with _learner(model, device, rollout) as learner:
+        source = learner.source
+        assert isinstance(source, Sampler)  # a bench never reads a store
+        peft = peft_stage(learner, source.stage)
+        return measure(source, peft, lambda: move(learner.policy), repeats=repeats)
+
+
+def peft_stage(learner: Learner, exact: Stage) -> Stage:
+    """The stage that draws with the network as it is trained: the adapter beside the weights."""
+    backbone = learner.policy.backbone
+    network = functools.partial(
+        policys_own, learner.policy, backbone, OLD, merged=False, runtime=exact.runtime
+    )
+    return replace(exact, backbone=backbone, network=network)
+
+
+@torch.no_grad()
+def move(policy: Policy) -> None:
+    """A change of the adapter as an update makes one, which the old policy follows."""
+    for parameter in policy.parameters():
+        parameter += 1e-3 * torch.randn_like(parameter)
+    policy.remember(0.5)
+
+
+@contextmanager
+def _learner(model: str, device: str, rollout: dict[str, Any]) -> Iterator[Learner]:
+    """Its run folder is gone afterwards; only what a precision became is written there."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = parse_config(
+            {
+                "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
+                "prompts": {"train": "tiny:geneval:train"},
+                "rewards": [{"name": "brightness"}],
+                "objective": {"kind": "nft"},
+                "rollout": {"tree": {"kind": "ode"}} | rollout,
+                "optim": {"micro_batch": rollout["batch_size"]},
+                "run": {"output_dir": folder},
+            }
+        )
+        yield build_learner(config, Runtime(device=device), Given())

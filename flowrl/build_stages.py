@@ -1,0 +1,173 @@
+"""From options to stages: what draws exactly, and what explores cheaply before it."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flowrl.audit_log import AuditLog
+from flowrl.backbones.base import Backbone
+from flowrl.build_rewards import build_limit
+from flowrl.config import Config
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.explore import Explorer
+from flowrl.functional.sde import KERNELS
+from flowrl.gate import Gate
+from flowrl.lowbit.backends import Plain, backend_of
+from flowrl.lowbit.kernel_check import check_kernels
+from flowrl.lowbit.precision import Resolved, capability_of, resolve
+from flowrl.lowbit.report import write_precision
+from flowrl.lowbit.rules import LayerChoice, choose_layers, rules_of
+from flowrl.lowbit.twin import Twin
+from flowrl.networks import of_twin, policys_own, with_network
+from flowrl.objectives.base import Needs
+from flowrl.policy import OLD, POLICY, Policy
+from flowrl.reward import RewardSpec
+from flowrl.runtime import Runtime
+from flowrl.stage import Stage
+from flowrl.trees.plan import PlanError, TreePlan
+
+EXPLORING = ("time/explore", "time/explore_reward")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """What all stages of a run share: who draws, with which guidance, judged by whom."""
+
+    config: Config
+    runtime: Runtime
+    specs: Sequence[RewardSpec]
+    policy: Policy
+    backbone: Backbone  # with the guidance of rollouts
+    needs: Needs
+
+    @property
+    def adapter(self) -> str:
+        """The old policy where the objective wants that; else the policy."""
+        return OLD if self.needs.old is not None and self.needs.old.samples else POLICY
+
+    @property
+    def merged(self) -> bool:
+        """Whether the adapter is folded into the weights that draw exactly."""
+        # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
+        wanted, exact = self.config.rollout.merge_lora, self.config.pipeline.dtype == "fp32"
+        return exact if wanted == "auto" else wanted
+
+
+def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
+    """Whether one process must draw all pictures of a prompt: they are compared there."""
+    return needs.complete_groups or any(spec.whole_groups for spec in specs)
+
+
+def build_stage(d: Drawing) -> Stage:
+    """What draws the pictures that are learned from."""
+    r, backbone = d.config.rollout, d.backbone
+    network = functools.partial(
+        policys_own, d.policy, backbone, d.adapter, merged=d.merged, runtime=d.runtime
+    )
+    if r.compile:
+        twin = Twin(
+            d.policy,
+            (),
+            Plain(backbone.dtype),
+            lora="merge" if d.merged else "side",
+            compile=True,
+        )
+        backbone = with_network(backbone, twin.network)
+        network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
+    return Stage(
+        backbone=backbone,
+        network=network,
+        encode=TextCache(backbone, r.negative),
+        specs=d.specs,
+        runtime=d.runtime,
+        failures=build_limit(d.config),
+        steps=r.steps,
+        kernel=KERNELS[r.kernel],
+        level=r.noise_level,
+        batch_size=r.batch_size,
+        decode_batch=d.config.pipeline.decode_batch,
+        whole_prompts=whole_prompts(d.needs, d.specs),
+    )
+
+
+def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
+    """What names the trees that `exact` draws; None without `rollout.explore`.
+
+    Raises UserError for a precision that the device lacks, and layers that cannot be quantised.
+    """
+    e, seed = d.config.rollout.explore, d.config.run.seed
+    if e is None:
+        return None
+    capability = capability_of(d.runtime.device)
+    first = resolve(e.precision, capability)
+    plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
+
+    def exact_plan(iteration: int) -> TreePlan:
+        return replace(plan_at(d.config.rollout.plan, seed, iteration), roots=e.candidates)
+
+    gate = Gate(
+        make=lambda resolved: draft_stage(d, exact, resolved),
+        first=first,
+        capability=capability,
+        exact=exact,
+        plan=plan,
+        exact_plan=exact_plan,
+        keep=lambda iteration: d.config.rollout.plan(iteration, seed).roots,
+        mode=e.select,
+        every=e.audit.every,
+        prompts=e.audit.prompts,
+        min_rho=e.audit.min_rho,
+        on_miss=e.audit.on_miss,
+        log=AuditLog(Path(d.config.run.output_dir)),
+    )
+    return Explorer(stage=gate, plan=plan, mode=e.select)
+
+
+def draft_stage(d: Drawing, exact: Stage, resolved: Resolved) -> Stage:
+    """The stage that draws candidates in a precision. Its rewards are those that are trained."""
+    r, e = d.config.rollout, d.config.rollout.explore
+    assert e is not None
+    choices = chosen_layers(d, resolved)
+    if d.runtime.is_main:
+        write_precision(Path(d.config.run.output_dir), resolved, choices)
+    backbone, network = d.backbone, exact.network
+    if choices or e.lora != ("merge" if d.merged else "side"):
+        backend = backend_of(resolved, dtype=d.backbone.dtype, four_over_six=e.four_over_six)
+        shapes = {choice.shape for choice in choices if choice.format}
+        check_kernels(backend, sorted(shapes), device=d.runtime.device, dtype=d.backbone.dtype)
+        twin = Twin(d.policy, choices, backend, lora=e.lora, compile=r.compile)
+        backbone = with_network(backbone, twin.network)
+        network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
+    trained = [spec for spec in d.specs if spec.trained]
+    return replace(
+        exact,
+        backbone=backbone,
+        network=network,
+        specs=trained,
+        failures=replace(build_limit(d.config), max_streak=None),
+        steps=r.steps if e.steps is None else e.steps,
+        whole_prompts=any(spec.whole_groups for spec in trained),
+        times=EXPLORING,
+    )
+
+
+def chosen_layers(d: Drawing, resolved: Resolved) -> tuple[LayerChoice, ...]:
+    """The layers of the network, with those that a precision quantises; none for bf16."""
+    e = d.config.rollout.explore
+    assert e is not None
+    if resolved.format == "bf16":
+        return ()
+    network = d.policy.network
+    return choose_layers(
+        network, rules_of(network), resolved.format, min_dim=e.min_dim, keep=e.keep_layers
+    )
+
+
+def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> TreePlan:
+    """A plan of an iteration. Raises UserError for one that cannot be drawn."""
+    try:
+        return plan(iteration, seed)
+    except PlanError as error:
+        raise UserError(f"iteration {iteration} cannot be drawn: {error}") from error

@@ -1,0 +1,105 @@
+"""Explores in a cheap precision for as long as audits find that it ranks as the exact one does."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from flowrl.audit import AuditReport, audit
+from flowrl.audit_gate import OnMiss, Verdict, named, replayed, verdict
+from flowrl.audit_log import AuditEvent, AuditLog
+from flowrl.explore import score_candidates
+from flowrl.functional.telling import Mode
+from flowrl.lowbit.precision import Capability, Resolved
+from flowrl.rollout import Request, Stopwatch
+from flowrl.stage import Stage
+from flowrl.trees.plan import TreePlan
+
+LOG = logging.getLogger(__name__)
+METRICS = ("tau", "rho", "pooled rho", "retention")  # of an audit that are logged
+
+
+@dataclass(slots=True, kw_only=True)
+class Gate:
+    """The stage that explores in an iteration: see the options under `rollout.explore.audit`.
+
+    make: builds the stage of a precision, `first` at the beginning. exact: what draws afterwards.
+    plan, exact_plan: of an iteration, for candidates and for as many exact trees. keep: trees of a
+    prompt that are kept. All processes call it together, and come to the same verdict.
+    """
+
+    make: Callable[[Resolved], Stage]
+    first: Resolved
+    capability: Capability
+    exact: Stage
+    plan: Callable[[int], TreePlan]
+    exact_plan: Callable[[int], TreePlan]
+    keep: Callable[[int], int]
+    mode: Mode
+    every: int
+    prompts: int
+    min_rho: float
+    on_miss: OnMiss
+    log: AuditLog
+    _now: tuple[Resolved, Stage] | None = field(init=False, default=None)
+
+    def __call__(self, iteration: int, candidates: Request) -> tuple[Stage, Mapping[str, float]]:
+        """The stage of an iteration, and what an audit before it has found, if one was due.
+
+        Raises UserError when an audit fails and the run is to stop then.
+        """
+        resolved, stage = self._standing(iteration)
+        if not self.every or iteration % self.every:
+            return stage, {}
+        report = self._audit(stage, iteration, candidates)
+        found = self._judge(report, resolved, stage)
+        if self.exact.runtime.is_main:
+            LOG.log(logging.INFO if found.passed else logging.WARNING, "%s", found.text)
+            self.log.record(
+                AuditEvent(
+                    iteration=iteration,
+                    precision=named(resolved),
+                    steps=stage.steps,
+                    action=found.action,
+                    next=None if found.next is None else named(found.next),
+                    text=found.text,
+                    report=report,
+                )
+            )
+        if found.next is not None:
+            self._now = None  # its memory is free before the next is built
+            self._now = found.next, self.make(found.next)
+            stage = self._now[1]
+        summary = report.summary()
+        return stage, {name.replace(" ", "_"): float(summary[name]) for name in METRICS}
+
+    def _standing(self, iteration: int) -> tuple[Resolved, Stage]:
+        """Where earlier audits have left it, those of the session before included."""
+        if self._now is None:
+            nexts = [event.next for event in self.log.before(iteration)]
+            resolved = replayed(nexts, self.first, self.capability)
+            self._now = resolved, self.make(resolved)
+        return self._now
+
+    def _audit(self, stage: Stage, iteration: int, candidates: Request) -> AuditReport:
+        """Draw all candidates of the first prompts both ways."""
+        few = candidates.only((candidates.group < self.prompts).nonzero().squeeze(1))
+        exact = replace(self.exact, specs=stage.specs)
+
+        def scored(stage: Stage, plan: TreePlan) -> Tensor:
+            return score_candidates(stage, few, plan, Stopwatch())
+
+        proxy = scored(stage, self.plan(iteration))
+        true = scored(exact, self.exact_plan(iteration))
+        return audit(proxy, true, self.keep(iteration), self.mode)
+
+    def _judge(self, report: AuditReport, resolved: Resolved, stage: Stage) -> Verdict:
+        return verdict(
+            report,
+            min_rho=self.min_rho,
+            on_miss=self.on_miss,
+            resolved=resolved,
+            capability=self.capability,
+            steps=stage.steps,
+        )

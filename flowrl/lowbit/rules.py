@@ -1,0 +1,225 @@
+"""Which layers of a network are computed in few bits, and why the others are not.
+
+The names and sizes are those of Sol-RL's released code (2604.06916), put into diffusers' words.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from flowrl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """What stays exact. keep: regular expressions searched in the dotted names of layers.
+
+    min_dim: the longer side of a weight must be above it, since small products gain nothing.
+    in_multiple, out_multiple: what the sides must be multiples of. pointwise: convolutions with
+    1x1 kernels count as linear layers, which they are at every pixel.
+    """
+
+    keep: tuple[str, ...]
+    min_dim: int
+    in_multiple: int = 32
+    out_multiple: int = 16
+    pointwise: bool = False
+
+
+# By the kind of network. FLUX's rules leave its last projection to be quantised: `^proj_out` keeps
+# it. SANA's self-attention is one layer, attn.qkv, there and three here; its cross-attention's keys
+# and values, one layer of twice the width there, are two here, and both too small for min_dim.
+RULES: dict[str, LayerRules] = {
+    "sd3": LayerRules(
+        keep=("pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context"),
+        min_dim=2432,
+    ),
+    "flux": LayerRules(
+        keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"),
+        min_dim=1000,
+    ),
+    "sana": LayerRules(
+        keep=(
+            "time_embed", "caption_projection", "patch_embed", "^proj_out",
+            r"attn1\.to_[qkv]$",
+        ),
+        min_dim=2240,
+        pointwise=True,
+    ),
+}  # fmt: skip
+
+KINDS = {
+    "SD3Transformer2DModel": "sd3",
+    "FluxTransformer2DModel": "flux",
+    "SanaTransformer2DModel": "sana",
+}
+
+
+def rules_of(network: nn.Module) -> LayerRules:
+    """The rules of a diffusers transformer. Raises UserError for a class that has none."""
+    name = type(network).__name__
+    if name not in KINDS:
+        raise UserError(f"there are no layer rules for {name}, only for {', '.join(KINDS)}")
+    return RULES[KINDS[name]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    """A layer's name without the marks of adapters, and what becomes of its weight.
+
+    shape: (out, in), a kernel being part of the input. format: None where it stays exact.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str | None
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def choose_layers(
+    network: nn.Module,
+    rules: LayerRules,
+    format: str,
+    *,
+    min_dim: int | None = None,
+    keep: Sequence[str] | None = None,
+) -> tuple[LayerChoice, ...]:
+    """Every linear layer and convolution of the network, adapted or not, in the network's order.
+
+    min_dim, keep: in place of those of the rules; sides must be divisible in any case. Raises
+    UserError for a pattern that is none or matches no layer, and when nothing is to be quantised.
+    """
+    patterns = _compiled(rules.keep if keep is None else keep)
+    least = rules.min_dim if min_dim is None else min_dim
+    layers = dict(matrices(network))
+    for pattern in patterns:
+        if not any(pattern.search(name) for name in layers):
+            raise UserError(
+                f"no layer of {type(network).__name__} has a name with {pattern.pattern!r}: its "
+                f"layers are named like {next(iter(layers), 'nothing: it has none')}"
+            )
+    choices = []
+    for name, layer in layers.items():
+        shape = matrix_shape(layer)
+        reason = (
+            _kept_as_kind(layer, rules)
+            or _kept_by_name(name, patterns)
+            or _kept_by_size(shape, rules, least)
+        )
+        choice = LayerChoice(
+            name=name,
+            shape=shape,
+            format=None if reason else format,
+            reason=reason or "large enough and divisible",
+        )
+        choices.append(choice)
+    if not any(choice.format for choice in choices):
+        widest = max((max(c.shape) for c in choices), default=0)
+        raise UserError(
+            f"no layer of {type(network).__name__} is left to be quantised: layers need a side "
+            f"above {least}, the longest has {widest}; lower min_dim or keep fewer names"
+        )
+    return tuple(choices)
+
+
+def matrices(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers and convolutions by name; of an adapted one the layer below the adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    inside: set[nn.Module] = set()
+    for name, module in network.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, LoraLayer):
+            inside.update(module.modules())
+            module = module.get_base_layer()
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            yield name, module
+
+
+def matrix_shape(layer: nn.Module) -> tuple[int, int]:
+    """(out, in) of the weight; the input of a convolution is what its kernel sees."""
+    weight = layer.weight
+    return weight.shape[0], weight[0].numel()
+
+
+def is_pointwise(layer: nn.Module) -> bool:
+    """Whether it is a linear layer at every pixel: a 1x1 convolution, not a depthwise one."""
+    return (
+        isinstance(layer, nn.Conv2d)
+        and layer.groups == 1
+        and layer.kernel_size == layer.stride == (1, 1)
+        and not any(layer.padding)
+    )
+
+
+def _compiled(keep: Sequence[str]) -> list[re.Pattern[str]]:
+    found = []
+    for text in keep:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"keep {text!r} is no regular expression: {error}") from error
+    return found
+
+
+def _kept_as_kind(layer: nn.Module, rules: LayerRules) -> str | None:
+    if isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer)):
+        return None
+    if getattr(layer, "groups", 1) > 1:
+        return "a convolution in groups"
+    return f"a convolution with a {'x'.join(map(str, layer.kernel_size))} kernel"
+
+
+def _kept_by_name(name: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
+    for pattern in patterns:
+        if pattern.search(name):
+            return f"kept by name: {pattern.pattern}"
+    return None
+
+
+def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:
+    rows, columns = shape
+    if max(shape) <= min_dim:
+        return f"no side above {min_dim}"
+    if columns % rules.in_multiple:
+        return f"inputs not a multiple of {rules.in_multiple}"
+    if rows % rules.out_multiple:
+        return f"outputs not a multiple of {rules.out_multiple}"
+    return None
+
+
+def quantised_share(choices: Sequence[LayerChoice]) -> float:
+    """Of the weights of all linear layers and convolutions, the share that is quantised."""
+    return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
+
+
+def layer_table(choices: Sequence[LayerChoice]) -> list[dict[str, object]]:
+    """Rows for people: layers of one shape, format and reason together, the largest part first.
+
+    layers: how many; share: of the weights of all layers. Numbers in names become `*`.
+    """
+    total = sum(c.size for c in choices)
+    groups: dict[tuple, list[LayerChoice]] = {}
+    for choice in choices:
+        groups.setdefault((choice.shape, choice.format, choice.reason), []).append(choice)
+    rows = []
+    for (shape, format, reason), members in groups.items():
+        names = Counter(re.sub(r"\b\d+\b", "*", c.name) for c in members)
+        row: dict[str, object] = {
+            "layers": len(members),
+            "out x in": f"{shape[0]} x {shape[1]}",
+            "format": format or "exact",
+            "share": f"{sum(c.size for c in members) / total:.1%}",
+            "reason": reason,
+            "names": ", ".join(names),
+        }
+        rows.append((sum(c.size for c in members), row))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

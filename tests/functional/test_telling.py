@@ -1,0 +1,95 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.functional.telling import MODES, best_and_worst, telling
+
+SCORES = st.lists(
+    st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, math.inf]) | st.floats(-3, 3, width=32),
+    min_size=1,
+    max_size=40,
+)
+
+
+def chosen(proxy, keep, mode="best_worst", seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return telling(torch.tensor(proxy), keep, mode, generator).tolist()
+
+
+def test_the_best_and_the_worst_are_kept_one_more_of_the_worst_where_the_number_is_odd():
+    proxy = [0.3, 0.9, 0.1, 0.5, 0.7, 0.2]
+    assert chosen(proxy, 4) == [1, 2, 4, 5]
+    assert chosen(proxy, 3) == [1, 2, 5]
+    assert chosen(proxy, 1) == [2]
+
+
+def test_of_equal_proxies_the_first_count_as_the_better_ones():
+    assert chosen([0.5] * 6, 4) == [0, 1, 4, 5]
+    assert chosen([0.0, 1.0, 1.0, 0.0, 1.0, 0.0], 2) == [1, 5]
+
+
+def test_those_furthest_from_the_mean_are_kept():
+    assert chosen([0.0, 0.4, 0.5, 0.6, 3.0], 2, "mean_deviation") == [0, 4]
+    assert chosen([0.0, 0.1, 0.1, 4.0, 4.2], 3, "mean_deviation") == [0, 3, 4]
+
+
+def test_extremes_are_kept_with_others_at_random():
+    found = {tuple(chosen(list(range(9)), 4, "extremes_random", seed)) for seed in range(40)}
+    assert len(found) > 5
+    assert all(kept[0] == 0 and kept[-1] == 8 for kept in found)
+    assert chosen([0.2, 0.1], 1, "extremes_random") == [0]
+
+
+def test_a_random_choice_reads_no_proxies():
+    assert chosen([0.1, 0.2, 0.3, 0.4], 2, "random") == chosen([4.0, 3.0, 2.0, 1.0], 2, "random")
+    assert len({tuple(chosen([0.0] * 6, 3, "random", seed)) for seed in range(200)}) == 20
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_as_many_as_there_are_are_all_kept_in_order(mode):
+    assert chosen([0.3, 0.1, 0.2], 3, mode) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_candidates_without_a_proxy_are_never_kept(mode):
+    assert chosen([math.nan, 0.1, math.inf, 0.2, 0.3], 2, mode) != []
+    assert set(chosen([math.nan, 0.1, math.inf, 0.2, -math.inf], 2, mode)) == {1, 3}
+    assert chosen([math.nan, 0.1, math.nan], 2, mode) == [1]
+    assert chosen([math.nan, math.nan], 2, mode) == []
+
+
+@pytest.mark.parametrize("keep", [0, 4])
+def test_more_than_there_are_cannot_be_kept(keep):
+    with pytest.raises(ValueError, match=f"{keep} of 3 candidates"):
+        chosen([0.1, 0.2, 0.3], keep)
+
+
+def test_an_unknown_mode_is_named():
+    with pytest.raises(ValueError, match="'best'.*best_worst"):
+        chosen([0.1, 0.2], 1, "best")
+
+
+@given(SCORES, st.integers(1, 40), st.sampled_from(MODES), st.integers(0, 9))
+def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
+    keep = min(keep, len(proxy))
+    found = chosen(proxy, keep, mode, seed)
+    finite = [i for i, score in enumerate(proxy) if math.isfinite(score)]
+    assert found == sorted(set(found))
+    assert set(found) <= set(finite)
+    assert len(found) == min(keep, len(finite))
+
+
+@given(SCORES, st.integers(1, 40))
+def test_no_other_is_better_than_the_best_or_worse_than_the_worst(proxy, keep):
+    score = torch.tensor(proxy)
+    found = telling(score, min(keep, len(proxy)), "best_worst", torch.Generator())
+    others = [i for i in range(len(proxy)) if i not in found.tolist() and math.isfinite(proxy[i])]
+    if not others:
+        return
+    ranked = score[found].sort(descending=True).values
+    best, worst = (ranked[ends] for ends in best_and_worst(len(found), len(found)))
+    assert bool((best[:, None] >= score[others]).all())
+    assert bool((worst[:, None] <= score[others]).all())

@@ -1,0 +1,98 @@
+"""A kernel that computes something else is refused before a run uses it."""
+
+import pytest
+import torch
+from software_nvfp4 import SoftwareNVFP4
+
+from flowrl.errors import UserError
+from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain, backend_of
+from flowrl.lowbit.kernel_check import LIMIT, check_kernels
+from flowrl.lowbit.precision import capability_of, native_formats, resolve
+
+CPU = torch.device("cpu")
+SHAPES = [(48, 64), (32, 96), (48, 64), (144, 32)]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("backend", [SoftwareNVFP4(), FP8Rowwise()])
+def test_a_right_kernel_passes_with_its_error_by_distinct_shape(backend, dtype):
+    errors = check_kernels(backend, SHAPES, CPU, dtype)
+    assert errors.keys() == {(48, 64), (32, 96), (144, 32)}
+    assert max(errors.values()) <= max(torch.finfo(dtype).eps, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "reads the weight's high nibble first",
+        "takes scales row by row",
+        "forgets the global scale",
+        "ignores signs",
+        "forgets the last rows",
+        "overflows",
+    ],
+)
+def test_a_wrong_kernel_is_refused_with_the_shape_and_the_error(fault):
+    with pytest.raises(UserError, match=r"48 x 64 .* differs from its emulation by ([\d.e+]+|inf)"):
+        check_kernels(SoftwareNVFP4(fault), [(48, 64)], CPU, torch.bfloat16)
+
+
+class ScalesReversed(FP8Rowwise):
+    def matmul(self, x, state, bias=None):
+        return FP8Rowwise.matmul(self, x, {**state, "scale": state["scale"].flip(1)}, bias)
+
+
+class ScalesOfOneRow(FP8Rowwise):
+    def matmul(self, x, state, bias=None):
+        scale = state["scale"][:, :1].expand_as(state["scale"]).contiguous()
+        return FP8Rowwise.matmul(self, x, {**state, "scale": scale}, bias)
+
+
+class ReturnsNaN(FP8Rowwise):
+    def matmul(self, x, state, bias=None):
+        return FP8Rowwise.matmul(self, x, state, bias) * torch.nan
+
+
+@pytest.mark.parametrize("kind", [ScalesReversed, ScalesOfOneRow, ReturnsNaN])
+def test_a_wrong_fp8_kernel_is_refused(kind):
+    with pytest.raises(UserError, match="differs from its emulation"):
+        check_kernels(kind(), [(48, 64)], CPU, torch.bfloat16)
+
+
+def test_every_wrong_kernel_is_far_beyond_the_limit():
+    for kernel in (ScalesReversed(), SoftwareNVFP4("reads the weight's high nibble first")):
+        with pytest.raises(UserError) as refusal:
+            check_kernels(kernel, [(48, 64)], CPU, torch.bfloat16)
+        found = str(refusal.value).partition("emulation by ")[2].partition(",")[0]
+        assert float(found) > 10 * LIMIT
+
+
+def test_a_kernel_that_does_not_run_is_refused_with_what_it_said():
+    with pytest.raises(UserError, match=r"48 x 64 .*does not run here \(.*CPU"):
+        check_kernels(NVFP4Native(), [(48, 64)], CPU, torch.bfloat16)
+
+
+def test_a_shape_that_the_kernel_cannot_have_is_refused_by_name():
+    with pytest.raises(UserError, match="40 x 48 .*multiple"):
+        check_kernels(NVFP4Native(), [(40, 48)], CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize("backend", [Plain(torch.bfloat16), NVFP4Emulated()])
+def test_ordinary_products_have_nothing_to_be_compared_with(backend):
+    assert check_kernels(backend, SHAPES, CPU, torch.bfloat16) == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("precision", "four_over_six"), [("nvfp4", False), ("nvfp4", True), ("fp8", False)]
+)
+def test_this_gpus_kernels_agree_with_their_emulation(precision, dtype, four_over_six):
+    device = torch.device("cuda")
+    capability = capability_of(device)
+    if precision not in native_formats(capability):
+        pytest.skip(f"{capability.name} does not multiply {precision} itself")
+    backend = backend_of(resolve(precision, capability), dtype=dtype, four_over_six=four_over_six)
+    shapes = [(16, 32), (2432, 9728), (9728, 2432), (3072, 3072), (320, 160)]
+    assert check_kernels(backend, shapes, device, dtype).keys() == set(shapes)

@@ -1,0 +1,314 @@
+"""A twin has the policy's frozen tensors, its own products, and the adapter it was told."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.backbones.sd3 import SD3
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated, Plain
+from flowrl.lowbit.linear import RolloutLinear
+from flowrl.lowbit.rules import RULES, choose_layers
+from flowrl.lowbit.twin import Twin
+from flowrl.policy import EMA, OLD, POLICY, Policy
+from flowrl.prompts import load_prompts
+
+RANK, ALPHA = 4, 6
+EMULATED = NVFP4Emulated()
+EXACT = Plain(torch.float32)
+WAYS = ["merge", "side"]
+
+
+@pytest.fixture
+def make(load_tiny):
+    def policy(dtype="fp32", **options) -> Policy:
+        backbone = SD3(load_tiny(dtype), max_sequence_length=12)
+        return Policy(backbone, **({"rank": RANK, "alpha": ALPHA, "seed": 0} | options))
+
+    return policy
+
+
+@pytest.fixture(scope="module")
+def texts(load_tiny):
+    backbone = SD3(load_tiny(), max_sequence_length=12)
+    return TextCache(backbone)(load_prompts("tiny:all:train", limit=4))
+
+
+@pytest.fixture
+def inputs(texts):
+    def of(policy: Policy):
+        cond = copy.copy(texts)
+        cond = type(texts)(tensors={k: t.to(policy.backbone.dtype) for k, t in cond.tensors.items()})
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, *policy.backbone.latent_shape(), generator=generator)
+        return x.to(policy.backbone.dtype), torch.tensor(0.7), cond
+
+    return of
+
+
+def disturb(policy: Policy, scale: float = 0.1, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in policy.parameters():
+        p.data += scale * torch.randn(p.shape, generator=generator)
+
+
+def choices_of(policy: Policy, min_dim: int = 0):
+    return choose_layers(policy.network, RULES["sd3"], "nvfp4", min_dim=min_dim)
+
+
+def tensors(network: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(network.named_parameters()) | dict(network.named_buffers())
+
+
+def adapted(policy: Policy) -> dict[str, nn.Module]:
+    return {
+        name.removesuffix(".lora_A"): policy.network.get_submodule(name.removesuffix(".lora_A"))
+        for name, _ in policy.network.named_modules()
+        if name.endswith(".lora_A")
+    }
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+# --- without quantised layers -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, inputs, dtype):
+    policy = make(dtype, keep_old=True, ema_decay=0.5)
+    disturb(policy)
+    policy.remember()
+    disturb(policy, seed=1)
+    policy.after_update()
+    args = inputs(policy)
+    twin = Twin(policy, (), Plain(policy.backbone.dtype))
+    found = []
+    for name in (POLICY, OLD, EMA, POLICY):
+        with policy.merged(name), torch.no_grad():
+            expected = policy.velocity(*args)
+        twin.sync(name)
+        found.append(twin.velocity(*args))
+        assert torch.equal(found[-1], expected)
+        assert found[-1].dtype == policy.backbone.dtype
+    assert not any(torch.equal(found[0], other) for other in found[1:3])
+    assert torch.equal(found[0], found[3])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs, dtype):
+    policy = make(dtype, keep_old=True)
+    disturb(policy)
+    policy.remember()
+    disturb(policy, seed=1)
+    args = inputs(policy)
+    twin = Twin(policy, (), EXACT, lora="side")
+    for name in (POLICY, OLD):
+        with policy.using(name), torch.no_grad():
+            expected = policy.velocity(*args)
+        twin.sync(name)
+        assert torch.equal(twin.velocity(*args), expected)
+
+
+@pytest.mark.parametrize("lora", WAYS)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_fresh_adapter_gives_the_frozen_network_exactly(make, inputs, lora, dtype):
+    policy = make(dtype)
+    args = inputs(policy)
+    twin = Twin(policy, (), Plain(policy.backbone.dtype), lora=lora)
+    assert torch.equal(twin.velocity(*args), policy.reference(*args))
+    disturb(policy)
+    twin.sync(POLICY)
+    assert not torch.equal(twin.velocity(*args), policy.reference(*args))
+
+
+def test_merged_and_side_paths_agree_to_rounding(make, inputs):
+    policy = make()
+    disturb(policy)
+    merge, side = (Twin(policy, (), EXACT, lora=lora).velocity(*inputs(policy)) for lora in WAYS)
+    torch.testing.assert_close(merge, side, rtol=1e-4, atol=1e-5)
+
+
+# --- with quantised layers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [EMULATED, FP8Rowwise()], ids=["nvfp4", "fp8"])
+def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(make, backend):
+    policy = make("bf16", keep_old=True)
+    disturb(policy, scale=0.01)
+    twin = Twin(policy, choices_of(policy), backend)
+    twin.sync(POLICY)
+    formats = {c.name: c.format for c in twin.choices}
+    lost = 0
+    for name, layer in adapted(policy).items():
+        a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
+        merged = layer.get_base_layer().weight.float() + ALPHA / RANK * (b @ a)
+        assert formats[name] == "nvfp4"
+        found = twin.network.get_submodule(name)
+        for part, expected in backend.pack(merged).items():
+            assert torch.equal(found.get_buffer(f"packed_{part}").float(), expected.float())
+        rounded = backend.pack(merged.bfloat16().float())
+        lost += sum(
+            (found.get_buffer(f"packed_{part}").float() != value.float()).sum().item()
+            for part, value in rounded.items()
+        )
+    assert lost > 0
+
+
+@pytest.mark.parametrize("lora", WAYS)
+def test_layers_without_an_adapter_are_packed_once(make, lora):
+    policy = make()
+    twin = Twin(policy, choices_of(policy), EMULATED, lora=lora)
+    followed = set(adapted(policy))
+    before = {n: t._version for n, t in twin.network.named_buffers() if ".packed_" in n}
+    disturb(policy)
+    twin.sync(POLICY)
+    written = {
+        n.rpartition(".packed_")[0]
+        for n, t in twin.network.named_buffers()
+        if n in before and t._version != before[n]
+    }
+    assert written == (followed if lora == "merge" else set())
+    frozen = {c.name for c in twin.choices if c.format} - followed
+    assert len(frozen) == 11
+    for name in frozen:
+        weight = policy.network.get_submodule(name).weight
+        found = twin.network.get_submodule(name)
+        assert torch.equal(found.packed_values, EMULATED.pack(weight)["values"])
+
+
+@pytest.mark.parametrize("lora", WAYS)
+def test_fewer_quantised_layers_and_more_bits_leave_a_smaller_error(make, inputs, lora):
+    policy = make()
+    disturb(policy)
+    args = inputs(policy)
+    with torch.no_grad():
+        expected = policy.velocity(*args)
+
+    def error(min_dim, backend) -> float:
+        twin = Twin(policy, choices_of(policy, min_dim), backend, lora=lora)
+        return relative(twin.velocity(*args), expected)
+
+    all_fp4, some_fp4, all_fp8 = error(0, EMULATED), error(128, EMULATED), error(0, FP8Rowwise())
+    assert 0.5 > all_fp4 > some_fp4 > 0.01
+    assert some_fp4 > all_fp8 > 0.001
+
+
+def test_each_layer_is_computed_as_its_choice_says(make):
+    policy = make()
+    twin = Twin(policy, choices_of(policy, min_dim=128), EMULATED)
+    chosen = {c.name for c in twin.choices if c.format}
+    replaced = {n: m for n, m in twin.network.named_modules() if isinstance(m, RolloutLinear)}
+    assert replaced.keys() == chosen | adapted(policy).keys()
+    for name, layer in replaced.items():
+        assert layer.backend == (EMULATED if name in chosen else EXACT)
+    assert not any("lora_" in name for name, _ in twin.network.named_parameters())
+
+
+# --- memory and updates -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lora", WAYS)
+def test_only_packed_and_merged_weights_are_the_twins_own(make, lora):
+    policy = make(keep_old=True)
+    quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
+    shared = {t.data_ptr() for t in tensors(policy.network).values()}
+    twin = Twin(policy, quantised, EMULATED, lora=lora)
+    own = {n: t for n, t in tensors(twin.network).items() if t.data_ptr() not in shared}
+    assert {n.rpartition(".")[0] for n in own} == {
+        *adapted(policy), *(c.name for c in quantised if c.format)
+    }  # fmt: skip
+    packed = sum(2 * c.size + 4 for c in quantised if c.format)  # bf16 and a scale
+    bases = [layer.get_base_layer() for layer in adapted(policy).values()]
+    merged = sum(4 * base.weight.numel() for base in bases)
+    factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in bases)
+    assert twin.nbytes() == packed + (merged if lora == "merge" else factors)
+
+
+@pytest.mark.parametrize("lora", WAYS)
+@pytest.mark.parametrize("backend", [EMULATED, FP8Rowwise(), EXACT], ids=["nvfp4", "fp8", "exact"])
+def test_following_the_policy_moves_nothing_and_is_counted(make, inputs, lora, backend):
+    policy = make()
+    twin = Twin(policy, choices_of(policy) if backend != EXACT else (), backend, lora=lora)
+    before = {name: t.data_ptr() for name, t in tensors(twin.network).items()}
+    seen = [twin.velocity(*inputs(policy))]
+    for n in range(1, 4):
+        disturb(policy, seed=n)
+        twin.sync(POLICY)
+        assert twin.version == n
+        seen.append(twin.velocity(*inputs(policy)))
+        assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
+        fresh = Twin(policy, twin.choices, backend, lora=lora)
+        assert torch.equal(seen[-1], fresh.velocity(*inputs(policy)))
+    assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
+
+
+@pytest.mark.parametrize("lora", WAYS)
+def test_the_policy_does_not_notice_its_twin(make, inputs, lora):
+    policy = make(keep_old=True)
+    disturb(policy)
+    before = {k: v.clone() for k, v in policy.network.state_dict().items()}
+    learning = {n for n, p in policy.network.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        expected = policy.velocity(*inputs(policy))
+    twin = Twin(policy, choices_of(policy), EMULATED, lora=lora)
+    twin.sync(OLD)
+    twin.velocity(*inputs(policy))
+    after = policy.network.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[k], before[k]) for k in before)
+    assert {n for n, p in policy.network.named_parameters() if p.requires_grad} == learning
+    assert policy.backbone.transformer is policy.network is not twin.backbone.transformer
+    with torch.no_grad():
+        assert torch.equal(policy.velocity(*inputs(policy)), expected)
+
+
+@pytest.mark.parametrize("lora", WAYS)
+def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs, lora):
+    policy = make(keep_old=True)
+    disturb(policy)
+    args = inputs(policy)
+    twin = Twin(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
+    expected = twin.velocity(*args)
+    for block in (policy.disabled, lambda: policy.using(OLD), policy.merged):
+        with block():
+            assert torch.equal(twin.velocity(*args), expected)
+            twin.sync(POLICY)
+            assert torch.equal(twin.velocity(*args), expected)
+        assert torch.equal(twin.velocity(*args), expected)
+
+
+def test_merging_under_autocast_is_merging_in_fp32(make, inputs):
+    policy = make()
+    disturb(policy)
+    twin = Twin(policy, (), EXACT)
+    expected = twin.velocity(*inputs(policy))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        twin.sync(POLICY)
+    assert torch.equal(twin.velocity(*inputs(policy)), expected)
+
+
+def test_velocities_have_no_graph(make, inputs):
+    policy = make()
+    x, sigma, cond = inputs(policy)
+    twin = Twin(policy, (), EXACT)
+    assert not twin.velocity(x.requires_grad_(), sigma, cond).requires_grad
+
+
+# --- what cannot be done ----------------------------------------------------------------------
+
+
+def test_an_unknown_adapter_is_an_error_that_names_those_there_are(make):
+    twin = Twin(make(keep_old=True), (), EXACT)
+    with pytest.raises(ValueError, match=r"no adapter 'ema'.*'default', 'old'"):
+        twin.sync(EMA)
+
+
+def test_an_adapter_on_another_kind_of_layer_is_an_error(make):
+    policy = make(targets=["pos_embed.proj", "attn.to_q"])
+    with pytest.raises(UserError, match="layer pos_embed.proj is a Conv2d"):
+        Twin(policy, (), EXACT)
