@@ -18,17 +18,18 @@ from flowrl.actions import try_rewards
 from flowrl.audit import audit
 from flowrl.audit_gate import named
 from flowrl.build import PRECISION, Given, as_given, build_learner, drawn_prompts
-from flowrl.build_stages import Drawing, chosen_layers, draft_stage, plan_at
+from flowrl.build_stages import Drawing, draft_stage, low_precision, plan_at
 from flowrl.collect import Sampler
 from flowrl.collecting import with_lora
 from flowrl.config import Config, load_config
 from flowrl.explore import score_candidates
-from flowrl.lowbit.precision import Resolved, capability_of, resolve
+from flowrl.lowbit.precision import Capability, Resolved, capability_of, resolve
 from flowrl.lowbit.rules import quantised_share
 from flowrl.progress import Steps
 from flowrl.reward import Reward, closing
 from flowrl.rollout import Request, Stopwatch
 from flowrl.runtime import Runtime
+from flowrl.sections_explore import Explore
 from flowrl.stage import Stage
 from flowrl.train import Learner
 from flowrl.trees.plan import TreePlan
@@ -78,26 +79,22 @@ def audit_previews(
     configs = [as_given(config, pipeline) for config in configs]
     if lora is not None:
         configs = [with_lora(config, lora) for config in configs]
-    config = configs[0]
-    explore = config.rollout.explore
-    assert explore is not None
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    runtime = Runtime(
-        device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
-    )
-    capability = capability_of(runtime.device)
-    resolved = [resolve(name, capability) for name in precisions or (explore.precision,)]
+    if configs[0].run.threads is not None:
+        torch.set_num_threads(configs[0].run.threads)
+    p = configs[0].pipeline
+    runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
+    resolved = _resolved(configs[0], precisions, capability_of(runtime.device))
     given = Given(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(config, runtime, given)
-    total = len(configs) * len(resolved) + 1
-    bar = Steps("auditing", total) if runtime.is_main else None
+    learner = build_learner(_not_exploring(configs[0]), runtime, given)
+    bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     with closing(learner.specs), bar or nullcontext():
+        for one in resolved:
+            low_precision(_drawing(configs[0], learner), one)  # told before anything is drawn
         with runtime.together():
-            try_rewards(learner, drawn_prompts(config, given))
-        exact = _exact(config, learner, bar)
-        rows = [row for r in resolved for row in _rows(configs, learner, exact, r, bar)]
-    return [*rows, *_ends(config, exact)] if runtime.is_main else []
+            try_rewards(learner, drawn_prompts(configs[0], given))
+        exact = _exact(configs[0], learner, bar)
+        rows = [row for one in resolved for row in _rows(configs, learner, exact, one, bar)]
+    return [*rows, *_ends(configs[0], exact)] if runtime.is_main else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,14 +106,31 @@ class _Exact:
     seconds: float  # a picture
 
 
+def _resolved(config: Config, precisions: Sequence[str], capability: Capability) -> list[Resolved]:
+    """What was asked for, or what the recipe explores in; each once."""
+    names = precisions or (_explore(config).precision,)
+    return [resolve(name, capability) for name in dict.fromkeys(names)]
+
+
+def _explore(config: Config) -> Explore:
+    explore = config.rollout.explore
+    assert explore is not None  # see `audited`
+    return explore
+
+
+def _not_exploring(config: Config) -> Config:
+    """The recipe as it draws exactly: its own precision is not what is asked about."""
+    rollout = config.rollout.model_copy(update={"explore": None})
+    return config.model_copy(update={"rollout": rollout})
+
+
 def _sampler(learner: Learner) -> Sampler:
     assert isinstance(learner.source, Sampler)  # the recipe has no store
     return learner.source
 
 
 def _exact(config: Config, learner: Learner, bar: Steps | None) -> _Exact:
-    explore, sampler = config.rollout.explore, _sampler(learner)
-    assert explore is not None
+    explore, sampler = _explore(config), _sampler(learner)
     plan = replace(plan_at(config.rollout.plan, config.run.seed, 0), roots=explore.candidates)
     request = sampler.request(0, plan)
     with torch.no_grad(), learner.runtime.autocast():
@@ -139,9 +153,7 @@ def _rows(
     """Draw the candidates in one precision, with each number of steps, and compare."""
     stage, share = _previews(configs[0], learner, resolved)
     for config in configs:
-        explore = config.rollout.explore
-        assert explore is not None
-        steps = config.rollout.steps if explore.steps is None else explore.steps
+        steps = _explore(config).steps or config.rollout.steps
         plan = plan_at(config.rollout.candidates, config.run.seed, 0)
         compiled = config.rollout.compile
         proxy, seconds = _timed(replace(stage, steps=steps), exact.request, plan, compiled=compiled)
@@ -155,21 +167,24 @@ def _rows(
         )
 
 
+def _drawing(config: Config, learner: Learner) -> Drawing:
+    return Drawing(
+        config=config,
+        runtime=learner.runtime,
+        specs=learner.specs,
+        policy=learner.policy,
+        backbone=_sampler(learner).stage.backbone,
+        needs=learner.objective.needs,
+    )
+
+
 def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Stage, float]:
     """What draws them, and the share of the network's weights that it quantises."""
-    sampler = _sampler(learner)
     with tempfile.TemporaryDirectory() as folder:  # no run: nothing is to be left of it
         run = config.run.model_copy(update={"output_dir": folder})
-        drawing = Drawing(
-            config=config.model_copy(update={"run": run}),
-            runtime=learner.runtime,
-            specs=learner.specs,
-            policy=learner.policy,
-            backbone=sampler.stage.backbone,
-            needs=learner.objective.needs,
-        )
-        stage = draft_stage(drawing, sampler.stage, resolved)
-        choices = chosen_layers(drawing, resolved)
+        drawing = _drawing(config.model_copy(update={"run": run}), learner)
+        stage = draft_stage(drawing, _sampler(learner).stage, resolved)
+    choices, _ = low_precision(drawing, resolved)
     return stage, quantised_share(choices) if choices else 0.0
 
 
@@ -186,10 +201,8 @@ def _timed(
 
 
 def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
-    explore = config.rollout.explore
-    assert explore is not None
     keep = config.rollout.plan(0, config.run.seed).roots
-    return audit(proxy, true, keep, explore.select).summary()
+    return audit(proxy, true, keep, _explore(config).select).summary()
 
 
 def _ends(config: Config, exact: _Exact) -> list[Row]:

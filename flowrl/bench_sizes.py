@@ -57,6 +57,7 @@ def bench_sizes(
     decode_batch: int,
     pixels: int | None,
     layers: int | None,
+    min_dim: int | None,
     compile: bool,
     repeats: int,
     device: str,
@@ -69,11 +70,11 @@ def bench_sizes(
     runtime = Runtime(device=device)
     if runtime.device.type == "cpu" and layers is None:
         raise UserError(
-            f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 1 to "
+            f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 to "
             "see that everything runs, which says nothing of speed"
         )
     networks = build_networks(
-        name, precision, runtime, pixels=pixels, layers=layers, compile=compile
+        name, precision, runtime, pixels=pixels, layers=layers, min_dim=min_dim, compile=compile
     )
     rows = []
     for plan in plans:
@@ -89,6 +90,7 @@ def build_networks(
     *,
     pixels: int | None,
     layers: int | None,
+    min_dim: int | None,
     compile: bool,
 ) -> Networks:
     """bf16, with a LoRA of rank 32 whose second factor is not 0, as after some training."""
@@ -101,7 +103,9 @@ def build_networks(
     choices: tuple[LayerChoice, ...] = ()
     backend = Plain(backbone.dtype)
     if resolved.format != "bf16":
-        choices = choose_layers(policy.network, rules_of(policy.network), resolved.format)
+        choices = choose_layers(
+            policy.network, rules_of(policy.network), resolved.format, min_dim=min_dim
+        )
         backend = backend_of(resolved, dtype=backbone.dtype)
         shapes = sorted({choice.shape for choice in choices if choice.format})
         check_kernels(backend, shapes, device=runtime.device, dtype=backbone.dtype)

@@ -104,7 +104,8 @@ def device_name(device: torch.device) -> str:
 
 def _collect(source: Sampler, low: Stage | None) -> Seconds:
     """A whole rollout as training draws it. low: the stage that explores; None explores nothing."""
-    watch, clock = Stopwatch(), Clock(source.stage.backbone.device)
+    clock = Clock(source.stage.backbone.device)
+    watch = Watch(clock)
     timed = replace(source, stage=clocked(source.stage, clock, "regenerate"))
     stages = {"regenerate": source.stage}
     if low is not None and source.explorer is not None:
@@ -163,13 +164,19 @@ class Peak:
 
 
 class Clock:
-    """Seconds of named parts; a GPU is waited for at both ends of each."""
+    """Seconds of named parts, none at the beginning.
+
+    Of a GPU, which is waited for at both ends of each; on a CPU of its own time, which other work
+    on the machine does not stretch.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
         self.seconds: Seconds = {}
 
     def now(self) -> float:
+        if self.device.type == "cpu":
+            return time.process_time()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
@@ -179,6 +186,19 @@ class Clock:
         began = self.now()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - began
+
+
+class Watch(Stopwatch):
+    """A stopwatch that goes by a clock."""
+
+    def __init__(self, clock: Clock):
+        self.seconds = {}
+        self._clock, self._last = clock, clock.now()
+
+    def lap(self, name: str) -> None:
+        now = self._clock.now()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
 
 
 def clocked(stage: Stage, clock: Clock, part: str) -> Stage:

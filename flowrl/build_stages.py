@@ -14,7 +14,7 @@ from flowrl.errors import UserError
 from flowrl.explore import Explorer
 from flowrl.functional.sde import KERNELS
 from flowrl.gate import Gate
-from flowrl.lowbit.backends import Plain, backend_of
+from flowrl.lowbit.backends import Backend, Plain, backend_of
 from flowrl.lowbit.kernel_check import check_kernels
 from flowrl.lowbit.precision import Resolved, capability_of, resolve
 from flowrl.lowbit.report import write_precision
@@ -102,6 +102,7 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
         return None
     capability = capability_of(d.runtime.device)
     first = resolve(e.precision, capability)
+    low_precision(d, first)  # what cannot work is told before anything is drawn
     plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
 
     def exact_plan(iteration: int) -> TreePlan:
@@ -129,14 +130,11 @@ def draft_stage(d: Drawing, exact: Stage, resolved: Resolved) -> Stage:
     """The stage that draws candidates in a precision. Its rewards are those that are trained."""
     r, e = d.config.rollout, d.config.rollout.explore
     assert e is not None
-    choices = chosen_layers(d, resolved)
+    choices, backend = low_precision(d, resolved)
     if d.runtime.is_main:
         write_precision(Path(d.config.run.output_dir), resolved, choices)
-    backbone, network = d.backbone, exact.network
+    backbone, network = exact.backbone, exact.network
     if choices or e.lora != ("merge" if d.merged else "side"):
-        backend = backend_of(resolved, dtype=d.backbone.dtype, four_over_six=e.four_over_six)
-        shapes = {choice.shape for choice in choices if choice.format}
-        check_kernels(backend, sorted(shapes), device=d.runtime.device, dtype=d.backbone.dtype)
         twin = Twin(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
         network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
@@ -153,16 +151,22 @@ def draft_stage(d: Drawing, exact: Stage, resolved: Resolved) -> Stage:
     )
 
 
-def chosen_layers(d: Drawing, resolved: Resolved) -> tuple[LayerChoice, ...]:
-    """The layers of the network, with those that a precision quantises; none for bf16."""
-    e = d.config.rollout.explore
+def low_precision(d: Drawing, resolved: Resolved) -> tuple[tuple[LayerChoice, ...], Backend]:
+    """The network's layers with those that a precision quantises, none for bf16, and how.
+
+    Raises UserError where no layer can be quantised, and for a kernel that computes otherwise.
+    """
+    e, network, dtype = d.config.rollout.explore, d.policy.network, d.backbone.dtype
     assert e is not None
+    backend = backend_of(resolved, dtype=dtype, four_over_six=e.four_over_six)
     if resolved.format == "bf16":
-        return ()
-    network = d.policy.network
-    return choose_layers(
+        return (), backend
+    choices = choose_layers(
         network, rules_of(network), resolved.format, min_dim=e.min_dim, keep=e.keep_layers
     )
+    shapes = {choice.shape for choice in choices if choice.format}
+    check_kernels(backend, shapes, d.runtime.device, dtype)
+    return choices, backend
 
 
 def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> TreePlan:

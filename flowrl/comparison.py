@@ -13,8 +13,9 @@ from flowrl.curves import draw_comparison
 from flowrl.pictures import png
 from flowrl.storage import write_bytes, write_text
 
-TIMES = ("time/rollout", "time/reward", "time/train")
-PASSES = ("tree/forwards", "tree/train_forwards")
+EXPLORING = ("time/audit", "time/explore", "time/explore_reward")  # spent before a rollout
+TIMES = (*EXPLORING, "time/rollout", "time/reward", "time/train")
+PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
 SHARE = 0.6  # of the first method's wall time, the mark that a tree is asked to beat
 
 
@@ -36,19 +37,22 @@ class Run:
 class Point:
     """An evaluation: the scores after so many seconds, forwards and drawn pictures.
 
-    Evaluations themselves take no part in them. forwards: velocities of rollouts and of training,
-    whose backwards are not counted.
+    Evaluations themselves take no part in them. forwards: velocities of rollouts, of candidates and
+    of training, whose backwards are not counted; nor are those of audits. pictures: those drawn to
+    learn from; candidates: those drawn beside them, only to choose by.
     """
 
     step: int
     seconds: float
     forwards: float
     pictures: float
+    candidates: float
     scores: Mapping[str, float]
 
 
 # What a chart has on its horizontal axis, by the chart's file.
 AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
+    "iterations": ("iterations", lambda p: p.step),
     "wall-time": ("minutes of training", lambda p: p.seconds / 60),
     "forwards": (
         "thousand forwards, of rollouts and training",
@@ -60,19 +64,20 @@ AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
 
 def points(run: Run) -> list[Point]:
     """The evaluations of a run, in order."""
-    seconds, pictures, forwards = run.seconds, run.pictures, 0.0
+    seconds, pictures, candidates, forwards = run.seconds, run.pictures, 0.0, 0.0
     found = []
     for line in run.metrics:
         seconds += sum(line.get(name) or 0.0 for name in TIMES)
         forwards += sum(line.get(name) or 0.0 for name in PASSES)
         drawn = line.get("tree/forwards") or 0.0  # none, where pictures are read from a store
         pictures += (line.get("tree/leaves") or 0.0) if drawn else 0.0
+        candidates += line.get("explore/candidates") or 0.0
         scores = {name: value for name, value in line.items() if name.startswith("eval/")}
         if scores:
             found.append(
                 Point(
                     step=line["step"], seconds=seconds, forwards=forwards, pictures=pictures,
-                    scores=scores,
+                    candidates=candidates, scores=scores,
                 )
             )  # fmt: skip
     return found
@@ -87,6 +92,7 @@ def mean_curve(runs: Sequence[Run]) -> list[Point]:
             seconds=mean(p.seconds for p in together),
             forwards=mean(p.forwards for p in together),
             pictures=mean(p.pictures for p in together),
+            candidates=mean(p.candidates for p in together),
             scores={name: mean(p.scores[name] for p in together) for name in together[0].scores},
         )
         for together in zip(*curves, strict=True)
@@ -169,14 +175,17 @@ def markdown(table: Sequence[Mapping[str, str]]) -> str:
 
 
 def write_table(path: Path, runs: Sequence[Run]) -> None:
-    """Every evaluation of every run, as CSV."""
+    """Every evaluation of every run, as CSV; with candidates where any run draws them."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     names = sorted({name for run in runs for name in points(run)[0].scores})
-    table.writerow(["method", "seed", "iteration", "seconds", "forwards", "pictures", *names])
+    explored = ["candidates"] if any(points(run)[-1].candidates for run in runs) else []
+    costs = ["seconds", "forwards", "pictures", *explored]
+    table.writerow(["method", "seed", "iteration", *costs, *names])
     for run in runs:
         for p in points(run):
             numbers = [f"{p.seconds:.1f}", f"{p.forwards:.0f}", f"{p.pictures:.0f}"]
+            numbers += [f"{p.candidates:.0f}"] if explored else []
             scores = [_cell(p.scores.get(name)) for name in names]
             table.writerow([run.method, run.seed, p.step, *numbers, *scores])
     write_text(path, text.getvalue())

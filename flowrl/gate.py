@@ -84,6 +84,8 @@ class Gate:
 
     def _audit(self, stage: Stage, iteration: int, candidates: Request) -> AuditReport:
         """Draw all candidates of the first prompts both ways."""
+        # All prompts' texts at once, as without an audit: the last bits depend on their batch.
+        self.exact.encode(candidates.prompts)
         few = candidates.only((candidates.group < self.prompts).nonzero().squeeze(1))
         exact = replace(self.exact, specs=stage.specs)
 

@@ -27,6 +27,38 @@ METRICS: dict[str, str] = {
         "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
         "their advantages are 0."
     ),
+    "explore/candidates": (
+        "Trees that are only chosen by, with `rollout.explore`: nothing of them is learned."
+    ),
+    "explore/forwards": "Velocities computed for them; those of audits are not counted.",
+    "explore/missing": "Share of them without a score: they are kept only to make up the number.",
+    "explore/unranked": "Share of those kept that were kept without a score.",
+    "explore/mean": "Mean score of the candidates, over the rewards that are trained.",
+    "explore/spread": (
+        "Standard deviation of the candidates' scores of a prompt, the mean over prompts."
+    ),
+    "explore/spread_kept": (
+        "The same of those that are kept, by their candidates' scores; `reward/std_in_group` is "
+        "that of their exact ones."
+    ),
+    "explore/rho_kept": (
+        "Spearman's rank correlation of candidates' and exact scores within a prompt, over those "
+        "that are kept, mean over prompts. Only extremes were kept, so that it is not that of all "
+        "candidates: watch how it drifts, and decide by `explore/audit/rho`."
+    ),
+    "explore/audit/rho": (
+        "At audits, the same over all candidates of some prompts, which are drawn exactly for it. "
+        "`rollout.explore.audit.min_rho` is compared with it."
+    ),
+    "explore/audit/tau": "At audits, Kendall's tau-b instead of Spearman's rho.",
+    "explore/audit/pooled_rho": (
+        "At audits, Spearman's over the candidates of all prompts together. It also sees that some "
+        "prompts score higher, which no choice within a prompt can use."
+    ),
+    "explore/audit/retention": (
+        "At audits, the difference of exact scores between the best and the worst half of the "
+        "choice, as a share of that of a choice by exact scores."
+    ),
     "tree/forwards": "Velocities computed for the rollout, one a node that has children.",
     "tree/nodes": "Latents of the rollout's trees, the initial noise included.",
     "tree/edges": "Denoising steps between them, stochastic or not.",
@@ -135,6 +167,12 @@ METRICS: dict[str, str] = {
         "Score with the prompt's own words minus score with a paraphrase, over prompts that have "
         "one. It grows when the policy learns wordings."
     ),
+    "time/audit": (
+        "Seconds of an audit, where one was due, and of making the network that explores, where it "
+        "is a new one."
+    ),
+    "time/explore": "Seconds to draw the candidates.",
+    "time/explore_reward": "Seconds after drawing them until all their scores are there.",
     "time/rollout": "Seconds to draw the pictures, rewards left out.",
     "time/reward": (
         "Seconds after drawing until all scores are there: pools, servers and background rewards "
@@ -153,8 +191,8 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 `run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
-With several processes, `reward/*`, `groups/*` and `eval/*` are over the pictures of all of them,
-the others over those of the main one.
+With several processes, `reward/*`, `groups/*`, `explore/*` and `eval/*` are over the pictures of
+all of them, the others over those of the main one.
 
 This page is made from `flowrl/metrics.py` by `python -m flowrl.metrics > docs/metrics.md`.
 

@@ -45,6 +45,21 @@ def outcome(
     )
 
 
+def differences(
+    folders: Sequence[Path], others: Sequence[Path], step: int, score: str
+) -> list[Interval]:
+    """How far the score of some runs lies above that of others after so many iterations.
+
+    Seed by seed, then of the means over seeds; picture by picture, which both drew from one noise.
+    The intervals know how pictures differ, not how seeds do.
+    """
+    alone = [([a], [b]) for a, b in zip(folders, others, strict=True)]
+    return [
+        paired_bootstrap(_measures(b, step, None)[score], _measures(a, step, None)[score])
+        for a, b in (*alone, (folders, others))
+    ]
+
+
 def _measures(folders: Sequence[Path], step: int, quality: str | None) -> dict[str, Tensor]:
     """(N,) of each measure, the mean over runs of each held-out picture."""
     found = [
@@ -58,9 +73,11 @@ def table(
     outcomes: Sequence[Outcome], score: str, quality: str, goal: Sequence[Point] | None = None
 ) -> list[dict[str, str]]:
     """A row a method: score, its change with a 95 % interval, quality, corrected score, and what
-    it cost. With the curve of another method as a goal also the pictures and seconds until the
-    mean curve first stood at its last score, and these as shares of what it took."""
+    it cost, candidates apart where any were drawn. With the curve of another method as a goal also
+    the pictures and seconds until the mean curve first stood at its last score, and these as shares
+    of what it took."""
     rows = []
+    explored = any(o.curve[-1].candidates for o in outcomes)
     for o in outcomes:
         corrected, last = f"corrected/{score}", o.curve[-1]
         row = {
@@ -72,6 +89,7 @@ def table(
             "corrected": _change(o, corrected),
             "iterations": str(last.step),
             "pictures": f"{last.pictures:.0f}",
+            **({"candidates": f"{last.candidates:.0f}"} if explored else {}),
             "seconds": f"{last.seconds:.0f}",
         }
         if goal is not None:

@@ -216,8 +216,8 @@ def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
     config = dict(config)
     if layers is None:
         return config
-    if layers < 1:
-        raise UserError(f"layers is {layers}, expected 1 or more")
+    if layers < 2:  # the last block of SD3 lacks layers that the others have
+        raise UserError(f"layers is {layers}, expected 2 or more")
     for kind in ("num_layers", "num_single_layers"):
         if kind in config:
             config[kind] = min(config[kind], layers)

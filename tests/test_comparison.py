@@ -49,6 +49,27 @@ def test_pictures_are_counted_where_they_are_drawn():
     assert points(stored)[-1].pictures == 30 and points(stored)[-1].seconds == 5.0
 
 
+def test_what_candidates_and_audits_cost_is_counted_and_candidates_are_no_pictures_to_learn_from():
+    """A picture that is only chosen by is drawn, and paid for, but nothing is learned from it."""
+    kept = {"time/rollout": 2.0, "tree/forwards": 16, "tree/leaves": 2, "tree/train_forwards": 4}
+    first = {"time/audit": 7.0, "time/explore": 4.0, "time/explore_reward": 1.0}
+    first |= {"explore/forwards": 48, "explore/candidates": 8}
+    lines = [{"step": 0, SCORE: 0.1}, {"step": 1, SCORE: 0.2} | kept | first]
+    (_, last) = mean_curve([Run(method="two", seed=0, metrics=lines)])
+    assert (last.seconds, last.forwards) == (14.0, 68)
+    assert (last.pictures, last.candidates) == (2, 8)
+
+
+def test_a_table_has_a_column_of_candidates_where_a_run_drew_some(tmp_path):
+    two = run("two", 0, 1.0, [0.1, 0.2])
+    for line in two.metrics[1:]:
+        line["explore/candidates"] = 8
+    write_table(tmp_path / "curves.csv", [*FAST, two])
+    lines = (tmp_path / "curves.csv").read_text().splitlines()
+    assert lines[0] == "method,seed,iteration,seconds,forwards,pictures,candidates,eval/r"
+    assert lines[1].split(",")[6] == "0" and lines[-1].split(",")[6] == "16"
+
+
 def test_the_curve_of_a_method_is_the_mean_over_its_seeds():
     assert [p.scores[SCORE] for p in mean_curve(SLOW)] == pytest.approx([0.1, 0.3, 0.4])
 

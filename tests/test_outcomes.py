@@ -7,7 +7,7 @@ import torch
 
 from flowrl.comparison import Run, mean_curve
 from flowrl.evaluate import Evaluation
-from flowrl.outcomes import outcome, table
+from flowrl.outcomes import differences, outcome, table
 
 
 def folder(path: Path, scores: dict[int, list[list[float]]]) -> Path:
@@ -63,3 +63,30 @@ def test_what_a_store_took_is_counted(two_seeds, tmp_path):
     found = outcome([stored], [tmp_path / "0"], "r", "q")
     (row,) = table([found], "r", "q")
     assert row["seconds"] == "11" and row["pictures"] == "46"  # these iterations drew as well
+
+
+def test_a_difference_is_paired_by_picture_within_a_seed_and_then_of_the_means(tmp_path):
+    def ends(name: str, scores: list[float]) -> Path:
+        return folder(tmp_path / name, {2: [[score, 3.0] for score in scores]})
+
+    some = [ends("a0", [0.5, 0.9]), ends("a1", [0.4, 0.6])]
+    others = [ends("b0", [0.4, 0.4]), ends("b1", [0.4, 0.4])]
+    first, second, means = differences(some, others, 2, "r")
+    assert first.mean == pytest.approx(0.3)  # 0.1 and 0.5, picture by picture
+    assert (first.low, first.high) == pytest.approx((0.1, 0.5))
+    assert second.mean == pytest.approx(0.1)  # 0 and 0.2
+    assert means.mean == pytest.approx(0.2)  # 0.05 and 0.35
+    assert (means.low, means.high) == pytest.approx((0.05, 0.35))
+    with pytest.raises(ValueError, match="zip"):
+        differences(some[:1], others, 2, "r")
+
+
+def test_candidates_have_a_column_of_their_own_where_there_are_any(two_seeds, tmp_path):
+    assert "candidates" not in table([two_seeds], "r", "q")[0]
+    explored = run("e", 0, 0.4)
+    for line in explored.metrics[1:]:
+        line["explore/candidates"] = 32
+    found = outcome([explored], [tmp_path / "0"], "r", "q")
+    plain, row = table([two_seeds, found], "r", "q")
+    assert (plain["candidates"], row["candidates"]) == ("0", "64")
+    assert row["pictures"] == plain["pictures"]

@@ -62,20 +62,20 @@ def test_pictures_that_cannot_be_patched_are_refused(name, pixels):
 
 
 def test_a_shortened_network_is_as_wide_as_ever():
-    assert shortened(SIZES["flux.1-dev"].config, 1) == dict(SIZES["flux.1-dev"].config) | {
-        "num_layers": 1,
-        "num_single_layers": 1,
+    assert shortened(SIZES["flux.1-dev"].config, 2) == dict(SIZES["flux.1-dev"].config) | {
+        "num_layers": 2,
+        "num_single_layers": 2,
     }
     medium = shortened(SIZES["sd3.5-medium"].config, 2)
     assert medium["dual_attention_layers"] == (0, 1)
     assert medium["caption_projection_dim"] == 24 * 64
 
 
-def test_an_unknown_name_and_no_layers_are_refused():
+def test_an_unknown_name_and_too_few_layers_are_refused():
     with pytest.raises(UserError, match="there is no size 'sdxl': sd3.5-large"):
         size_of("sdxl")
-    with pytest.raises(UserError, match="layers is 0, expected 1 or more"):
-        build_transformer("sana-1.6b", layers=0)
+    with pytest.raises(UserError, match="layers is 1, expected 2 or more"):
+        build_transformer("sana-1.6b", layers=1)
 
 
 def test_random_weights_are_the_seed_s_and_keep_the_scale_of_what_goes_through():

@@ -74,23 +74,23 @@ def audit(
     print_table(rows if as_json else for_people(rows), as_json=as_json)
 
 
-def for_people(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, object]]:
+def for_people(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same in fewer and shorter columns; what was left out only where something was."""
     from flowrl.render import number
 
     def pair(row: Mapping[str, Any], name: str, digits: int) -> str:
         ends = (row.get(f"{name} {side}", math.nan) for side in ("best", "worst"))
-        return " / ".join(f"{end:.{digits}f}" if math.isfinite(end) else "n/a" for end in ends)
+        return "/".join(f"{end:.{digits}f}" if math.isfinite(end) else "n/a" for end in ends)
 
     left_out = [name for name in ("no rho", "missing") if any(row.get(name) for row in rows)]
     return [
         {"steps": row.get("steps"), "precision": row["precision"]}
-        | {"quantised": f"{row.get('quantised', 0):.0%}"}
+        | {"quantised": f"{row['quantised']:.0%}" if "quantised" in row else None}
         | {name: number(row.get(name)) for name in ("tau", "rho")}
         | {"pooled": number(row.get("pooled rho"))}
         | {"overlap": pair(row, "overlap", 2), "rank": pair(row, "rank", 1)}
         | {"contrast": number(row.get("retention"))}
         | {name: row.get(name) for name in left_out}
-        | {"s/picture": row.get("s/picture"), "to exact": number(row.get("to exact"))}
+        | {"seconds": number(row.get("s/picture")), "ratio": number(row.get("to exact"))}
         for row in rows
     ]

@@ -25,6 +25,8 @@ def bench() -> None:
       flowrl bench tree
 
       flowrl bench reward ocr
+
+      flowrl bench solrl
     """
 
 
@@ -112,3 +114,81 @@ def reward(
         repeats=repeats,
     )
     print_table(rows, as_json=as_json)
+
+
+@app.command()
+def solrl(
+    model: Model = "tiny-sd3",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="In place of a pipeline: sd3.5-large, sd3.5-medium, flux.1-dev or sana-1.6b with "
+            "random weights. May be repeated."
+        ),
+    ] = None,
+    counts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kept/candidates@preview steps/steps. May be repeated. Default 24/96@6/10, and "
+            "for sizes 16/128@4/10 too."
+        ),
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Candidates and kept ones times this, to be done sooner.")
+    ] = 1.0,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts drawn together.")] = 1,
+    precision: Annotated[
+        str, typer.Option(help="Of candidates: auto, nvfp4, fp8, bf16 or nvfp4-emulated.")
+    ] = "auto",
+    min_dim: Annotated[
+        int | None,
+        typer.Option(help="Layers of this size or smaller stay exact; 0 for tiny-sd3."),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most pictures in one forward. Default 24, for sizes 8."),
+    ] = None,
+    decode_batch: Annotated[
+        int, typer.Option(min=1, help="For sizes: most pictures in the decoder.")
+    ] = 4,
+    pixels: Annotated[
+        int | None, typer.Option(help="For sizes: a picture's side. Default 1024, FLUX.1 512.")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="For sizes: blocks of each kind, only to see that everything runs."),
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile what draws. Default on a GPU.")
+    ] = None,
+    threads: Threads = 1,
+    repeats: Repeats = 3,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Exploring cheaply and regenerating a few, against drawing all candidates exactly.
+
+    Where the time goes, and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N,
+    with q, the speed of a cheap step by that of an exact one, and phi, what decoding and scoring a
+    picture takes by drawing it, as they are in the same run. Measured ratios of at most 1.1 times
+    the model's are expected. On a CPU seconds are the processor's own, and q is 1 or less.
+
+    Sizes want a GPU. They have not been run on one yet: neither fp8 on Hopper nor nvfp4 on
+    Blackwell.
+
+    Examples:
+
+      flowrl bench solrl
+
+      flowrl bench solrl --precision nvfp4-emulated --min-dim 0
+
+      flowrl bench solrl --size sd3.5-large --size flux.1-dev --size sana-1.6b --precision fp8
+
+      flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 --scale 0.125
+    """
+    from flowrl.bench_costs import PUBLISHED, WIDER, Costs, parse_counts, print_costs
+    from flowrl.bench_sizes import bench_sizes
+    from flowrl.bench_solrl import bench_solrl
+
+    asked = [parse_counts(text) for text in counts or ()]
+    asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]

@@ -3,12 +3,13 @@
 from torch import nn
 
 
-def compile_network(network: nn.Module) -> nn.Module:
+def compile_network(network: nn.Module, backend: str = "inductor") -> nn.Module:
     """The same module, compiled at its first call for each shape it is given (dynamic=False).
 
     Names, attributes and addresses stay, so that weights can be written in place afterwards.
+    backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
     """
-    network.compile(dynamic=False)
+    network.compile(dynamic=False, backend=backend)
     return network
 
 

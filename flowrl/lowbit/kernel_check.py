@@ -9,9 +9,9 @@ from flowrl.errors import UserError
 from flowrl.lowbit.backends import Backend
 
 ROWS = 200  # neither a multiple of a tile's 128 rows nor fewer
-# Rounding the result to bf16 leaves 0.002; a tensor core that sums FP8 in 14 bits leaves more.
-# A wrong nibble, scale or layout leaves about 1.
-LIMIT = 0.02
+# Rounding the result to bf16 leaves 0.004 at most. Tensor cores that sum FP8 in about 14 bits
+# (2412.19437) may leave 0.02 in rows of 15000. A wrong nibble, scale or layout leaves 0.5 and more.
+LIMIT = 0.05
 
 
 def check_kernels(

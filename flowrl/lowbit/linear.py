@@ -44,7 +44,7 @@ class RolloutLinear(nn.Module):
         a, b, strength = side or (None, None, None)
         self._hold("side_a", None if a is None else a.detach().clone())
         self._hold("side_b", None if b is None else b.detach().clone())
-        self._hold("strength", None if a is None else torch.tensor(strength, device=a.device))
+        self._hold("strength", None if a is None else _scalar(strength, a.device))
 
     # --- updates ------------------------------------------------------------------------------
 
@@ -140,9 +140,13 @@ class RolloutLinear(nn.Module):
         return f"{self.in_features}, {self.out_features}, {kind}"
 
 
+def _scalar(value: float | None, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
 def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
-    """(out, in) or, of a 1x1 convolution, (out, in, 1, 1) -> (out, in), outside the graph."""
-    if weight.shape[2:] != ((1, 1) if pointwise else ()) and weight.ndim != 2:
+    """(out, in) or, of a 1x1 convolution, (out, in, 1, 1) -> (out, in), detached."""
+    if weight.ndim != 2 and not (pointwise and weight.shape[2:] == (1, 1)):
         raise ValueError(
             f"a weight of {tuple(weight.shape)} is not {'1x1' if pointwise else 'a matrix'}"
         )

@@ -12,6 +12,8 @@ from torch import nn
 
 from flowrl.errors import UserError
 
+Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRules:
@@ -34,7 +36,9 @@ class LayerRules:
 # and values, one layer of twice the width there, are two here, and both too small for min_dim.
 RULES: dict[str, LayerRules] = {
     "sd3": LayerRules(
-        keep=("pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context"),
+        keep=(
+            "pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context",
+        ),
         min_dim=2432,
     ),
     "flux": LayerRules(
@@ -129,7 +133,7 @@ def choose_layers(
     return tuple(choices)
 
 
-def matrices(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
     """Linear layers and convolutions by name; of an adapted one the layer below the adapter."""
     from peft.tuners.lora import LoraLayer
 
@@ -138,13 +142,13 @@ def matrices(network: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in inside:
             continue
         if isinstance(module, LoraLayer):
-            inside.update(module.modules())
+            inside.update(network.get_submodule(name).modules())
             module = module.get_base_layer()
-        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        if isinstance(module, Matrix):
             yield name, module
 
 
-def matrix_shape(layer: nn.Module) -> tuple[int, int]:
+def matrix_shape(layer: Matrix) -> tuple[int, int]:
     """(out, in) of the weight; the input of a convolution is what its kernel sees."""
     weight = layer.weight
     return weight.shape[0], weight[0].numel()
@@ -170,10 +174,10 @@ def _compiled(keep: Sequence[str]) -> list[re.Pattern[str]]:
     return found
 
 
-def _kept_as_kind(layer: nn.Module, rules: LayerRules) -> str | None:
+def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
     if isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer)):
         return None
-    if getattr(layer, "groups", 1) > 1:
+    if layer.groups > 1:
         return "a convolution in groups"
     return f"a convolution with a {'x'.join(map(str, layer.kernel_size))} kernel"
 

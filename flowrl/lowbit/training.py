@@ -1,8 +1,8 @@
 """Training in the precision of the rollout: both compute with the same packed weights.
 
 Jet-RL (2601.14243): when pictures are drawn in few bits and learned from in many, the policy that
-learns is not the one that drew, and its ratio to itself is not 1. Here the frozen weights are packed
-once, before adapters are added, and the adapters stay beside them in full precision.
+learns is not the one that drew, and its ratio to itself is not 1. Here the frozen weights are
+packed once, before adapters are added, and the adapters stay beside them in full precision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ from flowrl.lowbit.unpacking import unpack
 
 
 class SamePrecisionLinear(nn.Linear):
-    """y = Q(W) x + bias, of a frozen linear layer; dx = dy Q(W), straight through the rounding of x.
+    """y = Q(W) Q(x) + bias of a frozen linear layer, and dx = dy Q(W): straight-through.
 
     weight, bias: those of `linear` themselves, exact; no gradient reaches them. With `exact` set
     it is that layer again, bit for bit. The packed weights are in no state dict.

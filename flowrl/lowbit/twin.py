@@ -18,21 +18,23 @@ from flowrl.lowbit.backends import Backend, Plain
 from flowrl.lowbit.compiling import compile_network
 from flowrl.lowbit.linear import RolloutLinear
 from flowrl.lowbit.rules import LayerChoice, is_pointwise
+from flowrl.lowbit.training import SamePrecisionLinear
 from flowrl.policy import POLICY, Policy
 from flowrl.trajectory import Conditioning
 
 
 class Twin:
-    """The policy's network with other linear layers; it computes velocities, never gradients.
+    """The policy's network with other products in it; it computes velocities, never gradients.
 
-    choices: layers with a format are packed by `backend`, once where no adapter changes them;
-    no choices make an exact twin. Adapted layers without a format hold a merged copy in their own
-    dtype, or with lora="side" share the frozen weight. Everything else is the policy's own
-    tensors. compile: by torch.compile, once for each shape of the latents.
+    choices: layers with a format are packed by `backend`, once where no adapter changes them.
+    Adapted layers without a format hold a merged copy in their own dtype, or with lora="side" have
+    the path beside the frozen weight; no choices make an exact twin. Everything else is the
+    policy's own tensors. compile: by torch.compile, once for each shape of the latents.
     Begins with the policy's adapter; `sync` before every rollout. Whether the policy's network is
     switched to another adapter, to none or to merged weights in the meantime changes nothing here.
     Made where the network is to stay: it does not follow it to another device or dtype.
-    Raises UserError when a layer that is adapted or chosen is neither linear nor a 1x1 convolution.
+    Raises UserError when a layer to be packed, or to have a path beside it, is neither linear nor
+    a 1x1 convolution, and when one is to be merged that is trained in low precision itself.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Twin:
         formats = {c.name: backend for c in choices if c.format is not None}
         adapted = dict(_adapted_layers(policy.network))
         for name in dict.fromkeys((*adapted, *formats)):
-            layer = self._replace(name, adapted.get(name), formats.get(name))
+            layer = self._layer(name, adapted.get(name), formats.get(name))
             parent, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
@@ -73,7 +75,9 @@ class Twin:
         for one in self._adapted:
             if adapter not in one.lora.lora_A:
                 raise ValueError(f"the policy has no adapter {adapter!r}: {[*one.lora.lora_A]}")
-            if self.lora == "merge":
+            if not isinstance(one.layer, RolloutLinear):
+                one.layer.weight.copy_(_merged(one.lora, one.weight, adapter))
+            elif self.lora == "merge":
                 one.layer.load(_merged(one.lora, one.weight, adapter))
             else:
                 one.layer.load_side(*_factors(one.lora, adapter))
@@ -86,26 +90,24 @@ class Twin:
         return sum(storage.nbytes() for start, storage in own.items() if start not in shared)
 
     @torch.no_grad()
-    def _replace(self, name: str, lora: Any | None, backend: Backend | None) -> RolloutLinear:
-        base = lora.get_base_layer() if lora else self.policy.network.get_submodule(name)
-        if type(base) is not nn.Linear and not is_pointwise(base):
-            raise UserError(
-                f"layer {name} is a {type(base).__name__}: rollouts have linear layers and 1x1 "
-                "convolutions of their own, no others; leave it out of lora.targets or keep it"
-            )
+    def _layer(self, name: str, lora: Any | None, backend: Backend | None) -> nn.Module:
+        base: Any = self.policy.network.get_submodule(name)
+        base = base.get_base_layer() if lora else base
         # Not the parameter: `Policy.merged` swaps what that holds.
         weight = base.weight.detach()
-        merge, side = lora is not None and self.lora == "merge", None
-        if lora is not None and not merge:
-            side = (*_factors(lora, POLICY), lora.scaling[POLICY])
-        layer = RolloutLinear(
-            _merged(lora, weight, POLICY) if merge else weight,
-            base.bias,
-            backend or Plain(weight.dtype),
-            side=side,
-            pointwise=not isinstance(base, nn.Linear),
-            shared=backend is None and not merge,
-        )
+        merged = _merged(lora, weight, POLICY) if lora and self.lora == "merge" else None
+        if backend is None and merged is not None:
+            own: Any = self.network.get_submodule(name)
+            layer = _exact(name, own.get_base_layer(), merged)
+        else:
+            layer = RolloutLinear(
+                weight if merged is None else merged,
+                base.bias,
+                backend or _own_backend(base),
+                side=_side(lora) if lora and merged is None else None,
+                pointwise=_checked(name, base),
+                shared=backend is None,
+            )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
         return layer
@@ -115,7 +117,7 @@ class Twin:
 class _Adapted:
     """A layer of the twin, PEFT's layer that it follows, and the frozen weight of that."""
 
-    layer: RolloutLinear
+    layer: Any
     lora: Any
     weight: Tensor
 
@@ -123,6 +125,36 @@ class _Adapted:
 def sharing_copy(network: nn.Module) -> nn.Module:
     """The same modules again over the same parameters and buffers, adapters and all."""
     return copy.deepcopy(network, {id(tensor): tensor for tensor in _tensors(network)})
+
+
+def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
+    """The layer itself, a copy already, with a weight of its own."""
+    if isinstance(layer, SamePrecisionLinear):
+        raise UserError(
+            f"layer {name} is trained in low precision, with its adapter beside packed weights: "
+            "nothing can be merged into those, have the adapter beside them in rollouts too"
+        )
+    layer.weight = nn.Parameter(weight.to(layer.weight.dtype), requires_grad=False)
+    return layer
+
+
+def _checked(name: str, layer: nn.Module) -> bool:
+    """Whether it is a 1x1 convolution. Raises UserError when it is no linear layer either."""
+    if is_pointwise(layer):
+        return True
+    if type(layer) in (nn.Linear, SamePrecisionLinear):
+        return False
+    raise UserError(
+        f"layer {name} is a {type(layer).__name__}, which can neither be quantised nor have its "
+        "adapter beside it: leave it out of lora.targets, or merge and keep it exact"
+    )
+
+
+def _own_backend(layer: Any) -> Backend:
+    """How a layer computes in the policy's network."""
+    if isinstance(layer, SamePrecisionLinear):
+        return layer.packed.backend
+    return Plain(layer.weight.dtype)
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -138,6 +170,10 @@ def _merged(lora: Any, weight: Tensor, adapter: str) -> Tensor:
     """W + s B A in fp32, under autocast too; shaped like the weight."""
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + lora.get_delta_weight(adapter)
+
+
+def _side(lora: Any) -> tuple[Tensor, Tensor, float]:
+    return (*_factors(lora, POLICY), lora.scaling[POLICY])
 
 
 def _factors(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:

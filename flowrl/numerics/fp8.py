@@ -7,7 +7,7 @@ no infinity, largest value 448, subnormals below 2^-6.
 import torch
 from torch import Tensor
 
-from flowrl.numerics.minifloat import amax, round_mantissa_
+from flowrl.numerics.minifloat import amax, ratio, round_mantissa_
 
 MAX = 448.0
 SMALLEST_NORMAL = 2.0**-6
@@ -61,5 +61,5 @@ def fake_tensorwise(x: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor) -> Tensor:
-    scale = (largest / MAX).clamp(min=SMALLEST_SCALE)
+    scale = ratio(largest, MAX).clamp(min=SMALLEST_SCALE)
     return torch.where(scale.isfinite(), scale, torch.nan)

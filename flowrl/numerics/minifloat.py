@@ -1,4 +1,4 @@
-"""Floats of few mantissa bits, and largest magnitudes: float32 arithmetic only, on any device."""
+"""What the formats share: float32 arithmetic with the same bits on every device."""
 
 import torch
 from torch import Tensor
@@ -25,3 +25,13 @@ def amax(x: Tensor) -> Tensor:
     fourth of the time of the maximum of floats, which has to look out for NaN.
     """
     return torch.bitwise_and(x.view(torch.int32), ALL_BUT_SIGN).amax(-1).view(torch.float32)
+
+
+def ratio(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a / b, one of them a number, rounded once. The other is fp32 of any shape
+
+    torch multiplies by an inverse, which rounds twice, where a is a number, or b is one on CUDA.
+    """
+    device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
+    one, other = (v if isinstance(v, Tensor) else torch.full((), v, device=device) for v in (a, b))
+    return one / other

@@ -125,11 +125,12 @@ def _global(
     check_variant(variant)
     _check_shape(x, two_dimensional)
     if known is not None:
-        return given(known.detach().float())
+        return given(known.detach().to(x.device, torch.float32))
     if not two_level:
         return given(torch.ones((), device=x.device))
     x = x.detach()
-    largest = torch.maximum(x.amax(), -x.amin()).float()  # without a copy of x, as |x| would be
+    ends = torch.stack([x.amax(), x.amin()])  # |x| would be a copy of x
+    largest = ends.abs().amax().float()
     return global_of(largest, FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX, variant)
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from flowrl.numerics.e2m1 import MAX, Order
 from flowrl.numerics.fp8 import MAX as E4M3_MAX
 from flowrl.numerics.fp8 import round_e4m3
+from flowrl.numerics.minifloat import ratio
 
 Variant = Literal["torchao", "te", "div", "bfl", "comfy"]
 FLOORS: dict[str, float] = {"torchao": 2.0**-6, "div": 2.0**-9}
@@ -52,9 +53,9 @@ def global_of(amax: Tensor, top: float, variant: Variant) -> Global:
     """g = amax / (top * 6) from the largest |x| of a tensor, () fp32; NaN if that is not finite."""
     amax = torch.where(amax.isfinite(), amax, torch.nan)
     if variant == "te":
-        encode = (top * MAX / amax).clamp(max=1 / SMALLEST_GLOBAL)
+        encode = ratio(top * MAX, amax).clamp(max=1 / SMALLEST_GLOBAL)
         return Global(decode=1 / encode, encode=encode)
-    return given((amax / (top * MAX)).clamp(min=SMALLEST_GLOBAL))
+    return given(ratio(amax, top * MAX).clamp(min=SMALLEST_GLOBAL))
 
 
 def given(g: Tensor) -> Global:
@@ -70,7 +71,8 @@ def block_scale(amax: Tensor, whole: Global, variant: Variant, stretch: float = 
     if variant == "div":
         scale = amax / (MAX * whole.decode)
     else:
-        scale = amax / MAX * whole.encode if variant == "te" else amax / MAX / whole.decode
+        sixth = ratio(amax, MAX)
+        scale = sixth * whole.encode if variant == "te" else sixth / whole.decode
     scale = scale * stretch if stretch != 1 else scale
     scale = round_e4m3(scale.clamp(FLOORS.get(variant, 0.0), E4M3_MAX))
     return torch.where(amax == 0, 1.0, scale) if variant == "div" else scale

@@ -1,4 +1,4 @@
-"""Helper modules lie beside the tests; pytest's importlib mode puts no folder on the path."""
+"""Shared test modules lie beside the tests; importlib mode puts no folder on the path."""
 
 import sys
 from pathlib import Path

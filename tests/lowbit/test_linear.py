@@ -194,14 +194,16 @@ def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
     counter = CompileCounterWithBackend(backend)
     torch._dynamo.reset()
     compiled = torch.compile(made, fullgraph=True, dynamic=False, backend=counter)
+    # Compiled GPU kernels round in other places, so that a few activations round to other codes.
+    tolerance = {"rtol": 0.05, "atol": 0.5} if x.is_cuda else {"rtol": 0, "atol": 0}
     first = compiled(x)
-    torch.testing.assert_close(first, made(x), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(first, made(x), **tolerance)
     for seed in (1, 2):
         made.load(randn(48, 64, seed=seed).to(x.device))
         made.load_side(*(f.to(x.device) for f in factors(seed)))
         now = compiled(x)
-        torch.testing.assert_close(now, made(x), rtol=1e-2, atol=1e-3)
-        assert not torch.equal(now, first)
+        torch.testing.assert_close(now, made(x), **tolerance)
+        assert (now - first).abs().max() > 1
     assert counter.frame_count == 1
 
 

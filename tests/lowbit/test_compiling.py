@@ -1,0 +1,76 @@
+"""A compiled network follows weights that are written in place, without being compiled anew."""
+
+import shutil
+
+import pytest
+import torch
+from policies import ALPHA, RANK, disturb, relative
+from torch import nn
+
+from flowrl.backbones.sd3 import SD3
+from flowrl.lowbit.backends import NVFP4Emulated, Plain
+from flowrl.lowbit.compiling import compile_network, recompilations
+from flowrl.lowbit.linear import RolloutLinear
+from flowrl.lowbit.rules import RULES, choose_layers
+from flowrl.lowbit.twin import Twin
+from flowrl.policy import OLD, POLICY, Policy
+
+compiler = pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None,
+    reason="torch.compile needs a C++ compiler on the CPU",
+)
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def test_weights_written_in_place_are_followed_without_compiling_anew():
+    def layer(backend, seed, side=None):
+        return RolloutLinear(randn(32, 32, seed=seed), randn(32, seed=9), backend, side=side)
+
+    factors = randn(4, 32, seed=5), randn(32, 4, seed=6)
+    packed, beside = layer(NVFP4Emulated(), 0), layer(Plain(torch.float32), 1, (*factors, 1.5))
+    network = nn.Sequential(packed, nn.SiLU(), beside)
+    eager = nn.Sequential(*network)
+    # Guards, hence recompilations, are the same whatever generates the code.
+    assert compile_network(network, backend="aot_eager") is network
+    start, x = recompilations(), randn(3, 32, seed=7)
+    network(x)
+    warm = recompilations()
+    assert warm == start + 1
+    for seed in range(10, 13):
+        packed.load(randn(32, 32, seed=seed))
+        beside.load_side(randn(4, 32, seed=seed), randn(32, 4, seed=seed + 1))
+        torch.testing.assert_close(network(x), eager(x), rtol=1e-4, atol=1e-4)
+    assert recompilations() == warm
+    network(randn(5, 32, seed=8))  # and a shape of its own is counted
+    assert recompilations() == warm + 1
+
+
+@pytest.mark.slow  # a minute of compiling
+@compiler
+def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
+    backbone = SD3(load_tiny(), max_sequence_length=12)
+    policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
+    choices = choose_layers(policy.network, RULES["sd3"], "nvfp4", min_dim=128)
+    twin, plain = (Twin(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False))
+    cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
+    x = randn(2, *backbone.latent_shape(), seed=0)
+    start = recompilations()
+    twin.velocity(x, torch.tensor(0.9), cond)
+    warm = recompilations()
+    assert warm == start + 1  # the whole network is one graph
+    seen = []
+    for n, adapter in enumerate((POLICY, OLD, POLICY, POLICY)):
+        disturb(policy, seed=n)
+        for either in (twin, plain):
+            either.sync(adapter)
+        sigma = torch.tensor(0.8 - 0.1 * n)
+        with policy.disabled():  # whatever the policy's network does in between
+            seen.append(twin.velocity(x, sigma, cond))
+        # A sum in another order may fall on the other side of a rounding step.
+        assert relative(seen[-1], plain.velocity(x, sigma, cond)) < 0.05
+    assert recompilations() == warm
+    assert all(relative(a, b) > 0.05 for a, b in zip(seen, seen[1:], strict=False))

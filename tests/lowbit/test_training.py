@@ -1,0 +1,159 @@
+"""What draws and what learns compute the same numbers, and nobody else notices."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.errors import UserError
+from flowrl.lowbit.backends import FP8Dequantised, NVFP4Emulated, NVFP4Native, Plain
+from flowrl.lowbit.per_row import PerRow
+from flowrl.lowbit.rules import LayerChoice
+from flowrl.lowbit.training import (
+    SamePrecisionLinear,
+    exact,
+    put_back,
+    quantise_base,
+    same_precision_layers,
+)
+from flowrl.lowbit.unpacking import unpack
+from flowrl.numerics import nvfp4
+
+SHAPE = OUT, IN = 48, 64
+BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Dequantised()]
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+@pytest.fixture
+def linear():
+    layer = nn.Linear(IN, OUT).requires_grad_(False)
+    layer.weight.copy_(normal(OUT, IN, seed=1))
+    layer.bias.copy_(normal(OUT, seed=2))
+    return layer
+
+
+def choice(name, format="nvfp4"):
+    return LayerChoice(name=name, shape=SHAPE, format=format, reason="")
+
+
+# --- one layer ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layer_multiplies_as_its_backend_does(linear, backend, dtype):
+    layer = SamePrecisionLinear(linear.to(dtype), backend)
+    x = normal(3, 5, IN, dtype=dtype)
+    rows = backend.matmul(x.view(15, IN), backend.pack(linear.weight.float()), linear.bias)
+    assert torch.equal(layer(x), rows.view(3, 5, OUT))
+    assert not torch.equal(layer(x), linear(x))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradient_is_that_of_a_product_with_the_quantised_weight(linear, backend):
+    layer, x, dy = SamePrecisionLinear(linear, backend), normal(7, IN), normal(7, OUT, seed=3)
+    x.requires_grad_()
+    layer(x).backward(dy)
+    # As the backend multiplies: rows of the identity are exact in every format.
+    product = backend.matmul(torch.eye(IN), backend.pack(linear.weight)).T
+    expected = dy.double() @ product.double()
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+    exact_one = dy.double() @ linear.weight.double()
+    assert (x.grad.double() - exact_one).norm() > 0.01 * exact_one.norm()
+    assert linear.weight.grad is None and linear.bias.grad is None
+
+
+def test_nothing_is_kept_for_the_backward_pass(linear):
+    layer, kept = SamePrecisionLinear(linear, NVFP4Emulated()), []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(normal(7, IN).requires_grad_())
+    assert kept == []
+
+
+def test_gradients_have_the_dtype_of_what_came_in_under_autocast_too(linear):
+    layer = SamePrecisionLinear(linear.bfloat16(), PerRow(NVFP4Emulated()))
+    x = normal(7, IN).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    y.backward(torch.ones_like(y))
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, Plain(torch.float32)])
+def test_unpacking_gives_what_the_backend_multiplies_with(backend):
+    weight = normal(OUT, IN, seed=4)
+    state = backend.pack(weight)
+    product = backend.matmul(torch.eye(IN), state).T
+    torch.testing.assert_close(unpack(backend, state), product, rtol=1e-6, atol=0)
+
+
+def test_native_codes_unpack_to_what_they_stand_for():
+    weight = normal(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
+    unpacked = unpack(NVFP4Native(), NVFP4Native().pack(weight))
+    assert torch.equal(unpacked, nvfp4.fake_quantise(weight))
+
+
+def test_a_backend_of_someone_elses_cannot_be_unpacked():
+    with pytest.raises(ValueError, match="packed by int cannot be unpacked"):
+        unpack(3, {})  # type: ignore[arg-type]
+
+
+# --- a network of layers --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network(linear):
+    return nn.ModuleDict({"first": linear, "second": copy.deepcopy(linear)})
+
+
+def test_only_layers_with_a_format_are_replaced_and_their_weights_stay_the_same_tensors(network):
+    weight, names = network["first"].weight, [*network.state_dict()]
+    quantise_base(network, [choice("first"), choice("second", None)], NVFP4Emulated())
+    assert [name for name, _ in same_precision_layers(network)] == ["first"]
+    assert network["first"].weight is weight and type(network["second"]) is nn.Linear
+    assert [*network.state_dict()] == names
+
+
+def test_exact_weights_are_used_inside_and_packed_ones_after_an_error_too(network):
+    x = normal(7, IN)
+    before = network["first"](x)
+    quantise_base(network, [choice("first")], NVFP4Emulated())
+    packed = network["first"](x)
+    with pytest.raises(RuntimeError), exact(network):
+        assert torch.equal(network["first"](x), before)
+        with exact(network):
+            pass
+        assert torch.equal(network["first"](x), before), "the inner block ends alone"
+        raise RuntimeError
+    assert torch.equal(network["first"](x), packed) and not torch.equal(packed, before)
+
+
+def test_layers_are_put_back_as_they_were(network):
+    weight, bias = network["first"].weight, network["first"].bias
+    quantise_base(network, [choice("first")], NVFP4Emulated())
+    put_back(network)
+    assert type(network["first"]) is nn.Linear
+    assert network["first"].weight is weight and network["first"].bias is bias
+
+
+def test_packing_again_begins_at_the_exact_weights(network):
+    for backend in (FP8Dequantised(), NVFP4Emulated()):
+        quantise_base(network, [choice("first")], backend)
+    expected = unpack(NVFP4Emulated(), NVFP4Emulated().pack(network["second"].weight))
+    assert torch.equal(network["first"].quantised_weight(), expected)
+
+
+def test_what_is_not_linear_is_refused():
+    network = nn.ModuleDict({"conv": nn.Conv2d(32, 32, 1)})
+    with pytest.raises(UserError, match="layer conv is a Conv2d"):
+        quantise_base(network, [choice("conv")], NVFP4Emulated())

@@ -1,0 +1,194 @@
+"""Drawing and learning in one low precision: the ratio is 1, evaluations do not know of it."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl import build_precision
+from flowrl.actions import align
+from flowrl.build import Given, build_evaluator, build_learner
+from flowrl.errors import UserError
+from flowrl.evaluate import Evaluation
+from flowrl.export import load_lora
+from flowrl.lowbit.training import exact, same_precision_layers
+from flowrl.report import read_metrics
+from flowrl.rollout import Stopwatch
+from flowrl.runtime import Runtime
+
+LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
+ANY = {"lr": 1e-2, "ratio_tolerance": 1e9}
+NATS = "policy/ratio_error_max"
+
+
+@pytest.fixture
+def learner(make_learner, tmp_path):
+    def make(*, pipeline=LOW, **changes):
+        return make_learner(pipeline=pipeline, run={"output_dir": str(tmp_path)}, **changes)
+
+    return make
+
+
+def ratio_errors(learner, iterations=2):
+    return [learner.iterate(i)[1][NATS] for i in range(iterations)]
+
+
+# --- the lesson -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [8, 5])
+def test_the_ratio_is_1_when_both_compute_in_low_precision(learner, micro_batch):
+    assert ratio_errors(learner(optim=ANY | {"micro_batch": micro_batch})) == [0, 0]
+
+
+def test_the_ratio_is_1_with_guidance(learner):
+    rollout = {"guidance": 2.0, "batch_size": 8}
+    assert ratio_errors(learner(rollout=rollout, optim=ANY | {"micro_batch": 5})) == [0, 0]
+
+
+def test_the_ratio_is_far_from_1_when_only_the_rollout_does(learner):
+    one, errors = learner(optim=ANY), []
+    for iteration in range(2):
+        rollout = one.source.collect(iteration, Stopwatch())
+        with exact(one.policy.network):
+            errors.append(one.learn(rollout, iteration)[NATS])
+    assert min(errors) > 20  # nats; updates are clipped at 6.5
+
+
+def test_one_scale_for_a_whole_batch_would_be_as_far_from_1(learner, monkeypatch):
+    monkeypatch.setattr(build_precision, "row_by_row", lambda backend: backend)
+    assert ratio_errors(learner(optim=ANY)) == [0, 0]  # the very same rows
+    assert min(ratio_errors(learner(optim=ANY | {"micro_batch": 5}))) > 20
+
+
+def test_a_batch_that_other_kernels_multiply_makes_the_ratio_differ(learner):
+    """Rounding of the last bit, 1e-4 nats without quantisation, decides which way others round."""
+    assert max(ratio_errors(learner(pipeline={}, optim=ANY | {"micro_batch": 1}))) < 1e-3
+    assert max(ratio_errors(learner(optim=ANY | {"micro_batch": 1}))) > 1
+
+
+def test_the_policy_begins_at_its_reference(learner):
+    one = learner(objective={"kl_coef": 0.1}, optim=ANY)
+    _, first = one.iterate(0)
+    _, second = one.iterate(1)
+    assert first["policy/kl"] == 0 < second["policy/kl"]
+
+
+def test_learning_moves_the_adapter_and_leaves_the_exact_weights_alone(learner):
+    one = learner(optim=ANY)
+    layers = dict(same_precision_layers(one.policy.network))
+    weights = [layer.weight.clone() for layer in layers.values()]
+    adapter = [p.detach().clone() for p in one.policy.parameters()]
+    one.iterate(0)
+    assert all(torch.equal(a.weight, b) for a, b in zip(layers.values(), weights, strict=True))
+    moved = [not torch.equal(a, b) for a, b in zip(one.policy.parameters(), adapter, strict=True)]
+    assert sum(moved) >= len(moved) // 2  # of a fresh pair only the second factor has a gradient
+
+
+# --- a run ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config_for(tiny_config, tmp_path):
+    def make(name, *, low=True, iterations=2, **pipeline):
+        return tiny_config(
+            pipeline=LOW | pipeline if low else {},
+            evaluation={"prompts": "tiny:geneval:test", "images": 4, "steps": 2},
+            run={"iterations": iterations, "output_dir": str(tmp_path / name)},
+        )
+
+    return make
+
+
+def numbers(folder):
+    lines = [line for line in read_metrics(folder) if "loss" in line]
+    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+
+
+def test_evaluations_are_those_of_exact_weights(config_for, load_tiny, tmp_path):
+    align(config_for("low", iterations=1))
+    align(config_for("plain", low=False, iterations=1))
+    low, plain = (evaluation(tmp_path / name, 0) for name in ("low", "plain"))
+    assert low.key == plain.key
+    assert torch.equal(low.scores, plain.scores) and torch.equal(low.images, plain.images)
+    pipeline = load_tiny()
+    load_lora(pipeline, str(tmp_path / "low"))
+    drawn, scores = pictures(config_for("low"), pipeline), evaluation(tmp_path / "low", 1)
+    assert torch.equal(drawn.images, scores.images)
+    assert not torch.equal(scores.images, low.images)
+
+
+def evaluation(folder, step):
+    return Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors")
+
+
+def pictures(config, pipeline):
+    learner = build_learner(config, runtime := Runtime(device="cpu"), Given())
+    evaluator = build_evaluator(config, pipeline, learner.specs, Given())
+    return evaluator(evaluator.backbone.velocity, runtime)
+
+
+def test_a_run_in_two_sessions_ends_as_one_does(config_for, tmp_path):
+    align(config_for("whole"))
+    align(config_for("parts", iterations=1))
+    align(config_for("parts"), resume="latest")
+    whole, parts = (numbers(tmp_path / name) for name in ("whole", "parts"))
+    assert len(whole) == 2 and whole == parts
+    assert all(line[NATS] == 0 for line in whole)
+    assert whole[0]["loss"] != whole[1]["loss"]
+
+
+def test_a_pipeline_that_was_given_computes_exactly_again(config_for, load_tiny):
+    pipeline = load_tiny()
+    layers = {n: m.weight for n, m in linear_layers(pipeline.transformer)}
+    align(config_for("given", iterations=1), pipeline=pipeline)
+    after = {n.replace(".base_layer", ""): m for n, m in linear_layers(pipeline.transformer)}
+    assert not list(same_precision_layers(pipeline.transformer))
+    assert all(type(after[n]) is nn.Linear and after[n].weight is layers[n] for n in layers)
+
+
+def linear_layers(network):
+    found = ((n, m) for n, m in network.named_modules() if isinstance(m, nn.Linear))
+    return [(n, m) for n, m in found if "lora_" not in n]
+
+
+def test_the_run_says_what_it_computes_in(learner, tmp_path):
+    learner()
+    told = json.loads((tmp_path / build_precision.FILE).read_text())
+    assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
+    assert 0.4 < told["quantised_share"] < 0.6
+    assert any(row["format"] == "exact" and "norm1" in row["reason"] for row in told["layers"])
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_auto_packs_nothing_where_nothing_is_native(learner):
+    one = learner(pipeline={"precision": "auto"})
+    assert not list(same_precision_layers(one.policy.network))
+
+
+def test_what_the_device_lacks_is_refused_by_name(learner):
+    with pytest.raises(UserError, match="precision fp8 needs .* or nvfp4-emulated"):
+        learner(pipeline={"precision": "fp8"})
+
+
+def test_layers_that_stay_exact_can_be_named(learner):
+    one = learner(pipeline=LOW | {"keep_layers": ["attn", "norm"]})
+    packed = [name for name, _ in same_precision_layers(one.policy.network)]
+    assert packed and not any("attn" in name or "norm" in name for name in packed)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"pipeline": LOW, "rollout": {"merge_lora": True}}, "would be another policy's"),
+        ({"pipeline": LOW, "rollout": {"compile": True}}, "set compile to false"),
+        ({"pipeline": {"min_dim": 0}}, "pipeline.min_dim .* precision, which is null"),
+        ({"pipeline": {"keep_layers": []}}, "pipeline.keep_layers .* precision, which is null"),
+    ],
+)
+def test_options_that_contradict_the_precision_are_refused(tiny_config, changes, message):
+    with pytest.raises(UserError, match=message):
+        tiny_config(**changes)

@@ -1,0 +1,120 @@
+"""Audits before rollouts: what is told, what a miss changes, and that a resumed run repeats it."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowrl.actions import align
+from flowrl.audit_log import AuditLog
+from flowrl.errors import UserError
+from flowrl.rollout import Stopwatch
+
+NFT = {"kind": "nft", "draws": {"count": 2}}
+EXPLORE = {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+
+
+@pytest.fixture
+def options(tmp_path):
+    def make(**audit):
+        explore = EXPLORE | {"audit": {"prompts": 1, "every": 2} | audit}
+        return {
+            "objective": NFT,
+            "rollout": {"tree": {"kind": "ode"}, "explore": explore},
+            "run": {"output_dir": str(tmp_path / "run")},
+        }
+
+    return make
+
+
+def precision(folder) -> dict:
+    return json.loads((folder / "run" / "precision.json").read_text())
+
+
+def test_previews_that_rank_well_enough_stay_as_they_are(make_learner, options, tmp_path, caplog):
+    learner = make_learner(**options(min_rho=-1.0))
+    with caplog.at_level(logging.INFO, "flowrl"):
+        explored = learner.source.collect(0, Stopwatch()).explored
+    assert -1 <= explored.audit["rho"] <= 1 and -1 <= explored.audit["tau"] <= 1
+    assert "audit: previews in nvfp4-emulated with 2 steps have rho" in caplog.text
+    assert precision(tmp_path)["format"] == "nvfp4"
+    (event,) = AuditLog(tmp_path / "run").before(1)
+    assert event.action == "keep" and event.report.candidates == 8 and event.report.keep == 4
+
+
+def test_an_audit_compares_candidates_with_the_exact_pictures_of_the_same_noise(
+    make_learner, options, tmp_path
+):
+    changes = options(min_rho=-1.0)
+    changes["rollout"]["explore"] |= {"precision": "bf16", "steps": None}
+    learner = make_learner(**changes | {"pipeline": {"decode_batch": 8}})
+    explored = learner.source.collect(0, Stopwatch()).explored
+    assert explored.audit["rho"] == pytest.approx(1) and explored.audit["tau"] == pytest.approx(1)
+    assert explored.audit["retention"] == pytest.approx(1)
+
+
+def test_a_miss_moves_to_the_next_precision_and_says_so(make_learner, options, tmp_path, caplog):
+    learner = make_learner(**options(min_rho=1.0))
+    learner.source.collect(0, Stopwatch())
+    assert "from now on previews are drawn in bf16" in caplog.text
+    assert precision(tmp_path)["format"] == "bf16"
+    assert precision(tmp_path)["requested"] == "nvfp4-emulated"
+    assert precision(tmp_path)["layers"] == []
+    learner.source.collect(2, Stopwatch())  # below bf16 there is nothing, and that is told
+    assert "bf16 is the last precision" in caplog.text
+
+
+def test_a_miss_may_stop_the_run(make_learner, options):
+    learner = make_learner(**options(min_rho=1.0, on_miss="stop"))
+    with pytest.raises(UserError, match="nvfp4-emulated with 2 steps have rho .*raise rollout"):
+        learner.source.collect(0, Stopwatch())
+
+
+def test_a_miss_may_only_be_told(make_learner, options, tmp_path, caplog):
+    learner = make_learner(**options(min_rho=1.0, on_miss="warn"))
+    learner.source.collect(0, Stopwatch())
+    assert "below rollout.explore.audit.min_rho" in caplog.text
+    assert precision(tmp_path)["format"] == "nvfp4"
+
+
+def test_audits_come_when_they_are_due_and_not_where_they_are_off(make_learner, options, tmp_path):
+    learner = make_learner(**options(min_rho=-1.0, every=2))
+    found = [bool(learner.source.collect(i, Stopwatch()).explored.audit) for i in range(4)]
+    assert found == [True, False, True, False]
+    never = make_learner(**options(every=0))
+    assert never.source.collect(0, Stopwatch()).explored.audit == {}
+
+
+def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
+    tiny_config, options, load_tiny, tmp_path
+):
+    """And ends with the same weights, though the policy it begins with would pass no audit."""
+
+    def run(folder, *parts):
+        changes = options(min_rho=1.0, every=3)
+        changes["rollout"]["explore"]["audit"]["min_rho"] = 1.0
+        for number, iterations in enumerate(parts):
+            changes["run"] = {
+                "output_dir": str(tmp_path / folder), "iterations": iterations,
+                "checkpoint_every": 1,
+            }  # fmt: skip
+            align(tiny_config(**changes), pipeline=load_tiny(), resume="latest" if number else None)
+        return load_file(tmp_path / folder / "pytorch_lora_weights.safetensors")
+
+    whole, parts = run("whole", 4), run("parts", 2, 4)
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    logs = [AuditLog(tmp_path / name).before(9) for name in ("whole", "parts")]
+    assert [[e.iteration for e in log] for log in logs] == [[0, 3], [0, 3]]
+    assert logs[0] == logs[1]
+    assert [e.precision for e in logs[0]] == ["nvfp4-emulated", "bf16"]
+
+
+def test_what_was_drawn_depends_on_the_audits_verdict_alone(make_learner, options):
+    """An audit draws nothing that the rollout's own randomness would notice."""
+    audited = make_learner(**options(min_rho=-1.0)).source.collect(0, Stopwatch())
+    plain = make_learner(**options(every=0)).source.collect(0, Stopwatch())
+    assert torch.equal(audited.explored.proxy, plain.explored.proxy)
+    assert torch.equal(audited.tree.x, plain.tree.x)
