@@ -47,6 +47,11 @@ class Counts:
         return f"{self.keep}/{self.candidates}@{self.preview_steps}/{self.steps}"
 
 
+# Sol-RL's own (2604.06916), and a wider first stage of fewer steps.
+PUBLISHED = Counts(keep=24, candidates=96, preview_steps=6, steps=10)
+WIDER = Counts(keep=16, candidates=128, preview_steps=4, steps=10)
+
+
 def parse_counts(text: str) -> Counts:
     """24/96@6/10: keep / candidates @ preview steps / steps. Raises UserError."""
     try:
@@ -111,7 +116,7 @@ class Costs:
         return self.two / (pictures * (self.counts.steps * self.peft_step + self.finish))
 
     def row(self) -> dict[str, Any]:
-        """For people and programs; names as in the documentation."""
+        """For people and programs."""
         pictures, ratio = asdict(self.counts), self.measured / self.predicted
         seconds = {name: getattr(self, name) for name in SECONDS}
         found = {"q": self.gain, "phi": self.fixed, "measured": self.measured}
@@ -119,7 +124,7 @@ class Costs:
         found |= {"to uncompiled PEFT": self.to_peft, "recompiled": self.graphs}
         memory = {"peak memory, GB": self.memory and self.memory / 1e9}
         where = {"device": self.device, "prompts": self.prompts, "batch": self.batch}
-        return where | pictures | seconds | found | memory
+        return where | pictures | seconds | found | memory | {"split": self.parts()}
 
     def parts(self) -> list[dict[str, Any]]:
         """The split of both stages: seconds, and the share of them all."""

@@ -9,7 +9,7 @@ import torch
 
 from flowrl.aggregate import FailureLimit
 from flowrl.bench_costs import Counts
-from flowrl.bench_stages import full_batch, measure
+from flowrl.bench_stages import full_batch, measure, on_gpu
 from flowrl.collect import Sampler
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
@@ -45,6 +45,7 @@ class Networks:
     choices: Sequence[LayerChoice]
     exact: Twin
     low: Twin
+    compiled: bool
 
 
 def bench_sizes(
@@ -58,7 +59,7 @@ def bench_sizes(
     pixels: int | None,
     layers: int | None,
     min_dim: int | None,
-    compile: bool,
+    compile: bool | None,
     repeats: int,
     device: str,
 ) -> list[dict[str, Any]]:
@@ -73,6 +74,7 @@ def bench_sizes(
             f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 to "
             "see that everything runs, which says nothing of speed"
         )
+    compile = on_gpu(device) if compile is None else compile
     networks = build_networks(
         name, precision, runtime, pixels=pixels, layers=layers, min_dim=min_dim, compile=compile
     )
@@ -118,6 +120,7 @@ def build_networks(
         choices=choices,
         exact=Twin(policy, (), Plain(backbone.dtype), compile=compile),
         low=Twin(policy, choices, backend, compile=compile),
+        compiled=compile,
     )
 
 
@@ -185,6 +188,7 @@ def _row(
         "pixels": networks.backbone.pixels,
         "precision": resolved.format if resolved.native else resolved.requested,
         "native": resolved.native,
+        "compiled": networks.compiled,
         "quantised layers": len(made),
         "quantised share": quantised_share(networks.choices),
         "cheap copy, GB": networks.low.nbytes() / 1e9,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flowrl.bench_costs import Costs, Counts
-from flowrl.bench_stages import full_batch, measure
+from flowrl.bench_costs import Counts
+from flowrl.bench_stages import full_batch, measure, on_gpu
 from flowrl.build import Given, build_learner
 from flowrl.collect import Sampler
 from flowrl.config import parse_config
@@ -29,16 +29,16 @@ def bench_solrl(
     precision: str,
     min_dim: int | None,
     batch: int,
-    compile: bool,
+    compile: bool | None,
     threads: int,
     repeats: int,
     device: str,
-) -> Costs:
+) -> dict[str, Any]:
     """24-of-96 and the like as Sol-RL (2604.06916) draws it, trained by NFT, brightness its reward.
 
     batch: most pictures in one forward; the largest that all batches can be full of is taken.
-    min_dim: of layers that are quantised, None for the backbone's. Raises UserError for a
-    precision that the device lacks.
+    min_dim: of layers that are quantised, None for the backbone's. compile: None does on a GPU. ->
+    see `Costs.row`. Raises UserError for a precision that the device lacks.
     """
     torch.set_num_threads(threads)
     explore = {
@@ -54,14 +54,15 @@ def bench_solrl(
         "steps": counts.steps,
         "batch_size": full_batch(batch, prompts * counts.candidates, prompts * counts.keep),
         "merge_lora": True,
-        "compile": compile,
+        "compile": on_gpu(device) if compile is None else compile,
         "explore": explore,
     }
     with _learner(model, device, rollout) as learner:
         source = learner.source
         assert isinstance(source, Sampler)  # a bench never reads a store
         peft = peft_stage(learner, source.stage)
-        return measure(source, peft, lambda: move(learner.policy), repeats=repeats)
+        costs = measure(source, peft, lambda: move(learner.policy), repeats=repeats)
+    return {"model": model, "precision": precision, "compiled": rollout["compile"]} | costs.row()
 
 
 def peft_stage(learner: Learner, exact: Stage) -> Stage:

@@ -99,6 +99,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def on_gpu(device: str) -> bool:
+    """Whether that name of a device, auto among them, becomes a CUDA device here."""
+    return device in ("auto", "cuda") and torch.cuda.is_available()
+
+
 # --- jobs ---------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import typer
 
 from flowrl import __version__
 from flowrl.commands import (
+    auditing,
     benching,
     checking,
     collecting,
@@ -37,6 +38,7 @@ app.command()(pictures.score)
 app.command()(pictures.gallery)
 app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
 app.command()(trees.tree)
+app.command(context_settings=training.RECIPE_COMMAND)(auditing.audit)
 app.command("reward-check")(checking.reward_check)
 app.command("reward-serve")(serving.reward_serve)
 app.command()(golden.golden)

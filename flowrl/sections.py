@@ -35,7 +35,9 @@ class Pipeline(Section):
         None,
         "In which the frozen weights are multiplied while drawing and learning alike, so that the "
         "policy that learns is the one that drew; adapters stay beside them, and evaluations use "
-        f"the exact weights. One of {PRECISIONS}; null computes in dtype alone.",
+        f"the exact weights. One of {PRECISIONS}; null computes in dtype alone. Choose equal "
+        "rollout.batch_size and optim.micro_batch: another kernel's last bit, rounded to few, can "
+        "move the ratio by whole nats.",
         "Jet-RL, arXiv 2601.14243, with fp8",
     )
     keep_layers: list[Text] | None = option(

@@ -59,6 +59,7 @@ COMMANDS = (
     "gallery",
     "evaluate",
     "tree",
+    "audit",
     "reward-check",
     "reward-serve",
     "golden",

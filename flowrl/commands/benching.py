@@ -1,6 +1,6 @@
 """`flowrl bench`: what things cost, as ratios of one run. One command a subject."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -117,7 +117,7 @@ def reward(
 
 
 @app.command()
-def solrl(
+def solrl(  # noqa: PLR0913  # an argument for each option
     model: Model = "tiny-sd3",
     size: Annotated[
         list[str] | None,
@@ -186,9 +186,36 @@ def solrl(
 
       flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 --scale 0.125
     """
-    from flowrl.bench_costs import PUBLISHED, WIDER, Costs, parse_counts, print_costs
+    from flowrl.bench_costs import PUBLISHED, WIDER, parse_counts
     from flowrl.bench_sizes import bench_sizes
     from flowrl.bench_solrl import bench_solrl
 
     asked = [parse_counts(text) for text in counts or ()]
     asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
+    for name in size or ():
+        rows = bench_sizes(
+            name=name, plans=asked, prompts=prompts, precision=precision, min_dim=min_dim,
+            batch=batch or 8, decode_batch=decode_batch, pixels=pixels, layers=layers,
+            compile=compile, repeats=repeats, device=device,
+        )  # fmt: skip
+        _print_costs(rows, as_json)
+    for one in () if size else asked:
+        row = bench_solrl(
+            model=model, counts=one, prompts=prompts, precision=precision, min_dim=min_dim,
+            batch=batch or 24, compile=compile, threads=threads, repeats=repeats, device=device,
+        )  # fmt: skip
+        _print_costs([row], as_json)
+
+
+def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Where the time goes, then what came of it, a line each; or one JSON object a row."""
+    from flowrl.commands.show import print_table
+
+    if as_json:
+        print_table(rows, as_json=True)
+        return
+    for row in rows:
+        print_table(row["split"])
+        print()
+        print_table([{"what": what, "is": value} for what, value in row.items() if what != "split"])
+        print()

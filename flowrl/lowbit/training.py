@@ -76,7 +76,7 @@ def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: B
         if choice.format is None:
             continue
         layer = network.get_submodule(choice.name)
-        if type(layer) not in (nn.Linear, SamePrecisionLinear):
+        if not isinstance(layer, nn.Linear) or type(layer) not in (nn.Linear, SamePrecisionLinear):
             raise UserError(
                 f"layer {choice.name} is a {type(layer).__name__}, and only linear layers without "
                 "adapters are trained in low precision: load the pipeline anew, or keep the layer"

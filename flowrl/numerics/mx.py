@@ -2,7 +2,8 @@
 
 The scale is an E8M0 byte: 2^(byte - 127), 255 is NaN. `floor` (the standard's rule, 6.3) takes
 2^(floor(log2 amax) - emax), so that the largest elements may saturate; `ceil` takes the smallest
-power of two with amax / scale <= the largest element value, so that none does.
+power of two with amax / scale <= the largest element value, so that none does (cuBLAS's rule,
+torchao's RCEIL).
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain
+from flowrl.lowbit.backends import FP8Dequantised, FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain
 from flowrl.lowbit.per_row import PerRow
 
 OUT, IN = 48, 64
@@ -58,4 +58,4 @@ def test_it_is_checked_against_the_reference_of_what_it_wraps():
     assert PerRow(NVFP4Native()).reference == PerRow(NVFP4Emulated())
     assert PerRow(NVFP4Emulated()).reference is None
     assert PerRow(Plain(torch.float32)).reference is None
-    assert PerRow(FP8Rowwise()).reference == PerRow(FP8Rowwise().reference)
+    assert PerRow(FP8Rowwise()).reference == PerRow(FP8Dequantised())

@@ -239,20 +239,20 @@ def test_four_over_six_leaves_room_for_the_wider_scale():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-def test_a_gpu_finds_the_same_bits(options):
+def test_a_gpu_finds_the_same_bits():
     x = uneven(3)
-    here, there = nvfp4.quantise(x, **options), nvfp4.quantise(x.cuda(), **options)
-    assert there.codes.is_cuda and there.global_scale.is_cuda
-    assert torch.equal(here.codes, there.codes.cpu())
-    assert torch.equal(bits(here.scale), bits(there.scale.cpu()))
-    assert torch.equal(here.global_scale, there.global_scale.cpu())
-    fake = nvfp4.fake_quantise(x.cuda(), **options)
-    assert torch.equal(bits(fake.cpu()), bits(nvfp4.fake_quantise(x, **options)))
+    for options in OPTIONS:
+        here, there = nvfp4.quantise(x, **options), nvfp4.quantise(x.cuda(), **options)
+        assert there.codes.is_cuda and there.global_scale.is_cuda
+        assert torch.equal(here.codes, there.codes.cpu())
+        assert torch.equal(bits(here.scale), bits(there.scale.cpu()))
+        assert torch.equal(here.global_scale, there.global_scale.cpu())
+        fake = nvfp4.fake_quantise(x.cuda(), **options)
+        assert torch.equal(bits(fake.cpu()), bits(nvfp4.fake_quantise(x, **options)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[4], OPTIONS[8]], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3]], ids=[NAMES[0], NAMES[3]])
 def test_a_compiler_leaves_the_bits_as_they_are(options):
     x = uneven(4)
     compiled = torch.compile(nvfp4.fake_quantise, dynamic=False, fullgraph=True)

@@ -1,0 +1,122 @@
+"""Networks of published make with random weights, tiny ones here."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.random_backbone import RandomBackbone
+from flowrl.sizes import SIZES, Size
+from flowrl.trajectory import Conditioning
+
+CPU = torch.device("cpu")
+DECODER = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
+TEXT = {"text_tokens": 5, "text_width": 64}
+
+
+def tiny(name: str) -> Size:
+    size = SIZES[name]
+    config, decoder = dict(size.config), dict(size.autoencoder_config)
+    if size.family == "sd3":
+        config |= {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
+        config |= {"caption_projection_dim": 64, "joint_attention_dim": 64}
+        config |= {"pooled_projection_dim": 48, "pos_embed_max_size": 16, "sample_size": 16}
+        return replace(
+            size, config=config, autoencoder_config=decoder | DECODER, pooled_width=48, **TEXT
+        )
+    if size.family == "flux":
+        config |= {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4}
+        config |= {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+        config |= {"joint_attention_dim": 64, "pooled_projection_dim": 48}
+        return replace(
+            size, config=config, autoencoder_config=decoder | DECODER, pooled_width=48, **TEXT
+        )
+    config |= {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
+    config |= {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16}
+    config |= {"cross_attention_dim": 64, "caption_channels": 64}
+    narrow = (8, 8, 8, 16, 16, 32)
+    decoder |= {"decoder_block_out_channels": narrow, "encoder_block_out_channels": narrow}
+    decoder |= {"attention_head_dim": 8, "decoder_layers_per_block": (1,) * 6}
+    return replace(size, config=config, autoencoder_config=decoder, **TEXT)
+
+
+@pytest.fixture
+def backbone(monkeypatch):
+    def make(name: str, pixels: int = 64, **options) -> RandomBackbone:
+        monkeypatch.setitem(SIZES, name, tiny(name))
+        return RandomBackbone(name, device=CPU, dtype=torch.float32, pixels=pixels, **options)
+
+    return make
+
+
+def inputs(backbone: RandomBackbone, rows: int = 3) -> tuple[torch.Tensor, Conditioning]:
+    x = torch.randn(rows, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
+    return x, backbone.encode(["a"] * rows, [""] * rows)
+
+
+@pytest.mark.parametrize("name", ["sd3.5-large", "sd3.5-medium", "flux.1-dev", "sana-1.6b"])
+@torch.no_grad()
+def test_velocities_are_like_latents_and_follow_all_they_are_given(backbone, name):
+    made = backbone(name)
+    x, cond = inputs(made)
+    v = made.velocity(x, torch.tensor(0.5), cond)
+    assert v.shape == x.shape and bool(v.isfinite().all())
+    assert not torch.allclose(v, made.velocity(x.flip(0), torch.tensor(0.5), cond))
+    assert not torch.allclose(v, made.velocity(x, torch.tensor(0.9), cond))
+    other = Conditioning(tensors={n: t.flip(0) for n, t in cond.tensors.items()})
+    assert not torch.allclose(v, made.velocity(x, torch.tensor(0.5), other))
+
+
+@pytest.mark.parametrize("name", ["sd3.5-large", "flux.1-dev", "sana-1.6b"])
+@torch.no_grad()
+def test_a_row_does_not_depend_on_its_batch(backbone, name):
+    made = backbone(name)
+    x, cond = inputs(made)
+    whole = made.velocity(x, torch.tensor(0.5), cond)
+    alone = made.velocity(x[1:2], torch.tensor(0.5), cond.take(torch.tensor([1])))
+    torch.testing.assert_close(whole[1:2], alone, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sd3.5-large", "flux.1-dev", "sana-1.6b"])
+@torch.no_grad()
+def test_latents_decode_to_pictures_of_the_size_asked_for(backbone, name):
+    made = backbone(name)
+    images = made.decode(inputs(made)[0])
+    assert images.shape == (3, 3, *made.picture_size()) and images.dtype == torch.float32
+    assert 0 <= images.min() < images.max() <= 1
+
+
+@torch.no_grad()
+def test_flux_gets_its_tokens_as_diffusers_packs_them(backbone):
+    from diffusers import FluxPipeline
+
+    made, seen = backbone("flux.1-dev"), {}
+    x, cond = inputs(made)
+    forward = made.transformer.forward
+
+    def watched(**given):
+        seen.update(given)
+        return forward(**given)
+
+    made.transformer.forward = watched
+    v = made.velocity(x, torch.tensor(0.5), cond)
+    packed = FluxPipeline._pack_latents(x, 3, 16, 8, 8)
+    assert torch.equal(seen["hidden_states"], packed)
+    ids = FluxPipeline._prepare_latent_image_ids(3, 4, 4, "cpu", torch.float32)
+    assert torch.equal(seen["img_ids"], ids)
+    out = forward(**seen)[0]
+    assert torch.equal(v, FluxPipeline._unpack_latents(out, 64, 64, 8))
+
+
+@pytest.mark.parametrize("name", ["sd3.5-large", "flux.1-dev", "sana-1.6b"])
+def test_what_is_adapted_is_there(backbone, name):
+    made = backbone(name)
+    names = [n for n, _ in made.transformer.named_modules()]
+    for target in made.lora_targets:
+        assert any(n.endswith(target) for n in names), target
+
+
+def test_a_schedule_goes_from_noise_to_none(backbone):
+    sigmas = backbone("sana-1.6b").sigmas(10)
+    assert sigmas.shape == (11,) and sigmas[0] == 1 and sigmas[-1] == 0
+    assert bool((sigmas.diff() < 0).all())
