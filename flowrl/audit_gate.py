@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from flowrl.audit import AuditReport
 from flowrl.errors import UserError
-from flowrl.lowbit.precision import Capability, Resolved, next_lower
+from flowrl.lowbit.precision import Capability, Resolved, named, next_lower
 
 OnMiss = Literal["degrade", "stop", "warn"]
 Action = Literal["keep", "degrade", "warn"]
@@ -75,11 +75,6 @@ def replayed(nexts: Iterable[str | None], resolved: Resolved, capability: Capabi
             break
         resolved = lower
     return resolved
-
-
-def named(resolved: Resolved) -> str:
-    """The precision by the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
-    return resolved.format if resolved.native else resolved.requested
 
 
 def _warning(text: str) -> Verdict:

@@ -4,7 +4,6 @@ Previews and exact pictures start from the same noise; whatever their ranking lo
 steps, to the precision, and to noise that the exact pictures' tree adds on the way.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,15 +15,15 @@ from torch import Tensor
 
 from flowrl.actions import try_rewards
 from flowrl.audit import audit
-from flowrl.audit_gate import named
 from flowrl.build import PRECISION, Given, as_given, build_learner, drawn_prompts
 from flowrl.build_stages import Drawing, draft_stage, low_precision, plan_at
 from flowrl.collect import Sampler
 from flowrl.collecting import with_lora
 from flowrl.config import Config, load_config
 from flowrl.explore import score_candidates
-from flowrl.lowbit.precision import Capability, Resolved, capability_of, resolve
+from flowrl.lowbit.precision import Capability, Resolved, capability_of, named, resolve
 from flowrl.lowbit.rules import quantised_share
+from flowrl.lowbit.training import put_back
 from flowrl.progress import Steps
 from flowrl.reward import Reward, closing
 from flowrl.rollout import Request, Stopwatch
@@ -94,6 +93,7 @@ def audit_previews(
             try_rewards(learner, drawn_prompts(configs[0], given))
         exact = _exact(configs[0], learner, bar)
         rows = [row for one in resolved for row in _rows(configs, learner, exact, one, bar)]
+    put_back(learner.policy.network)
     return [*rows, *_ends(configs[0], exact)] if runtime.is_main else []
 
 
@@ -180,11 +180,9 @@ def _drawing(config: Config, learner: Learner) -> Drawing:
 
 def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Stage, float]:
     """What draws them, and the share of the network's weights that it quantises."""
-    with tempfile.TemporaryDirectory() as folder:  # no run: nothing is to be left of it
-        run = config.run.model_copy(update={"output_dir": folder})
-        drawing = _drawing(config.model_copy(update={"run": run}), learner)
-        stage = draft_stage(drawing, _sampler(learner).stage, resolved)
-    choices, _ = low_precision(drawing, resolved)
+    drawing = _drawing(config, learner)
+    choices, backend = low_precision(drawing, resolved)
+    stage = draft_stage(drawing, _sampler(learner).stage, choices, backend)
     return stage, quantised_share(choices) if choices else 0.0
 
 

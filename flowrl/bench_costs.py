@@ -4,7 +4,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flowrl.errors import UserError
-from flowrl.functional.cost import two_stage_ratio
+from flowrl.functional.cost import break_even_gain, two_stage_ratio
+from flowrl.lowbit.precision import Resolved
 
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
@@ -121,6 +122,7 @@ class Costs:
         seconds = {name: getattr(self, name) for name in SECONDS}
         found = {"q": self.gain, "phi": self.fixed, "measured": self.measured}
         found |= {"predicted": self.predicted, "of predicted": ratio, "allowed": ALLOWED}
+        found |= {"q to break even": break_even_gain(**pictures, fixed=self.fixed)}
         found |= {"to uncompiled PEFT": self.to_peft, "recompiled": self.graphs}
         memory = {"peak memory, GB": self.memory and self.memory / 1e9}
         where = {"device": self.device, "prompts": self.prompts, "batch": self.batch}
@@ -132,3 +134,9 @@ class Costs:
             {"part": name, "seconds": seconds, "share": seconds / self.two}
             for name, seconds in self.split.items()
         ]
+
+
+def told(resolved: Resolved) -> dict[str, Any]:
+    """What a precision became, for a row."""
+    name = resolved.format if resolved.native else resolved.requested
+    return {"precision": name, "native": resolved.native}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flowrl.aggregate import FailureLimit
-from flowrl.bench_costs import Counts
+from flowrl.bench_costs import Counts, told
 from flowrl.bench_stages import full_batch, measure, on_gpu
 from flowrl.collect import Sampler
 from flowrl.encode import TextCache
@@ -82,6 +82,7 @@ def bench_sizes(
     for plan in plans:
         source = sampler_of(networks, plan, prompts, batch, decode_batch)
         rows.append(_row(networks, plan, source, repeats, layers))
+    torch.compiler.reset()  # which would hold on to this network beside the next
     return rows
 
 
@@ -180,17 +181,16 @@ def _row(
     )  # fmt: skip
     peft = replace(source.stage, backbone=networks.backbone, network=network)
     costs = measure(source, peft, lambda: move(networks.policy, SMALL), repeats=repeats)
-    made, resolved = [c for c in networks.choices if c.format], networks.resolved
+    made = [choice for choice in networks.choices if choice.format]
     return {
         "size": networks.name,
         "plan": str(plan),
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": networks.backbone.pixels,
-        "precision": resolved.format if resolved.native else resolved.requested,
-        "native": resolved.native,
+        **told(networks.resolved),
         "compiled": networks.compiled,
         "quantised layers": len(made),
-        "quantised share": quantised_share(networks.choices),
+        "quantised share": quantised_share(networks.choices) if made else 0.0,
         "cheap copy, GB": networks.low.nbytes() / 1e9,
         "exact copy, GB": networks.exact.nbytes() / 1e9,
     } | costs.row()

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from flowrl.bench_costs import Counts
+from flowrl.bench_costs import Counts, told
 from flowrl.bench_stages import full_batch, measure, on_gpu
 from flowrl.build import Given, build_learner
 from flowrl.collect import Sampler
 from flowrl.config import parse_config
+from flowrl.lowbit.precision import capability_of, resolve
 from flowrl.networks import policys_own
 from flowrl.policy import OLD, Policy
 from flowrl.runtime import Runtime
@@ -62,7 +63,9 @@ def bench_solrl(
         assert isinstance(source, Sampler)  # a bench never reads a store
         peft = peft_stage(learner, source.stage)
         costs = measure(source, peft, lambda: move(learner.policy), repeats=repeats)
-    return {"model": model, "precision": precision, "compiled": rollout["compile"]} | costs.row()
+        resolved = resolve(precision, capability_of(learner.runtime.device))
+    what = {"model": model, **told(resolved), "compiled": rollout["compile"]}
+    return what | costs.row()
 
 
 def peft_stage(learner: Learner, exact: Stage) -> Stage:
@@ -91,7 +94,7 @@ def _learner(model: str, device: str, rollout: dict[str, Any]) -> Iterator[Learn
                 "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
                 "prompts": {"train": "tiny:geneval:train"},
                 "rewards": [{"name": "brightness"}],
-                "objective": {"kind": "nft"},
+                "objective": {"kind": "nft", "draws": {"count": 1}},
                 "rollout": {"tree": {"kind": "ode"}} | rollout,
                 "optim": {"micro_batch": rollout["batch_size"]},
                 "run": {"output_dir": folder},

@@ -54,25 +54,21 @@ def measure(source: Sampler, peft: Stage, learn: Callable[[], None], *, repeats:
         },
         repeats,
     )
-    pictures = min(exact.batch_size, len(candidates.prompt))
     two = best["two"]
     return Costs(
         device=device_name(exact.backbone.device),
         prompts=len(candidates.prompt) // preview.roots,
         counts=Counts(
-            keep=plan.roots,
-            candidates=preview.roots,
-            preview_steps=low.steps,
-            steps=exact.steps,
+            keep=plan.roots, candidates=preview.roots, preview_steps=low.steps, steps=exact.steps
         ),
         batch=exact.batch_size,
         single=best["single"]["total"],
         two=two.pop("total"),
         split=two,
-        exact_step=best["exact"]["draw"] / exact.steps / pictures,
-        low_step=best["low"]["draw"] / low.steps / pictures,
-        peft_step=best["peft"]["draw"] / exact.steps / pictures,
-        finish=best["exact"]["finish"] / pictures,
+        exact_step=best["exact"]["step"],
+        low_step=best["low"]["step"],
+        peft_step=best["peft"]["step"],
+        finish=best["exact"]["finish"],
         graphs=graphs[-1] - graphs[0],
         memory=peak.bytes,
     )
@@ -132,7 +128,8 @@ def _collect(source: Sampler, low: Stage | None) -> Seconds:
 
 @torch.no_grad()
 def _batch(stage: Stage, request: Request, plan: TreePlan, *, finish: bool = False) -> Seconds:
-    """One full batch: drawn; and decoded and scored, where asked for. Weights are there before."""
+    """One full batch, by picture: a "step" of drawing it, and to "finish" it, decoding and scoring,
+    where asked for. New weights are in place before."""
     part = request.take(torch.arange(min(stage.batch_size, len(request.prompt))))
     clock, schedule, scoring = (
         Clock(stage.backbone.device),
@@ -149,7 +146,9 @@ def _batch(stage: Stage, request: Request, plan: TreePlan, *, finish: bool = Fal
                 pictures = decode(stage.backbone, tree.leaves(), stage.decode_batch)
                 hand_in(scoring, pictures, part, len(tree.leaf))
                 scoring.result()
-    return clock.seconds
+    rows = len(part.prompt)
+    found = {"step": clock.seconds["draw"] / stage.steps / rows}
+    return found | ({"finish": clock.seconds["finish"] / rows} if finish else {})
 
 
 class Peak:

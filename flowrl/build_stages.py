@@ -51,8 +51,9 @@ class Drawing:
     def merged(self) -> bool:
         """Whether the adapter is folded into the weights that draw exactly."""
         # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
-        wanted, exact = self.config.rollout.merge_lora, self.config.pipeline.dtype == "fp32"
-        return exact if wanted == "auto" else wanted
+        # Packed weights cannot be folded into.
+        wanted, p = self.config.rollout.merge_lora, self.config.pipeline
+        return p.dtype == "fp32" and p.precision is None if wanted == "auto" else wanted
 
 
 def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
@@ -105,11 +106,17 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
     low_precision(d, first)  # what cannot work is told before anything is drawn
     plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
 
+    def make(resolved: Resolved) -> Stage:
+        choices, backend = low_precision(d, resolved)
+        if d.runtime.is_main:
+            write_precision(Path(d.config.run.output_dir), resolved, choices)
+        return draft_stage(d, exact, choices, backend)
+
     def exact_plan(iteration: int) -> TreePlan:
         return replace(plan_at(d.config.rollout.plan, seed, iteration), roots=e.candidates)
 
     gate = Gate(
-        make=lambda resolved: draft_stage(d, exact, resolved),
+        make=make,
         first=first,
         capability=capability,
         exact=exact,
@@ -126,15 +133,20 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
     return Explorer(stage=gate, plan=plan, mode=e.select)
 
 
-def draft_stage(d: Drawing, exact: Stage, resolved: Resolved) -> Stage:
-    """The stage that draws candidates in a precision. Its rewards are those that are trained."""
+def draft_stage(
+    d: Drawing, exact: Stage, choices: Sequence[LayerChoice], backend: Backend
+) -> Stage:
+    """The stage that draws candidates. Its rewards are those that are trained.
+
+    choices, backend: see `low_precision`. Without choices and with the adapter folded in or beside
+    the weights as in `exact`, it draws with the network of that.
+    """
     r, e = d.config.rollout, d.config.rollout.explore
     assert e is not None
-    choices, backend = low_precision(d, resolved)
-    if d.runtime.is_main:
-        write_precision(Path(d.config.run.output_dir), resolved, choices)
     backbone, network = exact.backbone, exact.network
-    if choices or e.lora != ("merge" if d.merged else "side"):
+    # Nothing can be folded into weights that are packed for training.
+    folds = e.lora == "merge" and d.config.pipeline.precision is None
+    if choices or folds != d.merged:
         twin = Twin(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
         network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)

@@ -20,7 +20,11 @@ from flowrl.store_index import open_store
 from flowrl.stored import Caching, Refreshing, StoredGroups
 
 # Options under `rollout` that leave the pictures as they are.
-INDIFFERENT = {"batch_size", "merge_lora", "training_guidance", "depth_pruning", "store"}
+INDIFFERENT = {
+    "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance",
+}  # fmt: skip
+# Options under `pipeline` that change them, beside what a store says of it anyway.
+DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
 REFERENCE = "reference.safetensors"
 STORES = "stores"
 
@@ -30,8 +34,8 @@ def build_stored(
 ) -> StoredGroups:
     """The source that reads `rollout.store`, checked against the recipe.
 
-    sampler: what would draw instead; backbone: with the guidance of training; redraw: what draws as another recipe says, with the same
-    policy, when the store is refreshed.
+    sampler: what would draw instead; backbone: with the guidance of training; redraw: what draws
+    as another recipe says, with the same policy, when the store is refreshed.
     """
     r, p, folder = config.rollout, config.pipeline, Path(config.run.output_dir)
     assert r.store is not None and r.store.path is not None
@@ -124,7 +128,7 @@ def about(config: Config, sampler: Sampler) -> About:
         ],
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
-            "pipeline": {"max_sequence_length": p.max_sequence_length},
+            "pipeline": p.model_dump(mode="json", include=DECISIVE),
             "prompts": config.prompts.model_dump(mode="json") | {"digest": _digest(uids)},
             "run": {"seed": config.run.seed},
         },

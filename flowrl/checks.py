@@ -97,12 +97,6 @@ def check_precision(pipeline: Pipeline, rollout: Rollout) -> None:
             "adapter stays beside the packed weights in training, and rollouts that fold it in "
             "would be another policy's: set it to auto or false"
         )
-    if rollout.compile:
-        raise ValueError(
-            "rollout.compile draws with a copy that has exact weights, but pipeline.precision "
-            f"{pipeline.precision} trains with packed ones: set compile to false, or precision to "
-            "null"
-        )
 
 
 def check_objective(objective: Objective, rollout: Rollout) -> None:

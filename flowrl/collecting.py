@@ -23,6 +23,7 @@ from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export import read_lora
 from flowrl.filling import fill
+from flowrl.lowbit.training import put_back
 from flowrl.pairs import REWARD, SHARD, pairs_digest, read_pairs, write_pairs
 from flowrl.pipelines import load_pipeline
 from flowrl.progress import Steps
@@ -81,6 +82,7 @@ def collect_groups(
         with runtime.together():
             try_rewards(learner, drawn_prompts(config, given))
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
+    put_back(learner.policy.network)
     return summary(store) if runtime.is_main else []
 
 

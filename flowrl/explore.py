@@ -52,9 +52,7 @@ class Explorer:
         return candidates.only(rows.flatten()), explored
 
 
-def score_candidates(
-    stage: Stage, candidates: Request, plan: TreePlan, watch: Stopwatch
-) -> Tensor:
+def score_candidates(stage: Stage, candidates: Request, plan: TreePlan, watch: Stopwatch) -> Tensor:
     """Rewards of candidates, N of each of P groups: (P, N) fp32, NaN where there is none."""
     reward = stage(candidates, plan, watch, keep=False).reward
     return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)

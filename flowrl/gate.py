@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from flowrl.audit import AuditReport, audit
-from flowrl.audit_gate import OnMiss, Verdict, named, replayed, verdict
+from flowrl.audit_gate import OnMiss, Verdict, replayed, verdict
 from flowrl.audit_log import AuditEvent, AuditLog
 from flowrl.explore import score_candidates
 from flowrl.functional.telling import Mode
-from flowrl.lowbit.precision import Capability, Resolved
+from flowrl.lowbit.precision import Capability, Resolved, named
 from flowrl.rollout import Request, Stopwatch
 from flowrl.stage import Stage
 from flowrl.trees.plan import TreePlan
@@ -77,6 +77,8 @@ class Gate:
     def _standing(self, iteration: int) -> tuple[Resolved, Stage]:
         """Where earlier audits have left it, those of the session before included."""
         if self._now is None:
+            if self.exact.runtime.is_main:
+                self.log.rewind(iteration)
             nexts = [event.next for event in self.log.before(iteration)]
             resolved = replayed(nexts, self.first, self.capability)
             self._now = resolved, self.make(resolved)

@@ -7,6 +7,7 @@ network with its adapters switched off, the EMA and the old policy are adapters 
 import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ class Policy:
             for layer in _lora_layers(self.network):
                 weight = layer.get_base_layer().weight
                 kept.append((weight, weight.data))
-                weight.data = (weight.data.float() + layer.get_delta_weight(name)).to(weight.dtype)
+                weight.data = merged_weight(layer, weight.data, name).to(weight.dtype)
             try:
                 yield
             finally:
@@ -216,6 +217,12 @@ class Policy:
             parameter.copy_(state[name])
         for name in self.copies:
             self._copy(POLICY, name)
+
+
+def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
+    """W + s B A of one of PEFT's layers in fp32, under autocast too; shaped like the weight."""
+    with torch.autocast(weight.device.type, enabled=False):
+        return weight.float() + layer.get_delta_weight(adapter)
 
 
 def _lora_layers(network: nn.Module) -> Iterator:

@@ -42,8 +42,8 @@ class Pipeline(Section):
     )
     keep_layers: list[Text] | None = option(
         None,
-        "With precision: parts of the names of layers that stay exact; null is the backbone's "
-        "list.",
+        "With precision: regular expressions of names of layers that stay exact; null is the "
+        "backbone's list.",
         SOL_RL,
     )
     min_dim: Whole | None = option(

@@ -68,7 +68,10 @@ class Explore(Section):
         "arXiv 2512.02010",
     )
     keep_layers: list[Text] | None = option(
-        None, "Parts of the names of layers that stay exact; null is the backbone's list.", SOL_RL
+        None,
+        "Regular expressions of names of layers that stay exact; null is the backbone's list, "
+        "which another one replaces.",
+        SOL_RL,
     )
     min_dim: Whole | None = option(
         None,

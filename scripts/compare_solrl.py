@@ -4,10 +4,10 @@
 
 Trains the built-in pipeline with each of ARMS from three seeds on one thread, one run after the
 other, then writes gallery/solrl: tables, charts against iterations and wall time, and their data.
-Some 30 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --more
-adds the arms of MORE, --only NAME trains some arms alone (a second core can take others), --page
-writes the page of what is there. Options after --change hold for all arms: for a quick try, in
-other folders.
+Some 80 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --more
+adds the arms of MORE, which take longer still, --only NAME trains some arms alone (a second core
+can take others), --page writes the page of what is there. Options after --change hold for all arms:
+for a quick try, in other folders.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PRESET = "tiny-sd3-solrl-geneval"
 SEEDS = (0, 1, 2)
 SCORES = {"geneval": "Partial", "geneval_strict": "Strict"}
 QUALITY = "tiny_quality"
-SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
+SHARED = ["evaluation.every=6", "run.threads=1", "run.trackers=[]", "run.sample_every=0"]
 AXES = ("iterations", "wall-time")
 
 
@@ -131,9 +131,14 @@ def write_page(place: Place, output: Path, machine: str) -> None:
 
 
 def introduction(place: Place, machine: str) -> str:
-    config = place.configuration(ARMS[0], SEEDS[0])
+    config = place.configuration(ARMS[1], SEEDS[0])
+    assert config.rollout.explore is not None
     text = INTRODUCTION.format(
         machine=machine,
+        rollout=config.rollout,
+        explore=config.rollout.explore,
+        best=config.rollout.group_size // 2,
+        worst=config.rollout.group_size - config.rollout.group_size // 2,
         updates=config.optim.updates_per_rollout,
         seeds=", ".join(map(str, SEEDS)),
         iterations=config.run.iterations,
@@ -217,11 +222,12 @@ def wrapped(text: str) -> str:
 
 
 INTRODUCTION = """`python scripts/compare_solrl.py`, on {machine}. The built-in pipeline learns
-GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from 24
-pictures of each of 4 prompts, in {iterations} iterations of {updates} updates. *24 of 24* draws
-these alone. *24 of 96* draws 96 candidates of each prompt first, in 6 steps instead of 8 and in
-NVFP4, and then those with the 12 highest and the 12 lowest scores exactly, from the same noise; the
-candidates' scores are not learned from.
+GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from
+{rollout.group_size} pictures of each of {rollout.prompts} prompts, in {iterations} iterations of
+{updates} updates. *24 of 24* draws these alone. *24 of 96* draws {explore.candidates} candidates of
+each prompt first, in {explore.steps} steps instead of {rollout.steps} and in NVFP4, and then those
+with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
+scores are not learned from.
 
 Scores are those of {images} pictures of unseen prompts. A change is that of the last evaluation
 from the first, picture by picture, averaged over the seeds first, with its paired 95 % bootstrap

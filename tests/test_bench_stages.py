@@ -10,7 +10,6 @@ from flowrl.rollout import Stopwatch
 
 CPU = torch.device("cpu")
 ROLLOUT = {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 2, "tree": {"kind": "ode"}}
-EXPLORE = {"candidates": 4, "steps": 2, "precision": "bf16", "audit": {"every": 0}}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,7 @@ def test_a_cpus_seconds_are_its_own():
 
 
 def test_a_clocked_stage_draws_the_same_pictures(make_learner):
-    learner = make_learner(objective={"kind": "nft"}, rollout=ROLLOUT)
+    learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
     source = learner.source
     request, plan = source.request(0, source.plan(0)), source.plan(0)
     clock = Clock(CPU)

@@ -8,7 +8,8 @@ from torch import nn
 
 from flowrl import build_precision
 from flowrl.actions import align
-from flowrl.build import Given, build_evaluator, build_learner
+from flowrl.build import Given, build_evaluator
+from flowrl.build_rewards import build_rewards
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation
 from flowrl.export import load_lora
@@ -117,15 +118,15 @@ def config_for(tiny_config, tmp_path):
 
 
 def numbers(folder):
-    """What every iteration logged, but for times and for the evaluations at the ends of sessions."""
+    """What every iteration logged, but for times and evaluations at the ends of sessions."""
     lines = [line for line in read_metrics(folder) if "loss" in line]
     left_out = ("time/", "eval/")
     return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
 
 
 def test_evaluations_are_those_of_exact_weights(config_for, load_tiny, tmp_path):
-    align(config_for("low", iterations=1))
-    align(config_for("plain", low=False, iterations=1))
+    align(config_for("low", iterations=1), pipeline=load_tiny())
+    align(config_for("plain", low=False, iterations=1), pipeline=load_tiny())
     low, plain = (evaluation(tmp_path / name, 0) for name in ("low", "plain"))
     assert low.key == plain.key
     assert torch.equal(low.scores, plain.scores) and torch.equal(low.images, plain.images)
@@ -141,16 +142,16 @@ def evaluation(folder, step):
 
 
 def pictures(config, pipeline):
-    learner = build_learner(config, runtime := Runtime(device="cpu"), Given())
-    evaluator = build_evaluator(config, pipeline, learner.specs, Given())
+    specs, runtime = build_rewards(config), Runtime(device="cpu")
+    evaluator = build_evaluator(config, pipeline, specs, Given())
     assert evaluator is not None
     return evaluator(evaluator.backbone.velocity, runtime)
 
 
-def test_a_run_in_two_sessions_ends_as_one_does(config_for, tmp_path):
-    align(config_for("whole"))
-    align(config_for("parts", iterations=1))
-    align(config_for("parts"), resume="latest")
+def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path):
+    align(config_for("whole"), pipeline=load_tiny())
+    align(config_for("parts", iterations=1), pipeline=load_tiny())
+    align(config_for("parts"), pipeline=load_tiny(), resume="latest")
     whole, parts = (numbers(tmp_path / name) for name in ("whole", "parts"))
     assert len(whole) == 2 and whole == parts
     assert all(line[NATS] == 0 for line in whole)
@@ -202,7 +203,6 @@ def test_layers_that_stay_exact_can_be_named(learner):
     "changes, message",
     [
         ({"pipeline": LOW, "rollout": {"merge_lora": True}}, "would be another policy's"),
-        ({"pipeline": LOW, "rollout": {"compile": True}}, "set compile to false"),
         ({"pipeline": {"min_dim": 0}}, "pipeline.min_dim .* which is null"),
         ({"pipeline": {"keep_layers": []}}, "pipeline.keep_layers .* which is null"),
     ],

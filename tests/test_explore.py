@@ -218,7 +218,10 @@ def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
         ({"explore": {"candidates": 3}}, "candidates is 3.*nearest valid value is 4"),
         ({"explore": {"steps": 5}}, "steps is 5.*nearest valid value is 4"),
         ({"explore": {"steps": 1}}, "steps is 1.*nearest valid value is 2"),
-        ({"tree": {"kind": "dance_grpo"}, "explore": {"steps": 2}}, "dance_grpo starts all.*one noise"),
+        (
+            {"tree": {"kind": "dance_grpo"}, "explore": {"steps": 2}},
+            "dance_grpo starts all.*one noise",
+        ),
         (
             {"tree": {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}},
              "explore": {"steps": 2}},

@@ -79,14 +79,12 @@ def test_an_unknown_name_and_too_few_layers_are_refused():
 
 
 def test_random_weights_are_the_seed_s_and_keep_the_scale_of_what_goes_through():
-    network, again, other = (
-        nn.Sequential(nn.Conv2d(64, 256, 3), nn.GroupNorm(8, 256), nn.Linear(256, 512))
-        for _ in range(3)
-    )
-    for module, seed in ((network, 0), (again, 0), (other, 1)):
-        randomise(module, seed)
-    assert torch.equal(network[2].weight, again[2].weight)
-    assert not torch.equal(network[2].weight, other[2].weight)
-    assert network[0].weight.std().item() == pytest.approx((64 * 9) ** -0.5, rel=0.02)
-    assert network[2].weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
-    assert bool((network[1].weight == 1).all()) and not bool(network[2].bias.any())
+    conv, norm, linear = nn.Conv2d(64, 256, 3), nn.GroupNorm(8, 256), nn.Linear(256, 512)
+    weights = []
+    for seed in (0, 0, 1):
+        randomise(nn.Sequential(conv, norm, linear), seed)
+        weights.append(linear.weight.clone())
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+    assert conv.weight.std().item() == pytest.approx((64 * 9) ** -0.5, rel=0.02)
+    assert linear.weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
+    assert torch.equal(norm.weight, torch.ones(256)) and not bool(linear.bias.any())

