@@ -121,10 +121,7 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     if objective.needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_measures(config, specs, prompts, evaluation_prompts(config, given))
-    if given.pipeline is not None:
-        pipeline = given.pipeline.to(runtime.device)
-    else:
-        pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
+    pipeline = _pipeline(config, runtime, given)
     drawing = build_backbone(config, pipeline, guidance=r.guidance)
     set_precision(config, drawing, runtime)
     learning = drawing
@@ -151,6 +148,13 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
         ),
         reward=RewardGradient(drawing, specs, p.decode_batch),
     )
+
+
+def _pipeline(config: Config, runtime: Runtime, given: Given) -> Any:
+    if given.pipeline is not None:
+        return given.pipeline.to(runtime.device)
+    p = config.pipeline
+    return load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
 
 
 def check_measures(

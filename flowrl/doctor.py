@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.requirements import Requirement
 
@@ -43,6 +44,10 @@ OPTIONAL = {  # package: its extra, and what it is for
     "wandb": ("wandb", "run.trackers=[wandb]"),
     "trackio": ("trackio", "run.trackers=[trackio]"),
 }
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 def examine() -> list[Finding]:
@@ -161,8 +166,20 @@ def _device() -> Iterator[Finding]:
             detail=f"torch {torch.__version__} sees no CUDA device",
             remedy="The tiny presets need none; the others do.",
         )
+    yield _precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if torch.backends.mps.is_available():
         yield Finding(topic="mps", state="ok", detail="available; without float64")
+
+
+def _precisions(device: "torch.device") -> Finding:
+    from flowrl.lowbit.precision import capability_of, native_formats
+
+    formats = ", ".join(native_formats(capability_of(device)))
+    return Finding(
+        topic="precisions",
+        state="ok",
+        detail=f"{formats}; nvfp4-emulated has nvfp4's numbers anywhere, not its speed",
+    )
 
 
 def _data() -> Iterator[Finding]:

@@ -85,8 +85,12 @@ def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
 
 def method(config: Config) -> str:
     """What the recipe does, in the words of papers."""
-    kind = config.objective.kind
-    return METHODS[config.rollout.tree.kind] if kind == "grpo" else OBJECTIVES[kind]
+    kind, explore = config.objective.kind, config.rollout.explore
+    name = METHODS[config.rollout.tree.kind] if kind == "grpo" else OBJECTIVES[kind]
+    if explore is None:
+        return name
+    kept = config.rollout.plan(0, config.run.seed).roots
+    return f"{name} on {kept} of {explore.candidates} candidates (Sol-RL)"
 
 
 def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:

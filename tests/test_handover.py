@@ -19,6 +19,11 @@ def test_policy_gradients_are_told_by_their_tree_and_others_by_their_objective(t
     plain = tiny_config(rollout={"tree": tree})
     assert method(plain) == METHODS["dance_grpo"] == "DanceGRPO"
     assert method(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"})) == "DiffusionNFT"
+    explored = tiny_config(
+        rollout={"tree": {"kind": "ode"}, "explore": {"candidates": 9, "steps": 2}},
+        objective={"kind": "nft"},
+    )
+    assert method(explored) == "DiffusionNFT on 4 of 9 candidates (Sol-RL)"
 
 
 def row(name: str) -> Comparison:
