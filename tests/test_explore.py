@@ -1,5 +1,6 @@
 """Two stages: what is drawn again is what was explored, and only that is learned from."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -7,9 +8,12 @@ import pytest
 import torch
 
 import flowrl.stage
+from flowrl.build_store import about
 from flowrl.errors import UserError
 from flowrl.explore import choose
+from flowrl.filling import fill
 from flowrl.rollout import Stopwatch
+from flowrl.store import rows_file
 
 ODE = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "draws": {"count": 2}}
@@ -247,3 +251,16 @@ def test_a_network_without_layers_to_quantise_is_an_error_before_anything_is_dra
     explore = {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated"}
     with pytest.raises(UserError, match="no layer of SD3Transformer2DModel is left"):
         make_learner(objective=NFT, rollout=ODE | {"explore": explore})
+
+
+def test_a_store_knows_which_candidates_its_pictures_were(make_learner, tiny_config, tmp_path):
+    changes = {
+        "objective": {"kind": "gdro"},
+        "rollout": ODE | {"explore": FEW | {"candidates": 9, "steps": 2}},
+    }
+    sampler = make_learner(**changes).source
+    store = fill(tmp_path / "s", about(tiny_config(**changes), sampler), sampler, shards=1)
+    chosen = sampler.collect(0, Stopwatch()).explored.chosen
+    lines = rows_file(store.folder, 0).read_text().splitlines()
+    assert [json.loads(line)["root"] for line in lines] == chosen.flatten().tolist()
+    assert store.about.recipe["rollout"]["explore"]["candidates"] == 9
