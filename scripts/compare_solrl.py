@@ -30,7 +30,7 @@ PRESET = "tiny-sd3-solrl-geneval"
 SEEDS = (0, 1, 2)
 SCORES = {"geneval": "Partial", "geneval_strict": "Strict"}
 QUALITY = "tiny_quality"
-SHARED = ["evaluation.every=6", "run.threads=1", "run.trackers=[]", "run.sample_every=0"]
+SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
 AXES = ("iterations", "wall-time")
 
 
