@@ -5,7 +5,7 @@ from typing import Any
 
 from flowrl.errors import UserError
 from flowrl.functional.cost import break_even_gain, two_stage_ratio
-from flowrl.lowbit.precision import Resolved
+from flowrl.lowbit.precision import Resolved, named
 
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
@@ -138,5 +138,4 @@ class Costs:
 
 def told(resolved: Resolved) -> dict[str, Any]:
     """What a precision became, for a row."""
-    name = resolved.format if resolved.native else resolved.requested
-    return {"precision": name, "native": resolved.native}
+    return {"precision": named(resolved), "native": resolved.native}

@@ -11,13 +11,17 @@ for a quick try, in other folders.
 """
 
 import argparse
+import json
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from solrl_words import AUDITED, AUDITS, BASE, INTRODUCTION, RECIPES, TIME
+
 import flowrl
 from flowrl.audit import AuditReport
 from flowrl.audit_log import AuditEvent, AuditLog
+from flowrl.auditing import audit_previews, audited
 from flowrl.checkpoint import CONFIG
 from flowrl.comparison import TIMES, Run, markdown, mean_curve, points, write_charts, write_table
 from flowrl.config import Config
@@ -32,6 +36,13 @@ SCORES = {"geneval": "Partial", "geneval_strict": "Strict"}
 QUALITY = "tiny_quality"
 SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
 AXES = ("iterations", "wall-time")
+STEPS = (4, 5, 6, 7)  # of previews, on the base pipeline
+AUDITED_PROMPTS = 12
+KINDS = (  # of previews: their precision, and changes
+    ("bf16", ()),
+    ("nvfp4-emulated", ()),
+    ("nvfp4-emulated", ("rollout.explore.min_dim=0",)),
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +121,45 @@ def train(place: Place, arm: Arm, seed: int) -> None:
         raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
 
 
+def audit_base(place: Place) -> list[dict]:
+    """How previews of all KINDS rank on the base pipeline; what was found before is read."""
+    path = place.runs / "base-audit.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    rows = []
+    for precision, changes in KINDS:
+        configs = audited(
+            PRESET, [*SHARED, *place.changes, *changes], prompts=AUDITED_PROMPTS, steps=STEPS
+        )
+        *found, exact, _ = audit_previews(configs, precisions=(precision,))
+        rows += found
+    write_text(path, json.dumps([*rows, exact]))
+    return [*rows, exact]
+
+
+def base_section(place: Place) -> str:
+    explore = place.configuration(ARMS[1], SEEDS[0]).rollout.explore
+    assert explore is not None
+    rows = [
+        {
+            "steps": f"{row['steps']}",
+            "precision": row["precision"],
+            "layers": f"{row['quantised']:.0%}",
+        }
+        | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho", "retention")}
+        | {"s / picture, to exact": f"{row['to exact']:.2f}"}
+        for row in audit_base(place)
+    ]
+    return BASE.format(
+        preset=PRESET,
+        prompts=AUDITED_PROMPTS,
+        options=" ".join(f"--steps {n}" for n in STEPS),
+        candidates=explore.candidates,
+        steps=rows[-1]["steps"],
+        table=markdown(rows),
+    )
+
+
 def write_page(place: Place, output: Path, machine: str) -> None:
     """Tables, charts and data of all arms whose seeds have all ended."""
     done = [a for a in (*ARMS, *MORE) if all(place.ended(a, seed) for seed in SEEDS)]
@@ -123,6 +173,7 @@ def write_page(place: Place, output: Path, machine: str) -> None:
         write_charts(output, every, f"eval/{score}", axes=AXES, prefix=f"{score}-")
         parts.append(score_section(place, done, runs, score))
     parts.append(TIME.format(table=markdown(time_rows(runs))))
+    parts.append(base_section(place))
     if any(events(place, arm, seed) for arm in done for seed in SEEDS):
         parts.append(AUDITS.format(text=wrapped(AUDITED), table=markdown(audit_rows(place, done))))
     told = [f"| {a.name} | {'; '.join(f'`{c}`' for c in a.changes) or 'none'} |" for a in done]
@@ -219,58 +270,6 @@ def audit_cells(report: AuditReport) -> dict[str, str]:
 
 def wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
-
-
-INTRODUCTION = """`python scripts/compare_solrl.py`, on {machine}. The built-in pipeline learns
-GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from
-{rollout.group_size} pictures of each of {rollout.prompts} prompts, in {iterations} iterations of
-{updates} updates. *24 of 24* draws these alone. *24 of 96* draws {explore.candidates} candidates of
-each prompt first, in {explore.steps} steps instead of {rollout.steps} and in NVFP4, and then those
-with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
-scores are not learned from.
-
-Scores are those of {images} pictures of unseen prompts. A change is that of the last evaluation
-from the first, picture by picture, averaged over the seeds first, with its paired 95 % bootstrap
-interval; *above* compares arms in the same way, after the same number of updates. These intervals
-know how pictures differ, not how seeds do: for that compare the columns. *pictures* are those drawn
-to learn from, *candidates* those drawn beside them only to choose by. *seconds* are those of
-iterations without evaluations, candidates and audits included. The last columns say what it took
-until the mean curve, straight between evaluations, first stood where that of 24 of 24 ends, and
-what share that is of its cost.
-
-NVFP4 is emulated here, with its numbers but not its speed. So the charts against iterations show
-what the choice is worth per update, and those against wall time what it costs on this machine, not
-on one that multiplies NVFP4. Only the image stream's feed-forward layers are quantised, as in
-Sol-RL's rules for SD3.5-Large. `curves.csv` has every evaluation of every run."""
-TIME = """## Where the time goes
-
-Seconds of an iteration, means over iterations and seeds. *audit* draws all candidates of some
-prompts both ways before some iterations, and makes the network that explores; *explore reward* and
-*reward* are the waits for scores.
-
-{table}
-"""
-AUDITED = """Before some iterations all candidates of its prompts are also drawn exactly. tau and
-rho are Kendall's and Spearman's within a prompt, averaged over the prompts that have one; *pooled
-rho* is that of all together. Of the best and the worst half of the choice: *overlap*, the share
-that a choice by exact scores has too, which of equal ones takes the first; *rank*, their mean exact
-rank, 1 the highest, ties averaged; *perfect*, that of a choice by exact scores; at random it is
-48.5 of 96. *retention* is the difference of exact scores between the halves, as a share of the
-largest possible. *no rho* counts prompts whose scores are all equal."""
-AUDITS = """## Do candidates rank as exact pictures do?
-
-{text}
-
-{table}
-"""
-RECIPES = """## Recipes
-
-`flowrl train {preset}`, with
-
-| arm | changes |
-|---|---|
-{recipes}
-"""
 
 
 if __name__ == "__main__":

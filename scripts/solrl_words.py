@@ -1,0 +1,62 @@
+"""The words of gallery/solrl, which `compare_solrl.py` writes."""
+
+INTRODUCTION = """`python scripts/compare_solrl.py`, on {machine}. The built-in pipeline learns
+GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from
+{rollout.group_size} pictures of each of {rollout.prompts} prompts, in {iterations} iterations of
+{updates} updates. *24 of 24* draws these alone. *24 of 96* draws {explore.candidates} candidates of
+each prompt first, in {explore.steps} steps instead of {rollout.steps} and in NVFP4, and then those
+with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
+scores are not learned from.
+
+Scores are those of {images} pictures of unseen prompts. A change is that of the last evaluation
+from the first, picture by picture, averaged over the seeds first, with its paired 95 % bootstrap
+interval; *above* compares arms in the same way, after the same number of updates. These intervals
+know how pictures differ, not how seeds do: for that compare the columns. *pictures* are those drawn
+to learn from, *candidates* those drawn beside them only to choose by. *seconds* are those of
+iterations without evaluations, candidates and audits included. The last columns say what it took
+until the mean curve, straight between evaluations, first stood where that of 24 of 24 ends, and
+what share that is of its cost.
+
+NVFP4 is emulated here, with its numbers but not its speed. So the charts against iterations show
+what the choice is worth per update, and those against wall time what it costs on this machine, not
+on one that multiplies NVFP4. Only the image stream's feed-forward layers are quantised, as in
+Sol-RL's rules for SD3.5-Large. `curves.csv` has every evaluation of every run."""
+TIME = """## Where the time goes
+
+Seconds of an iteration, means over iterations and seeds. *audit* draws all candidates of some
+prompts both ways before some iterations, and makes the network that explores; *explore reward* and
+*reward* are the waits for scores.
+
+{table}
+"""
+AUDITED = """Before some iterations all candidates of its prompts are also drawn exactly. tau and
+rho are Kendall's and Spearman's within a prompt, averaged over the prompts that have one; *pooled
+rho* is that of all together. Of the best and the worst half of the choice: *overlap*, the share
+that a choice by exact scores has too, which of equal ones takes the first; *rank*, their mean exact
+rank, 1 the highest, ties averaged; *perfect*, that of a choice by exact scores; at random it is
+48.5 of 96. *retention* is the difference of exact scores between the halves, as a share of the
+largest possible. *no rho* counts prompts whose scores are all equal."""
+AUDITS = """## Do candidates rank as exact pictures do?
+
+{text}
+
+{table}
+"""
+BASE = """## Which previews rank well
+
+`flowrl audit {preset} --prompts {prompts} {options}`, on the pipeline before any training, by the
+partial score: {candidates} candidates of each prompt as previews of every kind, compared with the
+same candidates in {steps} exact steps. *layers* are the shares of all weights that are quantised:
+the image stream's feed-forward layers alone (`min_dim: 128`, the preset), or those of attention
+too (`min_dim: 0`).
+
+{table}
+"""
+RECIPES = """## Recipes
+
+`flowrl train {preset}`, with
+
+| arm | changes |
+|---|---|
+{recipes}
+"""
