@@ -28,6 +28,7 @@ from flowrl.evaluate import Comparison, compare
 from flowrl.export import load_lora
 from flowrl.gallery import write_gallery
 from flowrl.handover import call_settings, hand_over, pairs, summary
+from flowrl.lowbit.training import packed_within
 from flowrl.pictures import png
 from flowrl.pipelines import load_pipeline
 from flowrl.preflight.check import preflight
@@ -71,7 +72,7 @@ def align(
     with claim(folder, resume=resume) if runtime.is_main else nullcontext():
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         learner = build_learner(config, runtime, given)
-        with closing(learner.specs):
+        with closing(learner.specs), packed_within(learner.policy.network):
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given)
             held_out = evaluator.prompts if evaluator else ()

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flowrl.audit import AuditReport
-from flowrl.errors import UserError
 from flowrl.lowbit.precision import Capability, Resolved, named, next_lower
 
 OnMiss = Literal["degrade", "stop", "warn"]
-Action = Literal["keep", "degrade", "warn"]
+Action = Literal["keep", "degrade", "warn", "stop"]
 MIN_RHO = "rollout.explore.audit.min_rho"
 STEPS = "rollout.explore.steps"
 
@@ -38,7 +37,6 @@ def verdict(
 
     resolved: the precision that drew them, in `steps` steps. Where none is lower on the ladder
     (nvfp4, fp8 if the device has it, bf16) or no prompt has a rho, a warning is all there is.
-    Raises UserError on a miss when on_miss is "stop".
     """
     if on_miss not in get_args(OnMiss):
         raise ValueError(f"on_miss is {on_miss!r}, expected one of {', '.join(get_args(OnMiss))}")
@@ -53,7 +51,8 @@ def verdict(
     missed = f"{found}, below {MIN_RHO} = {min_rho:g}"
     lower = next_lower(resolved, capability)
     if on_miss == "stop":
-        raise UserError(f"{missed}: {_ways_out(resolved, lower, steps)}, or set on_miss to warn")
+        text = f"{missed}: {_ways_out(resolved, lower, steps)}, or set on_miss to warn"
+        return Verdict(passed=False, action="stop", next=None, text=text)
     if on_miss == "warn":
         return _warning(f"{missed}: the gain is lower; {_ways_out(resolved, lower, steps)}")
     if lower is None:
@@ -62,18 +61,23 @@ def verdict(
     return Verdict(passed=False, action="degrade", next=lower, text=text)
 
 
-def replayed(nexts: Iterable[str | None], resolved: Resolved, capability: Capability) -> Resolved:
+def replayed(
+    moves: Iterable[tuple[str, str | None]], resolved: Resolved, capability: Capability
+) -> Resolved:
     """The precision that a run stands at which began with `resolved`.
 
-    nexts: `AuditEvent.next` of its audits in order. The ladder is walked down to the last of them;
-    on a device that lacks it to the first below.
+    moves: `precision` and `next` of its audits in order. One that left another precision than the
+    run is at by then belongs to a recipe that has changed, and is passed over; on a device that
+    lacks the next precision it is the first below.
     """
-    wanted = [name for name in nexts if name is not None]
-    while wanted and named(resolved) != wanted[-1]:
-        lower = next_lower(resolved, capability)
-        if lower is None:
-            break
-        resolved = lower
+    for drawn, following in moves:
+        if following is None or drawn != named(resolved):
+            continue
+        while named(resolved) != following:
+            lower = next_lower(resolved, capability)
+            if lower is None:
+                break
+            resolved = lower
     return resolved
 
 

@@ -23,7 +23,7 @@ from flowrl.config import Config, load_config
 from flowrl.explore import score_candidates
 from flowrl.lowbit.precision import Capability, Resolved, capability_of, named, resolve
 from flowrl.lowbit.rules import quantised_share
-from flowrl.lowbit.training import put_back
+from flowrl.lowbit.training import packed_within
 from flowrl.progress import Steps
 from flowrl.reward import Reward, closing
 from flowrl.rollout import Request, Stopwatch
@@ -86,14 +86,14 @@ def audit_previews(
     given = Given(pipeline=pipeline, rewards=rewards)
     learner = build_learner(_not_exploring(configs[0]), runtime, given)
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    with closing(learner.specs), bar or nullcontext():
+    packed = packed_within(learner.policy.network)
+    with closing(learner.specs), packed, bar or nullcontext():
         for one in resolved:
             low_precision(_drawing(configs[0], learner), one)  # told before anything is drawn
         with runtime.together():
             try_rewards(learner, drawn_prompts(configs[0], given))
         exact = _exact(configs[0], learner, bar)
         rows = [row for one in resolved for row in _rows(configs, learner, exact, one, bar)]
-    put_back(learner.policy.network)
     return [*rows, *_ends(configs[0], exact)] if runtime.is_main else []
 
 

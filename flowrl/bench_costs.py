@@ -136,6 +136,6 @@ class Costs:
         ]
 
 
-def told(resolved: Resolved) -> dict[str, Any]:
+def columns_of(resolved: Resolved) -> dict[str, Any]:
     """What a precision became, for a row."""
     return {"precision": named(resolved), "native": resolved.native}

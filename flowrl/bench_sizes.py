@@ -8,19 +8,20 @@ from typing import Any
 import torch
 
 from flowrl.aggregate import FailureLimit
-from flowrl.bench_costs import Counts, told
-from flowrl.bench_stages import full_batch, measure, on_gpu
+from flowrl.bench_costs import Counts, columns_of
+from flowrl.bench_stages import full_batch, measure, move, on_gpu
+from flowrl.build_stages import EXPLORING
 from flowrl.collect import Sampler
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.explore import Explorer
 from flowrl.functional.sde import KERNELS
-from flowrl.lowbit.backends import Plain, backend_of
-from flowrl.lowbit.kernel_check import check_kernels
+from flowrl.lowbit.backends import Plain
 from flowrl.lowbit.precision import Resolved, capability_of, resolve
-from flowrl.lowbit.rules import LayerChoice, choose_layers, quantised_share, rules_of
+from flowrl.lowbit.prepare import prepare
+from flowrl.lowbit.rules import LayerChoice, quantised_share
 from flowrl.lowbit.twin import Twin
-from flowrl.networks import of_twin, policys_own
+from flowrl.networks import of_twin, policys_own, with_network
 from flowrl.policy import POLICY, Policy
 from flowrl.prompts import PromptRecord, PromptSampler
 from flowrl.random_backbone import RandomBackbone
@@ -30,7 +31,6 @@ from flowrl.stage import Stage
 from flowrl.trees import presets
 
 RANK, ALPHA = 32, 64  # of Sol-RL (2604.06916)
-SMALL = 1e-3  # standard deviation of what a round adds to the adapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +102,10 @@ def build_networks(
         name, device=runtime.device, dtype=torch.bfloat16, pixels=pixels, layers=layers
     )
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
-    move(policy, SMALL)
-    choices: tuple[LayerChoice, ...] = ()
-    backend = Plain(backbone.dtype)
-    if resolved.format != "bf16":
-        choices = choose_layers(
-            policy.network, rules_of(policy.network), resolved.format, min_dim=min_dim
-        )
-        backend = backend_of(resolved, dtype=backbone.dtype)
-        shapes = sorted({choice.shape for choice in choices if choice.format})
-        check_kernels(backend, shapes, device=runtime.device, dtype=backbone.dtype)
+    move(policy)
+    choices, backend = prepare(
+        policy.network, resolved, dtype=backbone.dtype, device=runtime.device, min_dim=min_dim
+    )
     return Networks(
         name=name,
         backbone=backbone,
@@ -125,13 +119,6 @@ def build_networks(
     )
 
 
-@torch.no_grad()
-def move(policy: Policy, scale: float) -> None:
-    """Change the adapter as an update would, so that there are new weights to put in."""
-    for parameter in policy.parameters():
-        parameter += scale * torch.randn_like(parameter)
-
-
 def sampler_of(
     networks: Networks, plan: Counts, prompts: int, batch: int, decode_batch: int
 ) -> Sampler:
@@ -140,7 +127,7 @@ def sampler_of(
     size = full_batch(batch, prompts * plan.candidates, prompts * plan.keep)
     exact = _stage(networks, networks.exact, plan.steps, size, decode_batch)
     low = _stage(networks, networks.low, plan.preview_steps, size, decode_batch)
-    low = replace(low, times=("time/explore", "time/explore_reward"))
+    low = replace(low, times=EXPLORING)
     preview = presets.ode(plan.preview_steps, plan.candidates)
     return Sampler(
         stage=exact,
@@ -156,9 +143,10 @@ def sampler_of(
 
 
 def _stage(networks: Networks, twin: Twin, steps: int, batch: int, decode_batch: int) -> Stage:
+    backbone = with_network(networks.backbone, twin.network)
     return Stage(
-        backbone=twin.backbone,
-        network=functools.partial(of_twin, twin, twin.backbone, POLICY, runtime=networks.runtime),
+        backbone=backbone,
+        network=functools.partial(of_twin, twin, backbone, POLICY, runtime=networks.runtime),
         encode=TextCache(networks.backbone),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
@@ -180,14 +168,14 @@ def _row(
         merged=False, runtime=networks.runtime,
     )  # fmt: skip
     peft = replace(source.stage, backbone=networks.backbone, network=network)
-    costs = measure(source, peft, lambda: move(networks.policy, SMALL), repeats=repeats)
+    costs = measure(source, peft, lambda: move(networks.policy), repeats=repeats)
     made = [choice for choice in networks.choices if choice.format]
     return {
         "size": networks.name,
         "plan": str(plan),
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": networks.backbone.pixels,
-        **told(networks.resolved),
+        **columns_of(networks.resolved),
         "compiled": networks.compiled,
         "quantised layers": len(made),
         "quantised share": quantised_share(networks.choices) if made else 0.0,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flowrl.bench_costs import Counts, told
-from flowrl.bench_stages import full_batch, measure, on_gpu
+from flowrl.bench_costs import Counts, columns_of
+from flowrl.bench_stages import full_batch, measure, move, on_gpu
 from flowrl.build import Given, build_learner
 from flowrl.collect import Sampler
 from flowrl.config import parse_config
@@ -62,9 +62,9 @@ def bench_solrl(
         source = learner.source
         assert isinstance(source, Sampler)  # a bench never reads a store
         peft = peft_stage(learner, source.stage)
-        costs = measure(source, peft, lambda: move(learner.policy), repeats=repeats)
+        costs = measure(source, peft, lambda: update(learner.policy), repeats=repeats)
         resolved = resolve(precision, capability_of(learner.runtime.device))
-    what = {"model": model, **told(resolved), "compiled": rollout["compile"]}
+    what = {"model": model, **columns_of(resolved), "compiled": rollout["compile"]}
     return what | costs.row()
 
 
@@ -77,11 +77,9 @@ def peft_stage(learner: Learner, exact: Stage) -> Stage:
     return replace(exact, backbone=backbone, network=network)
 
 
-@torch.no_grad()
-def move(policy: Policy) -> None:
-    """A change of the adapter as an update makes one, which the old policy follows."""
-    for parameter in policy.parameters():
-        parameter += 1e-3 * torch.randn_like(parameter)
+def update(policy: Policy) -> None:
+    """A change of the adapter, which the old policy follows."""
+    move(policy)
     policy.remember(0.5)
 
 

@@ -12,10 +12,13 @@ import torch
 from flowrl.bench_costs import Costs, Counts, Seconds
 from flowrl.collect import Sampler
 from flowrl.lowbit.compiling import recompilations
+from flowrl.policy import Policy
 from flowrl.rollout import Request, Stopwatch, decode, draw, hand_in
 from flowrl.scoring import Scoring
 from flowrl.stage import Stage
 from flowrl.trees.plan import TreePlan
+
+SMALL = 1e-3  # standard deviation of what a round adds to the adapter
 
 
 def full_batch(most: int, *counts: int) -> int:
@@ -89,6 +92,13 @@ def best_parts(jobs: dict[str, Callable[[], Seconds]], repeats: int) -> dict[str
         else {part: min(each[part] for each in found) for part in found[0]}
         for name, found in rounds.items()
     }
+
+
+@torch.no_grad()
+def move(policy: Policy) -> None:
+    """Change the adapter as an update would, so that there are new weights to put in."""
+    for parameter in policy.parameters():
+        parameter += SMALL * torch.randn_like(parameter)
 
 
 def device_name(device: torch.device) -> str:

@@ -1,7 +1,7 @@
 """From options to stages: what draws exactly, and what explores cheaply before it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,17 @@ from flowrl.errors import UserError
 from flowrl.explore import Explorer
 from flowrl.functional.sde import KERNELS
 from flowrl.gate import Gate
-from flowrl.lowbit.backends import Backend, Plain, backend_of
-from flowrl.lowbit.kernel_check import check_kernels
-from flowrl.lowbit.precision import Resolved, capability_of, resolve
+from flowrl.lowbit.backends import Backend, Plain
+from flowrl.lowbit.precision import (
+    Capability,
+    Resolved,
+    capability_of,
+    next_lower,
+    resolve,
+)
+from flowrl.lowbit.prepare import prepare
 from flowrl.lowbit.report import write_precision
-from flowrl.lowbit.rules import LayerChoice, choose_layers, rules_of
+from flowrl.lowbit.rules import LayerChoice
 from flowrl.lowbit.twin import Twin
 from flowrl.networks import of_twin, policys_own, with_network
 from flowrl.objectives.base import Needs
@@ -103,7 +109,9 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
         return None
     capability = capability_of(d.runtime.device)
     first = resolve(e.precision, capability)
-    low_precision(d, first)  # what cannot work is told before anything is drawn
+    falls = e.audit.every and e.audit.on_miss == "degrade"
+    for resolved in _ladder(first, capability) if falls else [first]:
+        low_precision(d, resolved)  # what cannot work is told before anything is drawn
     plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
 
     def make(resolved: Resolved) -> Stage:
@@ -131,6 +139,13 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
         log=AuditLog(Path(d.config.run.output_dir)),
     )
     return Explorer(stage=gate, plan=plan, mode=e.select)
+
+
+def _ladder(resolved: Resolved | None, capability: Capability) -> Iterator[Resolved]:
+    """A precision and those that follow where audits are missed."""
+    while resolved is not None:
+        yield resolved
+        resolved = next_lower(resolved, capability)
 
 
 def draft_stage(
@@ -164,21 +179,18 @@ def draft_stage(
 
 
 def low_precision(d: Drawing, resolved: Resolved) -> tuple[tuple[LayerChoice, ...], Backend]:
-    """The network's layers with those that a precision quantises, none for bf16, and how.
-
-    Raises UserError where no layer can be quantised, and for a kernel that computes otherwise.
-    """
-    e, network, dtype = d.config.rollout.explore, d.policy.network, d.backbone.dtype
+    """The layers of candidates' network, and how they multiply: see `prepare`."""
+    e = d.config.rollout.explore
     assert e is not None
-    backend = backend_of(resolved, dtype=dtype, four_over_six=e.four_over_six)
-    if resolved.format == "bf16":
-        return (), backend
-    choices = choose_layers(
-        network, rules_of(network), resolved.format, min_dim=e.min_dim, keep=e.keep_layers
+    return prepare(
+        d.policy.network,
+        resolved,
+        dtype=d.backbone.dtype,
+        device=d.runtime.device,
+        min_dim=e.min_dim,
+        keep=e.keep_layers,
+        four_over_six=e.four_over_six,
     )
-    shapes = {choice.shape for choice in choices if choice.format}
-    check_kernels(backend, shapes, d.runtime.device, dtype)
-    return choices, backend
 
 
 def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> TreePlan:

@@ -23,7 +23,7 @@ from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export import read_lora
 from flowrl.filling import fill
-from flowrl.lowbit.training import put_back
+from flowrl.lowbit.training import packed_within
 from flowrl.pairs import REWARD, SHARD, pairs_digest, read_pairs, write_pairs
 from flowrl.pipelines import load_pipeline
 from flowrl.progress import Steps
@@ -78,11 +78,11 @@ def collect_groups(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    with closing(learner.specs), steps or nullcontext():
+    packed = packed_within(learner.policy.network)
+    with closing(learner.specs), packed, steps or nullcontext():
         with runtime.together():
             try_rewards(learner, drawn_prompts(config, given))
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
-    put_back(learner.policy.network)
     return summary(store) if runtime.is_main else []
 
 

@@ -13,8 +13,9 @@ from flowrl.curves import draw_comparison
 from flowrl.pictures import png
 from flowrl.storage import write_bytes, write_text
 
-EXPLORING = ("time/audit", "time/explore", "time/explore_reward")  # spent before a rollout
-TIMES = (*EXPLORING, "time/rollout", "time/reward", "time/train")
+TIMES = tuple(
+    f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
+)
 PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
 SHARE = 0.6  # of the first method's wall time, the mark that a tree is asked to beat
 

@@ -60,7 +60,9 @@ class Config(Section):
         check_objective(self.objective, self.rollout)
         check_rewards(self.rewards)
         stored = self.rollout.store is not None and self.rollout.store.path is not None
-        check_retained(self.prompts, min(plan.roots for plan in plans), store=stored)
+        trees = min(plan.roots for plan in plans)
+        explored = self.rollout.explore is not None
+        check_retained(self.prompts, trees, store=stored, explored=explored)
         check_stopping(self.run, self.evaluation)
         return self
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from flowrl.audit import AuditReport, audit
 from flowrl.audit_gate import OnMiss, Verdict, replayed, verdict
 from flowrl.audit_log import AuditEvent, AuditLog
+from flowrl.errors import UserError
 from flowrl.explore import score_candidates
 from flowrl.functional.telling import Mode
 from flowrl.lowbit.precision import Capability, Resolved, named
@@ -53,43 +54,61 @@ class Gate:
         if not self.every or iteration % self.every:
             return stage, {}
         report = self._audit(stage, iteration, candidates)
-        found = self._judge(report, resolved, stage)
+        found, steps = self._judge(report, resolved, stage), stage.steps
         if self.exact.runtime.is_main:
             LOG.log(logging.INFO if found.passed else logging.WARNING, "%s", found.text)
+        if found.next is not None:
+            stage = self._now = None  # its memory is free before the next is built
+            stage = self._stand_at(found.next)
+        # Written down last: a precision that cannot be built is no precision to resume in.
+        if self.exact.runtime.is_main:
             self.log.record(
                 AuditEvent(
                     iteration=iteration,
                     precision=named(resolved),
-                    steps=stage.steps,
+                    steps=steps,
                     action=found.action,
                     next=None if found.next is None else named(found.next),
                     text=found.text,
                     report=report,
                 )
             )
-        if found.next is not None:
-            self._now = None  # its memory is free before the next is built
-            self._now = found.next, self.make(found.next)
-            stage = self._now[1]
+        if found.action == "stop":
+            raise UserError(found.text)
         summary = report.summary()
         return stage, {name.replace(" ", "_"): float(summary[name]) for name in METRICS}
 
     def _standing(self, iteration: int) -> tuple[Resolved, Stage]:
-        """Where earlier audits have left it, those of the session before included."""
+        """Where earlier audits have left it, those of the session before included.
+
+        Audits of previews with another number of steps say nothing of these.
+        """
         if self._now is None:
             if self.exact.runtime.is_main:
                 self.log.rewind(iteration)
-            nexts = [event.next for event in self.log.before(iteration)]
-            resolved = replayed(nexts, self.first, self.capability)
-            self._now = resolved, self.make(resolved)
+            steps = len(self.plan(iteration).steps)
+            events = [event for event in self.log.before(iteration) if event.steps == steps]
+            moves = [(event.precision, event.next) for event in events]
+            self._stand_at(replayed(moves, self.first, self.capability))
+        assert self._now is not None
         return self._now
+
+    def _stand_at(self, resolved: Resolved) -> Stage:
+        with self.exact.runtime.together():
+            self._now = resolved, self.make(resolved)
+        return self._now[1]
 
     def _audit(self, stage: Stage, iteration: int, candidates: Request) -> AuditReport:
         """Draw all candidates of the first prompts both ways."""
         # All prompts' texts at once, as without an audit: the last bits depend on their batch.
-        self.exact.encode(candidates.prompts)
+        stage.read(candidates.take(stage.share(candidates, self.plan(iteration))))
         few = candidates.only((candidates.group < self.prompts).nonzero().squeeze(1))
-        exact = replace(self.exact, specs=stage.specs)
+        exact = replace(
+            self.exact,
+            specs=stage.specs,
+            failures=stage.failures,
+            whole_prompts=stage.whole_prompts,  # nothing is learned from them together
+        )
 
         def scored(stage: Stage, plan: TreePlan) -> Tensor:
             return score_candidates(stage, few, plan, Stopwatch())

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.lowbit.compiling import within_limit
 from flowrl.lowbit.twin import Twin
 from flowrl.policy import Policy
 from flowrl.runtime import Runtime
@@ -30,7 +31,7 @@ def of_twin(
 ) -> Iterator[VelocityField]:
     """A copy, once it has learned what the adapter is by now. backbone: with the copy inside."""
     twin.sync(adapter)
-    with torch.no_grad(), runtime.autocast():
+    with torch.no_grad(), runtime.autocast(), within_limit():
         yield backbone.velocity
 
 

@@ -17,7 +17,7 @@ from flowrl.checkpoint import Checkpoints, random_state, restore_random_state
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator
 from flowrl.export import save_lora
-from flowrl.lowbit.training import exact, put_back
+from flowrl.lowbit.training import exact
 from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.report import Report
@@ -263,8 +263,7 @@ class Run:
     def session(self) -> Iterator[None]:
         """Around the loop: the progress bar, the report's files, and what Ctrl-C does.
 
-        Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once. Afterwards
-        the network computes with its exact weights again, with the adapters that it has learned.
+        Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once.
         """
 
         def ask(number: int, frame: FrameType | None) -> None:
@@ -281,5 +280,3 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            if hasattr(self, "_policy"):  # since `begin`
-                put_back(self._policy.network)

@@ -172,11 +172,17 @@ class Run(Section):
     )
 
 
-def check_retained(prompts: Prompts, trees: int, *, store: bool) -> None:
+def check_retained(prompts: Prompts, trees: int, *, store: bool, explored: bool = False) -> None:
     """Some trees are left to be asked for in other words, and these words are known afterwards.
 
     trees: of a prompt, the fewest. store: pictures are written to a store, or read from one.
+    explored: trees are chosen among candidates by their scores.
     """
+    if prompts.retained is not None and explored:
+        raise ValueError(
+            f"prompts.retained is {prompts.retained}, but rollout.explore chooses a prompt's trees "
+            "by their scores, and would choose words with them: set one of the two to null"
+        )
     if prompts.retained is not None and store:
         raise ValueError(
             f"prompts.retained is {prompts.retained}, but a store keeps a picture without the "

@@ -78,10 +78,9 @@ class Stage:
         trees and pictures are wanted, or only their scores. Raises UserError when too many
         pictures have no reward.
         """
-        trees = self.runtime.share(len(request.prompt), plan.roots if self.whole_prompts else 1)
+        trees = self.share(request, plan)
         own = request.take(trees)
-        with torch.no_grad(), self.runtime.autocast():
-            cond = self.encode(own.prompts)
+        cond = self.read(own)
         scoring, parts = Scoring(specs=self.specs), []
         with self.runtime.together():
             for part in self._draw(own, plan, cond, scoring):
@@ -99,6 +98,17 @@ class Stage:
             valid=valid, terms=terms, group=group,
         )  # fmt: skip
 
+    def share(self, request: Request, plan: TreePlan) -> Tensor:
+        """This process's trees of the request: (R,) long, none where others take them all."""
+        unit = plan.roots if self.whole_prompts else 1
+        return self.runtime.share(len(request.prompt), unit)
+
+    @torch.no_grad()
+    def read(self, own: Request) -> Conditioning:
+        """The texts of this process's trees, encoded at once."""
+        with self.runtime.autocast():
+            return self.encode(own.prompts) if own.prompts else Conditioning(tensors={})
+
     def _draw(
         self, own: Request, plan: TreePlan, cond: Conditioning, scoring: Scoring
     ) -> Iterator[tuple[Tree, Tensor]]:
@@ -107,6 +117,8 @@ class Stage:
         A batch of roots at a time, which makes batches as full as all at once: whatever the width
         of a tree at some step, so many of them make whole batches.
         """
+        if not len(own.prompt):
+            return
         schedule = self.schedule()
         with torch.no_grad(), self.network() as velocity:
             for rows in torch.arange(len(own.prompt)).split(self.batch_size):

@@ -5,7 +5,6 @@ import torch
 
 from flowrl.audit import audit
 from flowrl.audit_gate import Verdict, named, replayed, verdict
-from flowrl.errors import UserError
 from flowrl.lowbit.precision import Capability, resolve
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
@@ -79,8 +78,8 @@ def test_a_miss_that_only_warns_changes_nothing():
 
 
 def test_a_miss_that_stops_names_rho_precision_steps_and_what_to_change():
-    with pytest.raises(UserError) as stopped:
-        judged(BAD, "nvfp4-emulated", CPU, "stop", steps=5)
+    found = judged(BAD, "nvfp4-emulated", CPU, "stop", steps=5)
+    assert found.action == "stop" and not found.passed and found.next is None
     for part in (
         f"rho {BAD.rho:.3f}",
         "nvfp4-emulated",
@@ -90,13 +89,13 @@ def test_a_miss_that_stops_names_rho_precision_steps_and_what_to_change():
         "rollout.explore.precision to bf16",
         "set on_miss to warn",
     ):
-        assert part in str(stopped.value)
+        assert part in found.text
 
 
 def test_stopping_at_bf16_offers_no_lower_precision():
-    with pytest.raises(UserError, match="raise rollout.explore.steps") as stopped:
-        judged(BAD, "bf16", CPU, "stop")
-    assert "rollout.explore.precision" not in str(stopped.value)
+    found = judged(BAD, "bf16", CPU, "stop")
+    assert "raise rollout.explore.steps" in found.text
+    assert "rollout.explore.precision" not in found.text
 
 
 @pytest.mark.parametrize("on_miss", ["degrade", "stop", "warn"])
@@ -125,15 +124,25 @@ def test_replaying_the_audits_gives_the_precision_that_they_ended_in():
     start = resolve("nvfp4", BLACKWELL)
     first = judged(BAD, "nvfp4", BLACKWELL).next
     assert first is not None
-    assert replayed([], start, BLACKWELL) == replayed([None, None], start, BLACKWELL) == start
-    assert replayed([None, "fp8", None], start, BLACKWELL) == first
-    assert named(replayed(["fp8", None, "bf16"], start, BLACKWELL)) == "bf16"
+    assert (
+        replayed([], start, BLACKWELL) == replayed([("nvfp4", None)] * 2, start, BLACKWELL) == start
+    )
+    down = [("nvfp4", None), ("nvfp4", "fp8"), ("fp8", None)]
+    assert replayed(down, start, BLACKWELL) == first
+    assert named(replayed([*down, ("fp8", "bf16")], start, BLACKWELL)) == "bf16"
 
 
 def test_replaying_on_a_device_without_the_step_takes_the_one_below():
-    assert named(replayed(["fp8"], resolve("nvfp4-emulated", CPU), CPU)) == "bf16"
+    assert (
+        named(replayed([("nvfp4-emulated", "fp8")], resolve("nvfp4-emulated", CPU), CPU)) == "bf16"
+    )
 
 
 def test_a_recipe_that_now_asks_for_more_bits_keeps_them():
     start = resolve("bf16", BLACKWELL)
-    assert replayed(["fp8"], start, BLACKWELL) == start
+    assert replayed([("nvfp4", "fp8")], start, BLACKWELL) == start
+
+
+def test_audits_of_a_precision_that_the_recipe_has_left_are_passed_over():
+    start = resolve("fp8", BLACKWELL)
+    assert replayed([("nvfp4-emulated", "bf16")], start, BLACKWELL) == start

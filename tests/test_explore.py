@@ -253,6 +253,18 @@ def test_a_network_without_layers_to_quantise_is_an_error_before_anything_is_dra
         make_learner(objective=NFT, rollout=ODE | {"explore": explore})
 
 
+def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatch):
+    """Others take all trees; it only learns their scores, of which there are none here."""
+    learner = make_learner(objective=NFT, rollout=ODE)
+    plan = learner.source.plan(0)
+    request = learner.source.request(0, plan)
+    nothing = torch.arange(0)
+    monkeypatch.setattr(type(learner.runtime), "share", lambda self, total, unit=1: nothing)
+    scored = learner.source.stage(request, plan, Stopwatch())
+    assert scored.parts == [] and scored.result.scores.shape == (0, 1)
+    assert drawn == []
+
+
 def test_a_store_knows_which_candidates_its_pictures_were(make_learner, tiny_config, tmp_path):
     changes = {
         "objective": {"kind": "gdro"},

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import weakref
 
 import pytest
 import torch
@@ -66,10 +67,60 @@ def test_a_miss_moves_to_the_next_precision_and_says_so(make_learner, options, t
     assert "bf16 is the last precision" in caplog.text
 
 
-def test_a_miss_may_stop_the_run(make_learner, options):
+def test_a_miss_may_stop_the_run_and_is_written_down(make_learner, options, tmp_path):
     learner = make_learner(**options(min_rho=1.0, on_miss="stop"))
     with pytest.raises(UserError, match="nvfp4-emulated with 2 steps have rho .*raise rollout"):
         learner.source.collect(0, Stopwatch())
+    (event,) = AuditLog(tmp_path / "run").before(1)
+    assert event.action == "stop" and event.report.rho < 1
+
+
+def test_what_explored_is_free_before_its_successor_is_built(make_learner, options):
+    learner = make_learner(**options(min_rho=1.0))
+    gate, alive = learner.source.explorer.stage, []
+    make, found = gate.make, []
+
+    def watched(resolved):
+        alive.append([stage() is not None for stage in found])
+        stage = make(resolved)
+        found.append(weakref.ref(stage.network.args[0]))  # the copy of the network
+        return stage
+
+    gate.make = watched
+    gate.make(gate.first)  # nobody holds it
+    learner.source.collect(0, Stopwatch())
+    assert alive == [[], [False], [False, False]]
+
+
+def test_an_audit_is_no_failure_in_the_streak_of_rollouts(make_learner, options):
+    calls = []
+
+    def patchy(images, prompts, metadata):
+        calls.append(len(images))
+        scores = images.mean((1, 2, 3))
+        scores[0] = float("nan")
+        return scores
+
+    learner = make_learner(
+        **options(min_rho=-1.0, every=1),
+        rewards={"patchy": patchy},
+        failures={"max_streak": 2, "max_invalid_fraction": 0.9},
+    )
+    learner.source.collect(0, Stopwatch())
+    with pytest.raises(UserError, match="in 2 iterations in a row"):
+        learner.source.collect(1, Stopwatch())
+
+
+def test_a_recipe_that_explores_in_more_steps_begins_at_its_own_precision(
+    make_learner, options, tmp_path
+):
+    make_learner(**options(min_rho=1.0)).source.collect(0, Stopwatch())
+    changes = options(min_rho=1.0, every=9)
+    make_learner(**changes).source.collect(1, Stopwatch())
+    assert precision(tmp_path)["format"] == "bf16"
+    changes["rollout"]["explore"]["steps"] = 3
+    make_learner(**changes).source.collect(1, Stopwatch())
+    assert precision(tmp_path)["format"] == "nvfp4"
 
 
 def test_a_miss_may_only_be_told(make_learner, options, tmp_path, caplog):

@@ -29,6 +29,12 @@ def test_a_store_does_not_mix_wordings():
         check_retained(Prompts(train="a.jsonl", retained=2), 8, store=True)
 
 
+def test_words_are_not_chosen_by_their_scores():
+    check_retained(Prompts(train="a.jsonl"), 8, store=False, explored=True)
+    with pytest.raises(ValueError, match="set one of the two to null"):
+        check_retained(Prompts(train="a.jsonl", retained=2), 8, store=False, explored=True)
+
+
 def test_a_stop_rule_needs_evaluations_during_training():
     run = Run(stop_when_hacking=StopWhenHacking(held_out="quality"))
     check_stopping(run, Evaluation(every=10))

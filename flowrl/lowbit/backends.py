@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.lowbit.precision import EMULATION, KERNELS, Resolved
 from flowrl.numerics import e2m1, fp8, nvfp4
-from flowrl.numerics.swizzle import swizzle
+from flowrl.numerics.swizzle import swizzle, unswizzle
 
 State = Mapping[str, Tensor]
 
@@ -35,6 +35,10 @@ class Backend(Protocol):
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         """weight: (out, in) fp32 -> tensors whose names, shapes and dtypes depend on it alone."""
+        ...
+
+    def unpack(self, state: State) -> Tensor:
+        """What `pack` gave -> the weight that is really multiplied with, (out, in) fp32."""
         ...
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
@@ -54,6 +58,9 @@ class Plain:
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return {"weight": weight.to(self.dtype)}
+
+    def unpack(self, state: State) -> Tensor:
+        return state["weight"].float()
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.to(self.dtype), state["weight"], bias).to(x.dtype)
@@ -76,6 +83,9 @@ class NVFP4Emulated:
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         values, scale = nvfp4.fake_unscaled(weight, four_over_six=self.four_over_six)
         return {"values": values, "global_scale": scale}
+
+    def unpack(self, state: State) -> Tensor:
+        return state["values"].float() * state["global_scale"]
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         values, scale = nvfp4.fake_unscaled(x, four_over_six=self.four_over_six)
@@ -104,6 +114,13 @@ class NVFP4Native:
                 "is to be a multiple of 16 and in of 32; keep this layer exact"
             )
         return self._quantise(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        codes = e2m1.unpack(state["codes"], "low_first")
+        rows, columns = codes.shape
+        scale = unswizzle(state["scale"], rows, columns // nvfp4.BLOCK)
+        packed = nvfp4.Quantised(codes=codes, scale=scale, global_scale=state["global_scale"])
+        return nvfp4.dequantise(packed)
 
     def _quantise(self, x: Tensor) -> dict[str, Tensor]:
         quantised = nvfp4.quantise(x, four_over_six=self.four_over_six)
@@ -142,10 +159,13 @@ class FP8Rowwise:
         codes, scale = fp8.quantise_rowwise(weight)
         return {"codes": codes, "scale": scale.reshape(1, -1)}
 
+    def unpack(self, state: State) -> Tensor:
+        return state["codes"].float() * state["scale"].reshape(-1, 1)
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         codes, scale = fp8.quantise_rowwise(x)
-        # Of the devices with fp32 output only Hopper has it; a bf16 product exists on all.
-        short = x.is_cuda and x.dtype == torch.float32
+        # Only some devices, and some versions of torch, have other results than bf16.
+        short = x.is_cuda and x.dtype != torch.bfloat16
         rowwise = F.ScalingType.RowWise
         product = F.scaled_mm(
             codes, state["codes"].t(), scale, rowwise, state["scale"], rowwise,
@@ -164,6 +184,9 @@ class FP8Dequantised:
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return FP8Rowwise().pack(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        return FP8Rowwise().unpack(state)
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         codes, scale = fp8.quantise_rowwise(x)

@@ -19,7 +19,8 @@ class RolloutLinear(nn.Module):
     pointwise: replaces a 1x1 convolution, weight (out, in, 1, 1).
     Everything is a buffer, scales and strength included, so that a compiled or captured graph
     follows `load` and `load_side`, which keep every address. shared: hold the weight as it was
-    given where the backend only casts it, and never overwrite it.
+    given where the backend only casts it, and never overwrite it; packed: what the backend has
+    packed of it already, to be shared in place of packing it again.
     Raises ValueError for a weight of another shape, or one that the backend cannot pack.
     """
 
@@ -32,14 +33,16 @@ class RolloutLinear(nn.Module):
         side: tuple[Tensor, Tensor, float] | None = None,
         pointwise: bool = False,
         shared: bool = False,
+        packed: State | None = None,
     ):
         super().__init__()
-        self.backend, self.pointwise, self.shared = backend, pointwise, shared
+        self.backend, self.pointwise = backend, pointwise
+        self.shared = shared or packed is not None
         self.out_features, self.in_features = _matrix(weight, pointwise).shape
-        packed = self._pack(weight)
-        for name, value in packed.items():
-            self._hold(PACKED + name, value if shared else value.clone())
-        self.names = tuple(packed)
+        state = self._pack(weight) if packed is None else packed
+        for name, value in state.items():
+            self._hold(PACKED + name, value if self.shared else value.clone())
+        self.names = tuple(state)
         self._hold("bias", None if bias is None else bias.detach())
         a, b, strength = side or (None, None, None)
         self._hold("side_a", None if a is None else a.detach().clone())
@@ -105,7 +108,7 @@ class RolloutLinear(nn.Module):
 
     def _product(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features)
-        y = self.backend.matmul(rows, self._state(), self.bias)
+        y = self.backend.matmul(rows, self.state(), self.bias)
         if self.side_a is not None and self.side_b is not None:
             inner = F.linear(rows.to(self.side_a.dtype), self.side_a)
             y = (y + F.linear(inner, self.side_b) * self.strength).to(x.dtype)
@@ -121,7 +124,8 @@ class RolloutLinear(nn.Module):
     def _hold(self, name: str, value: Tensor | None) -> None:
         self.register_buffer(name, value, persistent=False)
 
-    def _state(self) -> State:
+    def state(self) -> State:
+        """The packed weight, as the backend knows it."""
         return {name: getattr(self, PACKED + name) for name in self.names}
 
     @torch.no_grad()

@@ -26,6 +26,9 @@ class PerRow:
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return self.backend.pack(weight)
 
+    def unpack(self, state: State) -> Tensor:
+        return self.backend.unpack(state)
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         rows = x.float()
         # A row of zeros stays one: the smallest normal number divides it.

@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import Backend, State
-from flowrl.lowbit.linear import PACKED, RolloutLinear
+from flowrl.lowbit.backends import Backend
+from flowrl.lowbit.linear import RolloutLinear
 from flowrl.lowbit.rules import LayerChoice
-from flowrl.lowbit.unpacking import unpack
 
 
 class SamePrecisionLinear(nn.Linear):
@@ -42,9 +41,7 @@ class SamePrecisionLinear(nn.Linear):
 
     def quantised_weight(self) -> Tensor:
         """Q(W), (out, in) fp32, made anew: nothing is kept for the backward pass."""
-        packed = self.packed
-        state: State = {name: packed.get_buffer(PACKED + name) for name in packed.names}
-        return unpack(packed.backend, state)
+        return self.packed.backend.unpack(self.packed.state())
 
     def plain(self) -> nn.Linear:
         """A linear layer with the exact weight and bias themselves."""
@@ -102,6 +99,15 @@ def put_back(network: nn.Module) -> None:
     """Plain linear layers again, below adapters too: the packed weights are dropped."""
     for name, layer in list(same_precision_layers(network)):
         network.set_submodule(name, layer.plain())
+
+
+@contextmanager
+def packed_within(network: nn.Module) -> Iterator[None]:
+    """Outside, however the block ends, the network has plain linear layers."""
+    try:
+        yield
+    finally:
+        put_back(network)
 
 
 def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:

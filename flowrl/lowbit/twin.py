@@ -12,19 +12,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import Backend, Plain
+from flowrl.lowbit.backends import Backend, Plain, State
 from flowrl.lowbit.compiling import compile_network
 from flowrl.lowbit.linear import RolloutLinear
 from flowrl.lowbit.rules import LayerChoice, is_pointwise
 from flowrl.lowbit.training import SamePrecisionLinear
 from flowrl.policy import POLICY, Policy, merged_weight
-from flowrl.trajectory import Conditioning
 
 
 class Twin:
-    """The policy's network with other products in it; it computes velocities, never gradients.
+    """The policy's network with other products in it, `network`; it never computes gradients.
 
     choices: layers with a format are packed by `backend`, once where no adapter changes them.
     Adapted layers without a format hold a merged copy in their own dtype, or with lora="side" have
@@ -57,14 +55,7 @@ class Twin:
             setattr(self.network.get_submodule(parent), last, layer)
         if compile:
             compile_network(self.network)
-        self.backbone: Backbone = copy.copy(policy.backbone)
-        self.backbone.transformer = self.network
         self.version = 0
-
-    @torch.no_grad()
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Of the adapter that was synced last."""
-        return self.backbone.velocity(x, sigma, cond)
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:
@@ -107,6 +98,7 @@ class Twin:
                 side=_side(lora) if lora and merged is None else None,
                 pointwise=_checked(name, base),
                 shared=backend is None,
+                packed=_packed_already(base, backend) if merged is None else None,
             )
         if lora is not None:
             self._adapted.append(_Adapted(layer=layer, lora=lora, weight=weight))
@@ -155,6 +147,13 @@ def _own_backend(layer: Any) -> Backend:
     if isinstance(layer, SamePrecisionLinear):
         return layer.packed.backend
     return Plain(layer.weight.dtype)
+
+
+def _packed_already(layer: Any, backend: Backend | None) -> State | None:
+    """What a layer trained in low precision holds, if it computes in the same way."""
+    if isinstance(layer, SamePrecisionLinear) and backend in (None, layer.packed.backend):
+        return layer.packed.state()
+    return None
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,35 @@
+"""A precision on a network: which of its layers, by which product, and that this one is right."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from flowrl.lowbit.backends import Backend, backend_of
+from flowrl.lowbit.kernel_check import check_kernels
+from flowrl.lowbit.precision import Resolved
+from flowrl.lowbit.rules import LayerChoice, choose_layers, rules_of
+
+
+def prepare(
+    network: nn.Module,
+    resolved: Resolved,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    min_dim: int | None,
+    keep: Sequence[str] | None = None,
+    four_over_six: bool = False,
+) -> tuple[tuple[LayerChoice, ...], Backend]:
+    """The network's layers with those that a precision quantises, none for bf16, and how.
+
+    dtype: the network's own. min_dim, keep: see `choose_layers`. Raises UserError where no layer
+    can be quantised, and for a kernel that computes otherwise than its emulation on the device.
+    """
+    backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
+    if resolved.format == "bf16":
+        return (), backend
+    choices = choose_layers(network, rules_of(network), resolved.format, min_dim=min_dim, keep=keep)
+    shapes = {choice.shape for choice in choices if choice.format}
+    check_kernels(backend, shapes, device, dtype)
+    return choices, backend
