@@ -41,6 +41,7 @@ AUDITED_PROMPTS = 12
 KINDS = (  # of previews: their precision, and changes
     ("bf16", ()),
     ("nvfp4-emulated", ()),
+    ("nvfp4-emulated", ("rollout.explore.four_over_six=true",)),
     ("nvfp4-emulated", ("rollout.explore.min_dim=0",)),
 )
 
@@ -132,7 +133,8 @@ def audit_base(place: Place) -> list[dict]:
             PRESET, [*SHARED, *place.changes, *changes], prompts=AUDITED_PROMPTS, steps=STEPS
         )
         *found, exact, _ = audit_previews(configs, precisions=(precision,))
-        rows += found
+        six = {"four over six": configs[0].rollout.explore.four_over_six}
+        rows += [row | six for row in found]
     write_text(path, json.dumps([*rows, exact]))
     return [*rows, exact]
 
@@ -143,7 +145,7 @@ def base_section(place: Place) -> str:
     rows = [
         {
             "steps": f"{row['steps']}",
-            "precision": row["precision"],
+            "precision": row["precision"] + (" 4/6" if row.get("four over six") else ""),
             "layers": f"{row['quantised']:.0%}",
         }
         | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho", "retention")}

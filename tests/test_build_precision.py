@@ -13,6 +13,7 @@ from flowrl.build_rewards import build_rewards
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation
 from flowrl.export import load_lora
+from flowrl.lowbit import prepare
 from flowrl.lowbit.training import exact, same_precision_layers
 from flowrl.report import read_metrics
 from flowrl.rollout import Stopwatch
@@ -178,6 +179,22 @@ def test_the_run_says_what_it_computes_in(learner, tmp_path):
     assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
     assert 0.4 < told["quantised_share"] < 0.6
     assert any(row["format"] == "exact" and "norm1" in row["reason"] for row in told["layers"])
+
+
+def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path):
+    with pytest.raises(UserError, match="no layer of .* is left to be quantised"):
+        learner(pipeline=LOW | {"min_dim": 10**6})
+    assert not (tmp_path / build_precision.FILE).exists()
+
+
+def test_kernels_are_checked_before_anything_is_written(learner, tmp_path, monkeypatch):
+    def wrong(*_):
+        raise UserError("computes something else")
+
+    monkeypatch.setattr(prepare, "check_kernels", wrong)
+    with pytest.raises(UserError, match="something else"):
+        learner()
+    assert not (tmp_path / build_precision.FILE).exists()
 
 
 # --- options --------------------------------------------------------------------------------------

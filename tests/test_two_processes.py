@@ -192,7 +192,8 @@ def test_every_process_knows_all_candidates_and_their_audit(seen, case):
     assert torch.equal(first["chosen"], one["chosen"])
     assert torch.equal(second["chosen"], one["chosen"])
     for name, value in one["metrics"].items():
-        assert first["metrics"][name] == second["metrics"][name] == pytest.approx(value, abs=1e-4)
+        same = pytest.approx(value, abs=1e-4, nan_ok=True)  # of one prompt rho may not exist
+        assert first["metrics"][name] == same and second["metrics"][name] == same, name
     assert one["metrics"]["explore/candidates"] == 21
     assert "explore/audit/rho" in one["metrics"]
 

@@ -56,7 +56,6 @@ def within_limit() -> Iterator[None]:
 def _limit_graphs() -> None:
     """All networks of a class share the limit, twins of one policy too. Beyond it torch computes
     without compiling and only logs that, unless it is told to fail."""
-    import torch._dynamo
     from torch._dynamo import config
 
     limit = next(name for name in LIMIT if hasattr(config, name))

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.lowbit.twin import Twin
+from flowrl.networks import with_network
 from flowrl.policy import Policy
 from flowrl.trajectory import Conditioning
 
@@ -30,6 +32,12 @@ def adapted(policy: Policy) -> dict[str, Any]:
 
 def relative(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
+
+
+@torch.no_grad()
+def velocity(twin: Twin, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    """Of the adapter that was synced last."""
+    return with_network(twin.policy.backbone, twin.network).velocity(x, sigma, cond)
 
 
 class SmallSana(SimpleNamespace):

@@ -65,6 +65,9 @@ class SoftwareNVFP4:
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
         return NVFP4Native().pack(weight)
 
+    def unpack(self, state: State) -> Tensor:
+        return NVFP4Native().unpack(state)
+
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
         left = self._read(NVFP4Native().pack(_padded(x)), of_weight=False)
         right = self._read(state, of_weight=True)

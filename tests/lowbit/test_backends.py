@@ -18,6 +18,7 @@ from flowrl.lowbit.backends import (
     Plain,
     backend_of,
 )
+from flowrl.lowbit.per_row import PerRow
 from flowrl.lowbit.precision import Capability, capability_of, native_formats, resolve
 from flowrl.numerics import fp8, nvfp4
 
@@ -134,6 +135,20 @@ def test_native_weights_are_as_small_as_their_format(backend):
     assert bits == pytest.approx({NVFP4Native: 4.5, FP8Rowwise: 8.03}[type(backend)], abs=0.01)
 
 
+@pytest.mark.parametrize("backend", [*QUANTISED, PerRow(NVFP4Emulated()), Plain(torch.float32)])
+def test_unpacking_gives_what_the_backend_multiplies_with(backend):
+    state = backend.pack(randn(48, 64, seed=4))
+    # Rows of the identity are exact in every format.
+    product = backend.matmul(torch.eye(64), state).T
+    torch.testing.assert_close(backend.unpack(state), product, rtol=1e-6, atol=0)
+
+
+def test_native_codes_unpack_to_what_they_stand_for():
+    weight = randn(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
+    native = NVFP4Native()
+    assert torch.equal(native.unpack(native.pack(weight)), nvfp4.fake_quantise(weight))
+
+
 def test_emulated_weights_are_the_block_scaled_numbers_exactly():
     weight = randn(32, 64)
     state, q = NVFP4Emulated().pack(weight), nvfp4.quantise(weight)
@@ -174,13 +189,29 @@ def test_a_kernel_that_follows_the_layout_gives_the_emulations_numbers(
     torch.testing.assert_close(got, expected, rtol=steps[dtype], atol=steps[dtype])
 
 
-def test_torch_takes_the_operands_without_a_look_at_their_values():
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_takes_the_operands_without_a_look_at_their_values(dtype):
     with FakeTensorMode():
-        x = torch.empty(33, 64, device="cuda", dtype=torch.bfloat16)
+        x = torch.empty(33, 64, device="cuda", dtype=dtype)
         for backend in (NVFP4Native(), NVFP4Native(True), FP8Rowwise(), NVFP4Emulated()):
             state = backend.pack(torch.empty(48, 64, device="cuda"))
             y = backend.matmul(x, state)
-            assert (y.shape, y.dtype, y.device.type) == ((33, 48), torch.bfloat16, "cuda")
+            assert (y.shape, y.dtype, y.device.type) == ((33, 48), dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu_fp8_asks_the_kernel_for_bf16_which_all_of_them_have(monkeypatch, dtype):
+    asked, product = [], F.scaled_mm
+
+    def scaled(*args, output_dtype, **options):
+        asked.append(output_dtype)
+        return product(*args, output_dtype=output_dtype, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled)
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 64, device="cuda") for n in (33, 48))
+        FP8Rowwise().matmul(x.to(dtype), FP8Rowwise().pack(weight))
+    assert asked == [torch.bfloat16]
 
 
 def test_native_nvfp4_refuses_sizes_that_its_kernel_lacks():

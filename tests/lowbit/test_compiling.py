@@ -4,12 +4,14 @@ import shutil
 
 import pytest
 import torch
-from policies import ALPHA, RANK, disturb, relative
+from policies import ALPHA, RANK, disturb, relative, velocity
 from torch import nn
+from torch._dynamo import config
 
 from flowrl.backbones.sd3 import SD3
+from flowrl.errors import UserError
 from flowrl.lowbit.backends import NVFP4Emulated, Plain
-from flowrl.lowbit.compiling import compile_network, recompilations
+from flowrl.lowbit.compiling import GRAPHS, compile_network, recompilations, within_limit
 from flowrl.lowbit.linear import RolloutLinear
 from flowrl.lowbit.rules import RULES, choose_layers
 from flowrl.lowbit.twin import Twin
@@ -49,6 +51,70 @@ def test_weights_written_in_place_are_followed_without_compiling_anew():
     assert recompilations() == warm + 1
 
 
+# --- torch's limit of graphs ----------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """As many as it is told, so that networks of this class differ in what is compiled."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture
+def limited():
+    """To what torch begins with; undone afterwards."""
+    torch.compiler.reset()
+    with config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
+        yield
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_two_networks_of_one_class_are_compiled_for_many_shapes_each(limited):
+    networks = [compile_network(Blocks(count), backend="eager") for count in (1, 2)]
+    start = recompilations()
+    for rows in range(2, 9):
+        for network in networks:
+            network(randn(rows, 4, seed=rows))
+    assert recompilations() == start + 14  # torch's own limit is 8 for both together
+    for rows in range(2, 9):
+        for network in networks:
+            network(randn(rows, 4, seed=rows))
+    assert recompilations() == start + 14
+
+
+@torch.no_grad()
+def test_more_graphs_than_the_limit_are_an_error_and_not_silently_uncompiled(limited):
+    first, second = (compile_network(Blocks(count), backend="eager") for count in (1, 2))
+    config.recompile_limit = 3
+    for rows in (2, 3):
+        first(randn(rows, 4, seed=0))
+    second(randn(2, 4, seed=0))
+    start = recompilations()
+    with pytest.raises(UserError, match="choose a rollout.batch_size"), within_limit():
+        second(randn(3, 4, seed=0))
+    assert recompilations() == start
+    with pytest.raises(ZeroDivisionError), within_limit():  # other errors pass as they are
+        raise ZeroDivisionError
+
+
+def test_a_higher_limit_that_someone_set_is_left(limited):
+    for before, after in ((8, GRAPHS), (GRAPHS + 36, GRAPHS + 36)):
+        config.recompile_limit = before
+        compile_network(Blocks(1), backend="eager")
+        assert config.recompile_limit == after and config.fail_on_recompile_limit_hit
+
+
+# --- twins ----------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow  # a minute of compiling
 @compiler
 def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
@@ -59,7 +125,7 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
     cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
     x = randn(2, *backbone.latent_shape(), seed=0)
     start = recompilations()
-    twin.velocity(x, torch.tensor(0.9), cond)
+    velocity(twin, x, torch.tensor(0.9), cond)
     warm = recompilations()
     assert warm == start + 1  # the whole network is one graph
     seen = []
@@ -69,8 +135,8 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
             either.sync(adapter)
         sigma = torch.tensor(0.8 - 0.1 * n)
         with policy.disabled():  # whatever the policy's network does in between
-            seen.append(twin.velocity(x, sigma, cond))
+            seen.append(velocity(twin, x, sigma, cond))
         # A sum in another order may fall on the other side of a rounding step.
-        assert relative(seen[-1], plain.velocity(x, sigma, cond)) < 0.05
+        assert relative(seen[-1], velocity(plain, x, sigma, cond)) < 0.05
     assert recompilations() == warm
     assert all(relative(a, b) > 0.05 for a, b in zip(seen, seen[1:], strict=False))

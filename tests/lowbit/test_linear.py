@@ -161,6 +161,15 @@ def test_a_layer_owns_its_weight_unless_it_shares_it():
     assert torch.equal(weight, randn(48, 64))
 
 
+@pytest.mark.parametrize("backend", PACKING)
+def test_what_is_packed_already_is_shared_and_not_overwritten(backend):
+    first = layer(backend)
+    second = layer(backend, packed=first.state())
+    assert all(second.state()[name] is value for name, value in first.state().items())
+    with pytest.raises(ValueError, match="shares its weight"):
+        second.load(randn(48, 64, seed=1))
+
+
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"\(48, 65\) does not fit .* \(48, 64\)"):
         layer(FP32).load(randn(48, 65))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import FP8Dequantised, NVFP4Emulated, NVFP4Native, Plain
+from flowrl.lowbit.backends import FP8Dequantised, NVFP4Emulated
 from flowrl.lowbit.per_row import PerRow
 from flowrl.lowbit.rules import LayerChoice
 from flowrl.lowbit.training import (
@@ -17,8 +17,6 @@ from flowrl.lowbit.training import (
     quantise_base,
     same_precision_layers,
 )
-from flowrl.lowbit.unpacking import unpack
-from flowrl.numerics import nvfp4
 
 SHAPE = OUT, IN = 48, 64
 BACKENDS = [NVFP4Emulated(), PerRow(NVFP4Emulated()), FP8Dequantised()]
@@ -94,25 +92,6 @@ def test_gradients_have_the_dtype_of_what_came_in_under_autocast_too(linear):
     assert y.dtype == torch.bfloat16 and gradient(x).dtype == torch.float32
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, Plain(torch.float32)])
-def test_unpacking_gives_what_the_backend_multiplies_with(backend):
-    weight = normal(OUT, IN, seed=4)
-    state = backend.pack(weight)
-    product = backend.matmul(torch.eye(IN), state).T
-    torch.testing.assert_close(unpack(backend, state), product, rtol=1e-6, atol=0)
-
-
-def test_native_codes_unpack_to_what_they_stand_for():
-    weight = normal(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
-    unpacked = unpack(NVFP4Native(), NVFP4Native().pack(weight))
-    assert torch.equal(unpacked, nvfp4.fake_quantise(weight))
-
-
-def test_a_backend_of_someone_elses_cannot_be_unpacked():
-    with pytest.raises(ValueError, match="packed by int cannot be unpacked"):
-        unpack(3, {})  # type: ignore[arg-type]
-
-
 # --- a network of layers --------------------------------------------------------------------------
 
 
@@ -154,7 +133,8 @@ def test_layers_are_put_back_as_they_were(network):
 def test_packing_again_begins_at_the_exact_weights(network):
     for backend in (FP8Dequantised(), NVFP4Emulated()):
         quantise_base(network, [choice("first")], backend)
-    expected = unpack(NVFP4Emulated(), NVFP4Emulated().pack(network["second"].weight))
+    backend = NVFP4Emulated()
+    expected = backend.unpack(backend.pack(network["second"].weight))
     assert torch.equal(network["first"].quantised_weight(), expected)
 
 

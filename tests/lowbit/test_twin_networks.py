@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from policies import ALPHA, RANK, SmallFlux, SmallSana, adapted, disturb, relative, tensors
+from policies import (
+    ALPHA,
+    RANK,
+    SmallFlux,
+    SmallSana,
+    adapted,
+    disturb,
+    relative,
+    tensors,
+    velocity,
+)
 
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
@@ -35,12 +45,12 @@ def test_exact_twins_of_other_networks_are_their_merged_policies(small):
     policy, _, inputs = small
     with policy.merged(), torch.no_grad():
         expected = policy.velocity(*inputs)
-    assert torch.equal(Twin(policy, (), EXACT).velocity(*inputs), expected)
+    assert torch.equal(velocity(Twin(policy, (), EXACT), *inputs), expected)
 
 
 def test_merged_and_side_paths_agree_to_rounding_in_other_networks(small):
     policy, choices, inputs = small
-    as_chosen = [Twin(policy, choices, EXACT, lora=way).velocity(*inputs) for way in WAYS]
+    as_chosen = [velocity(Twin(policy, choices, EXACT, lora=way), *inputs) for way in WAYS]
     torch.testing.assert_close(*as_chosen, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         expected = policy.velocity(*inputs)
@@ -56,10 +66,10 @@ def test_twins_of_other_networks_are_quantised_and_follow_in_place(small, lora):
     disturb(policy, seed=1)
     twin.sync(POLICY)
     with torch.no_grad():
-        error = relative(twin.velocity(*inputs), policy.velocity(*inputs))
+        error = relative(velocity(twin, *inputs), policy.velocity(*inputs))
     assert 0.01 < error < 0.5
     fresh = Twin(policy, choices, EMULATED, lora=lora)
-    assert torch.equal(twin.velocity(*inputs), fresh.velocity(*inputs))
+    assert torch.equal(velocity(twin, *inputs), velocity(fresh, *inputs))
     assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
 
 
@@ -119,7 +129,16 @@ def test_beside_weights_packed_for_training_the_twin_is_the_policy(trained):
         expected = policy.velocity(*inputs)
     for chosen in ((), choices):
         twin = Twin(policy, chosen, EMULATED, lora="side")
-        assert torch.equal(twin.velocity(*inputs), expected)
+        assert torch.equal(velocity(twin, *inputs), expected)
+
+
+def test_layers_packed_for_training_are_not_packed_again(trained):
+    policy, choices, _ = trained
+    adapters = [layer.get_base_layer() for layer in adapted(policy).values()]
+    factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in adapters)
+    for chosen in ((), choices):
+        assert Twin(policy, chosen, EMULATED, lora="side").nbytes() == factors
+    assert Twin(policy, choices, FP8Rowwise(), lora="side").nbytes() > 2 * factors
 
 
 def test_candidates_may_have_another_precision_than_training(trained):
@@ -136,7 +155,7 @@ def test_candidates_may_have_another_precision_than_training(trained):
 
     with exact(policy.network), torch.no_grad():
         nearer = policy.velocity(*inputs)
-    assert relative(twin.velocity(*inputs), nearer) < 0.1 < relative(expected, nearer)
+    assert relative(velocity(twin, *inputs), nearer) < 0.1 < relative(expected, nearer)
 
 
 def test_nothing_is_merged_into_weights_packed_for_training(trained):
