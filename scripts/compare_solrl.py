@@ -16,7 +16,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from solrl_words import AUDITED, AUDITS, BASE, INTRODUCTION, RECIPES, TIME
+from solrl_words import AUDITED, AUDITS, BASE, INTRODUCTION, RECIPES, TIME, TRIED
 
 import flowrl
 from flowrl.audit import AuditReport
@@ -178,6 +178,7 @@ def write_page(place: Place, output: Path, machine: str) -> None:
     parts.append(base_section(place))
     if any(events(place, arm, seed) for arm in done for seed in SEEDS):
         parts.append(AUDITS.format(text=wrapped(AUDITED), table=markdown(audit_rows(place, done))))
+    parts.append(f"## What limits it\n\n{wrapped(TRIED)}\n")
     told = [f"| {a.name} | {'; '.join(f'`{c}`' for c in a.changes) or 'none'} |" for a in done]
     parts.append(RECIPES.format(preset=PRESET, recipes="\n".join(told)))
     write_text(output / "README.md", "\n".join(parts))
