@@ -149,17 +149,16 @@ def base_section(place: Place) -> str:
             "layers": f"{row['quantised']:.0%}",
         }
         | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho", "retention")}
-        | {"s / picture, to exact": f"{row['to exact']:.2f}"}
         for row in audit_base(place)
     ]
-    return BASE.format(
+    text = BASE.format(
         preset=PRESET,
         prompts=AUDITED_PROMPTS,
         options=" ".join(f"--steps {n}" for n in STEPS),
         candidates=explore.candidates,
         steps=rows[-1]["steps"],
-        table=markdown(rows),
     )
+    return f"## Which candidates rank well\n\n{wrapped(text)}\n\n{markdown(rows)}\n"
 
 
 def write_page(place: Place, output: Path, machine: str) -> None:
