@@ -42,12 +42,12 @@ AUDITS = """## Do candidates rank as exact pictures do?
 
 {table}
 """
-BASE = """`flowrl audit {preset} --prompts {prompts} {options}`, with other precisions and layers, on
-the pipeline before any training: {candidates} candidates of each prompt, compared by their partial
-score with the same ones in {steps} exact steps. *layers* is the share of all weights that is
-quantised: of the image stream's feed-forward layers alone (`min_dim: 128`, as in the preset), or of
-attention, too (`min_dim: 0`). A rho of 0.8 takes 7 of 8 steps in NVFP4, or 5 with four over six
-(`four_over_six: true`, 4/6 in the table), and with attention in four bits it is not reached."""
+BASE = """`flowrl audit {preset} --prompts {prompts} {options}`, with other precisions and layers,
+on the pipeline before any training: {candidates} candidates of each prompt, compared by their
+partial score with the same ones in {steps} exact steps. *layers* is the share of all weights that
+is quantised: of the image stream's feed-forward layers alone (`min_dim: 128`, as in the preset),
+or of attention, too (`min_dim: 0`). A rho of 0.8 takes 7 of 8 steps in NVFP4, or 5 with four over
+six (`four_over_six: true`, 4/6 in the table), and with attention in four bits it is not reached."""
 TRIED = """What limits the gain here, as measured while the recipe was made. At the base, over the
 four prompts of an iteration, the share of the gradient's power that repeats from iteration to
 iteration is 0.165 for 24 of 24 (24 iterations) and 0.244 for 24 of 96 (16), which is 1.6 times the
