@@ -90,7 +90,8 @@ def test_a_run_that_a_reward_stops_keeps_what_it_learned(make_run):
         return images.mean((1, 2, 3))
 
     specs = [RewardSpec(name="mine", reward=fails_later)]
-    learner = replace(learner, source=replace(learner.source, specs=specs))
+    stage = replace(learner.source.stage, specs=specs)
+    learner = replace(learner, source=replace(learner.source, stage=stage))
     with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
         train(learner, run, iterations=4)
     assert run.checkpoints.steps()[-1] == 3

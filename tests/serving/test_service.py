@@ -68,11 +68,17 @@ def test_prompts_are_checked_one_after_the_other_while_the_server_goes_on():
 
 def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):
     monkeypatch.setattr(service, "CLOSING", 0.1)
-    gate = threading.Event()
-    reward = Inline(lambda *_: gate.wait(10), "hangs", background=True)
+    asked, gate = threading.Event(), threading.Event()
+
+    def hanging(images, prompts, metadata):
+        asked.set()
+        return gate.wait(10)
+
+    reward = Inline(hanging, "hangs", background=True)
     spec = RewardSpec(name="hangs", reward=reward.reward, executor=reward)
     made = service.Service([spec], token=None, max_batch=1, codecs=LOSSLESS)
     reward.submit(IMAGES, [""], [{}])
+    assert asked.wait(10)  # one that had not begun would only be called off
 
     async def close() -> float:
         began = time.monotonic()
