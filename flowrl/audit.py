@@ -1,4 +1,4 @@
-"""How well cheap previews rank candidates: their proxies beside the exact scores of all of them."""
+"""How well candidates rank: the scores they are chosen by beside the exact ones of all of them."""
 
 import math
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class PromptAudit:
     pairs: candidates with both scores; the others count nowhere. tau, rho: Kendall's and
     Spearman's. Of the K chosen, the floor(K/2) with the highest proxies are the best, the others
     the worst. overlap_*: share of them that a choice by exact scores puts on the same side; of
-    equal ones it takes the first, so that with few distinct scores `retention` says more, see
-    `contrast_retention`. rank_*: their mean exact rank, 1 the highest, ties averaged; perfect_*:
-    that of a choice by exact scores; rank_random: that of one at random, (pairs + 1) / 2. Where
-    all exact scores are equal only `pairs` is a number.
+    equal ones it takes the first, so that with few distinct scores the contrast (`retention`, see
+    `contrast_retention`) says more. rank_*: their mean exact rank, 1 the highest, ties averaged;
+    perfect_*: that of a choice by exact scores; rank_random: that of one at random, (pairs + 1) /
+    2. Where all exact scores are equal only `pairs` is a number.
     """
 
     pairs: int
@@ -81,7 +81,7 @@ class AuditReport:
 
     @property
     def missing(self) -> int:
-        """Candidates that lack a proxy or an exact score, of all prompts."""
+        """Candidates that lack their own or an exact score, of all prompts."""
         return self.candidates * len(self.prompts) - sum(p.pairs for p in self.prompts)
 
     def summary(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class AuditReport:
 
 
 def audit(proxy: Tensor, true: Tensor, keep: int, mode: Mode = "best_worst") -> AuditReport:
-    """Compare previews' scores with exact ones of the same candidates.
+    """Compare candidates' scores with the exact ones of the same noises.
 
     proxy, true: (P, N), NaN where a score is missing: that candidate is left out of both, and
     counted. A choice at random is the same for both. Raises ValueError for unequal shapes.

@@ -16,9 +16,9 @@ FILE = "audits.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditEvent:
-    """An audit before the rollout of `iteration`, and what followed.
+    """An audit before the rollout of `iteration`, counted from 0, and what followed.
 
-    precision: what the previews were drawn in, in `steps` steps; next: what they are drawn in from
+    precision: what candidates were drawn in, in `steps` steps; next: what they are drawn in from
     this iteration on, None where that stays. text: the verdict, for people.
     """
 

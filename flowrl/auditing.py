@@ -1,6 +1,6 @@
-"""What `flowrl audit` does: all candidates of a few prompts, as previews of every kind and exactly.
+"""What `flowrl audit` does: all candidates of a few prompts, cheaply in every way and exactly.
 
-Previews and exact pictures start from the same noise; whatever their ranking loses is lost to fewer
+Cheap and exact pictures start from the same noise; whatever their ranking loses is lost to fewer
 steps, to the precision, and to noise that the exact pictures' tree adds on the way.
 """
 
@@ -25,6 +25,7 @@ from flowrl.lowbit.precision import Capability, Resolved, capability_of, named, 
 from flowrl.lowbit.rules import quantised_share
 from flowrl.lowbit.training import packed_within
 from flowrl.progress import Steps
+from flowrl.recipe import load_recipe
 from flowrl.reward import Reward, closing
 from flowrl.rollout import Request, Stopwatch
 from flowrl.runtime import Runtime
@@ -45,18 +46,28 @@ def audited(
     candidates: int | None = None,
     steps: Sequence[int] = (),
 ) -> list[Config]:
-    """The recipe as it explores, once for each number of preview steps.
+    """The recipe as it explores, once for each number of a candidate's steps.
 
     prompts: how many; candidates: of each. None or empty: as `rollout.explore` has it, or its
-    defaults where the recipe has none. Raises UserError for what cannot be drawn.
+    defaults where the recipe has none; of a rollout that has fewer steps than the default, all but
+    one. Raises UserError for what cannot be drawn.
     """
     # Only pictures are drawn: what would be learned from them asks nothing of the rollout.
     drawn = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
-    drawn += [f"rollout.prompts={prompts}", "rollout.explore={}"]
+    drawn += [f"rollout.prompts={prompts}", "rollout.explore={audit: {every: 0}}"]
     if candidates is not None:
         drawn.append(f"rollout.explore.candidates={candidates}")
+    steps = steps or _fewer(recipe, [*overrides, *drawn])
     kinds = [[f"rollout.explore.steps={number}"] for number in dict.fromkeys(steps)] or [[]]
     return [load_config(recipe, [*overrides, *drawn, *kind]) for kind in kinds]
+
+
+def _fewer(recipe: str | Path, overrides: Sequence[str]) -> list[int]:
+    """The rollout's steps less one, where a recipe sets no candidate's and the default is more."""
+    if "steps" in load_recipe(recipe, overrides)["rollout"]["explore"]:
+        return []
+    whole = load_config(recipe, [*overrides, "rollout.explore.steps=null"]).rollout.steps
+    return [max(2, whole - 1)] if whole < Explore.model_fields["steps"].default else []
 
 
 def audit_previews(

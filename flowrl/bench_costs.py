@@ -1,5 +1,7 @@
 """What a run of two stages cost, beside what the cost model says of it."""
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +12,57 @@ from flowrl.lowbit.precision import Resolved, named
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
 Seconds = dict[str, float]
+
+# What the numbers of a row are called for people; those that `verdict` tells are not among them.
+LABELS = {
+    "model": "model",
+    "size": "size",
+    "plan": "kept/candidates@their steps/steps",
+    "layers": "layers",
+    "pixels": "side of a picture, pixels",
+    "precision": "precision of candidates",
+    "native": "computed natively",
+    "compiled": "compiled",
+    "quantised_layers": "quantised layers",
+    "quantised_share": "quantised share of weights",
+    "cheap_copy_gb": "low-bit copy, GB",
+    "exact_copy_gb": "exact copy, GB",
+    "device": "device",
+    "prompts": "prompts",
+    "batch": "pictures in one forward",
+    "keep": "K: kept of a prompt",
+    "candidates": "N: candidates of a prompt",
+    "preview_steps": "steps of a candidate",
+    "steps": "steps of a kept picture",
+    "single": "all N exactly, s",
+    "two": "two stages, s",
+    "exact_step": "an exact step, s a picture",
+    "low_step": "a candidate's step, s a picture",
+    "peft_step": "a step as trained, s a picture",
+    "finish": "decode and score, s a picture",
+    "q": "q: low-bit speed factor",
+    "phi": "phi: fixed cost a picture",
+    "measured": "measured ratio",
+    "predicted": "predicted ratio",
+    "q_to_break_even": "q from which two stages pay",
+    "to_uncompiled_peft": "ratio to N with uncompiled PEFT",
+    "recompiled": "graphs compiled again",
+    "peak_memory_gb": "peak memory, GB",
+}
+
+
+def labelled(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for people: a line for each of its numbers that has a label."""
+    return [{"what": LABELS[name], "is": row[name]} for name in row if name in LABELS]
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """One sentence: what was measured beside what the cost model predicted."""
+    within = "within" if row["of_predicted"] <= row["allowed"] else "above"
+    return (
+        f"measured {row['measured']:.3f}, predicted {row['predicted']:.3f}: "
+        f"{row['of_predicted']:.2f} times, {within} {row['allowed']:.2f}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +82,11 @@ class Counts:
             self.ratio(1.0, 0.0)
         except ValueError as error:
             raise UserError(str(error)) from error
+        if not 2 <= self.preview_steps <= self.steps:
+            raise UserError(
+                f"the counts {self} draw candidates in {self.preview_steps} steps, expected 2 to "
+                f"the {self.steps} of a kept picture"
+            )
 
     def ratio(self, gain: float, fixed: float) -> float:
         """By the cost model, see `two_stage_ratio`."""
@@ -54,13 +112,14 @@ WIDER = Counts(keep=16, candidates=128, preview_steps=4, steps=10)
 
 
 def parse_counts(text: str) -> Counts:
-    """24/96@6/10: keep / candidates @ preview steps / steps. Raises UserError."""
+    """24/96@6/10: kept / candidates @ steps of a candidate / of a kept one. Raises UserError."""
     try:
         kept, taken = text.split("@")
         keep, candidates, preview_steps, steps = map(int, (*kept.split("/"), *taken.split("/")))
     except ValueError as error:
         raise UserError(
-            f"the counts are {text!r}, expected keep/candidates@preview/steps such as 24/96@6/10"
+            f"the counts are {text!r}, expected kept/candidates@steps of a candidate/steps of a "
+            "kept picture such as 24/96@6/10"
         ) from error
     return Counts(keep=keep, candidates=candidates, preview_steps=preview_steps, steps=steps)
 
@@ -117,14 +176,14 @@ class Costs:
         return self.two / (pictures * (self.counts.steps * self.peft_step + self.finish))
 
     def row(self) -> dict[str, Any]:
-        """For people and programs."""
+        """For programs; LABELS has the names for people."""
         pictures, ratio = asdict(self.counts), self.measured / self.predicted
         seconds = {name: getattr(self, name) for name in SECONDS}
         found = {"q": self.gain, "phi": self.fixed, "measured": self.measured}
-        found |= {"predicted": self.predicted, "of predicted": ratio, "allowed": ALLOWED}
-        found |= {"q to break even": break_even_gain(**pictures, fixed=self.fixed)}
-        found |= {"to uncompiled PEFT": self.to_peft, "recompiled": self.graphs}
-        memory = {"peak memory, GB": self.memory and self.memory / 1e9}
+        found |= {"predicted": self.predicted, "of_predicted": ratio, "allowed": ALLOWED}
+        found |= {"q_to_break_even": break_even_gain(**pictures, fixed=self.fixed)}
+        found |= {"to_uncompiled_peft": self.to_peft, "recompiled": self.graphs}
+        memory = {"peak_memory_gb": self.memory and self.memory / 1e9}
         where = {"device": self.device, "prompts": self.prompts, "batch": self.batch}
         return where | pictures | seconds | found | memory | {"split": self.parts()}
 
@@ -139,3 +198,15 @@ class Costs:
 def columns_of(resolved: Resolved) -> dict[str, Any]:
     """What a precision became, for a row."""
     return {"precision": named(resolved), "native": resolved.native}
+
+
+@contextmanager
+def own_words() -> Iterator[None]:
+    """Where no layer is left to be quantised, name the option of a bench that changes it."""
+    try:
+        yield
+    except UserError as error:
+        told, nothing, _ = str(error).partition("is left to be quantised")
+        if not nothing:
+            raise
+        raise UserError(f"{told}{nothing}: give --min-dim 0, or a precision of bf16") from error

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flowrl.aggregate import FailureLimit
-from flowrl.bench_costs import Counts, columns_of
+from flowrl.bench_costs import Counts, columns_of, own_words
 from flowrl.bench_stages import full_batch, measure, move, on_gpu
 from flowrl.build_stages import EXPLORING
 from flowrl.collect import Sampler
@@ -27,6 +27,7 @@ from flowrl.prompts import PromptRecord, PromptSampler
 from flowrl.random_backbone import RandomBackbone
 from flowrl.reward import RewardSpec, load_reward
 from flowrl.runtime import Runtime
+from flowrl.sizes import size_of
 from flowrl.stage import Stage
 from flowrl.trees import presets
 
@@ -65,9 +66,10 @@ def bench_sizes(
 ) -> list[dict[str, Any]]:
     """One row a plan: `Costs.row`, and what is quantised.
 
-    Raises UserError on a CPU for a network of full depth, for a precision that the device lacks,
-    and for kernels that do not agree with their emulation.
+    Raises UserError for an unknown name, on a CPU for a network of full depth, for a precision
+    that the device lacks, and for kernels that do not agree with their emulation.
     """
+    size_of(name)
     runtime = Runtime(device=device)
     if runtime.device.type == "cpu" and layers is None:
         raise UserError(
@@ -103,9 +105,10 @@ def build_networks(
     )
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     move(policy)
-    choices, backend = prepare(
-        policy.network, resolved, dtype=backbone.dtype, device=runtime.device, min_dim=min_dim
-    )
+    with own_words():
+        choices, backend = prepare(
+            policy.network, resolved, dtype=backbone.dtype, device=runtime.device, min_dim=min_dim
+        )
     return Networks(
         name=name,
         backbone=backbone,
@@ -177,8 +180,8 @@ def _row(
         "pixels": networks.backbone.pixels,
         **columns_of(networks.resolved),
         "compiled": networks.compiled,
-        "quantised layers": len(made),
-        "quantised share": quantised_share(networks.choices) if made else 0.0,
-        "cheap copy, GB": networks.low.nbytes() / 1e9,
-        "exact copy, GB": networks.exact.nbytes() / 1e9,
+        "quantised_layers": len(made),
+        "quantised_share": quantised_share(networks.choices) if made else 0.0,
+        "cheap_copy_gb": networks.low.nbytes() / 1e9,
+        "exact_copy_gb": networks.exact.nbytes() / 1e9,
     } | costs.row()

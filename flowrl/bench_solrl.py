@@ -9,17 +9,22 @@ from typing import Any
 
 import torch
 
-from flowrl.bench_costs import Counts, columns_of
+from flowrl.bench_costs import Counts, columns_of, own_words
 from flowrl.bench_stages import full_batch, measure, move, on_gpu
 from flowrl.build import Given, build_learner
 from flowrl.collect import Sampler
 from flowrl.config import parse_config
+from flowrl.errors import UserError
 from flowrl.lowbit.precision import capability_of, resolve
 from flowrl.networks import policys_own
+from flowrl.pipelines import TINY
 from flowrl.policy import OLD, Policy
 from flowrl.runtime import Runtime
 from flowrl.stage import Stage
 from flowrl.train import Learner
+
+# At the built-in pipeline's width only the image's feed-forward layers stand four bits.
+TINY_MIN_DIM = 128
 
 
 def bench_solrl(
@@ -38,10 +43,20 @@ def bench_solrl(
     """24-of-96 and the like as Sol-RL (2604.06916) draws it, trained by NFT, brightness its reward.
 
     batch: most pictures in one forward; the largest that all batches can be full of is taken.
-    min_dim: of layers that are quantised, None for the backbone's. compile: None does on a GPU. ->
-    see `Costs.row`. Raises UserError for a precision that the device lacks.
+    min_dim: of layers that are quantised, None for the backbone's or, built in, 128. compile: None
+    does on a GPU. -> see `Costs.row`. Raises UserError for a precision that the device lacks, for
+    counts that keep one picture, and where no layer is left to be quantised.
     """
+    if counts.keep < 2:
+        raise UserError(
+            f"the counts {counts} keep one picture of a prompt, which is compared with none: keep "
+            "2 or more"
+        )
     torch.set_num_threads(threads)
+    runtime = Runtime(device=device)
+    resolved = resolve(precision, capability_of(runtime.device))
+    if min_dim is None and model in TINY:
+        min_dim = TINY_MIN_DIM
     explore = {
         "candidates": counts.candidates,
         "steps": counts.preview_steps,
@@ -58,12 +73,11 @@ def bench_solrl(
         "compile": on_gpu(device) if compile is None else compile,
         "explore": explore,
     }
-    with _learner(model, device, rollout) as learner:
+    with _learner(model, runtime, rollout) as learner:
         source = learner.source
         assert isinstance(source, Sampler)  # a bench never reads a store
         peft = peft_stage(learner, source.stage)
         costs = measure(source, peft, lambda: update(learner.policy), repeats=repeats)
-        resolved = resolve(precision, capability_of(learner.runtime.device))
     what = {"model": model, **columns_of(resolved), "compiled": rollout["compile"]}
     return what | costs.row()
 
@@ -84,12 +98,16 @@ def update(policy: Policy) -> None:
 
 
 @contextmanager
-def _learner(model: str, device: str, rollout: dict[str, Any]) -> Iterator[Learner]:
+def _learner(model: str, runtime: Runtime, rollout: dict[str, Any]) -> Iterator[Learner]:
     """Its run folder is gone afterwards; only what a precision became is written there."""
     with tempfile.TemporaryDirectory() as folder:
         config = parse_config(
             {
-                "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
+                "pipeline": {
+                    "path": model,
+                    "device": runtime.device.type,
+                    "max_sequence_length": 12,
+                },
                 "prompts": {"train": "tiny:geneval:train"},
                 "rewards": [{"name": "brightness"}],
                 "objective": {"kind": "nft", "draws": {"count": 1}},
@@ -98,4 +116,6 @@ def _learner(model: str, device: str, rollout: dict[str, Any]) -> Iterator[Learn
                 "run": {"output_dir": folder},
             }
         )
-        yield build_learner(config, Runtime(device=device), Given())
+        with own_words():
+            learner = build_learner(config, runtime, Given())
+        yield learner

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -225,14 +225,12 @@ def clocked(stage: Stage, clock: Clock, part: str) -> Stage:
 
     @contextmanager
     def network() -> Iterator:
-        context = stage.network()
-        with clock.of(f"{part}: sync"):
-            velocity = context.__enter__()
-        try:
-            yield velocity
-        finally:
+        with ExitStack() as stack:
             with clock.of(f"{part}: sync"):
-                context.__exit__(None, None, None)
+                velocity = stack.enter_context(stage.network())
+            yield velocity
+            with clock.of(f"{part}: sync"):
+                stack.close()
 
     backbone.decode = decoded  # type: ignore[method-assign]
     return replace(stage, backbone=backbone, network=network)

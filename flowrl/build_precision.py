@@ -13,6 +13,7 @@ from flowrl.lowbit.training import quantise_base
 from flowrl.runtime import Runtime
 
 FILE = "training-precision.json"
+WHERE = "pipeline"  # the section of its options
 
 
 def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
@@ -24,7 +25,7 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
     p = config.pipeline
     if p.precision is None:
         return
-    resolved = resolve(p.precision, capability_of(runtime.device))
+    resolved = resolve(p.precision, capability_of(runtime.device), where=WHERE)
     choices, backend = prepare(
         backbone.transformer,
         resolved,
@@ -32,10 +33,18 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
         device=runtime.device,
         min_dim=p.min_dim,
         keep=p.keep_layers,
+        where=WHERE,
     )
     if runtime.is_main:
-        folder = Path(config.run.output_dir)
-        write_precision(folder, resolved, choices, what="rollouts and training are", file=FILE)
+        write_precision(
+            Path(config.run.output_dir),
+            resolved,
+            choices,
+            dtype=backbone.dtype,
+            what="rollouts and training",
+            lora="side",
+            file=FILE,
+        )
     quantise_base(backbone.transformer, choices, row_by_row(backend))
 
 

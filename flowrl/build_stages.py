@@ -34,6 +34,7 @@ from flowrl.runtime import Runtime
 from flowrl.stage import Stage
 from flowrl.trees.plan import PlanError, TreePlan
 
+WHERE = "rollout.explore"
 EXPLORING = ("time/explore", "time/explore_reward")
 
 
@@ -108,23 +109,17 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
     if e is None:
         return None
     capability = capability_of(d.runtime.device)
-    first = resolve(e.precision, capability)
+    first = resolve(e.precision, capability, where=WHERE)
     falls = e.audit.every and e.audit.on_miss == "degrade"
     for resolved in _ladder(first, capability) if falls else [first]:
         low_precision(d, resolved)  # what cannot work is told before anything is drawn
     plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
 
-    def make(resolved: Resolved) -> Stage:
-        choices, backend = low_precision(d, resolved)
-        if d.runtime.is_main:
-            write_precision(Path(d.config.run.output_dir), resolved, choices)
-        return draft_stage(d, exact, choices, backend)
-
     def exact_plan(iteration: int) -> TreePlan:
         return replace(plan_at(d.config.rollout.plan, seed, iteration), roots=e.candidates)
 
     gate = Gate(
-        make=make,
+        make=functools.partial(_exploring, d, exact),
         first=first,
         capability=capability,
         exact=exact,
@@ -139,6 +134,24 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
         log=AuditLog(Path(d.config.run.output_dir)),
     )
     return Explorer(stage=gate, plan=plan, mode=e.select)
+
+
+def _exploring(d: Drawing, exact: Stage, resolved: Resolved, since: int) -> Stage:
+    """The stage that draws candidates from an iteration on, which is told and written down."""
+    e = d.config.rollout.explore
+    assert e is not None
+    choices, backend = low_precision(d, resolved)
+    if d.runtime.is_main:
+        write_precision(
+            Path(d.config.run.output_dir),
+            resolved,
+            choices,
+            dtype=d.backbone.dtype,
+            since=since,
+            lora=e.lora,
+            four_over_six=e.four_over_six,
+        )
+    return draft_stage(d, exact, choices, backend)
 
 
 def _ladder(resolved: Resolved | None, capability: Capability) -> Iterator[Resolved]:
@@ -190,6 +203,7 @@ def low_precision(d: Drawing, resolved: Resolved) -> tuple[tuple[LayerChoice, ..
         min_dim=e.min_dim,
         keep=e.keep_layers,
         four_over_six=e.four_over_six,
+        where=WHERE,
     )
 
 

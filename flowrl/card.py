@@ -34,6 +34,7 @@ class Card:
     weights: str  # which weights the root holds: "EMA" or "policy"
     step: int  # after how many iterations
     stopped: str = ""  # a sentence that says why no more, when something ended the run early
+    training: str = ""  # sentences on how it learned, beside the configuration
     command: str  # what makes the run again
     config: str  # the resolved configuration, YAML
     evaluation: str = ""  # what the summary was measured on, no full stop

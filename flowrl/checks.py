@@ -73,6 +73,11 @@ def check_explore(plans: Mapping[TreePlan, int], rollout: Rollout) -> None:
             f"rollout.explore.steps is {explore.steps}, expected 2 to the {rollout.steps} of "
             f"rollout.steps: the nearest valid value is {near}"
         )
+    if explore.audit.every and explore.audit.prompts > rollout.prompts:
+        raise ValueError(
+            f"rollout.explore.audit.prompts is {explore.audit.prompts}, more than the "
+            f"{rollout.prompts} of rollout.prompts: the nearest valid value is {rollout.prompts}"
+        )
     if any(plan.same_noise or plan.roots == 1 for plan in plans):
         raise ValueError(
             f"rollout.tree {rollout.tree.kind} starts all pictures of a prompt from one noise, so "

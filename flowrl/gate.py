@@ -18,19 +18,21 @@ from flowrl.stage import Stage
 from flowrl.trees.plan import TreePlan
 
 LOG = logging.getLogger(__name__)
-METRICS = ("tau", "rho", "pooled rho", "retention")  # of an audit that are logged
+# What is logged of an audit, by the names of its summary.
+METRICS = {"tau": "tau", "rho": "rho", "pooled rho": "pooled_rho", "retention": "contrast"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Gate:
     """The stage that explores in an iteration: see the options under `rollout.explore.audit`.
 
-    make: builds the stage of a precision, `first` at the beginning. exact: what draws afterwards.
+    make: builds the stage of a precision, in which candidates are drawn since an iteration; `first`
+    at the beginning. exact: what draws afterwards.
     plan, exact_plan: of an iteration, for candidates and for as many exact trees. keep: trees of a
     prompt that are kept. All processes call it together, and come to the same verdict.
     """
 
-    make: Callable[[Resolved], Stage]
+    make: Callable[[Resolved, int], Stage]
     first: Resolved
     capability: Capability
     exact: Stage
@@ -54,12 +56,12 @@ class Gate:
         if not self.every or iteration % self.every:
             return stage, {}
         report = self._audit(stage, iteration, candidates)
-        found, steps = self._judge(report, resolved, stage), stage.steps
-        if self.exact.runtime.is_main:
+        found, steps = self._judge(report, resolved, stage, iteration), stage.steps
+        if self.exact.runtime.is_main and found.action != "stop":  # which raises the same sentence
             LOG.log(logging.INFO if found.passed else logging.WARNING, "%s", found.text)
         if found.next is not None:
             stage = self._now = None  # its memory is free before the next is built
-            stage = self._stand_at(found.next)
+            stage = self._stand_at(found.next, iteration)
         # Written down last: a precision that cannot be built is no precision to resume in.
         if self.exact.runtime.is_main:
             self.log.record(
@@ -76,26 +78,30 @@ class Gate:
         if found.action == "stop":
             raise UserError(found.text)
         summary = report.summary()
-        return stage, {name.replace(" ", "_"): float(summary[name]) for name in METRICS}
+        return stage, {name: float(summary[key]) for key, name in METRICS.items()}
 
     def _standing(self, iteration: int) -> tuple[Resolved, Stage]:
         """Where earlier audits have left it, those of the session before included.
 
-        Audits of previews with another number of steps say nothing of these.
+        Audits of candidates with another number of steps say nothing of these.
         """
         if self._now is None:
             if self.exact.runtime.is_main:
                 self.log.rewind(iteration)
             steps = len(self.plan(iteration).steps)
             events = [event for event in self.log.before(iteration) if event.steps == steps]
-            moves = [(event.precision, event.next) for event in events]
-            self._stand_at(replayed(moves, self.first, self.capability))
+            resolved, since = self.first, 0
+            for event in events:
+                after = replayed([(event.precision, event.next)], resolved, self.capability)
+                if after != resolved:
+                    resolved, since = after, event.iteration
+            self._stand_at(resolved, since)
         assert self._now is not None
         return self._now
 
-    def _stand_at(self, resolved: Resolved) -> Stage:
+    def _stand_at(self, resolved: Resolved, since: int) -> Stage:
         with self.exact.runtime.together():
-            self._now = resolved, self.make(resolved)
+            self._now = resolved, self.make(resolved, since)
         return self._now[1]
 
     def _audit(self, stage: Stage, iteration: int, candidates: Request) -> AuditReport:
@@ -117,12 +123,21 @@ class Gate:
         true = scored(exact, self.exact_plan(iteration))
         return audit(proxy, true, self.keep(iteration), self.mode)
 
-    def _judge(self, report: AuditReport, resolved: Resolved, stage: Stage) -> Verdict:
+    def _judge(
+        self, report: AuditReport, resolved: Resolved, stage: Stage, iteration: int
+    ) -> Verdict:
+        noise, exact_noise = (
+            any(move.noise for move in plan(iteration).moves)
+            for plan in (self.plan, self.exact_plan)
+        )
         return verdict(
             report,
+            iteration=iteration,
             min_rho=self.min_rho,
             on_miss=self.on_miss,
             resolved=resolved,
             capability=self.capability,
             steps=stage.steps,
+            most=self.exact.steps,
+            unseen=exact_noise and not noise,
         )

@@ -4,11 +4,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from flowrl.audit_log import AuditLog
+from flowrl.build_precision import FILE as TRAINING
 from flowrl.card import Card, write_card
 from flowrl.config import Config, config_yaml
 from flowrl.curves import reward_curves
 from flowrl.evaluate import Comparison, Evaluation, compare
+from flowrl.functional.telling import Mode
 from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
+from flowrl.lowbit.report import read_precision
 from flowrl.pictures import to_pil
 from flowrl.pipelines import TINY
 from flowrl.policy import EMA
@@ -59,6 +63,13 @@ OBJECTIVES = {  # names of those that are not told by their tree
 }
 
 
+CHOSEN: dict[Mode, str] = {  # how candidates are, but for Sol-RL's best and worst
+    "mean_deviation": "those furthest from the mean",
+    "extremes_random": "the best, the worst and others at random",
+    "random": "chosen at random",
+}
+
+
 def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
     """Evaluate the weights at the root, compare them with the base, write gallery and card.
 
@@ -90,7 +101,51 @@ def method(config: Config) -> str:
     if explore is None:
         return name
     kept = config.rollout.plan(0, config.run.seed).roots
-    return f"{name} on {kept} of {explore.candidates} candidates (Sol-RL)"
+    text = f"{name} on {kept} of {explore.candidates} candidates"
+    if kept == explore.candidates:
+        return text
+    return (
+        f"{text} (Sol-RL)"
+        if explore.select == "best_worst"
+        else f"{text}, {CHOSEN[explore.select]}"
+    )
+
+
+def precisions(config: Config, folder: Path, done: int) -> str:
+    """What the run computed in where that was not only its dtype, by its files; "" if nowhere.
+
+    done: iterations that it has behind it.
+    """
+    p = config.pipeline.precision
+    told = [] if p is None else [f"Rollouts and training: {read_precision(folder, TRAINING) or p}."]
+    if config.rollout.explore is not None:
+        told.append(_of_candidates(config, folder, done))
+    return " ".join(told)
+
+
+def _of_candidates(config: Config, folder: Path, done: int) -> str:
+    explore = config.rollout.explore
+    assert explore is not None
+    steps = explore.steps or config.rollout.steps
+    events = [event for event in AuditLog(folder).before(done) if event.steps == steps]
+    parts, now = [f"{steps} steps"], ""
+    for event in events:
+        # An audit before the first rollout says what that one was drawn in.
+        moves = (
+            [event.next] if event.next and not event.iteration else [event.precision, event.next]
+        )
+        for precision in moves:
+            if precision not in (None, now):
+                start = f"from iteration {event.iteration + 1} " if now else ""
+                parts.append(start + ("not quantised" if precision == "bf16" else precision))
+                now = precision
+    if not events:
+        parts.append(read_precision(folder) or explore.precision)
+    text = f"Candidates: {parts[0]}, {'; '.join(parts[1:])}"
+    rhos = [(event.iteration + 1, event.report.rho) for event in events]
+    if rhos:
+        text += f"; last audit before iteration {rhos[-1][0]}, rho {rhos[-1][1]:.2f}"
+    return f"{text}."
 
 
 def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
@@ -168,6 +223,7 @@ def card(
         weights="EMA" if learner.policy.best_name == EMA else "policy",
         step=run.done,
         stopped=run.stopped,
+        training=precisions(config, run.folder, run.done),
         command=f"flowrl train {run.folder / 'config.yaml'} run.output_dir=runs/again",
         config=config_yaml(config),
         evaluation=f"{rows[0].pairs} pictures of {e.prompts}, seed {e.seed}" if rows else "",

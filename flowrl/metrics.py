@@ -55,7 +55,7 @@ METRICS: dict[str, str] = {
         "At audits, Spearman's over the candidates of all prompts together. It also sees that some "
         "prompts score higher, which no choice within a prompt can use."
     ),
-    "explore/audit/retention": (
+    "explore/audit/contrast": (
         "At audits, the difference of exact scores between the best and the worst half of the "
         "choice, as a share of that of a choice by exact scores."
     ),

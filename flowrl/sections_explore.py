@@ -21,7 +21,9 @@ class Audit(Section):
     every: Whole = option(
         50, "Iterations between audits, the first before the first rollout; 0 is never."
     )
-    prompts: Count = option(2, "Prompts of the iteration whose candidates are all drawn exactly.")
+    prompts: Count = option(
+        2, "Prompts of the iteration whose candidates are all drawn exactly, of rollout.prompts."
+    )
     min_rho: Annotated[Number, Field(ge=-1, le=1)] = option(
         0.8,
         "Spearman's rank correlation of candidates and exact scores within a prompt, averaged over "
@@ -31,7 +33,8 @@ class Audit(Section):
     on_miss: Literal["degrade", "stop", "warn"] = option(
         "degrade",
         "What happens below it: degrade goes on in the next higher precision (nvfp4, fp8, bf16) "
-        "and says so, stop ends the run, warn goes on as it is.",
+        "and says so, stop ends the run, warn goes on as it is. Where rollout.tree has noise that "
+        "candidates lack, degrade only warns.",
     )
 
 
@@ -44,7 +47,8 @@ class Explore(Section):
     steps: Count | None = option(
         6,
         "Denoising steps of a candidate, without noise, on a schedule of their own; null grows "
-        "rollout.tree itself, with its noise.",
+        "rollout.tree itself, with its noise: take it where rollout.tree has any, which candidates "
+        "without noise cannot see.",
         "6 of 10 in Sol-RL; 4 of 10 gave most of the gain",
     )
     select: Literal["best_worst", "mean_deviation", "extremes_random", "random"] = option(

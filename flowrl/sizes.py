@@ -175,7 +175,7 @@ SIZES: dict[str, Size] = {
 def size_of(name: str) -> Size:
     """Raises UserError for a name that is not in SIZES."""
     if name not in SIZES:
-        raise UserError(f"there is no size {name!r}: {', '.join(SIZES)}")
+        raise UserError(f"there is no size {name!r}, expected one of {', '.join(SIZES)}")
     return SIZES[name]
 
 

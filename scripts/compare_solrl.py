@@ -36,9 +36,9 @@ SCORES = {"geneval": "Partial", "geneval_strict": "Strict"}
 QUALITY = "tiny_quality"
 SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
 AXES = ("iterations", "wall-time")
-STEPS = (4, 5, 6, 7)  # of previews, on the base pipeline
+STEPS = (4, 5, 6, 7)  # of candidates, on the base pipeline
 AUDITED_PROMPTS = 12
-KINDS = (  # of previews: their precision, and changes
+KINDS = (  # of candidates: their precision, and changes
     ("bf16", ()),
     ("nvfp4-emulated", ()),
     ("nvfp4-emulated", ("rollout.explore.four_over_six=true",)),
@@ -123,7 +123,7 @@ def train(place: Place, arm: Arm, seed: int) -> None:
 
 
 def audit_base(place: Place) -> list[dict]:
-    """How previews of all KINDS rank on the base pipeline; what was found before is read."""
+    """How candidates of all KINDS rank on the base pipeline; what was found before is read."""
     path = place.runs / "base-audit.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -148,7 +148,8 @@ def base_section(place: Place) -> str:
             "precision": row["precision"] + (" 4/6" if row.get("four over six") else ""),
             "layers": f"{row['quantised']:.0%}",
         }
-        | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho", "retention")}
+        | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho")}
+        | {"contrast": f"{row['retention']:.3f}"}
         for row in audit_base(place)
     ]
     text = BASE.format(
@@ -265,7 +266,7 @@ def audit_cells(report: AuditReport) -> dict[str, str]:
         "overlap": ends("overlap", 2),
         "rank": ends("rank", 1),
         "perfect": ends("perfect", 1),
-        "retention": f"{report.mean('retention'):.3f}",
+        "contrast": f"{report.mean('retention'):.3f}",
         "no rho": f"{report.without_rho} of {len(report.prompts)}",
     }
 

@@ -34,7 +34,7 @@ rho are Kendall's and Spearman's within a prompt, averaged over the prompts that
 rho* is that of all together. Of the best and the worst half of the choice: *overlap*, the share
 that a choice by exact scores has too, which of equal ones takes the first; *rank*, their mean exact
 rank, 1 the highest, ties averaged; *perfect*, that of a choice by exact scores; at random it is
-48.5 of 96. *retention* is the difference of exact scores between the halves, as a share of the
+48.5 of 96. *contrast* is the difference of exact scores between the halves, as a share of the
 largest possible. *no rho* counts prompts whose scores are all equal."""
 AUDITS = """## Do candidates rank as exact pictures do?
 
@@ -56,7 +56,7 @@ from two prompts each, two an iteration, 36 iterations and `optim.lr` 8e-4 the p
 at 0.798, 0.798 and 0.802 with 24 of 96 (four over six) and at 0.821, 0.787 and 0.795 with 24 of 24.
 So the preset updates from one prompt at a time. A score of few values bounds the gain, too: where
 half of a prompt's pictures are right, any 24 have as much contrast as can be. And as the policy
-learns, candidates rank less well: those that fail are then often failures of the preview alone."""
+learns, candidates rank less well: one that fails is then often made to fail by few steps alone."""
 RECIPES = """## Recipes
 
 `flowrl train {preset}`, with

@@ -1,5 +1,7 @@
 """What follows from an audit: keep, degrade along the ladder, warn, or stop."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ BLACKWELL = Capability(device="cuda", name="B200", compute=(10, 0), scaled_mm=Tr
 
 
 def report(mix, prompts=3):
-    """Previews of which `mix` is the exact score; 1 ranks perfectly, 0 at random."""
+    """Candidates of which `mix` is the exact score; 1 ranks perfectly, 0 at random."""
     generator = torch.Generator().manual_seed(0)
     true, noise = torch.randn(2, prompts, 32, generator=generator)
     return audit(mix * true + (1 - mix) * noise, true, 8)
@@ -22,20 +24,32 @@ def report(mix, prompts=3):
 GOOD, BAD = report(1.0), report(0.3)
 
 
-def judged(found, precision, capability, on_miss="degrade", min_rho=0.8, steps=3) -> Verdict:
+def judged(
+    found,
+    precision,
+    capability,
+    on_miss: Any = "degrade",
+    min_rho=0.8,
+    steps=3,
+    most=6,
+    unseen=False,
+) -> Verdict:
     resolved = resolve(precision, capability)
     return verdict(
         found,
+        iteration=2,
         min_rho=min_rho,
         on_miss=on_miss,
         resolved=resolved,
         capability=capability,
         steps=steps,
+        most=most,
+        unseen=unseen,
     )
 
 
 @pytest.mark.parametrize("on_miss", ["degrade", "stop", "warn"])
-def test_previews_that_rank_well_are_kept_whatever_a_miss_would_do(on_miss):
+def test_candidates_that_rank_well_are_kept_whatever_a_miss_would_do(on_miss):
     found = judged(GOOD, "nvfp4", BLACKWELL, on_miss)
     assert (found.passed, found.action, found.next) == (True, "keep", None)
     assert "rho 1.000" in found.text and "3 steps" in found.text
@@ -62,13 +76,17 @@ def test_a_miss_goes_one_step_up_in_precision(precision, capability, lower):
     found = judged(BAD, precision, capability)
     assert (found.passed, found.action) == (False, "degrade")
     assert found.next is not None and named(found.next) == lower
-    assert f"drawn in {lower}" in found.text and f"rho {BAD.rho:.3f}" in found.text
+    assert (
+        lower.replace("bf16", "not quantised") in found.text and f"rho {BAD.rho:.3f}" in found.text
+    )
 
 
 def test_at_the_end_of_the_ladder_more_steps_are_what_is_left():
     found = judged(BAD, "bf16", CPU, steps=4)
     assert (found.passed, found.action, found.next) == (False, "warn", None)
-    assert "more preview steps are what is left (rollout.explore.steps, now 4)" in found.text
+    assert "what is left (rollout.explore.steps, now 4 of 6)" in found.text
+    found = judged(BAD, "bf16", CPU, steps=6)
+    assert found.text.endswith("candidates have as many steps as exact pictures already")
 
 
 def test_a_miss_that_only_warns_changes_nothing():
@@ -85,9 +103,9 @@ def test_a_miss_that_stops_names_rho_precision_steps_and_what_to_change():
         "nvfp4-emulated",
         "5 steps",
         "min_rho = 0.8",
-        "raise rollout.explore.steps, now 5",
+        "raise rollout.explore.steps, now 5 of 6",
         "rollout.explore.precision to bf16",
-        "set on_miss to warn",
+        "set rollout.explore.audit.on_miss to warn",
     ):
         assert part in found.text
 
@@ -103,7 +121,7 @@ def test_where_no_prompt_has_a_rho_nothing_is_blamed_on_the_precision(on_miss):
     flat = torch.zeros(2, 8)
     found = judged(audit(flat, torch.rand(2, 8), 4), "nvfp4", BLACKWELL, on_miss)
     assert (found.passed, found.action, found.next) == (False, "warn", None)
-    assert "none of the 2 prompts" in found.text and "more preview steps" in found.text
+    assert "none of the 2 prompts" in found.text and "more steps of a candidate" in found.text
 
 
 def test_prompts_without_a_rho_and_missing_scores_are_told():
@@ -112,7 +130,24 @@ def test_prompts_without_a_rho_and_missing_scores_are_told():
     proxy = true.clone()
     proxy[1, 2] = float("nan")
     found = judged(audit(proxy, true, 4), "bf16", CPU)
-    assert found.passed and "mean of 2 prompts, 1 more have none, 1 scores missing" in found.text
+    assert found.passed and "mean of 2 prompts, 1 more without, 1 score missing" in found.text
+
+
+@pytest.mark.parametrize(
+    ("on_miss", "action"), [("degrade", "warn"), ("warn", "warn"), ("stop", "stop")]
+)
+def test_noise_that_candidates_lack_is_not_blamed_on_precision_or_steps(on_miss, action):
+    found = judged(BAD, "nvfp4", BLACKWELL, on_miss, unseen=True)
+    assert (found.passed, found.action, found.next) == (False, action, None)
+    assert "without noise cannot see the noise of the rollout's tree" in found.text
+    assert "set rollout.explore.steps to null" in found.text
+    assert "raise" not in found.text and "explore.precision" not in found.text
+    assert judged(GOOD, "nvfp4", BLACKWELL, on_miss, unseen=True).action == "keep"
+
+
+def test_iterations_are_told_as_people_count_them():
+    assert judged(GOOD, "bf16", CPU).text.startswith("audit before iteration 3: candidates (3 ")
+    assert "(mean of 1 prompt)" in judged(report(1.0, prompts=1), "bf16", CPU).text
 
 
 def test_an_unknown_way_to_miss_is_refused():

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import typer
 
 from flowrl.auditing import audit_previews, audited
 from flowrl.cli import explained
-from flowrl.commands.auditing import audit
+from flowrl.commands.auditing import audit, for_people, left_out
+from flowrl.commands.show import print_table
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.export import save_lora
@@ -136,6 +138,15 @@ def test_a_recipe_that_does_not_explore_gets_the_defaults(tiny_config, tmp_path)
     assert config.rollout.explore and config.rollout.explore.candidates == 96
 
 
+def test_a_rollout_of_fewer_steps_than_the_default_explores_in_one_less(tiny_config, tmp_path):
+    path = tmp_path / "plain.yaml"
+    path.write_text(config_yaml(tiny_config(rollout={"steps": 4})))
+    (config,) = audited(path, prompts=1)
+    assert config.rollout.explore and config.rollout.explore.steps == 3
+    (config,) = audited(path, prompts=1, steps=[2])
+    assert config.rollout.explore and config.rollout.explore.steps == 2
+
+
 def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_drawn(recipe, load_tiny):
     reward = Counting()
     with pytest.raises(UserError, match="precision nvfp4 needs an NVIDIA GPU"):
@@ -176,25 +187,40 @@ def test_the_command_prints_a_short_table(run, recipe, here):
     code, out, _ = run(recipe, "--prompts", 1, "--steps", 4, "rollout.explore.candidates=5")
     assert code == 0
     header, row, exact, random = table(out)
-    assert header == (
-        "steps precision quantised tau rho pooled overlap rank contrast seconds ratio".split()
-    )
-    perfect = ["0%", "1.000", "1.000", "1.000", "1.00/1.00", "1.5/4.5", "1.000"]
-    assert row[:9] == ["4", "bf16", *perfect] and exact[:9] == ["4", "exact", *perfect]
-    assert random[:3] == ["n/a", "random", "n/a"] and "3.0/3.0" in random
+    assert header == "steps precision low-bit rho overlap rank contrast seconds ratio".split()
+    perfect = ["0%", "1.000", "1.00", "1.5", "1.000"]
+    assert row[:7] == ["4", "bf16", *perfect] and exact[:7] == ["4", "exact", *perfect]
+    assert random[:3] == ["n/a", "random", "n/a"] and random[5] == "3.0"
+
+
+def test_the_table_fits_eighty_columns(capsys):
+    row = {"steps": 10, "precision": "nvfp4-emulated", "quantised": 1.0, "rho": -0.123}
+    row |= {"overlap best": 1.0, "rank best": 127.5, "retention": -0.123, "s/picture": 0.01234}
+    print_table(for_people([row | {"to exact": 12.345, "no rho": 3, "missing": 0}]))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_what_a_row_lacks_is_a_sentence_below():
+    row = {"steps": 3, "precision": "bf16", "no rho": 2, "missing": 0}
+    assert left_out([row, row | {"no rho": 0}]) == [
+        "3 steps, bf16: 2 prompts have no rho, their scores are all equal"
+    ]
 
 
 def test_json_has_every_number_under_its_own_name(run, recipe, here):
     code, out, _ = run(recipe, "--prompts", 1, "--json")
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert code == 0 and [row["precision"] for row in rows] == ["bf16", "exact", "random"]
-    assert set(rows[0]) >= {"rho", "tau", "rank best", "overlap worst", "retention", "s/picture"}
+    names = {"rho", "tau", "rank_best", "overlap_worst", "contrast", "seconds_per_picture"}
+    assert set(rows[0]) >= names and all(re.fullmatch("[a-z_]+", name) for name in rows[0])
+    assert all(set(row) == set(rows[0]) for row in rows)
+    assert rows[1]["rho"] == 1 and rows[2]["rho"] is None
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "No recipe given"),
+        ([], "flowrl audit tiny-sd3-solrl-geneval"),
         (["RECIPE", "--steps", "9"], "rollout.explore.steps is 9, expected 2 to the 4"),
         (["RECIPE", "--candidates", "3"], "the nearest valid value is 4"),
         (["RECIPE", "--precision", "int4"], "unknown precision 'int4'"),

@@ -1,6 +1,7 @@
 """`flowrl bench solrl`: what it prints, and that its refusals are one sentence."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -8,7 +9,10 @@ import pytest
 from flowrl.cli import explained
 from flowrl.commands.benching import app
 
-ROW: dict[str, Any] = {"q": 0.5, "split": [{"part": "explore: draw", "seconds": 1.0}]}
+ROW: dict[str, Any] = {
+    "two": 9.1, "q": 0.5, "measured": 1.13, "predicted": 1.154, "of_predicted": 1.13 / 1.154,
+    "allowed": 1.1, "split": [{"part": "explore: draw", "seconds": 1.0}],
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -32,11 +36,18 @@ def run(capsys, monkeypatch):
 
 def test_a_pipeline_is_asked_for_the_published_counts_and_sizes_for_a_wider_first_stage_too(run):
     code, out, _, asked = run()
-    assert code == 0 and "explore: draw" in out and "q" in out
+    assert code == 0 and "explore: draw" in out
     assert [str(a["counts"]) for a in asked] == ["24/96@6/10"]
     _, _, _, asked = run("--size", "sana-1.6b", "--size", "flux.1-dev", "--scale", "0.25")
     assert [a["name"] for a in asked[1:]] == ["sana-1.6b", "flux.1-dev"]
     assert [str(plan) for plan in asked[1]["plans"]] == ["6/24@6/10", "4/32@4/10"]
+
+
+def test_people_read_what_numbers_are_and_the_verdict_last(run):
+    _, out, _, _ = run()
+    assert re.search(r"two stages, s +9\.1", out) and "q: low-bit speed factor" in out
+    last = "measured 1.130, predicted 1.154: 0.98 times, within 1.10"
+    assert out.strip().splitlines()[-1] == last
 
 
 def test_a_row_is_one_json_object(run):
@@ -51,8 +62,10 @@ def test_a_row_is_one_json_object(run):
         (("--counts", "24/96"), "such as 24/96@6/10"),
         (("--counts", "9/6@2/3"), "keep is 9 of 6 candidates"),
         (("--scale", "0.1"), "whole numbers are expected"),
+        (("--counts", "4/16@9/5"), "4/16@9/5 draw candidates in 9 steps, expected 2 to the 5"),
+        (("--size", "sana-1.6b", "--size", "nosuch"), "expected one of sd3.5-large, sd3.5-medium"),
     ],
 )
-def test_counts_that_cannot_be_are_one_sentence(run, words, told):
+def test_counts_and_sizes_that_cannot_be_are_one_sentence(run, words, told):
     code, _, err, asked = run(*words)
     assert code and told in err and err.count("\n") == 1 and not asked

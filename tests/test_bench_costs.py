@@ -1,8 +1,20 @@
 """What is told of a run of two stages; the numbers here are made up."""
 
+import re
+
 import pytest
 
-from flowrl.bench_costs import PUBLISHED, WIDER, Costs, Counts, parse_counts
+from flowrl.bench_costs import (
+    LABELS,
+    PUBLISHED,
+    WIDER,
+    Costs,
+    Counts,
+    labelled,
+    own_words,
+    parse_counts,
+    verdict,
+)
 from flowrl.errors import UserError
 
 # Full pictures take 10 s to draw and 2 s to finish, a cheap step half as long as an exact one.
@@ -26,7 +38,7 @@ COSTS = Costs(
 def test_a_run_without_overhead_costs_what_the_model_says():
     assert (COSTS.gain, COSTS.fixed) == (2.0, 0.2)
     assert COSTS.measured == pytest.approx(COSTS.predicted)
-    assert COSTS.row()["of predicted"] == pytest.approx(1)
+    assert COSTS.row()["of_predicted"] == pytest.approx(1)
     assert COSTS.row()["allowed"] == 1.10
 
 
@@ -55,6 +67,33 @@ def test_counts_of_another_form_are_refused_with_an_example(text):
 def test_counts_that_cannot_be_are_refused(text):
     with pytest.raises(UserError, match=r"keep is|steps are"):
         parse_counts(text)
+
+
+@pytest.mark.parametrize("text", ["24/96@11/10", "24/96@1/10"])
+def test_candidates_take_two_steps_to_all(text):
+    with pytest.raises(UserError, match=f"{text} draw .* expected 2 to the 10 of a kept picture"):
+        parse_counts(text)
+
+
+def test_names_of_numbers_are_plain_for_programs_and_all_said_to_people():
+    row = COSTS.row()
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in row)
+    assert set(row) - set(LABELS) == {"split", "of_predicted", "allowed"}
+    told = {line["what"]: line["is"] for line in labelled(row)}
+    assert told["q: low-bit speed factor"] == 2 and told["two stages, s"] == COSTS.two
+
+
+def test_the_verdict_says_on_which_side_of_the_limit_the_run_is():
+    row = {"measured": 1.13, "predicted": 1.0, "of_predicted": 1.13, "allowed": 1.1}
+    assert verdict(row) == "measured 1.130, predicted 1.000: 1.13 times, above 1.10"
+    assert verdict(COSTS.row()).endswith("1.00 times, within 1.10")
+
+
+def test_a_bench_names_its_own_option_where_no_layer_is_left():
+    with pytest.raises(UserError, match="is left to be quantised: give --min-dim 0"), own_words():
+        raise UserError("no layer of X is left to be quantised: set rollout.explore.min_dim")
+    with pytest.raises(UserError, match="^another$"), own_words():
+        raise UserError("another")
 
 
 def test_scaled_counts_keep_their_proportion():

@@ -49,21 +49,26 @@ def test_a_row_a_plan_tells_what_was_quantised_and_what_it_cost(narrow):
         assert row["layers"] == "2 of each kind: says nothing of speed"
         # Eight projections of attention a block, one less in the last, two of the image's
         # feed-forward, and the last projection of all.
-        assert row["quantised layers"] == 8 + 7 + 2 * 2 + 1
-        assert 0 < row["quantised share"] < 1
-        assert row["recompiled"] == 0 and row["peak memory, GB"] is None
-        assert row["of predicted"] == row["measured"] / row["predicted"] > 0
+        assert row["quantised_layers"] == 8 + 7 + 2 * 2 + 1
+        assert 0 < row["quantised_share"] < 1
+        assert row["recompiled"] == 0 and row["peak_memory_gb"] is None
+        assert row["of_predicted"] == row["measured"] / row["predicted"] > 0
         json.dumps(row)
 
 
 def test_bf16_quantises_nothing(narrow):
     row, *_ = bench_sizes(precision="bf16", **OPTIONS)
-    assert row["quantised layers"] == 0 and row["precision"] == "bf16"
+    assert row["quantised_layers"] == 0 and row["precision"] == "bf16"
 
 
 def test_a_cpu_is_not_asked_for_a_whole_network():
     with pytest.raises(UserError, match="give --layers 2"):
         bench_sizes(precision="auto", **OPTIONS | {"layers": None})
+
+
+def test_an_unknown_size_is_told_the_known_ones_before_anything_else():
+    with pytest.raises(UserError, match="'nosuch', expected one of sd3.5-large, sd3.5-medium"):
+        bench_sizes(precision="auto", **OPTIONS | {"name": "nosuch", "layers": None})
 
 
 def test_a_precision_that_a_cpu_lacks_is_refused_before_anything_is_built():
@@ -83,4 +88,4 @@ def test_real_sizes_cost_what_the_model_says_and_compile_once(name):
     options |= {"plans": [PUBLISHED, WIDER], "compile": True, "device": "cuda", "repeats": 2}
     for row in bench_sizes(precision="fp8", **options):
         assert row["recompiled"] == 0
-        assert row["of predicted"] <= row["allowed"]
+        assert row["of_predicted"] <= row["allowed"]

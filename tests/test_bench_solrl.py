@@ -36,7 +36,7 @@ def test_the_split_and_the_ratio_stand_beside_the_cost_models(tiny_pipeline_path
     assert row["predicted"] == two_stage_ratio(
         candidates=6, keep=2, preview_steps=2, steps=3, gain=row["q"], fixed=row["phi"]
     )
-    assert row["of predicted"] == row["measured"] / row["predicted"]
+    assert row["of_predicted"] == row["measured"] / row["predicted"]
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "fp8"])
@@ -49,9 +49,24 @@ def test_a_precision_that_a_cpu_lacks_is_refused(tiny_pipeline_path, precision):
         )
 
 
+@pytest.mark.parametrize(
+    ("counts", "changed", "told"),
+    [
+        ("1/4@2/3", {}, "1/4@2/3 keep one picture"),
+        ("2/4@2/3", {"precision": "fp4"}, "unknown precision 'fp4': one of auto"),
+        ("2/4@2/3", {"min_dim": None}, "left to be quantised: give --min-dim 0"),
+    ],
+    ids=["one kept", "precision", "no layer"],
+)
+def test_refusals_speak_of_the_benchs_own_options(tiny_pipeline_path, counts, changed, told):
+    with pytest.raises(UserError, match=told) as caught:
+        bench_solrl(model=tiny_pipeline_path, counts=parse_counts(counts), **OPTIONS | changed)
+    assert "rollout." not in str(caught.value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "nvfp4-emulated"])
 def test_the_measured_ratio_is_at_most_a_tenth_above_the_models(tiny_pipeline_path, precision):
     options = OPTIONS | {"precision": precision, "repeats": 3}
     row = bench_solrl(model=tiny_pipeline_path, counts=PUBLISHED, **options)
-    assert row["of predicted"] <= row["allowed"]
+    assert row["of_predicted"] <= row["allowed"]

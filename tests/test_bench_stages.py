@@ -1,6 +1,8 @@
 """How two stages are measured; that measuring changes nothing that is drawn."""
 
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +70,25 @@ def test_a_clocked_stage_draws_the_same_pictures(make_learner):
     assert clock.seconds["x: decode"] > 0
     after = source.stage(request, plan, Stopwatch())  # and it has left the stage as it was
     assert len(clock.seconds) == 2 and torch.equal(after.reward, plain.reward)
+
+
+def test_a_clocked_stage_lets_its_network_know_of_errors(make_learner):
+    stage = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT).source.stage
+    seen = []
+
+    @contextmanager
+    def network():
+        try:
+            yield None
+        except KeyError as error:
+            seen.append(error)
+            raise
+
+    timed = clocked(replace(stage, network=network), Clock(CPU), "x")
+    error = KeyError("x")
+    with pytest.raises(KeyError), timed.network():
+        raise error
+    assert seen == [error]
 
 
 def test_a_cpu_is_no_gpu():

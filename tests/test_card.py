@@ -124,6 +124,12 @@ def test_the_card_says_which_weights_it_holds_and_from_when(tmp_path):
     assert re.search(r"\*\*policy\*\* weights after\s+\*\*17\*\* iterations", body)
 
 
+def test_the_card_says_how_it_was_trained_where_there_is_more_to_say(tmp_path):
+    _, body = parts(tmp_path, card(training="Candidates: 6 steps."))
+    assert "## Training\n\nCandidates\\: 6 steps.\n\n```" in body
+    assert "## Training\n\n```" in parts(tmp_path, card())[1]
+
+
 def test_the_card_says_why_a_run_ended_early_and_what_its_rows_are(tmp_path):
     _, plain = parts(tmp_path, card())
     _, body = parts(tmp_path, card(stopped="Stopped at 7: x_y.", legend="corrected/R is R."))

@@ -221,6 +221,7 @@ def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
     [
         ({"explore": {"candidates": 3}}, "candidates is 3.*nearest valid value is 4"),
         ({"explore": {"steps": 5}}, "steps is 5.*nearest valid value is 4"),
+        ({"explore": {"steps": 2, "audit": {"prompts": 3}}}, "prompts is 3.*valid value is 2"),
         ({"explore": {"steps": 1}}, "steps is 1.*nearest valid value is 2"),
         (
             {"tree": {"kind": "dance_grpo"}, "explore": {"steps": 2}},

@@ -34,12 +34,12 @@ def precision(folder) -> dict:
     return json.loads((folder / "run" / "precision.json").read_text())
 
 
-def test_previews_that_rank_well_enough_stay_as_they_are(make_learner, options, tmp_path, caplog):
+def test_candidates_that_rank_well_enough_stay_as_they_are(make_learner, options, tmp_path, caplog):
     learner = make_learner(**options(min_rho=-1.0))
     with caplog.at_level(logging.INFO, "flowrl"):
         explored = learner.source.collect(0, Stopwatch()).explored
     assert -1 <= explored.audit["rho"] <= 1 and -1 <= explored.audit["tau"] <= 1
-    assert "audit: previews in nvfp4-emulated with 2 steps have rho" in caplog.text
+    assert "audit before iteration 1: candidates (2 steps, nvfp4-emulated) have rho" in caplog.text
     assert precision(tmp_path)["format"] == "nvfp4"
     (event,) = AuditLog(tmp_path / "run").before(1)
     assert event.action == "keep" and event.report.candidates == 8 and event.report.keep == 4
@@ -53,26 +53,56 @@ def test_an_audit_compares_candidates_with_the_exact_pictures_of_the_same_noise(
     learner = make_learner(**changes | {"pipeline": {"decode_batch": 8}})
     explored = learner.source.collect(0, Stopwatch()).explored
     assert explored.audit["rho"] == pytest.approx(1) and explored.audit["tau"] == pytest.approx(1)
-    assert explored.audit["retention"] == pytest.approx(1)
+    assert explored.audit["contrast"] == pytest.approx(1)
 
 
 def test_a_miss_moves_to_the_next_precision_and_says_so(make_learner, options, tmp_path, caplog):
     learner = make_learner(**options(min_rho=1.0))
     learner.source.collect(0, Stopwatch())
-    assert "from now on previews are drawn in bf16" in caplog.text
-    assert precision(tmp_path)["format"] == "bf16"
+    assert "from now on candidates are not quantised" in caplog.text
+    assert precision(tmp_path)["precision"] == "not quantised (float32)"
     assert precision(tmp_path)["requested"] == "nvfp4-emulated"
     assert precision(tmp_path)["layers"] == []
     learner.source.collect(2, Stopwatch())  # below bf16 there is nothing, and that is told
-    assert "bf16 is the last precision" in caplog.text
+    assert "nothing is quantised any more: more steps" in caplog.text
 
 
 def test_a_miss_may_stop_the_run_and_is_written_down(make_learner, options, tmp_path):
     learner = make_learner(**options(min_rho=1.0, on_miss="stop"))
-    with pytest.raises(UserError, match="nvfp4-emulated with 2 steps have rho .*raise rollout"):
+    with pytest.raises(UserError, match="2 steps, nvfp4-emulated\\) have rho .*raise rollout"):
         learner.source.collect(0, Stopwatch())
     (event,) = AuditLog(tmp_path / "run").before(1)
     assert event.action == "stop" and event.report.rho < 1
+
+
+def test_a_miss_that_stops_is_told_once(make_learner, options, caplog):
+    learner = make_learner(**options(min_rho=1.0, on_miss="stop"))
+    with caplog.at_level(logging.INFO, "flowrl"), pytest.raises(UserError):
+        learner.source.collect(0, Stopwatch())
+    assert "have rho" not in caplog.text
+
+
+def test_noise_that_candidates_lack_degrades_nothing(make_learner, options, tmp_path, caplog):
+    changes = options(min_rho=1.0)
+    changes["rollout"]["tree"] = {"kind": "flow_grpo"}
+    make_learner(**changes).source.collect(0, Stopwatch())
+    assert "set rollout.explore.steps to null" in caplog.text
+    assert precision(tmp_path)["precision"] == "nvfp4-emulated"
+    changes["rollout"]["explore"]["steps"] = None  # with the very noises of the rollout
+    make_learner(**changes).source.collect(0, Stopwatch())
+    assert precision(tmp_path)["precision"] == "not quantised (float32)"
+
+
+def test_the_file_says_since_when_also_to_a_resumed_run(make_learner, options, tmp_path):
+    learner = make_learner(**options(min_rho=-1.0))
+    learner.source.collect(0, Stopwatch())
+    assert precision(tmp_path)["since_iteration"] == 0
+    learner.source.explorer.stage.min_rho = 1.0
+    learner.source.collect(2, Stopwatch())
+    assert precision(tmp_path)["since_iteration"] == 2
+    (tmp_path / "run" / "precision.json").unlink()
+    make_learner(**options(min_rho=1.0)).source.collect(3, Stopwatch())
+    assert precision(tmp_path)["since_iteration"] == 2
 
 
 def test_what_explored_is_free_before_its_successor_is_built(make_learner, options):
@@ -80,14 +110,14 @@ def test_what_explored_is_free_before_its_successor_is_built(make_learner, optio
     gate, alive = learner.source.explorer.stage, []
     make, found = gate.make, []
 
-    def watched(resolved):
+    def watched(resolved, since):
         alive.append([stage() is not None for stage in found])
-        stage = make(resolved)
+        stage = make(resolved, since)
         found.append(weakref.ref(stage.network.args[0]))  # the copy of the network
         return stage
 
     gate.make = watched
-    gate.make(gate.first)  # nobody holds it
+    gate.make(gate.first, 0)  # nobody holds it
     learner.source.collect(0, Stopwatch())
     assert alive == [[], [False], [False, False]]
 
@@ -117,7 +147,7 @@ def test_a_recipe_that_explores_in_more_steps_begins_at_its_own_precision(
     make_learner(**options(min_rho=1.0)).source.collect(0, Stopwatch())
     changes = options(min_rho=1.0, every=9)
     make_learner(**changes).source.collect(1, Stopwatch())
-    assert precision(tmp_path)["format"] == "bf16"
+    assert precision(tmp_path)["precision"] == "not quantised (float32)"
     changes["rollout"]["explore"]["steps"] = 3
     make_learner(**changes).source.collect(1, Stopwatch())
     assert precision(tmp_path)["format"] == "nvfp4"

@@ -2,10 +2,15 @@
 
 from typing import get_args
 
+import pytest
+import torch
+
+from flowrl.audit import audit
+from flowrl.audit_log import AuditEvent, AuditLog
 from flowrl.config import Config
 from flowrl.evaluate import Comparison
 from flowrl.functional.stats import Interval
-from flowrl.handover import METHODS, OBJECTIVES, legend, method
+from flowrl.handover import METHODS, OBJECTIVES, legend, method, precisions
 
 
 def test_every_objective_has_a_name_for_the_card():
@@ -19,11 +24,62 @@ def test_policy_gradients_are_told_by_their_tree_and_others_by_their_objective(t
     plain = tiny_config(rollout={"tree": tree})
     assert method(plain) == METHODS["dance_grpo"] == "DanceGRPO"
     assert method(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"})) == "DiffusionNFT"
-    explored = tiny_config(
-        rollout={"tree": {"kind": "ode"}, "explore": {"candidates": 9, "steps": 2}},
+
+
+@pytest.mark.parametrize(
+    ("explore", "told"),
+    [
+        ({"candidates": 9}, "4 of 9 candidates (Sol-RL)"),
+        ({"candidates": 4}, "4 of 4 candidates"),
+        ({"candidates": 9, "select": "random"}, "4 of 9 candidates, chosen at random"),
+        ({"candidates": 9, "select": "mean_deviation"}, "4 of 9 candidates, those furthest from "
+         "the mean"),
+    ],
+)  # fmt: skip
+def test_the_name_says_how_candidates_are_chosen(tiny_config, explore, told):
+    explored = exploring(tiny_config, **explore)
+    assert method(explored) == f"DiffusionNFT on {told}"
+
+
+def exploring(tiny_config, pipeline=None, **explore):
+    return tiny_config(
+        pipeline=pipeline or {},
+        rollout={"tree": {"kind": "ode"}, "explore": {"steps": 2} | explore},
         objective={"kind": "nft"},
     )
-    assert method(explored) == "DiffusionNFT on 4 of 9 candidates (Sol-RL)"
+
+
+def event(iteration, precision, next=None) -> AuditEvent:
+    score = torch.arange(8.0)[None]
+    return AuditEvent(
+        iteration=iteration, precision=precision, steps=2, next=next, text="",
+        action="degrade" if next else "keep", report=audit(score, score, 4),
+    )  # fmt: skip
+
+
+def test_the_card_tells_what_candidates_were_drawn_in(tiny_config, tmp_path):
+    config, log = exploring(tiny_config, precision="nvfp4-emulated"), AuditLog(tmp_path)
+    assert precisions(config, tmp_path, 9) == "Candidates: 2 steps, nvfp4-emulated."
+    log.record(event(0, "nvfp4-emulated"))
+    log.record(event(8, "nvfp4-emulated", "bf16"))
+    log.record(event(16, "bf16"))
+    assert precisions(config, tmp_path, 20) == (
+        "Candidates: 2 steps, nvfp4-emulated; from iteration 9 not quantised; last audit before "
+        "iteration 17, rho 1.00."
+    )
+    assert "from" not in precisions(config, tmp_path, 8)
+
+
+def test_a_degrade_before_the_first_rollout_leaves_nothing_drawn_before(tiny_config, tmp_path):
+    AuditLog(tmp_path).record(event(0, "nvfp4-emulated", "bf16"))
+    told = precisions(exploring(tiny_config), tmp_path, 5)
+    assert told.startswith("Candidates: 2 steps, not quantised; last audit")
+
+
+def test_the_card_tells_the_precision_of_training(tiny_config, tmp_path):
+    assert precisions(tiny_config(), tmp_path, 1) == ""
+    low = tiny_config(pipeline={"precision": "nvfp4-emulated"})
+    assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
 
 
 def row(name: str) -> Comparison:

@@ -72,7 +72,7 @@ def test_a_shortened_network_is_as_wide_as_ever():
 
 
 def test_an_unknown_name_and_too_few_layers_are_refused():
-    with pytest.raises(UserError, match="there is no size 'sdxl': sd3.5-large"):
+    with pytest.raises(UserError, match="there is no size 'sdxl', expected one of sd3.5-large"):
         size_of("sdxl")
     with pytest.raises(UserError, match="layers is 1, expected 2 or more"):
         build_transformer("sana-1.6b", layers=1)

@@ -129,8 +129,8 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     counts: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kept/candidates@preview steps/steps. May be repeated. Default 24/96@6/10, and "
-            "for sizes 16/128@4/10 too."
+            help="Kept/candidates@steps of a candidate/steps of a kept picture. May be repeated. "
+            "Default 24/96@6/10, and for sizes 16/128@4/10 too."
         ),
     ] = None,
     scale: Annotated[
@@ -142,7 +142,10 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     ] = "auto",
     min_dim: Annotated[
         int | None,
-        typer.Option(help="Layers of this size or smaller stay exact; 0 for tiny-sd3."),
+        typer.Option(
+            help="Layers of this size or smaller stay exact. Default 128 for tiny-sd3, else the "
+            "network's own, as in training."
+        ),
     ] = None,
     batch: Annotated[
         int | None,
@@ -180,16 +183,20 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 
       flowrl bench solrl
 
-      flowrl bench solrl --precision nvfp4-emulated --min-dim 0
+      flowrl bench solrl --precision nvfp4-emulated
 
       flowrl bench solrl --size sd3.5-large --size flux.1-dev --size sana-1.6b --precision fp8
 
-      flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 --scale 0.125
+      flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 \\
+        --counts 1/4@2/3 --repeats 1
     """
     from flowrl.bench_costs import PUBLISHED, WIDER, parse_counts
     from flowrl.bench_sizes import bench_sizes
     from flowrl.bench_solrl import bench_solrl
+    from flowrl.sizes import size_of
 
+    for name in size or ():
+        size_of(name)  # all of them before the first is measured
     asked = [parse_counts(text) for text in counts or ()]
     asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
     for name in size or ():
@@ -208,7 +215,8 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Where the time goes, then what came of it, a line each; or one JSON object a row."""
+    """Where the time goes, what came of it, and the verdict; or one JSON object a row."""
+    from flowrl.bench_costs import labelled, verdict
     from flowrl.commands.show import print_table
 
     if as_json:
@@ -217,5 +225,6 @@ def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
     for row in rows:
         print_table(row["split"])
         print()
-        print_table([{"what": what, "is": value} for what, value in row.items() if what != "split"])
+        print_table(labelled(row))
         print()
+        print(verdict(row))

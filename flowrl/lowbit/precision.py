@@ -63,14 +63,15 @@ def capability_of(device: torch.device) -> Capability:
     return Capability(device="cuda", name=name, compute=compute, scaled_mm=public)
 
 
-def resolve(requested: str, capability: Capability) -> Resolved:
+def resolve(requested: str, capability: Capability, *, where: str = "") -> Resolved:
     """The format, the product and the reason for one of PRECISIONS on a device.
 
-    auto: the lowest precision that is native. Raises UserError for an unknown precision and for
-    one that the device lacks, with those that it has.
+    auto: the lowest precision that is native. where: the option's section, for errors. Raises
+    UserError for an unknown precision and for one that the device lacks, with those that it has.
     """
     if requested not in PRECISIONS:
-        raise UserError(f"unknown precision {requested!r}: one of {', '.join(PRECISIONS)}")
+        name = option_name(where, "precision")
+        raise UserError(f"unknown {name} {requested!r}: one of {', '.join(PRECISIONS)}")
     if requested == "nvfp4-emulated":
         return _emulated(capability)
     if requested == "auto":
@@ -82,8 +83,19 @@ def resolve(requested: str, capability: Capability) -> Resolved:
         return _native(requested, "bf16", "not quantised: in the network's own dtype")
     format: Format = "nvfp4" if requested == "nvfp4" else "fp8"
     if lack := _lack(format, capability):
-        raise UserError(f"precision {requested} {lack}: use {_alternatives(capability, format)}")
+        name = option_name(where, "precision")
+        raise UserError(f"{name} {requested} {lack}: use {_alternatives(capability, format)}")
     return _native(requested, format, f"native on {_named(capability)}")
+
+
+def option_name(where: str, name: str) -> str:
+    """An option of the section `where` as people write it; its bare name where there is none.
+
+    A command's options have "--" for a section.
+    """
+    if where == "--":
+        return f"--{name.replace('_', '-')}"
+    return f"{where}.{name}" if where else name
 
 
 def native_formats(capability: Capability) -> tuple[Format, ...]:
@@ -94,6 +106,13 @@ def native_formats(capability: Capability) -> tuple[Format, ...]:
 def named(resolved: Resolved) -> str:
     """The precision by the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
     return resolved.format if resolved.native else f"{resolved.format}-emulated"
+
+
+def shown(resolved: Resolved, dtype: str = "") -> str:
+    """The same for people: bf16 quantises nothing, in whatever `dtype` the network computes."""
+    if resolved.format != "bf16":
+        return named(resolved)
+    return f"not quantised ({dtype})" if dtype else "not quantised"
 
 
 def next_lower(resolved: Resolved, capability: Capability) -> Resolved | None:

@@ -20,16 +20,19 @@ def prepare(
     min_dim: int | None,
     keep: Sequence[str] | None = None,
     four_over_six: bool = False,
+    where: str = "",
 ) -> tuple[tuple[LayerChoice, ...], Backend]:
     """The network's layers with those that a precision quantises, none for bf16, and how.
 
-    dtype: the network's own. min_dim, keep: see `choose_layers`. Raises UserError where no layer
-    can be quantised, and for a kernel that computes otherwise than its emulation on the device.
+    dtype: the network's own. min_dim, keep, where: see `choose_layers`. Raises UserError where no
+    layer can be quantised, and for a kernel that computes otherwise than its emulation does.
     """
     backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
     if resolved.format == "bf16":
         return (), backend
-    choices = choose_layers(network, rules_of(network), resolved.format, min_dim=min_dim, keep=keep)
+    choices = choose_layers(
+        network, rules_of(network), resolved.format, min_dim=min_dim, keep=keep, where=where
+    )
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)
     return choices, backend

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from flowrl.lowbit.precision import Resolved
+import torch
+
+from flowrl.lowbit.precision import Resolved, named, shown
 from flowrl.lowbit.rules import LayerChoice, layer_table, quantised_share
 from flowrl.storage import write_text
 
@@ -19,25 +21,53 @@ def write_precision(
     resolved: Resolved,
     choices: Sequence[LayerChoice],
     *,
-    what: str = "candidates are drawn",
+    dtype: torch.dtype,
+    what: str = "candidates",
+    since: int = 0,
+    lora: str = "merge",
+    four_over_six: bool = False,
     file: str = FILE,
 ) -> None:
-    """Tell what `what` in, and write it with all layers to a file of the folder.
+    """Tell what `what` are drawn in, and write it with all layers to a file of the folder.
 
-    choices: none where nothing is quantised.
+    choices: none where nothing is quantised. dtype: the network's own. since: the iteration, from
+    0, before which it began.
     """
-    share = quantised_share(choices) if choices else 0.0
-    LOG.info("%s", told(resolved, choices, what))
-    content = asdict(resolved) | {"quantised_share": share, "layers": layer_table(choices)}
+    LOG.info("%s", told(resolved, choices, dtype=dtype, what=what))
+    content = {
+        "what": what,
+        "since_iteration": since,
+        "precision": shown(resolved, dtype_name(dtype)),
+        "dtype": dtype_name(dtype),
+        **asdict(resolved),
+        "format": None if resolved.format == "bf16" else resolved.format,
+        "lora": lora,
+        "four_over_six": four_over_six,
+        "quantised_share": quantised_share(choices) if choices else 0.0,
+        "layers": layer_table(choices),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / file, json.dumps(content, indent=2) + "\n")
 
 
+def read_precision(folder: Path, file: str = FILE) -> str | None:
+    """The precision as people write it; None where the folder's file does not say."""
+    path = folder / file
+    return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None
+
+
 def told(
-    resolved: Resolved, choices: Sequence[LayerChoice], what: str = "candidates are drawn"
+    resolved: Resolved,
+    choices: Sequence[LayerChoice],
+    *,
+    dtype: torch.dtype,
+    what: str = "candidates",
 ) -> str:
     """One sentence on the precision and its back end."""
-    text = f"{what} in {resolved.format} by {resolved.backend}: {resolved.reason}"
+    if resolved.format == "bf16":
+        text = f"{what} are {shown(resolved, dtype_name(dtype))}"
+        return text if resolved.requested == "bf16" else f"{text}: {resolved.reason}"
+    text = f"{what} are computed in {named(resolved)} by {resolved.backend}: {resolved.reason}"
     if not choices:
         return text
     layers = sum(c.format is not None for c in choices)
@@ -45,3 +75,8 @@ def told(
         f"{text}; {layers} of {len(choices)} layers are quantised, "
         f"{quantised_share(choices):.0%} of their weights"
     )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in float32."""
+    return str(dtype).removeprefix("torch.")

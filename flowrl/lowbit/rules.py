@@ -5,12 +5,13 @@ The names and sizes are those of Sol-RL's released code (2604.06916), put into d
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from flowrl.errors import UserError
+from flowrl.lowbit.precision import option_name
 
 Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -55,6 +56,8 @@ RULES: dict[str, LayerRules] = {
     ),
 }  # fmt: skip
 
+NAMED, SMALL = "kept by name", "no side above"  # how reasons begin
+
 KINDS = {
     "SD3Transformer2DModel": "sd3",
     "FluxTransformer2DModel": "flux",
@@ -94,20 +97,23 @@ def choose_layers(
     *,
     min_dim: int | None = None,
     keep: Sequence[str] | None = None,
+    where: str = "",
 ) -> tuple[LayerChoice, ...]:
     """Every linear layer and convolution of the network, adapted or not, in the network's order.
 
-    min_dim, keep: in place of those of the rules; sides must be divisible in any case. Raises
-    UserError for a pattern that is none or matches no layer, and when nothing is to be quantised.
+    min_dim, keep: in place of those of the rules; sides must be divisible in any case. where: the
+    options' section, for errors. Raises UserError for a pattern that is none or matches no layer,
+    and when nothing is to be quantised.
     """
-    patterns = _compiled(rules.keep if keep is None else keep)
+    keep_layers = option_name(where, "keep_layers" if where else "keep")
+    patterns = _compiled(rules.keep if keep is None else keep, keep_layers)
     least = rules.min_dim if min_dim is None else min_dim
     layers = dict(matrices(network))
     for pattern in patterns:
         if not any(pattern.search(name) for name in layers):
             raise UserError(
-                f"no layer of {type(network).__name__} has a name with {pattern.pattern!r}: its "
-                f"layers are named like {next(iter(layers), 'nothing: it has none')}"
+                f"{keep_layers}: no layer of {type(network).__name__} has a name with "
+                f"{pattern.pattern!r}: its layers are named like {_example(layers)}"
             )
     choices = []
     for name, layer in layers.items():
@@ -125,12 +131,42 @@ def choose_layers(
         )
         choices.append(choice)
     if not any(choice.format for choice in choices):
-        widest = max((max(c.shape) for c in choices), default=0)
-        raise UserError(
-            f"no layer of {type(network).__name__} is left to be quantised: layers need a side "
-            f"above {least}, the longest has {widest}; lower min_dim or keep fewer names"
-        )
+        name = type(network).__name__
+        why = _why_none(choices, rules, least, option_name(where, "min_dim"), keep_layers)
+        raise UserError(f"no layer of {name} is left to be quantised: {why}")
     return tuple(choices)
+
+
+def _example(names: Iterable[str]) -> str:
+    """One of a transformer's block, of which there are most."""
+    names = list(names)
+    inside = [name for name in names if "blocks." in name]
+    return next(iter([*inside, *names]), "nothing: it has none")
+
+
+def _why_none(
+    choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str, keep: str
+) -> str:
+    """How many layers stay exact for which reason, and what can be done about it."""
+    by_name = [c for c in choices if c.reason.startswith(NAMED)]
+    by_size = [c for c in choices if c.reason.startswith(SMALL)]
+    others = len(choices) - len(by_name) - len(by_size)
+    found = (
+        f"of {len(choices)} layers {len(by_name)} are kept by name ({keep}), {len(by_size)} by "
+        f"size ({min_dim}: no side above {least}) and {others} as no kernel takes them"
+    )
+
+    def widest(some: Sequence[LayerChoice]) -> int:
+        return max((max(c.shape) for c in some if not _kept_by_size(c.shape, rules, 0)), default=0)
+
+    small, named = widest(by_size), widest(by_name)
+    if small:
+        return f"{found}; their longest side is {small}: set {min_dim} below that"
+    if named > least:
+        return f"{found}: keep fewer names"
+    if named:
+        return f"{found}; keep fewer names and set {min_dim} below {named}"
+    return f"{found}: draw without quantising, in bf16"
 
 
 def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
@@ -164,13 +200,13 @@ def is_pointwise(layer: nn.Module) -> bool:
     )
 
 
-def _compiled(keep: Sequence[str]) -> list[re.Pattern[str]]:
+def _compiled(keep: Sequence[str], option: str) -> list[re.Pattern[str]]:
     found = []
     for text in keep:
         try:
             found.append(re.compile(text))
         except re.error as error:
-            raise UserError(f"keep {text!r} is no regular expression: {error}") from error
+            raise UserError(f"{option}: {text!r} is no regular expression: {error}") from error
     return found
 
 
@@ -185,14 +221,14 @@ def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
 def _kept_by_name(name: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     for pattern in patterns:
         if pattern.search(name):
-            return f"kept by name: {pattern.pattern}"
+            return f"{NAMED}: {pattern.pattern}"
     return None
 
 
 def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:
     rows, columns = shape
     if max(shape) <= min_dim:
-        return f"no side above {min_dim}"
+        return f"{SMALL} {min_dim}"
     if columns % rules.in_multiple:
         return f"inputs not a multiple of {rules.in_multiple}"
     if rows % rules.out_multiple:

@@ -108,6 +108,17 @@ def test_an_unknown_precision_is_refused_with_the_known_ones():
 
 
 @pytest.mark.parametrize(
+    ("where", "name"),
+    [("", "precision"), ("pipeline", "pipeline.precision"), ("--", "--precision")],
+)
+def test_errors_name_the_option_where_there_is_one(where, name):
+    with pytest.raises(UserError, match=f"^{name} fp8 needs"):
+        resolve("fp8", DEVICES["cpu"], where=where)
+    with pytest.raises(UserError, match=f"^unknown {name} 'int4'"):
+        resolve("int4", DEVICES["cpu"], where=where)
+
+
+@pytest.mark.parametrize(
     ("device", "requested", "steps"),
     [
         ("blackwell", "auto", ["fp8", "bf16"]),

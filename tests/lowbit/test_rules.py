@@ -140,7 +140,7 @@ def test_given_names_and_sizes_take_the_place_of_the_rules():
     assert chosen(network, rules) == {"a": None, "b": "nvfp4"}
     assert chosen(network, rules, keep=["b"]) == {"a": "nvfp4", "b": None}
     assert chosen(network, rules, keep=[]) == {"a": "nvfp4", "b": "nvfp4"}
-    with pytest.raises(UserError, match="above 64, the longest has 64"):
+    with pytest.raises(UserError, match="1 by size .*above 64.* side is 64: set min_dim below"):
         choose_layers(network, rules, "nvfp4", min_dim=64)
 
 
@@ -150,6 +150,34 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_shows_a_name():
         choose_layers(network, NONE, "nvfp4", keep=["blocks"])
     with pytest.raises(UserError, match="no regular expression"):
         choose_layers(network, NONE, "nvfp4", keep=["("])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "least", "advice"),
+    [
+        ({"a": (64, 64), "b": (32, 32)}, 48, "side is 32: set rollout.explore.min_dim below"),
+        ({"a": (64, 64)}, 48, "fewer names$"),
+        ({"a": (64, 64)}, 64, "fewer names and set rollout.explore.min_dim below 64"),
+        ({"a": (64, 64), "b": (64, 63)}, 0, "1 as no kernel takes them: keep fewer names$"),
+        ({"b": (64, 63)}, 0, "without quantising, in bf16"),
+    ],
+)
+def test_what_to_do_when_nothing_is_left_fits_the_cause(shapes, least, advice):
+    network = nn.ModuleDict({n: nn.Linear(i, o) for n, (o, i) in shapes.items()})
+    keep = ["a"] if "a" in shapes else []
+    where = "rollout.explore"
+    with pytest.raises(UserError, match=advice) as error:
+        choose_layers(network, NONE, "nvfp4", min_dim=least, keep=keep, where=where)
+    assert f"{len(keep)} are kept by name (rollout.explore.keep_layers)" in str(error.value)
+
+
+def test_errors_of_names_show_a_layer_of_a_block_and_the_option():
+    parts = {"embed": nn.Linear(32, 32), "blocks": nn.ModuleList([nn.Linear(32, 32)])}
+    network = nn.ModuleDict(parts)
+    with pytest.raises(UserError, match=r"^pipeline\.keep_layers: .* named like blocks\.0$"):
+        choose_layers(network, NONE, "nvfp4", keep=["lost"], where="pipeline")
+    with pytest.raises(UserError, match=r"^pipeline\.keep_layers: '\(' is no regular"):
+        choose_layers(network, NONE, "nvfp4", keep=["("], where="pipeline")
 
 
 def test_a_network_that_keeps_everything_is_an_error():
@@ -206,7 +234,7 @@ def test_adapters_change_neither_names_nor_choices(load_tiny):
 
 def test_a_smaller_minimum_lets_the_tiny_network_be_quantised(load_tiny):
     network, rules = load_tiny().transformer, RULES["sd3"]
-    with pytest.raises(UserError, match="above 2432, the longest has 768"):
+    with pytest.raises(UserError, match="50 by size .*2432.* side is 512: set min_dim below"):
         choose_layers(network, rules, "nvfp4")
     small = choose_layers(network, rules, "nvfp4", min_dim=128)  # as at the real size
     assert endings(small) == {"ff.net.0.proj", "ff.net.2"}
