@@ -149,6 +149,7 @@ def pictures(config, pipeline):
     return evaluator(evaluator.backbone.velocity, runtime)
 
 
+@pytest.mark.slow
 def test_a_run_in_two_sessions_ends_as_one_does(config_for, load_tiny, tmp_path):
     align(config_for("whole"), pipeline=load_tiny())
     align(config_for("parts", iterations=1), pipeline=load_tiny())
