@@ -4,7 +4,7 @@
 
 Trains the built-in pipeline with each of ARMS from three seeds on one thread, one run after the
 other, then writes gallery/solrl: tables, charts against iterations and wall time, and their data.
-Some 80 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --more
+Some 45 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --more
 adds the arms of MORE, which take longer still, --only NAME trains some arms alone (a second core
 can take others), --page writes the page of what is there. Options after --change hold for all arms:
 for a quick try, in other folders.
