@@ -11,6 +11,8 @@ import torch
 
 from flowrl.aggregate import mean_reward
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.flux import Flux
+from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
 from flowrl.build_objectives import build_objective
 from flowrl.build_precision import set_precision
@@ -37,7 +39,7 @@ from flowrl.samplers.schedule import Schedule
 from flowrl.stopping import StopRule, stop_rule
 from flowrl.train import Learner, UpdateSettings
 
-BACKBONES = {"sd3": SD3}
+BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
 # Options under `pipeline` that leave evaluations as they are.
 INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names

@@ -7,7 +7,7 @@ import torch
 
 from flowrl.errors import UserError
 
-TINY = ("tiny-sd3",)  # built in
+TINY = ("tiny-sd3", "tiny-flux", "tiny-sana")  # built in
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -24,7 +24,7 @@ class Pipeline(Section):
         "tiny-sd3",
         "A diffusers pipeline: a folder, a Hub name, or tiny-sd3 for the built-in one.",
     )
-    backbone: Literal["sd3"] = option("sd3", "The family of the pipeline's transformer.")
+    backbone: Literal["sd3", "flux", "sana"] = option("sd3", "The family of the pipeline's transformer.")
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "Number format of the frozen weights and the network's arithmetic; adapters, step "

@@ -1,6 +1,8 @@
 """Make the weights of a tiny pipeline again, from a seed.
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
+    python scripts/pretrain_tiny.py --backbone flux --autoencoder flowrl/assets/tiny-sd3 \\
+        --work build/tiny-flux --output flowrl/assets/tiny-flux
 
 Some two hours on two CPU cores with --compile (estimated from the time of its steps). It can be
 stopped at any time; the same command goes on from the last save (every two minutes) in the `--work`
@@ -13,19 +15,24 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.progress import track as progress
 from score_tiny import write_card
 
 from flowrl.storage import write_text
-from flowrl.tiny import pretrain, sd3
+from flowrl.tiny import flux, pretrain, sana, sd3
 
 HISTORY = (
     f"In the last {pretrain.FLOW_DECAY:.0%} of the flow's steps, while the learning rate fell, "
     f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other pictures, so that alignment "
     "has something to mend."
 )
-MODELS = {"sd3": (sd3.autoencoder, sd3.TinySD3)}
+MODELS = {
+    "sd3": (sd3.autoencoder, sd3.TinySD3),
+    "flux": (sd3.autoencoder, flux.TinyFlux),
+    "sana": (sana.autoencoder, sana.TinySana),
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -38,6 +45,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the finished pipeline"
+    )
+    parser.add_argument(
+        "--autoencoder", type=Path, help="finished pipeline whose autoencoder is used as it is"
     )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=3_500)
@@ -68,6 +78,20 @@ def save_half(pipeline, folder: Path) -> None:
         write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def autoencoder(args: argparse.Namespace, vae, images: np.ndarray):
+    """That of a finished pipeline, or one that is learned here; its latents are normalised."""
+    if args.autoencoder is not None:
+        vae = type(vae).from_pretrained(args.autoencoder, subfolder="vae").to(args.device)
+        return vae.eval().requires_grad_(False)
+    vae.to(args.device)
+    pretrain.fit_autoencoder(
+        vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
+    )
+    vae.eval().requires_grad_(False)
+    pretrain.normalise_latents(vae, images)
+    return vae
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
@@ -76,12 +100,7 @@ def main() -> None:
 
     make_vae, make_model = MODELS[args.backbone]
     torch.manual_seed(args.seed)
-    vae = make_vae().to(args.device)
-    pretrain.fit_autoencoder(
-        vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
-    )
-    vae.eval().requires_grad_(False)
-    pretrain.normalise_latents(vae, images)
+    vae = autoencoder(args, make_vae(), images)
     latents = pretrain.encode_all(vae, images, args.work / "latents.safetensors")
 
     torch.manual_seed(args.seed + 1)

@@ -1,11 +1,13 @@
 """What flowrl asks of a text-to-image pipeline; everything model-specific stays behind this."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 # (x (B, *latent), sigma () or (B,), conditioning of B rows) -> velocity like x
@@ -68,3 +70,22 @@ def guided(
     doubled = [torch.cat([uncond, cond]) for cond, uncond in inputs]
     uncond, cond = network(torch.cat([x, x]), *doubled).chunk(2)
     return uncond + scale * (cond - uncond)
+
+
+def check_patches(height: int, width: int, unit: int) -> None:
+    """Raises UserError for a picture whose sides are no multiples of `unit` pixels."""
+    for name, size in (("height", height), ("width", width)):
+        if size % unit:
+            raise UserError(f"pipeline.{name} is {size}, expected a multiple of {unit}")
+
+
+@contextmanager
+def to_fp32_and_back(vae: Any) -> Iterator[Any]:
+    """An autoencoder that computes in fp32 for a while; latents to learn from are worth it."""
+    own: torch.dtype = vae.dtype
+    vae.to(torch.float32)
+    try:
+        with torch.autocast(vae.device.type, enabled=False):
+            yield vae
+    finally:
+        vae.to(own)

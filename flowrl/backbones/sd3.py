@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import guided
-from flowrl.errors import UserError
+from flowrl.backbones.base import check_patches, guided, to_fp32_and_back
 from flowrl.trajectory import Conditioning
 
 # Flow-GRPO's list (2505.05470): both streams of the joint attention. The second attention of
@@ -50,9 +49,7 @@ class SD3:
         native = pipeline.default_sample_size * pipeline.vae_scale_factor
         self.height, self.width = height or native, width or native
         unit = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
-        for name, size in (("height", self.height), ("width", self.width)):
-            if size % unit:
-                raise UserError(f"pipeline.{name} is {size}, expected a multiple of {unit}")
+        check_patches(self.height, self.width, unit)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
@@ -100,15 +97,9 @@ class SD3:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        vae = self.pipeline.vae
-        own: torch.dtype = vae.dtype
-        vae.to(torch.float32)  # and back without a loss; latents to learn from are worth it
-        try:
-            with torch.autocast(self.device.type, enabled=False):
-                pixels = images.to(self.device, torch.float32) * 2 - 1
-                z = vae.encode(pixels).latent_dist.mode()
-        finally:
-            vae.to(own)
+        with to_fp32_and_back(self.pipeline.vae) as vae:
+            pixels = images.to(self.device, torch.float32) * 2 - 1
+            z = vae.encode(pixels).latent_dist.mode()
         return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
     def picture_size(self) -> tuple[int, int]:

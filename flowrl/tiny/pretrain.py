@@ -6,6 +6,7 @@ between backbones (the transformer, the text encoders, how a prompt becomes cond
 `TinyModel` of `sd3.py`; this file knows none of it.
 """
 
+import math
 import random
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +31,7 @@ DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
 MISLABELLED = 0.2  # share of captions of another picture, while the flow's learning rate falls
 VAE_DECAY, FLOW_DECAY = 0.3, 0.15  # last share of a stage's steps, of falling learning rate
 KL_WEIGHT = 5e-4
+DC_NOISE = 0.1  # standard deviation
 EDGE_WEIGHT = 0.5
 
 
@@ -103,6 +105,20 @@ def edges(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., 1:] - x[..., :-1], x[..., 1:, :] - x[..., :-1, :]
 
 
+def posterior_of(vae: Any, x: Tensor) -> Any:
+    """The Gaussian of latents of x (B, 3, H, W): an AutoencoderKL's own.
+
+    An AutoencoderDC gives one latent; learning with some noise around it makes it smooth.
+    """
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    encoded = vae.encode(x)
+    if hasattr(encoded, "latent_dist"):
+        return encoded.latent_dist
+    spread = torch.full_like(encoded.latent, 2 * math.log(DC_NOISE))
+    return DiagonalGaussianDistribution(torch.cat([encoded.latent, spread], 1))
+
+
 def fit_autoencoder(
     vae: Any, images: np.ndarray,
     *, steps: int, seed: int, folder: Path, batch: int = 16, track: Track = plain_track,
@@ -116,7 +132,7 @@ def fit_autoencoder(
         rows = torch.randint(len(images), (batch,), generator=generator)
         x = to_tensor(images[rows.numpy()]).to(device, memory_format=torch.channels_last)
         with torch.autocast(device.type, torch.bfloat16):
-            posterior = vae.encode(x).latent_dist
+            posterior = posterior_of(vae, x)
             y = vae.decode(posterior.sample(generator)).sample
         y = y.float()
         loss = F.l1_loss(y, x) + F.mse_loss(y, x)
@@ -139,16 +155,16 @@ def fit_autoencoder(
 
 
 def _encode(vae: Any, images: np.ndarray) -> Tensor:
-    return vae.encode(to_tensor(images).to(device_of(vae))).latent_dist.mean.cpu()
+    return posterior_of(vae, to_tensor(images).to(device_of(vae))).mean.cpu()
 
 
 @torch.no_grad()
 def normalise_latents(vae: Any, images: np.ndarray) -> None:
     """Set the VAE's shift and scale so that normalised latents have mean 0 and deviation 1."""
     z = torch.cat([_encode(vae, part) for part in np.array_split(images[:2048], 32)])
-    vae.register_to_config(
-        shift_factor=round(z.mean().item(), 4), scaling_factor=round(1 / z.std().item(), 4)
-    )
+    if "shift_factor" in vae.config:  # an AutoencoderDC has none
+        vae.register_to_config(shift_factor=round(z.mean().item(), 4))
+    vae.register_to_config(scaling_factor=round(1 / z.std().item(), 4))
 
 
 @torch.no_grad()
@@ -159,7 +175,8 @@ def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
     """
     if not path.exists():
         parts = [_encode(vae, part) for part in np.array_split(images, len(images) // 64)]
-        latents = (torch.cat(parts) - vae.config.shift_factor) * vae.config.scaling_factor
+        shift = vae.config.get("shift_factor") or 0.0
+        latents = (torch.cat(parts) - shift) * vae.config.scaling_factor
         save_state(path, {"latents": latents.half()})
     latents = load_state(path)["latents"].float()
     if len(latents) != len(images):

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.tiny.encoders import CLIP_WIDTH, T5_WIDTH, projecting_clip_encoder, t5_encoder
 from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 
 LATENT_CHANNELS = 16
 WIDTH, LAYERS, HEADS = 128, 5, 4
-CLIP_WIDTH, T5_WIDTH = 32, 64
 SHORT, LONG = 12, 256  # T5 tokens: the presets' length, diffusers' default
 SHIFT = 3.0  # of the sigma schedule, as in SD3
 
@@ -53,42 +53,6 @@ def transformer():
     )
 
 
-def clip_encoder(tokenizer):
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=CLIP_WIDTH,
-            intermediate_size=2 * CLIP_WIDTH,
-            projection_dim=CLIP_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=CLIP_TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def t5_encoder(tokenizer):
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=len(tokenizer),
-            d_model=T5_WIDTH,
-            d_kv=16,
-            d_ff=96,
-            num_layers=2,
-            num_heads=4,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-        )
-    )
-
-
 class TinySD3:
     """Transformer and text encoders of the tiny SD3, trained together.
 
@@ -106,13 +70,13 @@ class TinySD3:
         self.tokenizers = {
             "tokenizer": clip_tokenizer(folder / "tokenizer"),
             "tokenizer_2": clip_tokenizer(folder / "tokenizer_2"),
-            "tokenizer_3": t5_tokenizer(folder / "tokenizer_3"),
+            "tokenizer_3": t5_tokenizer(folder / "tokenizer_3", LONG),
         }
         self.module = nn.ModuleDict(
             {
                 "transformer": transformer(),
-                "text_encoder": clip_encoder(self.tokenizers["tokenizer"]),
-                "text_encoder_2": clip_encoder(self.tokenizers["tokenizer_2"]),
+                "text_encoder": projecting_clip_encoder(self.tokenizers["tokenizer"]),
+                "text_encoder_2": projecting_clip_encoder(self.tokenizers["tokenizer_2"]),
                 "text_encoder_3": t5_encoder(self.tokenizers["tokenizer_3"]),
             }
         )

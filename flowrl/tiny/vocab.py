@@ -5,6 +5,7 @@ Unigram for T5. Unknown words fall back to pieces or `<unk>`, so any prompt can 
 """
 
 import json
+import re
 import string
 from pathlib import Path
 
@@ -59,8 +60,8 @@ def clip_tokenizer(folder: Path):
     return tokenizer
 
 
-def t5_tokenizer(folder: Path):
-    """A T5 tokenizer (Unigram, case kept) whose files are written to `folder`.
+def t5_tokenizer(folder: Path, length: int):
+    """A T5 tokenizer (Unigram, case kept, `length` tokens) whose files are written to `folder`.
 
     Plain words are one piece, anything else is spelt letter by letter: so a quoted word reaches
     the model as its letters here, and as a whole through CLIP.
@@ -82,6 +83,32 @@ def t5_tokenizer(folder: Path):
     unigram.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
         single="$A </s>", special_tokens=[("</s>", 1)]
     )
-    tokenizer = T5TokenizerFast(tokenizer_object=unigram, extra_ids=0, model_max_length=256)
+    tokenizer = T5TokenizerFast(tokenizer_object=unigram, extra_ids=0, model_max_length=length)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def gemma_tokenizer(folder: Path, instruction: str):
+    """A GemmaTokenizer whose files are written to `folder`.
+
+    Words of the world and of SANA's `instruction` are one token, with the space before them;
+    anything else is spelt letter by letter, and what is no ASCII, byte by byte.
+    """
+    from tokenizers import AddedToken
+    from transformers import GemmaTokenizer
+
+    known = {w for text in corpus() for w in text.split() if w.isalpha() and w.islower()}
+    known |= set(re.findall("[A-Za-z]+", instruction))
+    letters = [c for c in string.printable if not c.isspace()]
+    plain = [
+        "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "\n", "▁", *letters,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]  # fmt: skip
+    vocabulary = {piece: i for i, piece in enumerate(plain)}
+    tokenizer = GemmaTokenizer(vocabulary, [], add_bos_token=True)
+    tokenizer.add_tokens(
+        [AddedToken(w, single_word=True, lstrip=True, normalized=False) for w in sorted(known)]
+        + [AddedToken('"', lstrip=True, normalized=False)]
+    )
     tokenizer.save_pretrained(folder)
     return tokenizer
