@@ -1,7 +1,7 @@
 """Make the weights of a tiny pipeline again, from a seed.
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
-    python scripts/pretrain_tiny.py --backbone flux --autoencoder flowrl/assets/tiny-sd3 \\
+    python scripts/pretrain_tiny.py --backbone flux --teacher flowrl/assets/tiny-sd3 \\
         --work build/tiny-flux --output flowrl/assets/tiny-flux
 
 Some two hours on two CPU cores with --compile (estimated from the time of its steps). It can be
@@ -20,6 +20,7 @@ import torch
 from rich.progress import track as progress
 from score_tiny import write_card
 
+from flowrl.pipelines import load_pipeline
 from flowrl.storage import write_text
 from flowrl.tiny import flux, pretrain, sana, sd3
 
@@ -47,11 +48,14 @@ def arguments() -> argparse.Namespace:
         "--output", type=Path, required=True, help="folder for the finished pipeline"
     )
     parser.add_argument(
-        "--autoencoder", type=Path, help="finished pipeline whose autoencoder is used as it is"
+        "--teacher",
+        type=Path,
+        help="finished tiny SD3: take its autoencoder, and learn from its velocity at first",
     )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=3_500)
     parser.add_argument("--flow-steps", type=int, default=16_500)
+    parser.add_argument("--batch", type=int, default=64, help="pictures in a step of the flow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -80,8 +84,8 @@ def save_half(pipeline, folder: Path) -> None:
 
 def autoencoder(args: argparse.Namespace, vae, images: np.ndarray):
     """That of a finished pipeline, or one that is learned here; its latents are normalised."""
-    if args.autoencoder is not None:
-        vae = type(vae).from_pretrained(args.autoencoder, subfolder="vae").to(args.device)
+    if args.teacher is not None:
+        vae = type(vae).from_pretrained(args.teacher, subfolder="vae").to(args.device)
         return vae.eval().requires_grad_(False)
     vae.to(args.device)
     pretrain.fit_autoencoder(
@@ -90,6 +94,18 @@ def autoencoder(args: argparse.Namespace, vae, images: np.ndarray):
     vae.eval().requires_grad_(False)
     pretrain.normalise_latents(vae, images)
     return vae
+
+
+def teacher_of(args: argparse.Namespace) -> sd3.TinySD3 | None:
+    """The tiny SD3 to learn from, if any, with the weights of its pipeline."""
+    if args.teacher is None:
+        return None
+    teacher = sd3.TinySD3(args.work / "teacher")
+    pipeline = load_pipeline(str(args.teacher), dtype="fp32", device=args.device)
+    for name in teacher.module:
+        teacher.module[name].load_state_dict(getattr(pipeline, name).state_dict())
+    teacher.module.requires_grad_(False).eval().to(args.device)
+    return teacher
 
 
 def main() -> None:
@@ -106,6 +122,7 @@ def main() -> None:
     torch.manual_seed(args.seed + 1)
     model = make_model(args.work / "tokenizers", compile=args.compile)
     model.module.to(args.device)
+    teacher = teacher_of(args)
     ema = copy.deepcopy(model.module).requires_grad_(False)
     pretrain.fit_flow(
         model,
@@ -115,6 +132,8 @@ def main() -> None:
         steps=args.flow_steps,
         seed=args.seed,
         folder=args.work,
+        batch=args.batch,
+        teacher=teacher,
         track=track,
     )
     save_half(model.pipeline(ema.cpu(), vae.cpu()), args.output)

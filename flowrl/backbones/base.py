@@ -83,9 +83,9 @@ def check_patches(height: int, width: int, unit: int) -> None:
 def to_fp32_and_back(vae: Any) -> Iterator[Any]:
     """An autoencoder that computes in fp32 for a while; latents to learn from are worth it."""
     own: torch.dtype = vae.dtype
-    vae.to(torch.float32)
+    nn.Module.to(vae, torch.float32)  # diffusers' own warns of layers that are fp32 already
     try:
         with torch.autocast(vae.device.type, enabled=False):
             yield vae
     finally:
-        vae.to(own)
+        nn.Module.to(vae, own)

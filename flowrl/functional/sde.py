@@ -18,6 +18,8 @@ from flowrl.functional.flow import lift, noise_from_velocity, x0_from_velocity
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 NoiseLaw = Callable[[Tensor, float], Tensor]
 
+PURE = 0.9995  # sigmas above are pure noise
+
 
 def ode_step(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
@@ -75,10 +77,11 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
     """Flow-GRPO's g = level * sqrt(sigma / (1 - sigma)). (T+1,) -> (T,)
 
     At sigma = 1, where it diverges, the denominator takes the second entry of the schedule;
-    the first step's std is then `level`, for any number of steps.
+    the first step's std is then `level`, for any number of steps. So it does where a schedule
+    begins just below 1, as that of SANA's own scheduler at 0.9997.
     """
     sigma, sigma_next = sigmas[:-1], sigmas[1:]
-    room = 1 - torch.where(sigma == 1, sigma_next, sigma)
+    room = 1 - torch.where(sigma > PURE, sigma_next, sigma)
     return _until_clean(level * (sigma / room).sqrt(), sigmas)
 
 
