@@ -1,7 +1,7 @@
 """From configuration to objects: the one place that knows names, files and every component."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +25,7 @@ from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator, check_quality
 from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
+from flowrl.imports import load_callable
 from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
 from flowrl.progress import Steps
@@ -39,7 +40,7 @@ from flowrl.samplers.schedule import Schedule
 from flowrl.stopping import StopRule, stop_rule
 from flowrl.train import Learner, UpdateSettings
 
-BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
+BACKBONES: dict[str, Callable[..., Backbone]] = {"sd3": SD3, "flux": Flux, "sana": Sana}
 # Options under `pipeline` that leave evaluations as they are.
 INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
@@ -64,9 +65,22 @@ def as_given(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
+def backbone_class(name: str) -> Callable[..., Backbone]:
+    """A family of BACKBONES, or somebody's own by its import path. Raises UserError for neither."""
+    if name in BACKBONES:
+        return BACKBONES[name]
+    try:
+        return load_callable(name)
+    except LookupError as error:
+        raise UserError(
+            f"pipeline.backbone is {name!r}, expected {', '.join(BACKBONES)} or module:attribute: "
+            f"{error}"
+        ) from error
+
+
 def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbone:
     p = config.pipeline
-    return BACKBONES[p.backbone](
+    return backbone_class(p.backbone)(
         pipeline,
         guidance=guidance,
         max_sequence_length=p.max_sequence_length,

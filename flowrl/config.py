@@ -28,6 +28,7 @@ from flowrl.sections import (
     check_stopping,
 )
 from flowrl.sections_learning import Ema, Optim, Rollout
+from flowrl.sections_memory import Memory
 from flowrl.sections_objectives import Objective
 from flowrl.sections_reverse import Grpo
 from flowrl.sections_rewards import Failures, Reward, check_rewards
@@ -38,6 +39,7 @@ class Config(Section):
     """Everything that decides a training run."""
 
     pipeline: Pipeline = option(Pipeline(), "The text-to-image pipeline that is aligned.")
+    memory: Memory = option(Memory(), "What stays on the device, and in how many bits.")
     lora: Lora = option(Lora(), "The adapter that is trained.")
     prompts: Prompts = option(..., "What is drawn in training.")
     rollout: Rollout = option(Rollout(), "How pictures to learn from are drawn.")

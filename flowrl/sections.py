@@ -22,9 +22,22 @@ class Pipeline(Section):
 
     path: Text = option(
         "tiny-sd3",
-        "A diffusers pipeline: a folder, a Hub name, or tiny-sd3 for the built-in one.",
+        "A diffusers pipeline: a folder, a Hub name, or tiny-sd3, tiny-flux or tiny-sana for the "
+        "built-in ones.",
     )
-    backbone: Literal["sd3", "flux", "sana"] = option("sd3", "The family of the pipeline's transformer.")
+    revision: Text | None = option(
+        None, "Of a pipeline from the Hub: a branch, tag or commit; null is the newest."
+    )
+    backbone: Text = option(
+        "sd3",
+        "The family of the pipeline's transformer: sd3, flux, sana, or one of your own as "
+        "module:attribute.",
+    )
+    attention: Text | None = option(
+        None,
+        "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
+        "leaves it to diffusers.",
+    )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "Number format of the frozen weights and the network's arithmetic; adapters, step "
@@ -163,6 +176,12 @@ class Run(Section):
     sample_every: Whole = option(25, "Iterations between sample pictures; 0 is never.")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = option(
         ["tensorboard"], "Where metrics go besides metrics.jsonl, which is always written."
+    )
+    push_to_hub: Flag = option(
+        False, "Put the LoRA, its card and gallery on the Hub at the end of the run."
+    )
+    hub_model_id: Text | None = option(
+        None, "With push_to_hub: name of the repository; null is the output folder's name."
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     stop_when_hacking: StopWhenHacking | None = option(

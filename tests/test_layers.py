@@ -41,6 +41,7 @@ LAYERS = [
         "sections_forward",
         "sections_gradient",
         "sections_learning",
+        "sections_memory",
         "sections_objectives",
         "sections_reverse",
         "sections_rewards",

@@ -1,0 +1,38 @@
+"""The options that trade time for memory."""
+
+from typing import Literal
+
+from flowrl.fields import Flag, Section, Text, option
+
+
+class Memory(Section):
+    """What stays on the device, and in how many bits."""
+
+    gradient_checkpointing: Flag = option(
+        False,
+        "Compute a block's activations again in the backward pass instead of keeping them: a "
+        "third more time in training for a fraction of the memory.",
+        "on for FLUX in Sol-RL",
+    )
+    base_bits: Literal[4, 8] | None = option(
+        None,
+        "Keep the frozen weights of the transformer in 4 or 8 bits; null keeps them in "
+        "pipeline.dtype. Adapters are not rounded.",
+    )
+    base_library: Literal["bitsandbytes", "torchao"] = option(
+        "bitsandbytes",
+        "With base_bits: who keeps and multiplies them. bitsandbytes has NF4 and LLM.int8, torchao "
+        "int4 and int8 weights.",
+    )
+    text_encoders: Literal["keep", "offload", "free"] = option(
+        "keep",
+        "Between uses: keep the text encoders on the device, offload them to the CPU, or free them "
+        "for good once every prompt of the run is encoded.",
+    )
+    vae: Literal["keep", "offload"] = option(
+        "keep", "Between uses: keep the autoencoder on the device, or offload it to the CPU."
+    )
+    prompt_cache: Text | None = option(
+        None,
+        "A folder in which encoded prompts are kept between runs; null keeps them in memory only.",
+    )
