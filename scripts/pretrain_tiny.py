@@ -22,12 +22,16 @@ from score_tiny import write_card
 
 from flowrl.pipelines import load_pipeline
 from flowrl.storage import write_text
-from flowrl.tiny import flux, pretrain, sana, sd3
+from flowrl.tiny import flux, latents, pretrain, sana, sd3
 
 HISTORY = (
     f"In the last {pretrain.FLOW_DECAY:.0%} of the flow's steps, while the learning rate fell, "
     f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other pictures, so that alignment "
-    "has something to mend."
+    "has something to mend.\n"
+)
+TAUGHT = (
+    "It has the autoencoder of {teacher} and learned from its guided velocity at guidances from 1\n"
+    f"to {pretrain.GUIDANCE:g}, as FLUX.1-dev was distilled for guidance.\n"
 )
 MODELS = {
     "sd3": (sd3.autoencoder, sd3.TinySD3),
@@ -50,7 +54,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--teacher",
         type=Path,
-        help="finished tiny SD3: take its autoencoder, and learn from its velocity at first",
+        help="finished tiny SD3: take its autoencoder, and learn from its guided velocity",
     )
     parser.add_argument("--pictures", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=3_500)
@@ -88,11 +92,11 @@ def autoencoder(args: argparse.Namespace, vae, images: np.ndarray):
         vae = type(vae).from_pretrained(args.teacher, subfolder="vae").to(args.device)
         return vae.eval().requires_grad_(False)
     vae.to(args.device)
-    pretrain.fit_autoencoder(
+    latents.fit_autoencoder(
         vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
     )
     vae.eval().requires_grad_(False)
-    pretrain.normalise_latents(vae, images)
+    latents.normalise_latents(vae, images)
     return vae
 
 
@@ -117,7 +121,7 @@ def main() -> None:
     make_vae, make_model = MODELS[args.backbone]
     torch.manual_seed(args.seed)
     vae = autoencoder(args, make_vae(), images)
-    latents = pretrain.encode_all(vae, images, args.work / "latents.safetensors")
+    encoded = latents.encode_all(vae, images, args.work / "latents.safetensors")
 
     torch.manual_seed(args.seed + 1)
     model = make_model(args.work / "tokenizers", compile=args.compile)
@@ -127,7 +131,7 @@ def main() -> None:
     pretrain.fit_flow(
         model,
         ema,
-        latents,
+        encoded,
         captions,
         steps=args.flow_steps,
         seed=args.seed,
@@ -137,7 +141,8 @@ def main() -> None:
         track=track,
     )
     save_half(model.pipeline(ema.cpu(), vae.cpu()), args.output)
-    write_card(args.output, history=HISTORY)
+    taught = TAUGHT.format(teacher=args.teacher.name) if args.teacher is not None else ""
+    write_card(args.output, history=HISTORY + taught)
     print(f"The pipeline lies in {args.output}.")
 
 

@@ -9,6 +9,7 @@ and text length, and again as a plain `pipe(prompt)` draws.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import track
@@ -22,6 +23,16 @@ from flowrl.storage import write_text
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS
 
 PRESET = {"num_inference_steps": 5, "guidance_scale": 1.0, "max_sequence_length": 12}
+# What a pipeline must be told of the size, and what it does untold.
+SMALL = {"height": 64, "width": 64}
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "StableDiffusion3Pipeline": ({}, "28 steps, guidance 7 and 256 text tokens"),
+    "FluxPipeline": (SMALL, "28 steps, guidance 3.5 and 512 text tokens"),
+    "SanaPipeline": (
+        SMALL | {"use_resolution_binning": False},
+        "20 steps, guidance 4.5 and 300 text tokens",
+    ),
+}
 CARD = """---
 license: apache-2.0
 library_name: diffusers
@@ -39,7 +50,7 @@ from diffusers import DiffusionPipeline
 from flowrl import pipeline_path
 
 pipe = DiffusionPipeline.from_pretrained(pipeline_path("{name}"))
-pipe("a red circle and a blue square").images[0]
+pipe("a red circle and a blue square"{size}).images[0]
 ```
 
 Made by `scripts/pretrain_tiny.py` from procedurally drawn pictures (`flowrl/tiny/draw.py`): no
@@ -54,8 +65,8 @@ word that was never drawn. Strict GenEval: the picture meets
 every demand, as judged by the classical detector `rewards/detectors/tiny.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
-Preset: 5 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt)`, hence diffusers' 28 steps,
-guidance 7 and 256 text tokens.
+Preset: 5 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt{size})`, hence diffusers'
+{defaults}.
 
 | kind | preset | plain |
 |---|---|---|
@@ -86,12 +97,13 @@ def scores(pipeline, records: Sequence[PromptRecord], count: int, batch: int, **
 def write_card(folder: Path, *, preset: int = 100, plain: int = 24, history: str = "") -> None:
     """Score `preset` and `plain` pictures of every kind, and write README.md into the folder."""
     pipeline = load_pipeline(str(folder), dtype="fp32", device="cpu")
+    size, defaults = CALLS[type(pipeline).__name__]
     found = {}
     for tag in track(TAGS, description="scoring"):
         records = load_prompts(f"tiny:{tag}:test")
         found[tag] = (
-            scores(pipeline, records, preset, 50, **PRESET),
-            scores(pipeline, records, plain, 8),
+            scores(pipeline, records, preset, 50, **size, **PRESET),
+            scores(pipeline, records, plain, 8, **size),
         )
         print(f"{tag:14s} preset {found[tag][0]:.3f}  plain {found[tag][1]:.3f}", flush=True)
     kinds = [found[tag] for tag in GENEVAL_TAGS]
@@ -100,6 +112,8 @@ def write_card(folder: Path, *, preset: int = 100, plain: int = 24, history: str
     card = CARD.format(
         name=folder.name,
         words=len(WORDS),
+        size="".join(f", {name}={value}" for name, value in size.items()),
+        defaults=defaults,
         rows="".join(f"| {tag} | {a:.2f} | {b:.2f} |\n" for tag, (a, b) in found.items()),
         preset=preset,
         plain=plain,

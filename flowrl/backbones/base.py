@@ -17,7 +17,9 @@ VelocityField = Callable[[Tensor, Tensor, Conditioning], Tensor]
 class Backbone(Protocol):
     """One diffusers pipeline with its text encoders, transformer and autoencoder.
 
-    Latents are opaque (B, *latent): only the backbone knows what their axes mean.
+    Latents are opaque (B, *latent): only the backbone knows what their axes mean. A backbone whose
+    transformer is none of those in `lowbit/rules.py` may also have `layer_rules`, a `LayerRules`
+    with what stays exact where a precision asks for few bits.
     """
 
     pipeline: Any
@@ -59,8 +61,14 @@ class Backbone(Protocol):
         ...
 
 
+def members_lacking(backbone: Any) -> list[str]:
+    """What an object has not of a `Backbone`'s members, by name."""
+    methods = [name for name in vars(Backbone) if not name.startswith("_")]
+    return [name for name in (*Backbone.__annotations__, *methods) if not hasattr(backbone, name)]
+
+
 def guided(
-    network: Callable[..., Tensor], scale: float, x: Tensor, *inputs: tuple[Tensor, Tensor]
+    network: Callable[..., Tensor], scale: float | Tensor, x: Tensor, *inputs: tuple[Tensor, Tensor]
 ) -> Tensor:
     """Classifier-free guidance (Ho and Salimans 2022) as diffusers computes it, in one forward.
 

@@ -3,36 +3,34 @@
 Each stage is a deterministic function of a seed and its step number, saves its state every few
 minutes and continues where it stopped, so the script can be killed at any time. What differs
 between backbones (the transformer, the text encoders, how a prompt becomes conditioning) is a
-`TinyModel` of `sd3.py`; this file knows none of it.
+`TinyModel` of `sd3.py`, `flux.py` and `sana.py`; this file knows none of it.
 """
 
-import math
 import random
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowrl.errors import UserError
-from flowrl.storage import atomic_path, load_state, save_state
+from flowrl.backbones.base import guided
+from flowrl.storage import atomic_path
 from flowrl.tiny.draw import draw
 from flowrl.tiny.fit import Track, decay_start, fit, plain_track
+from flowrl.tiny.latents import device_of, generator_at
 from flowrl.tiny.world import TAGS, Prompt, split_prompts
 
 SHARES = {  # how often each kind is drawn
     "single_object": 1.0, "two_object": 1.5, "counting": 2.5, "colors": 2.5,
     "position": 2.5, "color_attr": 3.5, "ocr": 1.5,
 }  # fmt: skip
+GUIDANCE = 7.0  # the highest that a model learns from a teacher; the lowest is 1
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
 MISLABELLED = 0.2  # share of captions of another picture, while the flow's learning rate falls
-VAE_DECAY, FLOW_DECAY = 0.3, 0.15  # last share of a stage's steps, of falling learning rate
-KL_WEIGHT = 5e-4
-DC_NOISE = 0.1  # standard deviation
-EDGE_WEIGHT = 0.5
+FLOW_DECAY = 0.15  # last share of the steps, of falling learning rate
 
 
 class TinyModel(Protocol):
@@ -50,8 +48,14 @@ class TinyModel(Protocol):
         """Token ids of every prompt at the longest text length: {name: (P, length)} long."""
         ...
 
-    def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
-        """Velocity at x (B, *latent), sigma (B,), for prompts `ids` cut to `length` tokens."""
+    def velocity(
+        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Velocity at x (B, *latent), sigma (B,), for prompts `ids` cut to `length` tokens.
+
+        guidance: (B,), an input of some networks; others ignore it.
+        """
         ...
 
 
@@ -85,105 +89,6 @@ def pictures(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndar
     return stored["images"], stored["captions"].tolist()
 
 
-def to_tensor(images: np.ndarray) -> Tensor:
-    """(B, H, W, 3) uint8 -> (B, 3, H, W) float32 in [-1, 1]."""
-    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
-def generator_at(seed: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + step)
-
-
-# --- stage 1: the autoencoder -----------------------------------------------------------------
-
-
-def edges(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x[..., 1:] - x[..., :-1], x[..., 1:, :] - x[..., :-1, :]
-
-
-def posterior_of(vae: Any, x: Tensor) -> Any:
-    """The Gaussian of latents of x (B, 3, H, W): an AutoencoderKL's own.
-
-    An AutoencoderDC gives one latent; learning with some noise around it makes it smooth.
-    """
-    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-
-    encoded = vae.encode(x)
-    if hasattr(encoded, "latent_dist"):
-        return encoded.latent_dist
-    spread = torch.full_like(encoded.latent, 2 * math.log(DC_NOISE))
-    return DiagonalGaussianDistribution(torch.cat([encoded.latent, spread], 1))
-
-
-def fit_autoencoder(
-    vae: Any, images: np.ndarray,
-    *, steps: int, seed: int, folder: Path, batch: int = 16, track: Track = plain_track,
-) -> None:  # fmt: skip
-    """L1 + L2, the same on neighbouring differences (letters need edges), and a light KL."""
-    vae.to(memory_format=torch.channels_last)
-    device = device_of(vae)
-
-    def loss_at(step: int) -> Tensor:
-        generator = generator_at(seed, step)
-        rows = torch.randint(len(images), (batch,), generator=generator)
-        x = to_tensor(images[rows.numpy()]).to(device, memory_format=torch.channels_last)
-        with torch.autocast(device.type, torch.bfloat16):
-            posterior = posterior_of(vae, x)
-            y = vae.decode(posterior.sample(generator)).sample
-        y = y.float()
-        loss = F.l1_loss(y, x) + F.mse_loss(y, x)
-        loss = loss + EDGE_WEIGHT * sum(
-            F.l1_loss(a, b) for a, b in zip(edges(y), edges(x), strict=True)
-        )
-        return loss + KL_WEIGHT * posterior.kl().float().mean() / posterior.mean[0].numel()
-
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=2e-3, betas=(0.9, 0.99), weight_decay=1e-3)
-    fit(
-        "vae",
-        vae,
-        [optimizer],
-        loss_at,
-        steps=steps,
-        decay=VAE_DECAY,
-        folder=folder,
-        track=track,
-    )
-
-
-def _encode(vae: Any, images: np.ndarray) -> Tensor:
-    return posterior_of(vae, to_tensor(images).to(device_of(vae))).mean.cpu()
-
-
-@torch.no_grad()
-def normalise_latents(vae: Any, images: np.ndarray) -> None:
-    """Set the VAE's shift and scale so that normalised latents have mean 0 and deviation 1."""
-    z = torch.cat([_encode(vae, part) for part in np.array_split(images[:2048], 32)])
-    if "shift_factor" in vae.config:  # an AutoencoderDC has none
-        vae.register_to_config(shift_factor=round(z.mean().item(), 4))
-    vae.register_to_config(scaling_factor=round(1 / z.std().item(), 4))
-
-
-@torch.no_grad()
-def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
-    """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`.
-
-    Raises UserError when `path` holds those of another number of pictures.
-    """
-    if not path.exists():
-        parts = [_encode(vae, part) for part in np.array_split(images, len(images) // 64)]
-        shift = vae.config.get("shift_factor") or 0.0
-        latents = (torch.cat(parts) - shift) * vae.config.scaling_factor
-        save_state(path, {"latents": latents.half()})
-    latents = load_state(path)["latents"].float()
-    if len(latents) != len(images):
-        raise UserError(f"{path} holds {len(latents)} pictures, not {len(images)}: delete it")
-    return latents
-
-
 # --- stage 2: the flow ------------------------------------------------------------------------
 
 
@@ -204,8 +109,8 @@ def fit_flow(
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
-    With a `teacher` of the same latents, until the learning rate falls, regress its velocity, the
-    mean of noise - x0 given x as far as it knows: a target without noise is learned in fewer steps.
+    With a `teacher` of the same latents, regress its guided velocity at a guidance drawn for each
+    picture, so that the model learns to guide itself (Meng et al. 2023, arXiv 2210.03142).
 
     While the learning rate falls, a share of the pictures comes with the caption of any other one.
     The model then follows its prompt less reliably than it could, and a reward can mend that.
@@ -229,15 +134,16 @@ def fit_flow(
         sigma = torch.where(torch.rand(size, generator=generator) < 0.3, uniform, normal.sigmoid())
         share = MISLABELLED if step >= mislabelled_from else 0.0
         captioned_as = mislabel(rows, share, len(latents), generator)
-        texts_of = torch.where(drop, 0, rows_of[captioned_as])
-        x0, noise, sigma, texts_of = (t.to(device) for t in (x0, noise, sigma, texts_of))
+        right, texts_of = (torch.where(drop, 0, rows_of[r]) for r in (rows, captioned_as))
+        x0, noise, sigma, right, texts_of = (
+            t.to(device) for t in (x0, noise, sigma, right, texts_of)
+        )
         s = sigma[:, None, None, None]
-        x, target = (1 - s) * x0 + s * noise, noise - x0
-        if teacher is not None and step < mislabelled_from:
-            with torch.no_grad():
-                read = {k: t[texts_of] for k, t in read_ids.items()}
-                target = teacher.velocity(x, sigma, read, teacher.short)
-        v = model.velocity(x, sigma, {k: t[texts_of] for k, t in ids.items()}, length)
+        x, target, guidance = (1 - s) * x0 + s * noise, noise - x0, None
+        if teacher is not None:
+            guidance = 1 + (GUIDANCE - 1) * torch.rand(size, generator=generator).to(device)
+            target = guided_velocity(teacher, x, sigma, read_ids, right, guidance)
+        v = model.velocity(x, sigma, {k: t[texts_of] for k, t in ids.items()}, length, guidance)
         return F.mse_loss(v, target)
 
     optimizers = flow_optimizers(model.module)
@@ -245,6 +151,22 @@ def fit_flow(
         "flow", model.module, optimizers, loss_at,
         steps=steps, decay=FLOW_DECAY, folder=folder, ema=ema, track=track,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def guided_velocity(
+    teacher: TinyModel, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], texts: Tensor,
+    guidance: Tensor,
+) -> Tensor:  # fmt: skip
+    """The teacher's velocity for prompts `texts` (B,) of `ids`, of which 0 is "".
+
+    guidance: (B,).
+    """
+
+    def velocity(x: Tensor, texts: Tensor, sigma: Tensor) -> Tensor:
+        return teacher.velocity(x, sigma, {k: t[texts] for k, t in ids.items()}, teacher.short)
+
+    return guided(velocity, guidance[:, None, None, None], x, (texts, texts * 0), (sigma, sigma))
 
 
 def tokenized(

@@ -98,7 +98,10 @@ class TinySana:
         empty = torch.tensor([not p for p in prompts])
         return {"ids": ids, "mask": mask.masked_fill(empty[:, None], 0)}
 
-    def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
+    def velocity(
+        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         m: Any = self.module
         first = m["text_encoder"](torch.full((1, 1), self.tokenizer.bos_token_id, device=x.device))
         text = m["text_encoder"](ids["ids"][:, : TAIL + length - 1])[0][:, TAIL:]

@@ -92,7 +92,10 @@ class TinySD3:
 
         return {"clip": ids("tokenizer", CLIP_TOKENS), "t5": ids("tokenizer_3", LONG)}
 
-    def velocity(self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int) -> Tensor:
+    def velocity(
+        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         m: Any = self.module
         clips = [
             m[name](ids["clip"], output_hidden_states=True)

@@ -1,100 +1,22 @@
 """Pretraining can be stopped anywhere, and trains exactly what diffusers will run."""
 
-import contextlib
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
+from flowrl.backbones.flux import Flux, pack
+from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.errors import UserError
 from flowrl.tiny import fit as loop
-from flowrl.tiny import pretrain
+from flowrl.tiny import flux, pretrain, sana, sd3
 from flowrl.tiny.draw import draw
-from flowrl.tiny.sd3 import LONG, SHORT, TinySD3, autoencoder
 from flowrl.tiny.world import split_prompts
 
-STEPS = 6
-
-
-class Stopped(Exception):
-    pass
-
-
-def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict, dict]:
-    """A small regression -> weights and their average."""
-    torch.manual_seed(0)
-    module, ema = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-    ema.load_state_dict(module.state_dict())
-
-    def loss_at(step: int) -> torch.Tensor:
-        if step == stop_at:
-            raise Stopped
-        x = torch.randn(8, 4, generator=pretrain.generator_at(0, step))
-        return (module(x) - x.flip(1)).square().mean()
-
-    optimizers = [
-        torch.optim.AdamW([module.weight], lr=0.1),
-        torch.optim.AdamW([module.bias], lr=0.2),
-    ]
-    pretrain.fit("toy", module, optimizers, loss_at, steps=steps, decay=0.3, folder=folder, ema=ema)
-    return module.state_dict(), ema.state_dict()
-
-
-@pytest.mark.parametrize("stop_at", [1, 4])
-def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch, stop_at):
-    whole = fit(tmp_path / "whole")
-    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)  # after every step
-    with pytest.raises(Stopped):
-        fit(tmp_path / "parts", stop_at=stop_at)
-    parts = fit(tmp_path / "parts")
-    for a, b in zip(whole, parts, strict=True):
-        assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not torch.equal(whole[0]["weight"], whole[1]["weight"])
-
-
-def test_before_the_decay_the_number_of_steps_may_change(tmp_path, monkeypatch):
-    whole = fit(tmp_path / "whole", steps=12)
-    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    with pytest.raises(Stopped):
-        fit(tmp_path / "parts", stop_at=4)
-    parts = fit(tmp_path / "parts", steps=12)
-    for a, b in zip(whole, parts, strict=True):
-        assert all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize(("first", "saved", "steps"), [(6, 6, 12), (14, 10, 11), (14, 10, 9)])
-def test_once_it_began_the_number_of_steps_is_fixed(tmp_path, monkeypatch, first, saved, steps):
-    """Step 6 lies in the decay of 6, step 10 in the decay of 11 and after the end of 9."""
-    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    with contextlib.suppress(Stopped):  # one that is saved at its end is not stopped
-        fit(tmp_path, stop_at=saved, steps=first)
-    with pytest.raises(UserError, match=f"step {saved} of {first}: too late to train {steps}"):
-        fit(tmp_path, steps=steps)
-
-
-@pytest.mark.parametrize(("steps", "decay"), [(1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)])
-def test_the_decay_starts_where_the_rate_leaves_its_peak(monkeypatch, steps, decay):
-    monkeypatch.setattr(loop, "WARM_UP", 1)
-    start = loop.decay_start(steps, decay)
-    assert loop.trapezoid(start - 1, steps, decay) == pytest.approx(1, abs=1e-9)
-    assert loop.trapezoid(start, steps, decay) < 1 - 1e-9
-
-
-def test_the_learning_rate_rises_stays_and_falls_to_zero():
-    factors = [loop.trapezoid(step, 1000, 0.3) for step in range(1001)]
-    assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
-    assert set(factors[loop.WARM_UP : 700]) == {1.0}
-    assert factors[850] == pytest.approx(0.5)
-    # Before the decay the length of the training does not matter: it may still be changed.
-    assert factors[:700] == [loop.trapezoid(step, 5000, 0.3) for step in range(700)]
-
-
-def test_a_finished_stage_is_loaded_and_not_trained_again(tmp_path):
-    first = fit(tmp_path)
-    again = fit(tmp_path, stop_at=0)
-    assert all(torch.equal(first[0][k], again[0][k]) for k in first[0])
+ENCODED = {sd3.autoencoder: (16, 8, 8), sana.autoencoder: (32, 4, 4)}  # shape of a latent
 
 
 def test_pictures_are_a_function_of_the_seed_and_drawn_once(tmp_path, monkeypatch):
@@ -109,26 +31,79 @@ def test_pictures_are_a_function_of_the_seed_and_drawn_once(tmp_path, monkeypatc
     assert np.array_equal(pretrain.pictures(tmp_path, 4, 7, 1)[0], images)
 
 
+@dataclass(frozen=True)
+class Family:
+    model: type
+    vae: Callable
+    backbone: type
+
+
+FAMILIES = {
+    "sd3": Family(sd3.TinySD3, sd3.autoencoder, SD3),
+    "flux": Family(flux.TinyFlux, sd3.autoencoder, Flux),
+    "sana": Family(sana.TinySana, sana.autoencoder, Sana),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(family, tmp_path_factory):
     torch.manual_seed(0)
-    model = TinySD3(tmp_path_factory.mktemp("model"))
+    model = family.model(tmp_path_factory.mktemp("model"))
+    for parameter in model.module["transformer"].parameters():
+        if not parameter.any():  # or nothing that a prompt changes would reach the velocity
+            torch.nn.init.normal_(parameter, std=0.05)
     model.module.eval()
     return model
 
 
-@pytest.mark.parametrize("length", [SHORT, LONG])
+@pytest.mark.parametrize("length", ["short", "long"])
 @torch.no_grad()
-def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, length):
-    """The same text conditioning, time and network as `StableDiffusion3Pipeline`."""
-    texts = ["", 'the word "CAT"', "a red circle left of a blue square"]
-    backbone = SD3(model.pipeline(model.module, autoencoder()), max_sequence_length=length)
-    x = torch.randn(3, *backbone.latent_shape(), generator=torch.Generator().manual_seed(0))
-    sigma = torch.tensor([0.2, 0.5, 1.0])
-    ours = model.velocity(x, sigma, model.tokenize(texts), length)
-    theirs = backbone.velocity(x, sigma, backbone.encode(texts, [""] * 3))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(ours[1], ours[2], atol=1e-3)
+def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family, length):
+    """The same text conditioning, time and network as diffusers' own pipeline."""
+    texts = ['the word "CAT"', "a red circle left of a blue square"]
+    length = getattr(model, length)
+    backbone = family.backbone(
+        model.pipeline(model.module, family.vae()),
+        guidance=1.0,
+        max_sequence_length=length,
+        height=64,
+        width=64,
+    )
+    z = torch.randn(2, *ENCODED[family.vae], generator=torch.Generator().manual_seed(0))
+    packs = family.backbone is Flux
+    sigma = torch.tensor([0.2, 1.0])
+    ours = model.velocity(z, sigma, model.tokenize(texts), length)
+    theirs = backbone.velocity(pack(z) if packs else z, sigma, backbone.encode(texts, [""] * 2))
+    torch.testing.assert_close(pack(ours) if packs else ours, theirs, rtol=1e-4, atol=1e-5)
+    other = backbone.velocity(
+        pack(z) if packs else z, sigma, backbone.encode(texts[::-1], [""] * 2)
+    )
+    assert not torch.allclose(other, theirs, atol=1e-3)
+
+
+@torch.no_grad()
+def test_the_empty_prompt_is_the_pipelines_negative_one(model, family):
+    """Classifier-free guidance meets in the pipeline what pretraining called no caption."""
+    pipeline = model.pipeline(model.module, family.vae())
+    if family.backbone is Flux:
+        pytest.skip("FLUX.1 has no negative prompt")
+    backbone = family.backbone(
+        pipeline, guidance=2.0, max_sequence_length=model.short, height=64, width=64
+    )
+    z = torch.randn(1, *ENCODED[family.vae], generator=torch.Generator().manual_seed(0))
+    sigma, ids = torch.tensor([0.5]), model.tokenize(["a red circle", ""])
+    cond, none = (
+        model.velocity(z, sigma, {k: t[i : i + 1] for k, t in ids.items()}, model.short)
+        for i in (0, 1)
+    )
+    theirs = backbone.velocity(z, sigma, backbone.encode(["a red circle"], [""]))
+    torch.testing.assert_close(none + 2 * (cond - none), theirs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(cond, none, atol=1e-3)
 
 
 def test_text_is_mostly_short_sometimes_diffusers_default():
@@ -159,7 +134,7 @@ class Recorder:
     def tokenize(self, prompts):
         return {"t5": torch.tensor([[len(p)] for p in prompts])}
 
-    def velocity(self, x, sigma, ids, length):
+    def velocity(self, x, sigma, ids, length, guidance=None):
         self.seen.append((x, sigma, ids["t5"][:, 0]))
         return x * self.module["transformer_blocks"].weight.sum()
 
@@ -168,10 +143,10 @@ def shown(folder, monkeypatch, share: float) -> list:
     """What the flow stage of 20 steps shows a model at this share of wrong captions."""
     monkeypatch.setattr(pretrain, "MISLABELLED", share)
     model = Recorder()
-    latents = torch.randn(40, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    encoded = torch.randn(40, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     captions = ["x" * (i + 1) for i in range(40)]
     ema = copy.deepcopy(model.module)
-    pretrain.fit_flow(model, ema, latents, captions, steps=20, seed=0, folder=folder)
+    pretrain.fit_flow(model, ema, encoded, captions, steps=20, seed=0, folder=folder)
     return model.seen
 
 
@@ -189,47 +164,64 @@ def test_some_captions_are_wrong_once_the_learning_rate_falls_and_nothing_else(
     assert changed == [18, 19]  # the last 15 % of 20 steps are 17 to 19, at 17 the rate is whole
 
 
-def test_latents_of_other_pictures_are_refused(tmp_path):
-    path = tmp_path / "latents.safetensors"
-    images = np.zeros((64, 64, 64, 3), np.uint8)
-    vae = autoencoder()
-    pretrain.normalise_latents(vae, images)
-    assert len(pretrain.encode_all(vae, images, path)) == 64
-    with pytest.raises(UserError, match="holds 64 pictures, not 65: delete it"):
-        pretrain.encode_all(vae, np.concatenate([images, images[:1]]), path)
+class Guided(Recorder):
+    """A teacher whose velocity is the caption's length, -1 for ""."""
+
+    def velocity(self, x, sigma, ids, length, guidance=None):
+        lengths = ids["t5"][:, 0].float()
+        return torch.where(lengths == 0, -1.0, lengths)[:, None, None, None].expand(x.shape)
 
 
-def test_latents_are_normalised_as_the_pipeline_will_undo_it(tmp_path):
-    torch.manual_seed(0)
-    vae = autoencoder().eval()
-    images = np.random.default_rng(0).integers(0, 256, (64, 64, 64, 3), dtype=np.uint8)
-    pretrain.normalise_latents(vae, images)
-    latents = pretrain.encode_all(vae, images, tmp_path / "latents")
-    assert latents.mean().abs() < 0.01 and (latents.std() - 1).abs() < 0.01
-    with torch.no_grad():
-        raw = vae.encode(pretrain.to_tensor(images[:4])).latent_dist.mean
-    undone = latents[:4] / vae.config.scaling_factor + vae.config.shift_factor
-    torch.testing.assert_close(undone, raw, rtol=0, atol=2e-3 / vae.config.scaling_factor)
+def test_a_teacher_is_followed_at_the_guidance_that_the_model_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "DROPOUT", 0.0)
+    monkeypatch.setattr(pretrain, "MISLABELLED", 0.0)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    monkeypatch.setattr(
+        pretrain.F, "mse_loss", lambda v, target: seen.append((v, target)) or v.sum()
+    )
+
+    class Student(Recorder):
+        def velocity(self, x, sigma, ids, length, guidance=None):
+            self.told = guidance
+            v = ids["t5"][:, 0].float()[:, None, None, None].expand(x.shape)
+            return v * self.module["transformer_blocks"].weight.sum().detach().clamp(1, 1)
+
+    student, guidances = Student(), []
+    original = pretrain.guided_velocity
+
+    def spy(*arguments):
+        guidances.append(arguments[-1])
+        return original(*arguments)
+
+    monkeypatch.setattr(pretrain, "guided_velocity", spy)
+    monkeypatch.setattr(pretrain, "fit", lambda name, module, optimizers, loss_at, **_: loss_at(0))
+    encoded = torch.randn(40, 2, 4, 4)
+    captions = ["x" * (i + 1) for i in range(40)]
+    pretrain.fit_flow(
+        student, copy.deepcopy(student.module), encoded, captions,
+        steps=4, seed=0, folder=tmp_path, teacher=Guided(),
+    )  # fmt: skip
+    (drawn, target), (scale,) = seen[0], guidances
+    assert torch.equal(student.told, scale) and 1 <= scale.min() and scale.max() <= 7
+    assert scale.max() - scale.min() > 3
+    length = drawn[:, 0, 0, 0]
+    torch.testing.assert_close(target[:, 0, 0, 0], -1 + scale * (length + 1))
 
 
-def test_learning_lowers_both_losses(model, tmp_path, monkeypatch):
+def test_learning_lowers_the_loss(model, family, tmp_path, monkeypatch):
     losses: list[float] = []
     monkeypatch.setattr(
         loop.RunningLoss, "hear", lambda self, step, loss: losses.append(loss.item())
     )
     monkeypatch.setattr(loop, "WARM_UP", 2)
     prompts = [split_prompts(tag, "train")[0] for tag in ("colors", "counting")]
-    images, captions = pretrain._draw_range(0, 0, 8)[0], [p["prompt"] for p in prompts] * 4
-    vae = autoencoder()
-    pretrain.fit_autoencoder(vae, images, steps=12, seed=0, folder=tmp_path, batch=4)
-    assert sum(losses[-3:]) < 0.9 * sum(losses[:3])
-    losses.clear()
-    latents = torch.randn(8, 16, 8, 8, generator=torch.Generator().manual_seed(0)) * 0.1
+    captions = [p["prompt"] for p in prompts] * 4
+    encoded = 0.1 * torch.randn(8, *ENCODED[family.vae], generator=torch.Generator().manual_seed(0))
     monkeypatch.setattr(pretrain, "text_length", lambda *_: 12)
     pretrain.fit_flow(
         model,
         copy.deepcopy(model.module),
-        latents,
+        encoded,
         captions,
         steps=12,
         seed=0,
