@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from flowrl.backbones.calls import own_call
 from flowrl.build import (
     PRECISION,
     Given,
+    all_texts,
     as_given,
     build_evaluator,
     build_learner,
@@ -20,6 +22,8 @@ from flowrl.build import (
     drawn_prompts,
     evaluation_prompts,
 )
+from flowrl.build_backbone import of_family
+from flowrl.build_memory import Texts, build_pipeline, stored_texts
 from flowrl.build_rewards import build_rewards
 from flowrl.checkpoint import CONFIG, Checkpoints, claim, write_config
 from flowrl.config import Config, config_yaml, load_config, parse_config
@@ -33,6 +37,7 @@ from flowrl.pictures import png
 from flowrl.pipelines import load_pipeline
 from flowrl.preflight.check import preflight
 from flowrl.prompts import PromptRecord
+from flowrl.publish import publish, repository_of
 from flowrl.reward import RewardSpec, closing
 from flowrl.rlg import RLG
 from flowrl.runtime import Runtime
@@ -70,20 +75,26 @@ def align(
     runtime = Runtime(device=config.pipeline.device, mixed_precision=precision)
     # A launcher ends all processes when one fails, so only the main one has to look.
     with claim(folder, resume=resume) if runtime.is_main else nullcontext():
+        repository = repository_of(config) if runtime.is_main else None
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
-        learner = build_learner(config, runtime, given)
+        texts = Texts(config, pipeline)
+        learner = build_learner(config, runtime, given, texts)
         with closing(learner.specs), packed_within(learner.policy.network):
             pipeline = learner.policy.backbone.pipeline
-            evaluator = build_evaluator(config, pipeline, learner.specs, given)
+            evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
                 try_rewards(learner, [*drawn_prompts(config, given), *held_out])
+            asked = [*all_texts(config, given), *stored_texts(config, learner.source)]
+            texts.free(pipeline, asked, runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
                 write_config(folder, config_yaml(config))
             with run.session():
                 train(learner, run, iterations=config.run.iterations)
-                return hand_over(config, learner, run)
+                rows = hand_over(config, learner, run)
+                publish(config, run, repository)
+                return rows
 
 
 def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
@@ -104,9 +115,7 @@ def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str,
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_measures(_without_training(config), specs, (), held_out)
     runtime = Runtime(device=config.pipeline.device)
-    pipeline = load_pipeline(
-        config.pipeline.path, dtype=config.pipeline.dtype, device=runtime.device
-    )
+    pipeline = build_pipeline(config, runtime.device)
     evaluator = build_evaluator(config, pipeline, specs, Given())
     assert evaluator is not None  # there are prompts
     with closing(specs):
@@ -142,7 +151,7 @@ def table(rows: Sequence[Comparison]) -> list[dict[str, Any]]:
     ]
 
 
-def sample_images(
+def sample_images(  # noqa: PLR0913  # an argument for each option
     model: str,
     prompts: Sequence[str],
     *,
@@ -156,6 +165,7 @@ def sample_images(
     output_dir: Path,
     device: str,
     rlg: float | None = None,
+    revision: str | None = None,
 ) -> list[Path]:
     """Draw `count` pictures of each prompt with the pipeline's own call -> paths of PNG files.
 
@@ -170,11 +180,11 @@ def sample_images(
     }
     run_file = Path(lora) / CONFIG if lora else None
     of_run = call_settings(load_config(run_file)) if run_file and run_file.is_file() else {}
-    call = {"negative_prompt": ""} | of_run
-    call |= {name: value for name, value in asked.items() if value is not None}
     where = Runtime(device=device).device
     dtype = "bf16" if where.type == "cuda" else "fp32"
-    pipeline = load_pipeline(model, dtype=dtype, device=where)
+    pipeline = load_pipeline(model, dtype=dtype, device=where, revision=revision)
+    call = own_call(pipeline, negative) | {"negative_prompt": ""} | of_run
+    call |= {name: value for name, value in asked.items() if value is not None}
     if lora is not None:
         load_lora(pipeline, lora)
     paths = []
@@ -199,6 +209,7 @@ def build_gallery(
     seed: int | None,
     output_dir: Path | None,
     rlg: Sequence[float] = (),
+    revision: str | None = None,
 ) -> Path:
     """Draw base and aligned pictures of the same prompts and seeds -> the page that shows them.
 
@@ -206,14 +217,16 @@ def build_gallery(
     `rlg`: the base and the LoRA at each of these strengths, see `flowrl.rlg`.
     """
     config, rewards = _recipe_of(run) if run else (_plain_recipe(str(base), lora, str(prompts)), [])
+    if revision is not None:
+        section = config.pipeline.model_copy(update={"revision": revision})
+        config = config.model_copy(update={"pipeline": section})
     changes = {"images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
     evaluation = config.evaluation.model_copy(update=changes)
     config = config.model_copy(update={"evaluation": evaluation})
     runtime = Runtime(device=config.pipeline.device)
-    pipeline = load_pipeline(
-        config.pipeline.path, dtype=config.pipeline.dtype, device=runtime.device
-    )
+    pipeline = build_pipeline(config, runtime.device)
+    config = config if run else of_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, Given())
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
@@ -249,7 +262,7 @@ def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
 def _plain_recipe(base: str, lora: str | None, prompts: str) -> Config:
     """The recipe of the run that `lora` is, on another base; or defaults."""
     if lora is not None and (Path(lora) / CONFIG).is_file():
-        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}"])
+        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}", "pipeline.revision=null"])
     rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery asks none
     return parse_config(
         {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}

@@ -7,6 +7,7 @@ from flowrl.errors import UserError
 
 ALIASES = {
     "pretrained_model_name_or_path": "pipeline.path",
+    "revision": "pipeline.revision",
     "mixed_precision": "pipeline.dtype",
     "resolution": "pipeline.height",
     "rank": "lora.rank",
@@ -20,6 +21,9 @@ ALIASES = {
     "output_dir": "run.output_dir",
     "seed": "run.seed",
     "report_to": "run.trackers",
+    "push_to_hub": "run.push_to_hub",
+    "hub_model_id": "run.hub_model_id",
+    "gradient_checkpointing": "memory.gradient_checkpointing",
     "guidance_scale": "rollout.guidance",
     "num_inference_steps": "rollout.steps",
     "prompts": "prompts.train",
@@ -31,6 +35,7 @@ _VALUES: dict[str, Callable[[str], list[str]]] = {
     "report_to": lambda v: [f"run.trackers=[{'' if v == 'none' else v}]"],
     "reward": lambda v: ["rewards=[" + ", ".join(f"{{name: '{n}'}}" for n in v.split(",")) + "]"],
 }
+_FLAGS = ("push_to_hub", "gradient_checkpointing")  # alone they are true
 _SECTION_NAMES = ("prompts", "rewards")  # with dashes they are aliases, without them sections
 
 
@@ -61,11 +66,10 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
             recipes.append(word)
             continue
         name, equals, value = word.partition("=")
+        plain = name.lstrip("-").replace("-", "_")
         if not equals:
-            if not rest:
-                raise UserError(f"{word} has no value: write {word} VALUE or KEY=VALUE.")
-            value = rest.pop(0)
-        if name.lstrip("-").replace("-", "_") == "resume_from_checkpoint":
+            value = _next_value(word, plain, rest)
+        if plain == "resume_from_checkpoint":
             resume = value
         elif name == "--reward":
             rewards.append(value)
@@ -80,9 +84,23 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
     return Request(recipe="".join(recipes), overrides=overrides, resume=resume)
 
 
+def _next_value(word: str, plain: str, rest: list[str]) -> str:
+    """The value of `--name` in the words after it, which loses it; flags may stand alone."""
+    if plain in _FLAGS and (not rest or rest[0] not in ("true", "false")):
+        return "true"
+    if not rest:
+        raise UserError(f"{word} has no value: write {word} VALUE or KEY=VALUE.")
+    return rest.pop(0)
+
+
 def _translate(name: str, value: str) -> list[str]:
     key = name.removeprefix("--")
     plain = key.replace("-", "_")
+    if plain == "hub_token":
+        raise UserError(
+            "--hub_token would leave a secret in the shell's history and the list of processes: "
+            "set HF_TOKEN in the environment, or log in once with hf auth login."
+        )
     if plain not in ALIASES or (key == name and plain in _SECTION_NAMES):
         return [f"{key}={value}"]
     return _VALUES[plain](value) if plain in _VALUES else [f"{ALIASES[plain]}={value}"]

@@ -185,6 +185,7 @@ def _drawing(config: Config, learner: Learner) -> Drawing:
         specs=learner.specs,
         policy=learner.policy,
         backbone=_sampler(learner).stage.backbone,
+        encode=_sampler(learner).stage.encode,
         needs=learner.objective.needs,
     )
 

@@ -1,7 +1,7 @@
 """From configuration to objects: the one place that knows names, files and every component."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -11,22 +11,19 @@ import torch
 
 from flowrl.aggregate import mean_reward
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.flux import Flux
-from flowrl.backbones.sana import Sana
-from flowrl.backbones.sd3 import SD3
+from flowrl.build_backbone import BACKBONES as BACKBONES
+from flowrl.build_backbone import adapted_layers, backbone_class, build_backbone
+from flowrl.build_memory import Needed, Texts, build_pipeline, needed_texts, rounded
 from flowrl.build_objectives import build_objective
 from flowrl.build_precision import set_precision
 from flowrl.build_rewards import build_rewards
 from flowrl.build_source import build_source, check_shares, check_states
 from flowrl.checkpoint import Checkpoints
 from flowrl.config import Config
-from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.evaluate import Evaluation, Evaluator, check_quality
 from flowrl.export import read_lora
 from flowrl.functional.sde import KERNELS
-from flowrl.imports import load_callable
-from flowrl.pipelines import load_pipeline
 from flowrl.policy import Policy
 from flowrl.progress import Steps
 from flowrl.prompt_fit import check_evaluation, check_prompts
@@ -40,7 +37,6 @@ from flowrl.samplers.schedule import Schedule
 from flowrl.stopping import StopRule, stop_rule
 from flowrl.train import Learner, UpdateSettings
 
-BACKBONES: dict[str, Callable[..., Backbone]] = {"sd3": SD3, "flux": Flux, "sana": Sana}
 # Options under `pipeline` that leave evaluations as they are.
 INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
@@ -65,30 +61,6 @@ def as_given(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def backbone_class(name: str) -> Callable[..., Backbone]:
-    """A family of BACKBONES, or somebody's own by its import path. Raises UserError for neither."""
-    if name in BACKBONES:
-        return BACKBONES[name]
-    try:
-        return load_callable(name)
-    except LookupError as error:
-        raise UserError(
-            f"pipeline.backbone is {name!r}, expected {', '.join(BACKBONES)} or module:attribute: "
-            f"{error}"
-        ) from error
-
-
-def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbone:
-    p = config.pipeline
-    return backbone_class(p.backbone)(
-        pipeline,
-        guidance=guidance,
-        max_sequence_length=p.max_sequence_length,
-        height=p.height,
-        width=p.width,
-    )
-
-
 def drawn_prompts(config: Config, given: Given) -> list[PromptRecord]:
     """The prompts that training draws: none where it only reads a store."""
     store = config.rollout.store
@@ -108,7 +80,7 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
         backbone,
         rank=lora.rank,
         alpha=lora.alpha,
-        targets=lora.targets,
+        targets=adapted_layers(lora, backbone),
         seed=config.run.seed,
         ema_decay=config.ema.decay,
         keep_old=keep_old,
@@ -124,9 +96,12 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
     return policy
 
 
-def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
-    """Everything of the loop. Loads the pipeline unless it was given."""
+def build_learner(
+    config: Config, runtime: Runtime, given: Given, texts: Texts | None = None
+) -> Learner:
+    """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others."""
     p, r, u = config.pipeline, config.rollout, config.optim
+    backbone_class(p.backbone)  # or the sentence that says why not, before anything is loaded
     specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = build_objective(config.objective, KERNELS[r.kernel])
@@ -137,7 +112,14 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
     if objective.needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_measures(config, specs, prompts, evaluation_prompts(config, given))
-    pipeline = _pipeline(config, runtime, given)
+    texts = texts or Texts(config, given.pipeline)
+    pipeline = build_pipeline(
+        config,
+        runtime.device,
+        given.pipeline,
+        without=texts.unneeded(all_texts(config, given)),
+        decoder_learns=objective.needs.reward_grad,
+    )
     drawing = build_backbone(config, pipeline, guidance=r.guidance)
     set_precision(config, drawing, runtime)
     learning = drawing
@@ -148,29 +130,34 @@ def build_learner(config: Config, runtime: Runtime, given: Given) -> Learner:
         policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
     )
     return Learner(
-        source=build_source(config, runtime, specs, prompts, policy, drawing, objective.needs),
+        source=build_source(
+            config, runtime, specs, prompts, policy, drawing, objective.needs, texts
+        ),
         specs=specs,
         policy=policy,
         objective=objective,
         optimizer=runtime.prepare(optimizer),
         runtime=runtime,
-        update=UpdateSettings(
-            lr=u.lr,
-            decay_over=config.run.iterations if u.schedule == "linear" else None,
-            updates_per_rollout=u.updates_per_rollout,
-            micro_batch=u.micro_batch,
-            max_grad_norm=u.max_grad_norm,
-            ratio_tolerance=u.ratio_tolerance,
-        ),
+        update=_update_settings(config),
         reward=RewardGradient(drawing, specs, p.decode_batch),
     )
 
 
-def _pipeline(config: Config, runtime: Runtime, given: Given) -> Any:
-    if given.pipeline is not None:
-        return given.pipeline.to(runtime.device)
-    p = config.pipeline
-    return load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
+def _update_settings(config: Config) -> UpdateSettings:
+    u = config.optim
+    return UpdateSettings(
+        lr=u.lr,
+        decay_over=config.run.iterations if u.schedule == "linear" else None,
+        updates_per_rollout=u.updates_per_rollout,
+        micro_batch=u.micro_batch,
+        max_grad_norm=u.max_grad_norm,
+        ratio_tolerance=u.ratio_tolerance,
+    )
+
+
+def all_texts(config: Config, given: Given) -> Needed:
+    """What training and evaluation ask the text encoders, but for what is read from a store."""
+    return needed_texts(config, drawn_prompts(config, given), evaluation_prompts(config, given))
 
 
 def check_measures(
@@ -203,7 +190,11 @@ def build_stop_rule(
 
 
 def build_evaluator(
-    config: Config, pipeline: Any, specs: Sequence[RewardSpec], given: Given
+    config: Config,
+    pipeline: Any,
+    specs: Sequence[RewardSpec],
+    given: Given,
+    texts: Texts | None = None,
 ) -> Evaluator | None:
     e = config.evaluation
     prompts = evaluation_prompts(config, given)
@@ -212,7 +203,7 @@ def build_evaluator(
     backbone = build_backbone(config, pipeline, guidance=e.guidance)
     return Evaluator(
         backbone=backbone,
-        encode=TextCache(backbone, config.rollout.negative),
+        encode=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance),
         prompts=PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0),
         specs=specs,
         schedule=Schedule(sigmas=backbone.sigmas(e.steps), kernel=KERNELS["flow_sde"], level=0.0),
@@ -238,7 +229,7 @@ def evaluation_key(
     """Everything that two evaluations must share for their difference to mean something."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
     # Evaluations draw with the exact weights, whatever the precision of training.
-    what = config.pipeline.model_dump(exclude=INDIFFERENT)
+    what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounded(config)
     rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
     parts = [how, what, config.rollout.negative, rewards, [p.uid for p in prompts], words]

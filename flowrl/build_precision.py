@@ -9,6 +9,7 @@ from flowrl.lowbit.per_row import PerRow
 from flowrl.lowbit.precision import capability_of, resolve
 from flowrl.lowbit.prepare import prepare
 from flowrl.lowbit.report import write_precision
+from flowrl.lowbit.rules import LayerRules
 from flowrl.lowbit.training import quantise_base
 from flowrl.runtime import Runtime
 
@@ -31,6 +32,7 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
         resolved,
         dtype=backbone.dtype,
         device=runtime.device,
+        rules=layer_rules(backbone),
         min_dim=p.min_dim,
         keep=p.keep_layers,
         where=WHERE,
@@ -46,6 +48,11 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
             file=FILE,
         )
     quantise_base(backbone.transformer, choices, row_by_row(backend))
+
+
+def layer_rules(backbone: Backbone) -> LayerRules | None:
+    """What a backbone of somebody's own says of its layers, if it does."""
+    return getattr(backbone, "layer_rules", None)
 
 
 def row_by_row(backend: Backend) -> Backend:

@@ -6,18 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flowrl.backbones.base import Backbone
+from flowrl.build_geometry import build_load
+from flowrl.build_memory import Texts, learning_guidance
 from flowrl.build_stages import (
     Drawing,
     build_explorer,
     build_stage,
     plan_at,
-    whole_prompts,
 )
 from flowrl.build_store import build_stored
 from flowrl.checks import check_plans_for
 from flowrl.collect import Sampler, Source
 from flowrl.config import Config
 from flowrl.errors import UserError
+from flowrl.geometry import check
 from flowrl.memory import check_memory, free_bytes
 from flowrl.objectives.base import Needs
 from flowrl.policy import Policy
@@ -34,6 +36,7 @@ def build_source(
     policy: Policy,
     backbone: Backbone,
     needs: Needs,
+    texts: Texts,
 ) -> Source:
     """backbone: with the guidance of rollouts. prompts: none, for a store that has its own."""
     r = config.rollout
@@ -44,6 +47,7 @@ def build_source(
         policy=policy,
         backbone=backbone,
         needs=needs,
+        encode=texts.of(backbone, r.guidance),
     )
     if r.store is not None and r.store.path is not None:
         _check_store(config, needs)
@@ -51,7 +55,8 @@ def build_source(
         def redraw(other: Config) -> Sampler:
             return build_sampler(replace(drawing, config=other), prompts)
 
-        return build_stored(config, redraw(config), policy.backbone, redraw)
+        encode = texts.of(policy.backbone, learning_guidance(config))
+        return build_stored(config, redraw(config), policy.backbone, redraw, encode)
     _check_memory(config, backbone, runtime)
     return build_sampler(drawing, prompts)
 
@@ -92,25 +97,9 @@ def check_shares(
     config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
 ) -> None:
     """Every process gets what its objective and its rewards compare, in every iteration."""
-    r, processes = config.rollout, runtime.world_size
-    if needs.whole_update and processes > 1:
-        raise UserError(
-            f"objective.kind {config.objective.kind} compares all pictures of an update with their "
-            f"mean, which {processes} processes do not share: start one process, or take another "
-            "objective"
-        )
-    if whole_prompts(needs, specs) and r.prompts < processes:
-        what = "this objective compares" if needs.complete_groups else "a reward compares"
-        raise UserError(
-            f"rollout.prompts is {r.prompts}, but {processes} processes take whole prompts, whose "
-            f"pictures {what}: raise it, or start fewer processes"
-        )
-    trees = min(r.prompts * plan.roots for plan in config.plans())
-    if trees < processes:
-        raise UserError(
-            f"{trees} trees cannot be shared among {processes} processes, which take whole ones: "
-            "raise rollout.prompts or the roots of a prompt, or start fewer processes"
-        )
+    whole = any(spec.whole_groups for spec in specs)
+    for plan in config.plans():
+        check(build_load(config, needs, plan, whole_groups=whole), runtime.world_size)
 
 
 def check_states(config: Config, needs: Needs) -> None:

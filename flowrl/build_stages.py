@@ -7,6 +7,8 @@ from pathlib import Path
 
 from flowrl.audit_log import AuditLog
 from flowrl.backbones.base import Backbone
+from flowrl.base_weights import is_rounded
+from flowrl.build_precision import layer_rules
 from flowrl.build_rewards import build_limit
 from flowrl.config import Config
 from flowrl.encode import TextCache
@@ -48,6 +50,7 @@ class Drawing:
     policy: Policy
     backbone: Backbone  # with the guidance of rollouts
     needs: Needs
+    encode: TextCache
 
     @property
     def adapter(self) -> str:
@@ -58,9 +61,14 @@ class Drawing:
     def merged(self) -> bool:
         """Whether the adapter is folded into the weights that draw exactly."""
         # Folding rounds the weights: in fp32 that is far below any clip, in half precision not.
-        # Packed weights cannot be folded into.
         wanted, p = self.config.rollout.merge_lora, self.config.pipeline
-        return p.dtype == "fp32" and p.precision is None if wanted == "auto" else wanted
+        return p.dtype == "fp32" and self.foldable if wanted == "auto" else wanted
+
+    @property
+    def foldable(self) -> bool:
+        """Whether the frozen weights are such that an adapter can be folded into them: neither
+        packed for training nor kept in few bits."""
+        return self.config.pipeline.precision is None and not is_rounded(self.policy.network)
 
 
 def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
@@ -87,7 +95,7 @@ def build_stage(d: Drawing) -> Stage:
     return Stage(
         backbone=backbone,
         network=network,
-        encode=TextCache(backbone, r.negative),
+        encode=d.encode,
         specs=d.specs,
         runtime=d.runtime,
         failures=build_limit(d.config),
@@ -172,8 +180,7 @@ def draft_stage(
     r, e = d.config.rollout, d.config.rollout.explore
     assert e is not None
     backbone, network = exact.backbone, exact.network
-    # Nothing can be folded into weights that are packed for training.
-    folds = e.lora == "merge" and d.config.pipeline.precision is None
+    folds = e.lora == "merge" and d.foldable
     if choices or folds != d.merged:
         twin = Twin(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
@@ -200,6 +207,7 @@ def low_precision(d: Drawing, resolved: Resolved) -> tuple[tuple[LayerChoice, ..
         resolved,
         dtype=d.backbone.dtype,
         device=d.runtime.device,
+        rules=layer_rules(d.backbone),
         min_dim=e.min_dim,
         keep=e.keep_layers,
         four_over_six=e.four_over_six,

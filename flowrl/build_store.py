@@ -7,6 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from flowrl.backbones.base import Backbone
+from flowrl.build_memory import learning_guidance, rounded
 from flowrl.collect import Sampler
 from flowrl.config import Config
 from flowrl.encode import TextCache
@@ -30,12 +31,17 @@ STORES = "stores"
 
 
 def build_stored(
-    config: Config, sampler: Sampler, backbone: Backbone, redraw: Callable[[Config], Sampler]
+    config: Config,
+    sampler: Sampler,
+    backbone: Backbone,
+    redraw: Callable[[Config], Sampler],
+    encode: TextCache,
 ) -> StoredGroups:
     """The source that reads `rollout.store`, checked against the recipe.
 
     sampler: what would draw instead; backbone: with the guidance of training; redraw: what draws
-    as another recipe says, with the same policy, when the store is refreshed.
+    as another recipe says, with the same policy, when the store is refreshed; encode: reads the
+    store's prompts.
     """
     r, p, folder = config.rollout, config.pipeline, Path(config.run.output_dir)
     assert r.store is not None and r.store.path is not None
@@ -58,7 +64,7 @@ def build_stored(
     source = StoredGroups(
         store,
         backbone=backbone,
-        encode=TextCache(backbone, r.negative),
+        encode=encode,
         specs=stage.specs,
         runtime=stage.runtime,
         prompts=r.prompts,
@@ -103,7 +109,7 @@ def _refresh(
 def _reference_key(config: Config) -> str:
     """Everything but the store that decides the reference's errors; rather too much than less."""
     r, p = config.rollout, config.pipeline.model_dump(exclude={"device", "decode_batch"})
-    guidance = r.guidance if r.training_guidance is None else r.training_guidance
+    p, guidance = p | rounded(config), learning_guidance(config)
     parts = [p, config.objective.model_dump(mode="json"), guidance, r.negative]
     return _digest([json.dumps(parts, sort_keys=True)])
 
@@ -128,7 +134,7 @@ def about(config: Config, sampler: Sampler) -> About:
         ],
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
-            "pipeline": p.model_dump(mode="json", include=DECISIVE),
+            "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounded(config),
             "prompts": config.prompts.model_dump(mode="json") | {"digest": _digest(uids)},
             "run": {"seed": config.run.seed},
         },

@@ -9,12 +9,14 @@ import yaml
 
 from flowrl.curves import Points, draw_curves
 from flowrl.gallery import GalleryPair, SummaryRow, pair_grid
+from flowrl.licences import Licence
 from flowrl.pictures import fit, png
 from flowrl.render import render
 from flowrl.storage import write_bytes, write_text
 
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
 FOLDER = "card"  # the card's pictures, beside README.md
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 WIDGETS = 4
 GRID = 8
 WIDGET_SIDE = 256  # pixels: smaller pictures are enlarged, else the Hub blurs them
@@ -28,8 +30,9 @@ class Card:
     on_hub: bool
     load_from: str  # Python: the argument of from_pretrained, for example a quoted Hub id
     imports: str = ""  # Python lines that `load_from` needs
+    dtype: str = "fp32"  # torch's in short: fp32, bf16, fp16
     call: Mapping[str, int | float | str] = field(default_factory=dict)  # pipe(prompt, **call)
-    license: str | None  # an identifier of the Hub, as the base model has it
+    license: Licence | None  # as the base model has it
     method: str  # for example "Flow-GRPO"
     weights: str  # which weights the root holds: "EMA" or "policy"
     step: int  # after how many iterations
@@ -76,7 +79,7 @@ def front_matter(card: Card) -> dict[str, Any]:
     if card.on_hub:
         found |= {"base_model": card.base_model, "base_model_relation": "adapter"}
     if card.license:
-        found["license"] = card.license
+        found |= card.license.header()
     if card.pairs:
         found["widget"] = [
             {"text": pair.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
@@ -90,11 +93,15 @@ def loading_code(folder: Path, card: Card) -> str:
     prompt = card.pairs[0].prompt if card.pairs else "a photo of a cat"
     arguments = [repr(prompt), *(f"{name}={value!r}" for name, value in card.call.items())]
     imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
+    load = f"DiffusionPipeline.from_pretrained({card.load_from})"
+    if card.dtype != "fp32":  # of a size for a GPU
+        imports = ["import torch", *imports]
+        load = f'{load[:-1]}, dtype={DTYPES[card.dtype]}).to("cuda")'
     return "\n".join(
         [
             *imports,
             "",
-            f"pipe = DiffusionPipeline.from_pretrained({card.load_from})",
+            f"pipe = {load}",
             f"pipe.load_lora_weights({_place(folder)!r})",
             f"image = pipe({', '.join(arguments)}).images[0]",
         ]

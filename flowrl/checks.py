@@ -6,6 +6,7 @@ from flowrl.sections import Pipeline
 from flowrl.sections_credit import check_credit
 from flowrl.sections_forward import Compared, Draws, check_draws
 from flowrl.sections_learning import Optim, Rollout
+from flowrl.sections_memory import Memory
 from flowrl.sections_objectives import Objective
 from flowrl.sections_reverse import Grpo, Spo, check_spo
 from flowrl.sections_store import Store
@@ -102,6 +103,30 @@ def check_precision(pipeline: Pipeline, rollout: Rollout) -> None:
             "adapter stays beside the packed weights in training, and rollouts that fold it in "
             "would be another policy's: set it to auto or false"
         )
+
+
+def check_base_bits(memory: Memory, pipeline: Pipeline, rollout: Rollout) -> None:
+    """Nothing else wants the frozen weights that are kept in few bits."""
+    if memory.base_bits is None:
+        return
+    if memory.base_bits == 4 and memory.base_library == "torchao":
+        raise ValueError(
+            "memory.base_bits is 4 with torchao, but PEFT has no adapters on torchao's 4-bit "
+            "weights: set memory.base_library to bitsandbytes, or base_bits to 8"
+        )
+    explore = rollout.explore
+    wanted = {
+        "pipeline.precision": (pipeline.precision, "null"),
+        "rollout.merge_lora": (rollout.merge_lora is True, "auto or false"),
+        "rollout.compile": (rollout.compile, "false"),
+        "rollout.explore.precision": (explore and explore.precision != "bf16", "bf16"),
+    }
+    for option, (conflict, instead) in wanted.items():
+        if conflict:
+            raise ValueError(
+                f"memory.base_bits is {memory.base_bits}, which leaves no exact weights for "
+                f"{option} to work on: set that to {instead}, or memory.base_bits to null"
+            )
 
 
 def check_objective(objective: Objective, rollout: Rollout) -> None:

@@ -13,9 +13,11 @@ from flowrl.commands import (
     benching,
     checking,
     collecting,
+    exporting,
     golden,
     looking,
     pictures,
+    planning,
     prompting,
     serving,
     training,
@@ -36,8 +38,10 @@ app.command(context_settings=training.RECIPE_COMMAND)(collecting.collect)
 app.command()(pictures.sample)
 app.command()(pictures.score)
 app.command()(pictures.gallery)
+app.command()(exporting.export)
 app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
 app.command()(trees.tree)
+app.command(context_settings=training.RECIPE_COMMAND)(planning.plan)
 app.command(context_settings=training.RECIPE_COMMAND)(auditing.audit)
 app.command("reward-check")(checking.reward_check)
 app.command("reward-serve")(serving.reward_serve)

@@ -16,6 +16,7 @@ from flowrl.build import (
     build_learner,
     drawn_prompts,
 )
+from flowrl.build_memory import Texts
 from flowrl.build_store import about
 from flowrl.checkpoint import CONFIG
 from flowrl.collect import Sampler
@@ -67,7 +68,8 @@ def collect_groups(
         device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
     )
     given = Given(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(config, runtime, given)
+    texts = Texts(config, pipeline)
+    learner = build_learner(config, runtime, given, texts)
     sampler = learner.source
     assert isinstance(sampler, Sampler)  # the recipe has no store
     shards = -(-groups // sampler.prompts.per_iteration)
@@ -82,6 +84,8 @@ def collect_groups(
     with closing(learner.specs), packed, steps or nullcontext():
         with runtime.together():
             try_rewards(learner, drawn_prompts(config, given))
+        drawn = [(config.rollout.guidance, prompt) for prompt in drawn_prompts(config, given)]
+        texts.free(learner.policy.backbone.pipeline, drawn, runtime)
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return summary(store) if runtime.is_main else []
 
@@ -101,7 +105,9 @@ def collect_pairs(
     if runtime.world_size > 1:
         raise UserError("pairs are encoded by one process: start this without a launcher")
     if pipeline is None:
-        pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device)
+        pipeline = load_pipeline(
+            p.path, dtype=p.dtype, device=runtime.device, revision=p.revision
+        )
     backbone = build_backbone(config, pipeline, guidance=1.0)
     create(
         folder,
@@ -132,9 +138,9 @@ def with_lora(config: Config, source: str) -> Config:
     rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
     alpha = round(strength * rank, 6)  # as it was, before it was divided
     saved = Path(source) / CONFIG
-    targets = load_config(saved).lora.targets if saved.is_file() else config.lora.targets
-    changes = {"rank": rank, "alpha": alpha, "targets": targets, "init_from": source}
-    return config.model_copy(update={"lora": config.lora.model_copy(update=changes)})
+    layers = load_config(saved).lora if saved.is_file() else config.lora
+    changes = {"rank": rank, "alpha": alpha, "init_from": source}
+    return config.model_copy(update={"lora": layers.model_copy(update=changes)})
 
 
 def _without_store(config: Config) -> Config:

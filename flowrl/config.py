@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError, model_validator
 
 from flowrl.checks import (
+    check_base_bits,
     check_explore,
     check_groups,
     check_noise,
@@ -59,6 +60,7 @@ class Config(Section):
         check_plans(plans, self.rollout, self.objective, self.run.seed)
         check_explore(plans, self.rollout)
         check_precision(self.pipeline, self.rollout)
+        check_base_bits(self.memory, self.pipeline, self.rollout)
         check_objective(self.objective, self.rollout)
         check_rewards(self.rewards)
         stored = self.rollout.store is not None and self.rollout.store.path is not None

@@ -41,6 +41,8 @@ OPTIONAL = {  # package: its extra, and what it is for
     "openai": ("judge", "vision-language judges"),
     "datasets": ("datasets", "prompts from Hugging Face data sets"),
     "xformers": ("xformers", "memory-efficient attention on CUDA"),
+    "bitsandbytes": ("bitsandbytes", "memory.base_bits 8 or 4 on GPUs"),
+    "torchao": ("torchao", "memory.base_bits 8 with memory.base_library torchao"),
     "wandb": ("wandb", "run.trackers=[wandb]"),
     "trackio": ("trackio", "run.trackers=[trackio]"),
 }

@@ -6,37 +6,104 @@ from collections.abc import Sequence
 import torch
 
 from flowrl.backbones.base import Backbone
+from flowrl.errors import UserError
+from flowrl.offload import are_freed, encoders_of, visiting
+from flowrl.prompt_cache import PromptCache
 from flowrl.prompts import PromptRecord
 from flowrl.trajectory import Conditioning
 
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
+Key = tuple[str, str]  # prompt and negative prompt
 
 
 class TextCache:
     """Conditioning by prompt; asks the text encoders only for prompts it does not remember.
 
-    negative: the negative prompt of records that bring none. Kept on the CPU; beyond CAPACITY
-    the prompts that were asked for longest ago are forgotten.
+    negative: the negative prompt of records that bring none. disk: where prompts are also kept
+    between runs. Kept on the CPU; beyond `capacity` the prompts that were asked for longest ago
+    are forgotten, None forgets none. Encoders that are elsewhere are on the backbone's device
+    while they work. They compute in their own dtype, as in the pipeline's own call, whatever
+    autocast is around.
     """
 
-    def __init__(self, backbone: Backbone, negative: str = "", batch_size: int = 64):
+    def __init__(
+        self,
+        backbone: Backbone,
+        negative: str = "",
+        batch_size: int = 64,
+        *,
+        disk: PromptCache | None = None,
+        capacity: int | None = CAPACITY,
+    ):
         self.backbone = backbone
         self.negative = negative
         self.batch_size = batch_size
-        self.known: OrderedDict[tuple[str, str], Conditioning] = OrderedDict()
+        self.disk, self.capacity = disk, capacity
+        self.known: OrderedDict[Key, Conditioning] = OrderedDict()
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
-        """Conditioning of len(prompts) rows on the backbone's device."""
-        keys = [(p.read, self.negative if p.negative is None else p.negative) for p in prompts]
-        missing = [key for key in dict.fromkeys(keys) if key not in self.known]
-        for start in range(0, len(missing), self.batch_size):
-            part = missing[start : start + self.batch_size]
-            cond = self.backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
-            for i, key in enumerate(part):
-                self.known[key] = cond.take(torch.tensor([i]))
+        """Conditioning of len(prompts) rows on the backbone's device.
+
+        Raises UserError for a prompt that is not known once the text encoders are gone.
+        """
+        keys = [self.key(prompt) for prompt in prompts]
+        self._recall(keys)
         found = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
         for key in keys:
             self.known.move_to_end(key)
-        while len(self.known) > CAPACITY:
-            self.known.popitem(last=False)
+        self._forget()
         return found
+
+    def key(self, prompt: PromptRecord) -> Key:
+        return prompt.read, self.negative if prompt.negative is None else prompt.negative
+
+    def has(self, prompt: PromptRecord) -> bool:
+        """Whether it can be had without the text encoders."""
+        key = self.key(prompt)
+        return key in self.known or (self.disk is not None and self.disk.has(*key))
+
+    def learn(self, prompts: Sequence[PromptRecord]) -> None:
+        """Encode those that cannot be had yet; what is on disk stays there."""
+        self._encode([self.key(prompt) for prompt in prompts if not self.has(prompt)])
+        self._forget()
+
+    def nbytes(self) -> int:
+        """What is remembered now, apart from the disk."""
+        rows = (t for cond in self.known.values() for t in cond.tensors.values())
+        return sum(t.numel() * t.element_size() for t in rows)
+
+    def _recall(self, keys: Sequence[Key]) -> None:
+        missing = []
+        for key in dict.fromkeys(keys):
+            if key in self.known:
+                continue
+            kept = None if self.disk is None else self.disk.load(*key)
+            if kept is None:
+                missing.append(key)
+            else:
+                self.known[key] = kept
+        self._encode(missing)
+
+    @torch.no_grad()
+    def _encode(self, keys: Sequence[Key]) -> None:
+        if not keys:
+            return
+        backbone, keys = self.backbone, list(dict.fromkeys(keys))
+        if are_freed(backbone.pipeline):
+            raise UserError(
+                f"the prompt {keys[0][0]!r} was not encoded before the text encoders were freed: "
+                "set memory.text_encoders to offload or keep"
+            )
+        plain = torch.autocast(backbone.device.type, enabled=False)
+        with plain, visiting(encoders_of(backbone.pipeline), backbone.device):
+            for start in range(0, len(keys), self.batch_size):
+                part = keys[start : start + self.batch_size]
+                cond = backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
+                for i, key in enumerate(part):
+                    self.known[key] = cond.take(torch.tensor([i]))
+                    if self.disk is not None:
+                        self.disk.save(*key, self.known[key])
+
+    def _forget(self) -> None:
+        while self.capacity is not None and len(self.known) > self.capacity:
+            self.known.popitem(last=False)

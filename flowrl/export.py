@@ -2,13 +2,16 @@
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
+from flowrl.functional.fused_lora import Factors, delta
 from flowrl.storage import write_bytes
 
 FILE = "pytorch_lora_weights.safetensors"
@@ -103,3 +106,72 @@ def count_layers(network: nn.Module) -> int:
     from peft.tuners.lora import LoraLayer
 
     return sum(isinstance(module, LoraLayer) for module in network.modules())
+
+
+def check_header(source: str | Path) -> None:
+    """Raises UserError unless the file says its strength, and one for all layers.
+
+    Whoever reads a file without it takes alpha = rank.
+    """
+    path = lora_file(source)
+    read_lora(path)
+    with safe_open(path, "pt") as file:
+        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    if not {f"{PREFIX}lora_alpha", f"{PREFIX}r"} <= set(header):
+        raise UserError(
+            f"{path} does not say its alpha ({METADATA} is missing), so that it would act with "
+            "the strength 1: export the run that it came from"
+        )
+    if header.get(f"{PREFIX}alpha_pattern") or header.get(f"{PREFIX}rank_pattern"):
+        raise UserError(
+            f"{path} has ranks or alphas of its own for some layers, expected one for all: such a "
+            "file loads with diffusers, but cannot be exported"
+        )
+
+
+def layers_of(state: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """PEFT's tensors by layer. Raises UserError for anything that is not a pair of LoRA factors."""
+    names = {name.partition(".lora_")[0] for name in state}
+    wanted = {f"{name}.lora_{side}.weight" for name in names for side in "AB"}
+    if other := sorted(set(state) ^ wanted):
+        raise UserError(
+            f"the LoRA has {len(other)} tensors that are not pairs of lora_A and lora_B, the first "
+            f"is {other[0]}: such a file cannot be exported"
+        )
+    return {n: (state[f"{n}.lora_A.weight"], state[f"{n}.lora_B.weight"]) for n in sorted(names)}
+
+
+@torch.no_grad()
+def merge_lora(pipeline: Any, source: str | Path) -> int:
+    """Add a LoRA to the weights of the pipeline's transformer -> changed layers.
+
+    From the file's own numbers, which diffusers would round to the network's dtype: each sum is
+    taken in fp32 and rounded once. Raises UserError for a quantised network, and when a layer of
+    the file is not there or of another shape; then nothing is changed.
+    """
+    state, strength = read_lora(source)
+    layers, network = layers_of(state), pipeline.transformer
+    weights = {name: _weight(network, name, *factors) for name, factors in layers.items()}
+    for name, weight in weights.items():
+        change = delta(*layers[name], strength).to(weight.device)
+        weight.data = (weight.data.float() + change).to(weight.dtype)
+    return len(weights)
+
+
+def _weight(network: nn.Module, name: str, down: Tensor, up: Tensor) -> nn.Parameter:
+    weight = getattr(dict(network.named_modules()).get(name), "weight", None)
+    kind = type(network).__name__
+    if weight is None:
+        raise UserError(f"the LoRA adapts {name}, which {kind} has not: it is of another pipeline")
+    packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
+    if packed or getattr(network, "hf_quantizer", None) is not None:
+        raise UserError(
+            f"{name} of {kind} is quantised, and a LoRA cannot be added to such weights: merge "
+            "into the pipeline in 16 or 32 bits"
+        )
+    if weight.shape != (len(up), down.shape[1]):
+        raise UserError(
+            f"the LoRA changes {name} by {len(up)} x {down.shape[1]}, but it is "
+            f"{' x '.join(map(str, weight.shape))} in {kind}: it is of another pipeline"
+        )
+    return weight

@@ -5,6 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from flowrl.audit_log import AuditLog
+from flowrl.backbones.calls import own_call
 from flowrl.build_precision import FILE as TRAINING
 from flowrl.card import Card, write_card
 from flowrl.config import Config, config_yaml
@@ -12,6 +13,8 @@ from flowrl.curves import reward_curves
 from flowrl.evaluate import Comparison, Evaluation, compare
 from flowrl.functional.telling import Mode
 from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
+from flowrl.hub import public, public_config
+from flowrl.licences import Licence, licence_of
 from flowrl.lowbit.report import read_precision
 from flowrl.pictures import to_pil
 from flowrl.pipelines import TINY
@@ -116,8 +119,10 @@ def precisions(config: Config, folder: Path, done: int) -> str:
 
     done: iterations that it has behind it.
     """
-    p = config.pipeline.precision
+    p, base = config.pipeline.precision, config.memory
     told = [] if p is None else [f"Rollouts and training: {read_precision(folder, TRAINING) or p}."]
+    if base.base_bits is not None:
+        told.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
     if config.rollout.explore is not None:
         told.append(_of_candidates(config, folder, done))
     return " ".join(told)
@@ -210,23 +215,28 @@ def call_settings(config: Config) -> dict[str, int | float | str]:
 def card(
     config: Config, learner: Learner, run: Run, rows: list[Comparison], shown: list[GalleryPair]
 ) -> Card:
-    path, e = config.pipeline.path, config.evaluation
-    built_in = path in TINY
+    p, e = config.pipeline, config.evaluation
+    built_in = p.path in TINY
+    on_hub = not built_in and not Path(p.path).exists()
+    of_revision = f", revision={p.revision!r}" if on_hub and p.revision else ""
     return Card(
-        base_model=path,
-        on_hub=not built_in and not Path(path).exists(),
-        load_from=f"pipeline_path({path!r})" if built_in else repr(path),
+        base_model=public(p.path),
+        on_hub=on_hub,
+        load_from=f"pipeline_path({p.path!r})" if built_in else f"{public(p.path)!r}{of_revision}",
         imports=TINY_LOADING if built_in else "",
-        call=call_settings(config),
-        license="apache-2.0" if built_in else None,
+        dtype=p.dtype,
+        call=own_call(learner.policy.backbone.pipeline) | call_settings(config),
+        license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method(config),
         weights="EMA" if learner.policy.best_name == EMA else "policy",
         step=run.done,
         stopped=run.stopped,
         training=precisions(config, run.folder, run.done),
-        command=f"flowrl train {run.folder / 'config.yaml'} run.output_dir=runs/again",
-        config=config_yaml(config),
-        evaluation=f"{rows[0].pairs} pictures of {e.prompts}, seed {e.seed}" if rows else "",
+        command="flowrl train config.yaml run.output_dir=runs/again",
+        config=public_config(config_yaml(config)),
+        evaluation=f"{rows[0].pairs} pictures of {public(e.prompts)}, seed {e.seed}"
+        if rows
+        else "",
         summary=summary(rows),
         legend=legend(rows, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),

@@ -1,11 +1,15 @@
 """Where a pipeline comes from: built in, a folder, or the Hub."""
 
+from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from flowrl.errors import UserError
+from flowrl.hub_errors import sentence
+from flowrl.offload import place
 
 TINY = ("tiny-sd3", "tiny-flux", "tiny-sana")  # built in
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -23,22 +27,45 @@ def pipeline_path(path: str) -> str:
     return str(folder)
 
 
-def load_pipeline(path: str, *, dtype: str, device: torch.device | str) -> Any:
+def load_pipeline(
+    path: str,
+    *,
+    dtype: str,
+    device: torch.device | str,
+    revision: str | None = None,
+    rounding: Any = None,
+    away: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> Any:
     """A diffusers pipeline on a device, with its own progress bars off.
 
-    Raises UserError when there is none at `path`.
+    revision: of a pipeline from the Hub, which is asked with the environment's token. rounding:
+    diffusers' quantization_config. away: how the names of components begin that stay on the CPU;
+    without: names of those that are not loaded. Raises UserError when there is none at `path`,
+    with what the Hub said in words.
     """
     from diffusers import DiffusionPipeline
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     try:
-        pipeline = DiffusionPipeline.from_pretrained(pipeline_path(path), dtype=DTYPES[dtype])
-    except (OSError, ValueError) as error:
+        pipeline = DiffusionPipeline.from_pretrained(
+            pipeline_path(path),
+            dtype=DTYPES[dtype],
+            revision=revision,
+            quantization_config=rounding,
+            **dict.fromkeys(without),
+        )
+    except Exception as error:  # HTTP libraries have errors of their own, of no common class
+        on_hub = path not in TINY and not Path(path).exists()
+        if on_hub and (told := sentence(error, path, revision)):
+            raise UserError(f"cannot load the pipeline: {told}") from error
+        if not isinstance(error, (OSError, ValueError)):
+            raise
         raise UserError(
             f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
     pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
-    return pipeline.to(device)
+    return place(pipeline, torch.device(device), away)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
+from flowrl.base_weights import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -74,6 +75,8 @@ class Policy:
         try:
             with warnings.catch_warnings():  # several adapters are meant
                 warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                # Of torchao's weights: that they cannot be merged into, which nobody asks.
+                warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
                 self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
         except ValueError as error:
             kind = type(self.network).__name__
@@ -220,7 +223,11 @@ class Policy:
 
 
 def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
-    """W + s B A of one of PEFT's layers in fp32, under autocast too; shaped like the weight."""
+    """W + s B A of one of PEFT's layers in fp32, under autocast too; shaped like the weight.
+
+    Raises UserError for a weight in 8 or 4 bits.
+    """
+    check_mergeable(layer.get_base_layer().weight)
     with torch.autocast(weight.device.type, enabled=False):
         return weight.float() + layer.get_delta_weight(adapter)
 

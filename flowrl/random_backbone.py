@@ -1,36 +1,29 @@
 """A network of a published size with random weights, as a backbone: its costs, not its pictures."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.sd3 import LORA_TARGETS
-from flowrl.functional.schedule import linear_shifted_sigmas
-from flowrl.sizes import build_decoder, build_transformer, size_of
+from flowrl.backbones.base import Backbone
+from flowrl.build_backbone import BACKBONES
+from flowrl.networks import with_network
+from flowrl.sizes import Size, build_pipeline, size_of
 from flowrl.trajectory import Conditioning
-
-# What Sol-RL (2604.06916) adapts, in diffusers' names.
-TARGETS = {
-    "sd3": LORA_TARGETS,
-    "flux": ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    "sana": tuple(
-        f"attn{n}.{part}" for n in (1, 2) for part in ("to_q", "to_k", "to_v", "to_out.0")
-    ),
-}
 
 
 class RandomBackbone:
     """A size of `SIZES` behind the `Backbone` protocol: no text encoders, no weights to load.
 
-    pixels: a picture's side, None for the size's own. layers: blocks of each kind, None for all.
-    The text is noise by its length alone; what is computed from it takes the time of the real one.
-    Without guidance; FLUX's guidance input is 1, as in Sol-RL. Raises UserError for an unknown
-    size and for pictures that cannot be patched.
+    What computes is the backbone of its family, around the size's own pipeline; only the text is
+    noise, by its length alone. pixels: a picture's side, None for the size's own. layers: blocks of
+    each kind, None for all. guidance: 1 is none, and FLUX's input in Sol-RL (2604.06916).
+    Raises UserError for an unknown size and for pictures that cannot be patched.
     """
 
-    pipeline: Any = None
+    pipeline: Any = None  # that of `family` has no text encoders to ask
 
     def __init__(
         self,
@@ -40,96 +33,64 @@ class RandomBackbone:
         dtype: torch.dtype,
         pixels: int | None = None,
         layers: int | None = None,
+        guidance: float = 1.0,
         seed: int = 0,
     ):
         self.size = size_of(name)
         self.pixels = self.size.pixels if pixels is None else pixels
-        self.shape = self.size.latent_shape(self.pixels)
-        self.device, self.dtype = device, dtype
-        self.lora_targets: tuple[str, ...] = TARGETS[self.size.family]
-        self.transformer: nn.Module = build_transformer(
-            name, device=device, dtype=dtype, layers=layers, seed=seed
+        self.size.latent_shape(self.pixels)  # or the sentence that says why not
+        self.device, self.dtype, self.guidance = device, dtype, guidance
+        pipeline = build_pipeline(name, device=device, dtype=dtype, layers=layers, seed=seed)
+        self.family: Backbone = BACKBONES[self.size.family](
+            pipeline, guidance=guidance, height=self.pixels, width=self.pixels
         )
-        self.decoder: Any = build_decoder(name, device=device, dtype=dtype, seed=seed)
+        self.transformer: nn.Module = self.family.transformer
+        self.lora_targets: tuple[str, ...] = self.family.lora_targets
 
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
-        generator = torch.Generator(self.device).manual_seed(0)
-
-        def noise(*shape: int) -> Tensor:
-            drawn = torch.randn(
-                len(prompts), *shape, generator=generator, device=self.device, dtype=self.dtype
-            )
-            return drawn
-
-        tensors = {"embeds": noise(self.size.text_tokens, self.size.text_width)}
-        if self.size.pooled_width is not None:
-            tensors["pooled"] = noise(self.size.pooled_width)
-        return Conditioning(tensors=tensors)
-
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        return _VELOCITY[self.size.family](
-            self.transformer, x.to(self.dtype), sigma.expand(len(x)), cond.tensors
+        guided = self.guidance > 1
+        return random_text(
+            self.size, len(prompts), guided=guided, device=self.device, dtype=self.dtype
         )
 
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        # Copies of this backbone hold other networks of the same shape.
+        return with_network(self.family, self.transformer).velocity(x, sigma, cond)
+
     def decode(self, x0: Tensor) -> Tensor:
-        config = self.decoder.config
-        shift = config.get("shift_factor") or 0.0
-        z = x0.to(self.dtype) / config.scaling_factor + shift
-        return (self.decoder.decode(z, return_dict=False)[0] * 0.5 + 0.5).clamp(0, 1).float()
+        return self.family.decode(x0)
 
     def encode_images(self, images: Tensor) -> Tensor:
         raise NotImplementedError("a random backbone only draws: it has no encoder")
 
     def picture_size(self) -> tuple[int, int]:
-        return self.pixels, self.pixels
+        return self.family.picture_size()
 
     def latent_shape(self) -> tuple[int, ...]:
-        return self.shape
+        return self.family.latent_shape()
 
     def sigmas(self, steps: int) -> Tensor:
-        return linear_shifted_sigmas(steps).to(self.device)
+        return self.family.sigmas(steps)
 
 
-def _sd3(network: nn.Module, x: Tensor, sigma: Tensor, text: Any) -> Tensor:
-    return network(
-        hidden_states=x,
-        timestep=sigma * 1000,
-        encoder_hidden_states=text["embeds"],
-        pooled_projections=text["pooled"],
-        return_dict=False,
-    )[0]
+def random_text(
+    size: Size, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
+) -> Conditioning:
+    """Noise that fills every token, under the names that the families give it; always the same.
 
+    guided: negative prompts too, which FLUX has no place for.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    noise = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
 
-def _sana(network: nn.Module, x: Tensor, sigma: Tensor, text: Any) -> Tensor:
-    return network(
-        hidden_states=x,
-        timestep=sigma * 1000,
-        encoder_hidden_states=text["embeds"],
-        return_dict=False,
-    )[0]
+    def text(name: str, prefix: str) -> dict[str, Tensor]:
+        found = {name: noise(rows, size.text_tokens, size.text_width)}
+        if size.pooled_width is not None:
+            return found | {f"{prefix}pooled": noise(rows, size.pooled_width)}
+        ones = torch.ones(rows, size.text_tokens, device=device, dtype=torch.long)
+        return found | {f"{prefix}mask": ones}
 
-
-def _flux(network: nn.Module, x: Tensor, sigma: Tensor, text: Any) -> Tensor:
-    """Patches of 2 x 2 latents are tokens; each has its place, the text's have none."""
-    tokens = nn.functional.pixel_unshuffle(x, 2)  # (B, C * 4, h / 2, w / 2)
-    grid = tokens.shape[-2:]
-    places = torch.cartesian_prod(*(torch.arange(n, device=x.device) for n in grid))
-    image_ids = nn.functional.pad(places, (1, 0)).to(x.dtype)
-    v = network(
-        hidden_states=tokens.flatten(2).transpose(1, 2),
-        timestep=sigma.to(x.dtype),
-        guidance=torch.ones_like(sigma),
-        encoder_hidden_states=text["embeds"],
-        pooled_projections=text["pooled"],
-        txt_ids=image_ids.new_zeros(text["embeds"].shape[1], 3),
-        img_ids=image_ids,
-        return_dict=False,
-    )[0]
-    return nn.functional.pixel_shuffle(v.transpose(1, 2).unflatten(2, grid), 2)
-
-
-_VELOCITY: dict[str, Callable[[nn.Module, Tensor, Tensor, Any], Tensor]] = {
-    "sd3": _sd3,
-    "flux": _flux,
-    "sana": _sana,
-}
+    tensors = text("embeds", "")
+    if guided and size.family != "flux":
+        tensors |= text("negative", "negative_")
+    return Conditioning(tensors=tensors)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.noise import keyed_noise, noise_seed
+from flowrl.offload import decoding
 from flowrl.prompts import PromptRecord, reworded
 from flowrl.reward import RewardResult
 from flowrl.runtime import Runtime
@@ -162,9 +163,13 @@ def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierV
 
 @torch.no_grad()
 def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Clean latents (L, *latent) -> images (n, 3, H, W) fp32 in [0, 1] on the CPU, n at a time."""
-    for part in x0.split(batch_size):
-        yield backbone.decode(part).cpu()
+    """Clean latents (L, *latent) -> images (n, 3, H, W) fp32 in [0, 1] on the CPU, n at a time.
+
+    An autoencoder that is kept elsewhere is on the backbone's device in the meantime.
+    """
+    with decoding(backbone):
+        for part in x0.split(batch_size):
+            yield backbone.decode(part).cpu()
 
 
 def hand_in(scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int) -> Tensor:

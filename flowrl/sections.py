@@ -36,7 +36,8 @@ class Pipeline(Section):
     attention: Text | None = option(
         None,
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
-        "leaves it to diffusers.",
+        "leaves it to diffusers. Of diffusers 0.42's transformers FLUX can be told; SD3 and SANA "
+        "always take native.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
@@ -94,6 +95,12 @@ class Lora(Section):
         None,
         "Name endings of the adapted layers; null is the backbone's list.",
         f"the attention projections, {FLOW_GRPO_CODE}",
+    )
+    dual_attention: Flag = option(
+        False,
+        "Also adapt the image stream's second attention (attn2) of SD3.5-Medium's dual-attention "
+        "blocks, beside whatever targets names.",
+        f"frozen in {FLOW_GRPO_CODE}: the list there does not match its name",
     )
     init_from: Text | None = option(
         None, "A LoRA file or folder to start from; null starts from no change."
@@ -182,6 +189,9 @@ class Run(Section):
     )
     hub_model_id: Text | None = option(
         None, "With push_to_hub: name of the repository; null is the output folder's name."
+    )
+    hub_private: Flag = option(
+        False, "With push_to_hub: make a new repository private; one that is there stays as it is."
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     stop_when_hacking: StopWhenHacking | None = option(

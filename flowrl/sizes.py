@@ -1,182 +1,32 @@
-"""The published sizes of four text-to-image networks, to be built with random weights.
+"""Networks of published sizes, without weights on the meta device or with random ones.
 
-What a step costs depends on shapes alone, so that speed and memory can be measured without any
-weights. Configurations as diffusers' conversion scripts and the models' own pages give them.
+What a step costs depends on shapes alone, so that speed and memory can be known without weights.
 """
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
+from flowrl.published import SIZES, Size, size_of, size_of_checkpoint
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """A transformer and the autoencoder it works in, as configurations of diffusers' classes.
-
-    family: its layer rules, and how it is called. factor: pixels of a latent's side. text_tokens,
-    text_width: of the text the transformer attends to; pooled_width: of the text's one vector, or
-    None where there is none. billions: numbers in the transformer as published, its table of
-    positions included. pixels: a picture's side where Sol-RL (2604.06916) trained it.
-    """
-
-    family: str
-    transformer: str
-    config: Mapping[str, Any]
-    autoencoder: str
-    autoencoder_config: Mapping[str, Any]
-    channels: int
-    factor: int
-    text_tokens: int
-    text_width: int
-    pooled_width: int | None
-    billions: float
-    pixels: int = 1024
-
-    def latent_shape(self, pixels: int) -> tuple[int, int, int]:
-        """(C, h, w) of a square picture. Raises UserError for a side it cannot be patched into."""
-        unit = self.factor * (2 if self.family != "sana" else 1)
-        if pixels < unit or pixels % unit:
-            raise UserError(f"pictures of {pixels} pixels a side: expected a multiple of {unit}")
-        return self.channels, pixels // self.factor, pixels // self.factor
-
-
-def _kl(scaling: float, shift: float) -> dict[str, Any]:
-    """The 16-channel autoencoder of SD3 and FLUX.1, whose latents differ in scale alone."""
-    return {
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "block_out_channels": (128, 256, 512, 512),
-        "layers_per_block": 2,
-        "latent_channels": 16,
-        "sample_size": 1024,
-        "scaling_factor": scaling,
-        "shift_factor": shift,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
-    }
-
-
-_DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
-_DC_AE = {
-    "latent_channels": 32,
-    "encoder_block_types": _DC_BLOCKS,
-    "decoder_block_types": _DC_BLOCKS,
-    "encoder_block_out_channels": (128, 256, 512, 512, 1024, 1024),
-    "decoder_block_out_channels": (128, 256, 512, 512, 1024, 1024),
-    "encoder_layers_per_block": (2, 2, 2, 3, 3, 3),
-    "decoder_layers_per_block": (3, 3, 3, 3, 3, 3),
-    "encoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
-    "decoder_qkv_multiscales": ((), (), (), (5,), (5,), (5,)),
-    "downsample_block_type": "conv",
-    "upsample_block_type": "interpolate",
-    "decoder_norm_types": "rms_norm",
-    "decoder_act_fns": "silu",
-    "scaling_factor": 0.41407,
-}
-
-
-def _sd35(layers: int, dual: tuple[int, ...], grid: int, billions: float) -> Size:
-    """SD3.5 (2403.03206): as many heads of 64 as layers."""
-    return Size(
-        family="sd3",
-        transformer="SD3Transformer2DModel",
-        config={
-            "sample_size": 128,
-            "patch_size": 2,
-            "in_channels": 16,
-            "out_channels": 16,
-            "num_layers": layers,
-            "num_attention_heads": layers,
-            "attention_head_dim": 64,
-            "caption_projection_dim": layers * 64,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 2048,
-            "pos_embed_max_size": grid,
-            "dual_attention_layers": dual,
-            "qk_norm": "rms_norm",
-        },
-        autoencoder="AutoencoderKL",
-        autoencoder_config=_kl(1.5305, 0.0609),
-        channels=16,
-        factor=8,
-        text_tokens=77 + 256,  # of CLIP, then of T5
-        text_width=4096,
-        pooled_width=2048,
-        billions=billions,
-    )
-
-
-SIZES: dict[str, Size] = {
-    "sd3.5-large": _sd35(38, (), 192, 8.1),
-    "sd3.5-medium": _sd35(24, tuple(range(13)), 384, 2.5),
-    "flux.1-dev": Size(
-        family="flux",
-        transformer="FluxTransformer2DModel",
-        config={
-            "patch_size": 1,
-            "in_channels": 64,
-            "num_layers": 19,
-            "num_single_layers": 38,
-            "attention_head_dim": 128,
-            "num_attention_heads": 24,
-            "joint_attention_dim": 4096,
-            "pooled_projection_dim": 768,
-            "guidance_embeds": True,
-            "axes_dims_rope": (16, 56, 56),
-        },
-        autoencoder="AutoencoderKL",
-        autoencoder_config=_kl(0.3611, 0.1159),
-        channels=16,
-        factor=8,
-        text_tokens=512,
-        text_width=4096,
-        pooled_width=768,
-        billions=11.9,
-        pixels=512,
-    ),
-    "sana-1.6b": Size(
-        family="sana",
-        transformer="SanaTransformer2DModel",
-        config={
-            "in_channels": 32,
-            "out_channels": 32,
-            "num_attention_heads": 70,
-            "attention_head_dim": 32,
-            "num_layers": 20,
-            "num_cross_attention_heads": 20,
-            "cross_attention_head_dim": 112,
-            "cross_attention_dim": 2240,
-            "caption_channels": 2304,
-            "mlp_ratio": 2.5,
-            "sample_size": 32,
-            "patch_size": 1,
-            "interpolation_scale": None,
-        },
-        autoencoder="AutoencoderDC",
-        autoencoder_config=_DC_AE,
-        channels=32,
-        factor=32,
-        text_tokens=300,
-        text_width=2304,
-        pooled_width=None,
-        billions=1.6,
-    ),
-}
-
-
-def size_of(name: str) -> Size:
-    """Raises UserError for a name that is not in SIZES."""
-    if name not in SIZES:
-        raise UserError(f"there is no size {name!r}, expected one of {', '.join(SIZES)}")
-    return SIZES[name]
+__all__ = [
+    "SIZES",
+    "Size",
+    "build_autoencoder",
+    "build_decoder",
+    "build_pipeline",
+    "build_scheduler",
+    "build_text_encoders",
+    "build_transformer",
+    "randomise",
+    "shortened",
+    "size_of",
+    "size_of_checkpoint",
+]
 
 
 def build_transformer(
@@ -196,6 +46,22 @@ def build_transformer(
     return _build(size.transformer, shortened(size.config, layers), device, dtype, seed)
 
 
+def build_autoencoder(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    encoder: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """The autoencoder of a size; without its encoder where pictures are only made.
+
+    Raises UserError for an unknown name.
+    """
+    size = size_of(name)
+    return _build(size.autoencoder, size.autoencoder_config, device, dtype, seed, encoder=encoder)
+
+
 def build_decoder(
     name: str,
     *,
@@ -207,8 +73,62 @@ def build_decoder(
 
     Raises UserError for an unknown name.
     """
+    return build_autoencoder(name, device=device, dtype=dtype, encoder=False, seed=seed)
+
+
+def build_text_encoders(name: str, *, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
+    """All text encoders of a size, on the meta device. Raises UserError for an unknown name."""
+    import transformers
+
+    modules: list[nn.Module] = []
+    for encoder in size_of(name).text_encoders:
+        config = getattr(transformers, encoder.config_class)(**encoder.config)
+        with torch.device("meta"):
+            module = getattr(transformers, encoder.model)(config)
+        modules.append(nn.Module.to(module, dtype).requires_grad_(False).eval())
+    return modules
+
+
+def build_scheduler(name: str) -> Any:
+    """The scheduler that the size's repository names, as configured there.
+
+    Raises UserError for an unknown name.
+    """
+    import diffusers
+
     size = size_of(name)
-    return _build(size.autoencoder, size.autoencoder_config, device, dtype, seed)
+    return getattr(diffusers, size.scheduler)(**size.scheduler_config)
+
+
+def build_pipeline(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    encoder: bool = False,
+    seed: int = 0,
+) -> Any:
+    """The size's own pipeline of diffusers around random networks, without text encoders.
+
+    layers: as `build_transformer` has it; encoder: as `build_autoencoder` has it. Raises UserError
+    for an unknown name.
+    """
+    import diffusers
+
+    made = getattr(diffusers, size_of(name).pipeline)
+    parts = dict.fromkeys(inspect.signature(made.__init__).parameters)
+    del parts["self"]
+    return made(
+        **parts
+        | {
+            "transformer": build_transformer(
+                name, device=device, dtype=dtype, layers=layers, seed=seed
+            ),
+            "vae": build_autoencoder(name, device=device, dtype=dtype, encoder=encoder, seed=seed),
+            "scheduler": build_scheduler(name),
+        }
+    )
 
 
 def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
@@ -229,7 +149,13 @@ def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
 
 
 def _build(
-    name: str, config: Mapping[str, Any], device: str | torch.device, dtype: torch.dtype, seed: int
+    name: str,
+    config: Mapping[str, Any],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    encoder: bool = True,
 ) -> nn.Module:
     import diffusers
 
@@ -238,8 +164,8 @@ def _build(
     assert not unknown, f"{name} of this diffusers does not know {sorted(unknown)}"
     with torch.device("meta"):
         module: nn.Module = made(**config)
-    if hasattr(module, "encoder"):
-        module.encoder = nn.Identity()  # pictures are only made here
+    if not encoder:
+        module.encoder = nn.Identity()
     # Not diffusers' own `to`, which speaks up about layers that loading would leave in fp32.
     nn.Module.to(module, dtype).requires_grad_(False).eval()
     if torch.device(device).type != "meta":

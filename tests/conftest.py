@@ -95,19 +95,21 @@ def _random_pipeline(folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def load_tiny(tiny_pipeline_path: str) -> Callable[..., Any]:
-    """A pipeline with a transformer of its own at each call: training changes what it is given."""
+    """A pipeline with a transformer of its own at each call: training changes what it is given.
+
+    family: sd3, or flux and sana for their built-in ones.
+    """
     import copy
     import functools
 
     from flowrl.pipelines import load_pipeline
 
-    loaded = functools.cache(
-        lambda dtype: load_pipeline(tiny_pipeline_path, dtype=dtype, device="cpu")
-    )
+    loaded = functools.cache(lambda dtype, path: load_pipeline(path, dtype=dtype, device="cpu"))
 
-    def load(dtype: str = "fp32") -> Any:
-        parts = loaded(dtype).components
-        pipeline = type(loaded(dtype))(
+    def load(dtype: str = "fp32", family: str = "sd3") -> Any:
+        path = f"tiny-{family}" if family in ("flux", "sana") else tiny_pipeline_path
+        parts = loaded(dtype, path).components
+        pipeline = type(loaded(dtype, path))(
             **parts | {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")}
         )
         pipeline.set_progress_bar_config(disable=True)
@@ -151,7 +153,9 @@ def make_learner(
     ) -> Learner:
         """rewards: callables by name; specs: the configuration's section, instead."""
         config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
-        given = Given(pipeline=load_tiny(config.pipeline.dtype), rewards=rewards)
+        given = Given(
+            pipeline=load_tiny(config.pipeline.dtype, config.pipeline.backbone), rewards=rewards
+        )
         return build_learner(config, Runtime(device="cpu"), given)
 
     return make

@@ -48,7 +48,8 @@ def prepare(make_learner, tiny_config, stored, tmp_path):
             return replace(sampler, plan=plan)
 
         backbone = learner.policy.backbone
-        return replace(learner, source=build_stored(config, sampler, backbone, redraw))
+        encode = sampler.stage.encode
+        return replace(learner, source=build_stored(config, sampler, backbone, redraw, encode))
 
     return make
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from flowrl.card import Card, write_card
 from flowrl.gallery import GalleryPair, SummaryRow
+from flowrl.licences import Licence, licence_of
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
 
@@ -25,7 +26,7 @@ def card(**changes: Any) -> Card:
         "on_hub": True,
         "load_from": "'stabilityai/stable-diffusion-3.5-medium'",
         "call": {"num_inference_steps": 8, "guidance_scale": 1.0},
-        "license": "apache-2.0",
+        "license": Licence(id="apache-2.0"),
         "method": "Flow-GRPO",
         "weights": "EMA",
         "step": 240,
@@ -126,8 +127,47 @@ def test_the_card_says_which_weights_it_holds_and_from_when(tmp_path):
 
 def test_the_card_says_how_it_was_trained_where_there_is_more_to_say(tmp_path):
     _, body = parts(tmp_path, card(training="Candidates: 6 steps."))
-    assert "## Training\n\nCandidates\\: 6 steps.\n\n```" in body
-    assert "## Training\n\n```" in parts(tmp_path, card())[1]
+    command = "With the `config.yaml` beside this card:\n\n```bash\nflowrl train quickstart\n```"
+    assert f"## Training\n\nCandidates\\: 6 steps.\n\n{command}" in body
+    assert f"## Training\n\n{command}" in parts(tmp_path, card())[1]
+
+
+FLUX = "black-forest-labs/FLUX.1-dev"
+PLAIN: dict[str, Any] = {"pairs": (), "curves": {}}  # pictures take time
+
+
+@pytest.mark.parametrize(
+    ("base", "name"),
+    [
+        (FLUX, "flux-1-dev-non-commercial-license"),
+        ("stabilityai/stable-diffusion-3.5-medium", "stabilityai-ai-community"),
+        ("stabilityai/stable-diffusion-3.5-large", "stabilityai-ai-community"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "nscl-v2-custom"),
+    ],
+)
+def test_the_licence_is_that_of_the_base(tmp_path, base, name):
+    header, body = parts(tmp_path, card(base_model=base, license=licence_of(base), **PLAIN))
+    assert (header["license"], header["license_name"]) == ("other", name)
+    assert header["license_link"].startswith(f"https://huggingface.co/{base}/blob/main/LICENSE")
+    assert f"]({header['license_link']}), as the base model." in body
+    hub = pytest.importorskip("huggingface_hub")
+    assert hub.ModelCard.load(tmp_path / "README.md").data.license_name == name
+
+
+def test_a_base_of_unknown_terms_has_no_licence_and_the_card_says_whose_hold(tmp_path):
+    assert licence_of("me/mine") is None and licence_of("tiny-sd3") is None
+    assert licence_of("black-forest-labs/FLUX.1-schnell") == Licence(id="apache-2.0")
+    header, body = parts(tmp_path, card(base_model="me/mine", license=None, **PLAIN))
+    assert "license" not in header and "The base model's licence holds for this LoRA too." in body
+
+
+@pytest.mark.parametrize(("dtype", "of_torch"), [("bf16", "bfloat16"), ("fp16", "float16")])
+def test_a_base_in_16_bits_is_loaded_in_them_on_a_gpu(tmp_path, dtype, of_torch):
+    made = card(base_model=FLUX, load_from=f"{FLUX!r}, revision='v1'", dtype=dtype, **PLAIN)
+    (code,) = code_blocks(parts(tmp_path, made)[1], "python")
+    ast.parse(code)
+    load = f"from_pretrained({FLUX!r}, revision='v1', dtype=torch.{of_torch}).to(\"cuda\")"
+    assert load in code and code.startswith("import torch\n")
 
 
 def test_the_card_says_why_a_run_ended_early_and_what_its_rows_are(tmp_path):

@@ -66,7 +66,7 @@ def test_plain_yaml_with_its_text_floats_still_gives_floats():
         ("rollout.tree={splits: [0]}", "Option rollout.tree.kind is missing"),
         (FAST % "{kind: random, sise: 2}", "window.sise: .*rollout.tree.window.size?"),
         (FAST % "{kind: randm}", "window.kind is 'randm': .*; did you mean random?"),
-        ("qqqq=1", "Unknown option qqqq: the top level has pipeline, lora, .*, run.$"),
+        ("qqqq=1", "Unknown option qqqq: the top level has pipeline, memory, .*, run.$"),
         ("optim.lr=fast", "Option optim.lr is 'fast': expected a number.$"),
         ("optim.lr=0", "Option optim.lr is 0: expected a number greater than 0.$"),
         ("optim.lr=.inf", "Option optim.lr is inf: expected a finite number.$"),

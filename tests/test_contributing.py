@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from flowrl.aliases import sort_arguments
+from flowrl.backbones.base import members
+from flowrl.build_backbone import backbone_class
 from flowrl.config import load_config
 from flowrl.preflight.named import check_named
 from flowrl.reward import RewardSpec, load_reward
@@ -16,7 +18,8 @@ from flowrl.scoring import score
 from flowrl.sections_trees import Custom
 from flowrl.trees.shape import count
 
-TEXT = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def example(name: str) -> str:
@@ -80,3 +83,26 @@ def test_the_objective_of_the_guide_is_found_by_its_path_and_learns(
     assert not all(
         torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True)
     )
+
+
+def test_the_backbone_of_the_guide_is_the_examples_and_found_by_its_path(monkeypatch):
+    whole = (ROOT / "examples" / "z_image.py").read_text()
+    parts = [part.strip("\n") for part in example("backbone").split("    ...\n")]
+    assert len(parts) == 3 and not parts[-1]
+    head, *lines = parts[0].splitlines()
+    for part in (head, "\n".join(lines), parts[1]):
+        assert f"{part}\n" in whole
+    command = next(re.finditer(r"^flowrl train .*pipeline.backbone(?:.*\\\n)+.*", TEXT, re.M))[0]
+    request = sort_arguments(shlex.split(command.replace("\\\n", " "))[2:])
+    config = load_config(request.recipe, request.overrides)
+    assert config.rollout.guidance == config.evaluation.guidance == 5
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    assert backbone_class(config.pipeline.backbone).__name__ == "ZImage"
+
+
+def test_the_guide_says_what_every_member_of_a_backbone_is():
+    section = TEXT.split("## A backbone")[1]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert named == {*members(), "layer_rules"}

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowrl.errors import UserError
+from flowrl.networks import with_network
 from flowrl.random_backbone import RandomBackbone
 from flowrl.sizes import SIZES, Size
 from flowrl.trajectory import Conditioning
@@ -100,12 +102,15 @@ def test_flux_gets_its_tokens_as_diffusers_packs_them(backbone):
 
     made.transformer.forward = watched
     v = made.velocity(x, torch.tensor(0.5), cond)
-    packed = FluxPipeline._pack_latents(x, 3, 16, 8, 8)
-    assert torch.equal(seen["hidden_states"], packed)
+    assert torch.equal(seen["hidden_states"], x)
     ids = FluxPipeline._prepare_latent_image_ids(3, 4, 4, "cpu", torch.float32)
     assert torch.equal(seen["img_ids"], ids)
-    out = forward(**seen)[0]
-    assert torch.equal(v, FluxPipeline._unpack_latents(out, 64, 64, 8))
+    assert torch.equal(v, forward(**seen)[0])
+    z = FluxPipeline._unpack_latents(x, 64, 64, 8)
+    vae = made.family.pipeline.vae
+    z = z / vae.config.scaling_factor + vae.config.shift_factor
+    images = (vae.decode(z, return_dict=False)[0] * 0.5 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(made.decode(x), images, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["sd3.5-large", "flux.1-dev", "sana-1.6b"])
@@ -116,7 +121,45 @@ def test_what_is_adapted_is_there(backbone, name):
         assert any(n.endswith(target) for n in names), target
 
 
-def test_a_schedule_goes_from_noise_to_none(backbone):
-    sigmas = backbone("sana-1.6b").sigmas(10)
-    assert sigmas.shape == (11,) and sigmas[0] == 1 and sigmas[-1] == 0
+@pytest.mark.parametrize(
+    ("name", "middle"), [("sd3.5-large", 0.707), ("flux.1-dev", 0.61), ("sana-1.6b", 0.75)]
+)
+def test_a_schedule_goes_from_noise_to_none_as_the_sizes_own_does(backbone, name, middle):
+    sigmas = backbone(name).sigmas(10)
+    assert sigmas.shape == (11,) and 0.999 < sigmas[0] <= 1 and sigmas[-1] == 0
     assert bool((sigmas.diff() < 0).all())
+    # 16 tokens shift FLUX's less than the others' fixed 3 does; SD3's ends higher than SANA's.
+    assert sigmas[5].item() == pytest.approx(middle, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "forwards"), [("sd3.5-large", 6), ("flux.1-dev", 3), ("sana-1.6b", 6)]
+)
+@torch.no_grad()
+def test_guidance_doubles_the_forward_where_it_is_no_input(backbone, name, forwards):
+    plain, made = backbone(name), backbone(name, guidance=3.0)
+    rows = []
+    made.transformer.register_forward_pre_hook(
+        lambda module, args, given: rows.append(len(given.get("hidden_states", *args))),
+        with_kwargs=True,
+    )
+    x, cond = inputs(made)
+    v = made.velocity(x, torch.tensor(0.5), cond)
+    assert rows == [forwards]
+    unguided = plain.velocity(x, torch.tensor(0.5), plain.encode(["a"] * 3, [""] * 3))
+    assert not torch.allclose(v, unguided, atol=1e-3)
+
+
+def test_a_copy_with_another_network_computes_with_that(backbone):
+    made, other = backbone("sana-1.6b"), backbone("sana-1.6b", seed=1)
+    x, cond = inputs(made)
+    both = with_network(made, other.transformer)
+    with torch.no_grad():
+        v, own = (one.velocity(x, torch.tensor(0.5), cond) for one in (both, made))
+        expected = other.velocity(x, torch.tensor(0.5), cond)
+    assert torch.equal(v, expected) and not torch.equal(v, own)
+
+
+def test_pictures_that_cannot_be_patched_are_refused(backbone):
+    with pytest.raises(UserError, match="pictures of 40 pixels a side: expected a multiple of 16"):
+        backbone("flux.1-dev", pixels=40)

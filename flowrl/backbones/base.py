@@ -61,10 +61,15 @@ class Backbone(Protocol):
         ...
 
 
+def members() -> list[str]:
+    """The names of what a `Backbone` has to have."""
+    methods = [name for name in vars(Backbone) if not name.startswith("_")]
+    return [*Backbone.__annotations__, *methods]
+
+
 def members_lacking(backbone: Any) -> list[str]:
     """What an object has not of a `Backbone`'s members, by name."""
-    methods = [name for name in vars(Backbone) if not name.startswith("_")]
-    return [name for name in (*Backbone.__annotations__, *methods) if not hasattr(backbone, name)]
+    return [name for name in members() if not hasattr(backbone, name)]
 
 
 def guided(

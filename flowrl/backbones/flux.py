@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import check_patches, to_fp32_and_back
+from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 # Flow-GRPO's list for FLUX (2505.05470): attention and feed-forward of both streams. Of the
@@ -27,9 +28,10 @@ class Flux:
 
     Latents are packed as the transformer takes them: (B, tokens, 4 C), a token for 2 x 2 latents.
     guidance: the pipeline's `guidance_scale`, an input of a network that was distilled for it;
-    it costs nothing, and a network without this input ignores it.
+    it costs nothing, and a network without this input (FLUX.1-schnell) ignores it.
     max_sequence_length: T5 tokens. height, width: pixels, or None for the autoencoder's size.
-    Raises UserError for a size that cannot be packed.
+    Raises UserError for a size that cannot be packed, and for negative prompts: FLUX.1 is guided by
+    a number. The second forward of the pipeline's `true_cfg_scale` is not for training.
     """
 
     lora_targets = LORA_TARGETS
@@ -50,14 +52,13 @@ class Flux:
         self.device: torch.device = pipeline.transformer.device
         self.guidance = guidance
         self.max_sequence_length = max_sequence_length
-        # Of the autoencoder: the pipeline's own default is 1024 pixels whatever it holds.
-        native = pipeline.vae.config.sample_size
+        native = own_side(pipeline)
         self.height, self.width = height or native, width or native
         check_patches(self.height, self.width, 2 * pipeline.vae_scale_factor)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
-        """Negatives have no place in FLUX.1 and are left out."""
+        check_negatives(negatives)
         embeds, pooled, _ = self.pipeline.encode_prompt(
             list(prompts), None, max_sequence_length=self.max_sequence_length, device=self.device
         )
@@ -67,7 +68,7 @@ class Flux:
         embeds = cond.tensors["embeds"]
         guidance = None
         if self.transformer.config.guidance_embeds:
-            guidance = torch.full((len(x),), self.guidance, device=x.device)
+            guidance = torch.full((len(x),), self.guidance, device=x.device, dtype=torch.float32)
         return self.transformer(
             hidden_states=x.to(self.dtype),
             # Rounded where the pipeline rounds it.
@@ -113,7 +114,7 @@ class Flux:
         return rows * columns, self.transformer.config.in_channels
 
     def sigmas(self, steps: int) -> Tensor:
-        """Shifted by the number of image tokens, as FLUX.1-dev's scheduler is configured."""
+        """Shifted by the number of image tokens where the scheduler says so: FLUX.1-dev's does."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
@@ -122,6 +123,19 @@ class Flux:
         shift = calculate_shift(self.latent_shape()[0], *(scheduler.config[key] for key in given))
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
         return scheduler.sigmas.clone().to(self.device)
+
+
+def check_negatives(negatives: Sequence[str]) -> None:
+    if any(negatives):
+        raise UserError(
+            f"the negative prompt is {next(filter(None, negatives))!r}, but FLUX.1 takes none: "
+            "leave rollout.negative and the prompts' own empty"
+        )
+
+
+def own_side(pipeline: Any) -> int:
+    """Pixels of a side: the autoencoder's; the call's own default is 1024 whatever it holds."""
+    return pipeline.vae.config.sample_size
 
 
 def pack(z: Tensor) -> Tensor:

@@ -32,7 +32,9 @@ class Sana:
 
     guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
     max_sequence_length: Gemma tokens of the prompt, beside those of the pipeline's instruction.
-    height, width: pixels, or None for the pipeline's own size.
+    height, width: pixels, or None for the pipeline's own size. They are drawn as they are, as by
+    the pipeline with `use_resolution_binning=False`; else it draws the nearest of a list of sizes
+    and scales the picture.
     Raises UserError for a size that the autoencoder does not divide.
     """
 
@@ -54,7 +56,7 @@ class Sana:
         self.device: torch.device = pipeline.transformer.device
         self.guidance = guidance
         self.max_sequence_length = max_sequence_length
-        native = pipeline.transformer.config.sample_size * pipeline.vae_scale_factor
+        native = own_side(pipeline)
         self.height, self.width = height or native, width or native
         unit = pipeline.vae_scale_factor * pipeline.transformer.config.patch_size
         check_patches(self.height, self.width, unit)
@@ -116,7 +118,13 @@ class Sana:
         return self.transformer.config.in_channels, self.height // factor, self.width // factor
 
     def sigmas(self, steps: int) -> Tensor:
+        """Of the pipeline's scheduler; the stock one starts at 0.9997, and not at 1."""
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler: Any = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.clone().to(self.device)
+
+
+def own_side(pipeline: Any) -> int:
+    """Pixels of a side that the network was made for."""
+    return pipeline.transformer.config.sample_size * pipeline.vae_scale_factor

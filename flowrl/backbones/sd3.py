@@ -2,15 +2,17 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowrl.backbones.base import check_patches, guided, to_fp32_and_back
+from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
 # Flow-GRPO's list (2505.05470): both streams of the joint attention. The second attention of
-# SD3.5-medium's dual blocks (`attn2`) does not match these endings and stays frozen.
+# SD3.5-medium's dual blocks (`attn2`) does not match these endings: see `dual_targets`.
 LORA_TARGETS = tuple(
     f"attn.{name}"
     for name in (
@@ -18,6 +20,21 @@ LORA_TARGETS = tuple(
         "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
     )
 )  # fmt: skip
+
+DUAL_TARGETS = tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
+
+
+def dual_targets(network: Any) -> tuple[str, ...]:
+    """Name endings of the image stream's second attention, in some blocks of SD3.5-medium.
+
+    Raises UserError for a network without such blocks.
+    """
+    if not getattr(network.config, "dual_attention_layers", ()):
+        raise UserError(
+            f"lora.dual_attention is true, but this {type(network).__name__} has no block with a "
+            "second attention, as SD3.5-medium's has: set it to false"
+        )
+    return DUAL_TARGETS
 
 
 class SD3:

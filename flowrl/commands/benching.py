@@ -4,6 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
+from flowrl.commands.iterating import iteration
+
 app = typer.Typer(no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
@@ -27,6 +29,8 @@ def bench() -> None:
       flowrl bench reward ocr
 
       flowrl bench solrl
+
+      flowrl bench iteration --size flux.1-dev
     """
 
 
@@ -212,6 +216,9 @@ def solrl(  # noqa: PLR0913  # an argument for each option
             batch=batch or 24, compile=compile, threads=threads, repeats=repeats, device=device,
         )  # fmt: skip
         _print_costs([row], as_json)
+
+
+app.command()(iteration)
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -11,6 +11,9 @@ Lora = Annotated[
     str | None,
     typer.Option(metavar="RUN|FILE", help="A run folder or LoRA file to add."),
 ]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a pipeline from the Hub: a branch, tag or commit.")
+]
 PromptFile = Annotated[
     str | None,
     typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here."),
@@ -36,6 +39,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         float | None,
         typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA."),
     ] = None,
+    revision: Revision = None,
 ) -> None:
     """Draw pictures.
 
@@ -79,6 +83,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         output_dir=output_dir,
         device=device,
         rlg=rlg,
+        revision=revision,
     )
     for path in paths:
         typer.echo(path)
@@ -154,6 +159,7 @@ def gallery(
             help="Show the LoRA at this strength (RLG; 1 is as trained); may be repeated."
         ),
     ] = None,
+    revision: Revision = None,
 ) -> None:
     """Compare base and aligned pictures of the same prompts and seeds, on one page.
 
@@ -185,5 +191,6 @@ def gallery(
             seed=seed,
             output_dir=output_dir,
             rlg=rlg or (),
+            revision=revision,
         )
     )

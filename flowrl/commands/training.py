@@ -1,11 +1,14 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.config import Config
 
 # Options that typer does not know reach the words, where `aliases` sorts them out.
 RECIPE_COMMAND = {"ignore_unknown_options": True}
@@ -32,6 +35,13 @@ def train(
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every option with its value, and stop.")
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
+        ),
+    ] = False,
 ) -> None:
     """Align a pipeline to a reward.
 
@@ -49,6 +59,8 @@ def train(
 
       flowrl train quickstart --print-config
 
+      flowrl train sd3.5-medium-grpo-24gb --dry-run
+
     `flowrl explain KEY` says what an option means.
 
     Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
@@ -62,11 +74,36 @@ def train(
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
+    if dry_run:
+        _rehearse(config, resume)
+        return
     from flowrl.actions import align, table
     from flowrl.commands.show import print_table
 
     if rows := table(align(config, resume=resume)):
         print_table(rows)
+
+
+def _rehearse(config: "Config", resume: str | None) -> None:
+    """Run a small copy of a recipe in a folder that is gone afterwards."""
+    import tempfile
+
+    from flowrl.actions import align
+    from flowrl.commands.show import print_table
+    from flowrl.dry_run import rehearse
+
+    if resume is not None:
+        raise UserError("--dry-run rehearses a recipe from its start: leave --resume out.")
+    with tempfile.TemporaryDirectory() as folder:
+        small = rehearse(config, folder)
+        rows = [{"option": o, "recipe": real, "here": here} for o, real, here in small.replaced]
+        print_table(rows)
+        typer.echo("\nEverything else is the recipe's own.")
+        align(small.config)
+    typer.echo(
+        f"The loop works: {small.config.run.iterations} iterations with "
+        f"{config.objective.kind} on {config.rollout.tree.kind} trees. Nothing was kept."
+    )
 
 
 def _saved_recipe(resume: str | None) -> Path:

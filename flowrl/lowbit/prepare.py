@@ -8,7 +8,7 @@ from torch import nn
 from flowrl.lowbit.backends import Backend, backend_of
 from flowrl.lowbit.kernel_check import check_kernels
 from flowrl.lowbit.precision import Resolved
-from flowrl.lowbit.rules import LayerChoice, choose_layers, rules_of
+from flowrl.lowbit.rules import LayerChoice, LayerRules, choose_layers, rules_of
 
 
 def prepare(
@@ -17,6 +17,7 @@ def prepare(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    rules: LayerRules | None = None,
     min_dim: int | None,
     keep: Sequence[str] | None = None,
     four_over_six: bool = False,
@@ -24,14 +25,16 @@ def prepare(
 ) -> tuple[tuple[LayerChoice, ...], Backend]:
     """The network's layers with those that a precision quantises, none for bf16, and how.
 
-    dtype: the network's own. min_dim, keep, where: see `choose_layers`. Raises UserError where no
-    layer can be quantised, and for a kernel that computes otherwise than its emulation does.
+    dtype: the network's own. rules: the backbone's own, None for those of the network's class.
+    min_dim, keep, where: see `choose_layers`. Raises UserError where no layer can be quantised or
+    nothing says which, and for a kernel that computes otherwise than its emulation does.
     """
     backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
     if resolved.format == "bf16":
         return (), backend
+    rules = rules_of(network, rules, min_dim=min_dim, keep=keep, where=where)
     choices = choose_layers(
-        network, rules_of(network), resolved.format, min_dim=min_dim, keep=keep, where=where
+        network, rules, resolved.format, min_dim=min_dim, keep=keep, where=where
     )
     shapes = {choice.shape for choice in choices if choice.format}
     check_kernels(backend, shapes, device, dtype)

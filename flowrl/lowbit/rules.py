@@ -65,12 +65,31 @@ KINDS = {
 }
 
 
-def rules_of(network: nn.Module) -> LayerRules:
-    """The rules of a diffusers transformer. Raises UserError for a class that has none."""
+def rules_of(
+    network: nn.Module,
+    own: LayerRules | None = None,
+    *,
+    min_dim: int | None = None,
+    keep: Sequence[str] | None = None,
+    where: str = "",
+) -> LayerRules:
+    """The rules of a backbone, `own`, or those of a diffusers transformer.
+
+    A transformer without any takes what is given: see `choose_layers` for min_dim, keep and where.
+    Raises UserError where one of the two is missing.
+    """
     name = type(network).__name__
-    if name not in KINDS:
-        raise UserError(f"there are no layer rules for {name}, only for {', '.join(KINDS)}")
-    return RULES[KINDS[name]]
+    if own is not None:
+        return own
+    if name in KINDS:
+        return RULES[KINDS[name]]
+    if min_dim is None or keep is None:
+        options = [option_name(where, o) for o in ("keep_layers" if where else "keep", "min_dim")]
+        raise UserError(
+            f"there are no layer rules for {name}, only for {', '.join(KINDS)}: set "
+            f"{' and '.join(options)}, or give its backbone the attribute layer_rules"
+        )
+    return LayerRules(keep=tuple(keep), min_dim=min_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flowrl.base_weights import check_mergeable
 from flowrl.errors import UserError
 from flowrl.lowbit.backends import Backend, Plain, State
 from flowrl.lowbit.compiling import compile_network
@@ -86,6 +87,7 @@ class Twin:
         base = base.get_base_layer() if lora else base
         # Not the parameter: `Policy.merged` swaps what that holds.
         weight = base.weight.detach()
+        check_mergeable(base.weight)  # nor packed, or put beside an adapter of its own
         merged = merged_weight(lora, weight, POLICY) if lora and self.lora == "merge" else None
         if backend is None and merged is not None:
             own: Any = self.network.get_submodule(name)

@@ -1,23 +1,14 @@
 """Without noise the sampler is diffusers' own, bit for bit; so are schedule and decoder."""
 
-from random import Random
-
 import pytest
 import torch
-from PIL import Image
 
 from flowrl import encode
 from flowrl.backbones.sd3 import LORA_TARGETS, SD3
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
-from flowrl.functional.sde import KERNELS
-from flowrl.pictures import to_tensor
 from flowrl.prompts import load_prompts
-from flowrl.rollout import Request, decode, draw
-from flowrl.samplers.schedule import Schedule
-from flowrl.tiny.draw import draw as draw_tiny
-from flowrl.tiny.world import split_prompts
-from flowrl.trees.plan import ode_plan
+from flowrl.rollout import decode
 
 COUNT, STEPS = 4, 3
 NEGATIVE = "a red circle"
@@ -29,26 +20,14 @@ def pipeline(load_tiny):
 
 
 @pytest.fixture(scope="module")
-def request_():
-    records = load_prompts("tiny:all:test", limit=COUNT)
-    return Request(
-        prompts=records,
-        prompt=torch.arange(COUNT),
-        group=torch.arange(COUNT),
-        root=torch.zeros(COUNT).long(),
-        seed=3,
-        iteration=0,
-    )
+def ours(pipeline, noiseless):
+    """Our backbone and its clean latents."""
 
+    def sample(guidance, tokens=12, pipeline=pipeline):
+        backbone = SD3(pipeline, guidance=guidance, max_sequence_length=tokens)
+        return backbone, noiseless(backbone, STEPS, NEGATIVE)
 
-def ours(pipeline, request_, guidance, tokens=12):
-    backbone = SD3(pipeline, guidance=guidance, max_sequence_length=tokens)
-    encode = TextCache(backbone, NEGATIVE)
-    schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
-    plan = ode_plan(STEPS)
-    cond = encode(request_.prompts)
-    tree = draw(backbone, backbone.velocity, cond, request_, plan, schedule, COUNT)
-    return backbone, tree.leaves()
+    return sample
 
 
 def theirs(pipeline, request_, backbone, guidance, output, tokens=12):
@@ -65,36 +44,35 @@ def theirs(pipeline, request_, backbone, guidance, output, tokens=12):
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
-def test_latents_without_noise_are_diffusers_own(pipeline, request_, guidance):
-    backbone, x0 = ours(pipeline, request_, guidance)
+def test_latents_without_noise_are_diffusers_own(pipeline, request_, ours, guidance):
+    backbone, x0 = ours(guidance)
     expected = theirs(pipeline, request_, backbone, guidance, "latent")
     assert torch.equal(x0, expected)
     assert not torch.equal(x0[0], x0[1])
 
 
-def test_pictures_without_noise_are_diffusers_own(pipeline, request_):
-    backbone, x0 = ours(pipeline, request_, 3.5)
+def test_pictures_without_noise_are_diffusers_own(pipeline, request_, ours):
+    backbone, x0 = ours(3.5)
     expected = theirs(pipeline, request_, backbone, 3.5, "pt")
     assert torch.equal(next(decode(backbone, x0, COUNT)), expected)
 
 
-def test_the_default_text_length_agrees_too(pipeline, request_):
-    backbone, x0 = ours(pipeline, request_, 1.0, tokens=256)
+def test_the_default_text_length_agrees_too(pipeline, request_, ours):
+    backbone, x0 = ours(1.0, tokens=256)
     assert torch.equal(x0, theirs(pipeline, request_, backbone, 1.0, "latent", tokens=256))
 
 
-def test_in_bf16_latents_agree_to_its_rounding(load_tiny, request_):
+def test_in_bf16_latents_agree_to_its_rounding(load_tiny, request_, ours, relative):
     """diffusers multiplies dt and velocity in bf16, flowrl in fp32."""
     pipeline = load_tiny("bf16")
-    backbone, x0 = ours(pipeline, request_, 1.0)
+    backbone, x0 = ours(1.0, pipeline=pipeline)
     expected = theirs(pipeline, request_, backbone, 1.0, "latent")
     assert x0.dtype == torch.bfloat16
-    error, size = (x0.float() - expected.float()).norm(), expected.float().norm()
-    assert error < 2**-6 * size
+    assert relative(x0, expected) < 2**-6
 
 
-def test_guidance_is_used_and_1_is_none(pipeline, request_):
-    results = [ours(pipeline, request_, guidance)[1] for guidance in (0.0, 1.0, 3.5)]
+def test_guidance_is_used_and_1_is_none(ours):
+    results = [ours(guidance)[1] for guidance in (0.0, 1.0, 3.5)]
     assert torch.equal(results[0], results[1])
     assert not torch.allclose(results[1], results[2], atol=1e-4)
 
@@ -172,13 +150,7 @@ def test_text_is_encoded_once_for_each_text_and_negative(pipeline, monkeypatch):
         assert torch.equal(second.tensors[name], tensor[[2, 1, 0]])
 
 
-def drawn(count):
-    """Pictures of the tiny world, which the autoencoder knows."""
-    prompts = split_prompts("colors", "test")[:count]
-    return to_tensor([Image.fromarray(draw_tiny(p, Random(i))) for i, p in enumerate(prompts)])
-
-
-def test_encoding_is_the_inverse_of_decoding_as_far_as_the_autoencoder_goes(pipeline):
+def test_encoding_is_the_inverse_of_decoding_as_far_as_the_autoencoder_goes(pipeline, drawn):
     backbone, images = SD3(pipeline), drawn(COUNT)
     x0 = backbone.encode_images(images)
     assert x0.shape == (COUNT, *backbone.latent_shape()) and x0.dtype == torch.float32
@@ -191,7 +163,7 @@ def test_encoding_is_the_inverse_of_decoding_as_far_as_the_autoencoder_goes(pipe
     torch.testing.assert_close(backbone.encode_images(backbone.decode(x0)), x0, rtol=0, atol=0.5)
 
 
-def test_encoding_draws_nothing_and_rows_stand_alone(pipeline):
+def test_encoding_draws_nothing_and_rows_stand_alone(pipeline, drawn):
     backbone, images = SD3(pipeline), drawn(3)
     x0 = backbone.encode_images(images)
     assert torch.equal(backbone.encode_images(images), x0)
@@ -199,7 +171,7 @@ def test_encoding_draws_nothing_and_rows_stand_alone(pipeline):
     assert backbone.picture_size() == images.shape[2:]
 
 
-def test_encoding_is_fp32_whatever_the_pipeline_is_and_leaves_it_so(load_tiny, pipeline):
+def test_encoding_is_fp32_whatever_the_pipeline_is_and_leaves_it_so(load_tiny, pipeline, drawn):
     half, images = load_tiny("bf16"), drawn(2)
     before = {name: p.clone() for name, p in half.vae.named_parameters()}
     x0 = SD3(half).encode_images(images)

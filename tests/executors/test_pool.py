@@ -145,6 +145,7 @@ def test_what_a_dead_process_was_asked_is_asked_once_more(pair, tmp_path):
     ],
 )
 def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair, what, reason):
+    ask(pair, *[{"do": "sleep", "seconds": 0.1}] * 4)  # both have loaded
     before = {child.pid for child in workers()}
     found = ask(pair, {}, {}, {}, {"do": what})
     assert found.scores.isnan().tolist() == [False, False, True, True]

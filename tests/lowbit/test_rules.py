@@ -99,8 +99,18 @@ def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(rea
 
 def test_every_rule_set_has_its_class_and_others_are_refused(real):
     assert {id(rules_of(network)) for network in real.values()} == {id(r) for r in RULES.values()}
-    with pytest.raises(UserError, match="no layer rules for Linear"):
+    with pytest.raises(UserError, match="no layer rules for Linear.*: set keep and min_dim, or"):
         rules_of(nn.Linear(32, 32))
+
+
+def test_a_backbone_of_ones_own_brings_its_rules_or_the_options_do():
+    own = LayerRules(keep=("first",), min_dim=7)
+    assert rules_of(nn.Linear(32, 32), own, min_dim=3, keep=[]) is own
+    assert rules_of(nn.Linear(2, 2), min_dim=3, keep=["a"]) == LayerRules(keep=("a",), min_dim=3)
+    message = "set pipeline.keep_layers and pipeline.min_dim, or give its backbone the attribute"
+    for half in ({"min_dim": 3}, {"keep": []}):
+        with pytest.raises(UserError, match=message):
+            rules_of(nn.Linear(32, 32), where="pipeline", **half)
 
 
 # --- one rule at a time -----------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""Every objective iterates on the tiny pipeline, and every number it logs is documented."""
+"""Every objective iterates on the tiny pipelines, and every number it logs is documented."""
 
 import math
 
 import pytest
 import torch
+from families import assert_learns, on_every, pipeline_of
 
 from flowrl.errors import UserError
-from flowrl.metrics import meaning
 
 ODE = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}
 TREE = ODE | {"tree": {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}}
@@ -43,10 +43,12 @@ SCORED = {
 }
 
 
-@pytest.mark.parametrize("name", SCORED)
-def test_an_objective_learns_from_scores(make_learner, name):
+@pytest.mark.parametrize(("name", "family"), on_every(SCORED))
+def test_an_objective_learns_from_scores(make_learner, tiny_pipeline_path, name, family):
     objective, rollout = SCORED[name]
-    learner = make_learner(objective=objective, rollout=rollout)
+    learner = make_learner(
+        objective=objective, rollout=rollout, pipeline=pipeline_of(family, tiny_pipeline_path)
+    )
     assert_learns(learner)
 
 
@@ -63,9 +65,12 @@ FOLLOWED = {
 }
 
 
-@pytest.mark.parametrize("kind", FOLLOWED)
-def test_an_objective_follows_the_gradient_of_the_tiny_worlds_colours(make_learner, kind):
+@pytest.mark.parametrize(("kind", "family"), on_every(FOLLOWED))
+def test_an_objective_follows_the_gradient_of_the_tiny_worlds_colours(
+    make_learner, tiny_pipeline_path, kind, family
+):
     learner = make_learner(
+        pipeline=pipeline_of(family, tiny_pipeline_path),
         objective={"kind": kind} | FOLLOWED[kind],
         rollout=ODE | {"group_size": 2},
         specs=[{"name": "tiny_colors"}],
@@ -92,15 +97,3 @@ def test_a_loss_that_is_no_number_stops_before_the_update(make_learner):
     with pytest.raises(UserError, match="no finite number"):
         learner.iterate(0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
-
-
-def assert_learns(learner):
-    """Two iterations move the policy, and nothing they log is unknown or no number."""
-    before = [p.clone() for p in learner.policy.parameters()]
-    logged = [learner.iterate(i)[1] for i in range(2)]
-    after = learner.policy.parameters()
-    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    for metrics in logged:
-        assert metrics["grad/norm"] > 0
-        assert [name for name in metrics if meaning(name) is None] == []
-        assert [name for name, value in metrics.items() if not math.isfinite(value)] == []

@@ -1,0 +1,105 @@
+"""Frozen weights in 8 or 4 bits, by bitsandbytes or torchao, below adapters that are not rounded.
+
+Unlike `lowbit`, which makes products fast, this makes weights small: they are rounded once, as
+they are loaded, and the network that learns is the one that draws.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from flowrl.errors import UserError
+
+Library = Literal["bitsandbytes", "torchao"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseBits:
+    """bits: 8 or 4; torchao has 8 alone, since PEFT puts no adapter on its 4-bit weights."""
+
+    bits: int
+    library: Library
+
+
+def check_base_bits(base: BaseBits, device: torch.device) -> None:
+    """Raises UserError when the library is missing, or the device cannot run it."""
+    if importlib.util.find_spec(base.library) is None:
+        raise UserError(
+            f"memory.base_bits is {base.bits}, which needs {base.library}: "
+            f'pip install "flowrl-diffusion[{base.library}]"'
+        )
+    if base.library == "bitsandbytes" and device.type == "cpu":
+        raise UserError(
+            f"memory.base_bits is {base.bits} with bitsandbytes, which diffusers runs on GPUs "
+            "alone: on the CPU set memory.base_library to torchao with 8 bits, or base_bits to null"
+        )
+
+
+def while_loading(base: BaseBits, dtype: torch.dtype) -> Any:
+    """A `PipelineQuantizationConfig` that rounds the transformer's linear layers as they load.
+
+    dtype: of the products, and of what stays exact.
+    """
+    from diffusers import PipelineQuantizationConfig
+
+    return PipelineQuantizationConfig(quant_mapping={"transformer": _config(base, dtype)})
+
+
+def _config(base: BaseBits, dtype: torch.dtype) -> Any:
+    from diffusers import BitsAndBytesConfig, TorchAoConfig
+
+    if base.library == "torchao":
+        return TorchAoConfig(_int8())
+    if base.bits == 8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _int8() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    return Int8WeightOnlyConfig()
+
+
+def round_in_place(network: nn.Module, base: BaseBits) -> None:
+    """Round the linear layers of a network that is loaded already, unless somebody has.
+
+    Raises UserError for bitsandbytes, which rounds while loading.
+    """
+    if is_rounded(network):
+        return
+    if base.library == "bitsandbytes":
+        raise UserError(
+            "memory.base_bits is set for a pipeline that is loaded already, and bitsandbytes "
+            "rounds weights while they load: load it with diffusers' quantization_config, give "
+            "its name instead, or set memory.base_library to torchao with 8 bits"
+        )
+    from torchao.quantization import quantize_
+
+    quantize_(network, _int8())
+
+
+def is_rounded(network: nn.Module) -> bool:
+    """Whether some weight is kept in another format than floating-point numbers."""
+    return any(not is_plain(weight) for weight in network.parameters())
+
+
+def is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is what it looks like: bitsandbytes keeps integers, torchao a subclass that
+    passes for its original dtype."""
+    own = type(weight.data).__module__.partition(".")[0]
+    return weight.is_floating_point() and own != "torchao"
+
+
+def check_mergeable(weight: torch.Tensor) -> None:
+    """Raises UserError for a weight that nothing can be added to."""
+    if not is_plain(weight):
+        raise UserError(
+            "a LoRA cannot be folded into weights of 8 or 4 bits, which would round it away: set "
+            "rollout.merge_lora to auto or false, or load the pipeline without memory.base_bits"
+        )

@@ -1,0 +1,241 @@
+"""From the options under `memory` to a pipeline that fits, and to who remembers encoded prompts."""
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.attention import set_attention
+from flowrl.backbones.base import Backbone
+from flowrl.base_weights import BaseBits, check_base_bits, round_in_place, while_loading
+from flowrl.checkpointing import recompute_blocks
+from flowrl.config import Config
+from flowrl.encode import CAPACITY, TextCache
+from flowrl.encoder_identity import by_files, by_weights, encoder_names, index_file
+from flowrl.errors import UserError
+from flowrl.memory import free_bytes
+from flowrl.offload import AUTOENCODER, ENCODER, free_encoders, place
+from flowrl.pipelines import DTYPES, load_pipeline, pipeline_path
+from flowrl.progress import Steps
+from flowrl.prompt_cache import PromptCache
+from flowrl.prompts import PromptRecord
+from flowrl.runtime import Runtime
+from flowrl.stored import StoredGroups
+
+LOG = logging.getLogger(__name__)
+Needed = Sequence[tuple[float, PromptRecord]]  # prompts, each with the guidance it is drawn with
+
+
+def build_pipeline(
+    config: Config,
+    device: torch.device,
+    given: Any = None,
+    *,
+    without: Sequence[str] = (),
+    decoder_learns: bool = False,
+) -> Any:
+    """The pipeline that the configuration names or that was given, as `memory` says.
+
+    without: components that are not loaded. decoder_learns: gradients go through the autoencoder,
+    which then stays on the device. Raises UserError for what cannot be had here.
+    """
+    p, m = config.pipeline, config.memory
+    base = base_bits(config)
+    if base is not None:
+        check_base_bits(base, device)
+    away = (ENCODER,) if m.text_encoders != "keep" else ()
+    if m.vae == "offload" and decoder_learns:
+        LOG.warning(
+            "memory.vae is offload, but objective %s follows gradients through the autoencoder, "
+            "which stays on the device for that",
+            config.objective.kind,
+        )
+    elif m.vae == "offload":
+        away += (AUTOENCODER,)
+    if given is None:
+        rounding = None if base is None else while_loading(base, DTYPES[p.dtype])
+        pipeline = load_pipeline(
+            p.path,
+            dtype=p.dtype,
+            device=device,
+            revision=p.revision,
+            rounding=rounding,
+            away=away,
+            without=without,
+        )
+    else:
+        pipeline = place(given, device, away)
+        if base is not None:
+            round_in_place(pipeline.transformer, base)
+    if p.attention is not None:
+        set_attention(pipeline.transformer, p.attention, device)
+    if m.gradient_checkpointing:
+        recompute_blocks(pipeline.transformer)
+    return pipeline
+
+
+def base_bits(config: Config) -> BaseBits | None:
+    m = config.memory
+    return None if m.base_bits is None else BaseBits(bits=m.base_bits, library=m.base_library)
+
+
+def rounded(config: Config) -> dict[str, Any]:
+    """How the frozen weights are rounded, for keys of what depends on them; {} where they are
+    not. All other options under `memory` leave pictures and scores as they are."""
+    m = config.memory
+    return {} if m.base_bits is None else {"base": [m.base_bits, m.base_library]}
+
+
+def needed_texts(
+    config: Config, drawn: Sequence[PromptRecord], held_out: Sequence[PromptRecord]
+) -> list[tuple[float, PromptRecord]]:
+    """Every text that training and evaluation will ask for, paraphrases included.
+
+    What a store holds comes on top: it is known once the store is open.
+    """
+    r, e = config.rollout, config.evaluation
+    training = _worded(drawn, config.prompts.retained is not None)
+    found = [(r.guidance, prompt) for prompt in training]
+    if r.store is not None:
+        found += [(learning_guidance(config), prompt) for prompt in training]
+    return found + [(e.guidance, prompt) for prompt in _worded(held_out, e.paraphrases)]
+
+
+def stored_texts(config: Config, source: Any) -> list[tuple[float, PromptRecord]]:
+    """Every text that is read from a store."""
+    if not isinstance(source, StoredGroups):
+        return []
+    kinds = source.shelf.order.kinds.values()
+    return [(learning_guidance(config), prompt) for records in kinds for prompt in records]
+
+
+def _worded(prompts: Sequence[PromptRecord], reworded: bool) -> list[PromptRecord]:
+    others = [replace(p, wording=words) for p in prompts for words in p.paraphrases * reworded]
+    return [*prompts, *others]
+
+
+def learning_guidance(config: Config) -> float:
+    """The guidance of the backbone that learns."""
+    r = config.rollout
+    return r.guidance if r.training_guidance is None else r.training_guidance
+
+
+class Texts:
+    """Who remembers encoded prompts: one `TextCache` with and one without guidance, for all.
+
+    pipeline: one that was given, in place of the one that the configuration names.
+    """
+
+    def __init__(self, config: Config, pipeline: Any = None):
+        self.config, self.given = config, pipeline
+        self._caches: dict[bool, TextCache] = {}
+        self._identity: dict[str, Any] | None = None
+
+    def of(self, backbone: Backbone, guidance: float) -> TextCache:
+        guided, m = guidance > 1, self.config.memory
+        if guided not in self._caches:
+            disk = self._disk(guided)
+            every = m.text_encoders == "free" and disk is None
+            self._caches[guided] = TextCache(
+                backbone,
+                self.config.rollout.negative,
+                disk=disk,
+                capacity=None if every else CAPACITY,
+            )
+        return self._caches[guided]
+
+    def unneeded(self, needed: Needed) -> list[str]:
+        """The text encoders that need not be loaded, as all texts are on disk; none if one is."""
+        index, store = self._index(), self.config.rollout.store
+        freed = self.config.memory.text_encoders == "free"
+        if not freed or index is None or (store is not None and store.path is not None):
+            return []
+        for guidance, prompt in needed:
+            disk = self._disk(guidance > 1)
+            negative = self.config.rollout.negative if prompt.negative is None else prompt.negative
+            if disk is None or not disk.has(prompt.read, negative):
+                return []
+        return encoder_names(index)
+
+    def free(self, pipeline: Any, needed: Needed, runtime: Runtime) -> None:
+        """With memory.text_encoders free: encode all texts that are needed, and drop the encoders.
+
+        Once all who draw have asked for their cache. Raises UserError on all processes for texts
+        that do not fit into memory.
+        """
+        if self.config.memory.text_encoders != "free":
+            return
+        texts = [(self._caches[guidance > 1], prompt) for guidance, prompt in needed]
+        if self.config.memory.prompt_cache is not None:  # each a share: all can read the rest
+            texts = [texts[i] for i in runtime.share(len(texts)).tolist()]
+        missing = [(cache, prompt) for cache, prompt in texts if not cache.has(prompt)]
+        with runtime.together():
+            _encode(missing, show=runtime.is_main)
+        runtime.wait()
+        free_encoders(pipeline)
+
+    def _disk(self, guided: bool) -> PromptCache | None:
+        folder, p = self.config.memory.prompt_cache, self.config.pipeline
+        if folder is None or (identity := self._who()) is None:
+            return None
+        key = {
+            "pipeline": p.path,
+            "revision": p.revision,
+            "encoders": identity,
+            "backbone": p.backbone,
+            "dtype": p.dtype,
+            "max_sequence_length": p.max_sequence_length,
+            "guided": guided,
+            "code": [version("diffusers"), version("transformers")],
+        }
+        return PromptCache(Path(folder), key)
+
+    def _who(self) -> dict[str, Any] | None:
+        """What tells the text encoders from others; None before a pipeline from the Hub is here."""
+        if self._identity is None and self.given is not None:
+            self._identity = by_weights(self.given)
+        elif self._identity is None and (index := self._index()) is not None:
+            self._identity = by_files(index)
+        return self._identity
+
+    def _index(self) -> Path | None:
+        p = self.config.pipeline
+        return None if self.given is not None else index_file(pipeline_path(p.path), p.revision)
+
+
+def _encode(missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool) -> None:
+    """In full batches, with a progress bar. Raises UserError after the first for what will not
+    fit into memory."""
+    each = {(cache, cache.key(prompt)): (cache, prompt) for cache, prompt in missing}
+    by_cache: dict[TextCache, list[PromptRecord]] = {}
+    for cache, prompt in each.values():
+        by_cache.setdefault(cache, []).append(prompt)
+    parts = [
+        (cache, prompts[start : start + cache.batch_size])
+        for cache, prompts in by_cache.items()
+        for start in range(0, len(prompts), cache.batch_size)
+    ]
+    steps = Steps("encoding prompts", len(parts)) if show and parts else None
+    with steps or nullcontext():
+        for number, (cache, prompts) in enumerate(parts):
+            cache.learn(prompts)
+            if number == 0 and cache.disk is None:
+                _check_room(cache.nbytes() // len(cache.known), len(each))
+            if steps is not None:
+                steps.advance()
+
+
+def _check_room(nbytes: int, prompts: int) -> None:
+    """nbytes: of one encoded prompt."""
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and nbytes * prompts > free:
+        raise UserError(
+            f"memory.text_encoders is free, but {prompts} encoded prompts of {nbytes / 2**20:.1f} "
+            f"MB do not fit into the {free / 2**30:.0f} GB of memory that are left: set "
+            "memory.prompt_cache to a folder, or memory.text_encoders to offload"
+        )

@@ -1,0 +1,248 @@
+"""Who does what of an iteration: the shares of several GPUs, before any of them is rented.
+
+What is drawn and learned from depends on the recipe alone: every process knows all pictures'
+rewards, groups are dealt to updates by their number, and the loss of an update is a mean over the
+pictures of all processes. How many there are decides only how long it takes; `Runtime.share` deals
+trees, and these functions count what falls to each.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from flowrl.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What one iteration asks of all GPUs together.
+
+    prompts: hence groups. roots: trees of a prompt; leaves: pictures of a tree; forwards:
+    velocities of a tree. candidates: trees of a prompt that are explored first, of so many leaves
+    and forwards each. whole_prompts: one process draws all trees of a prompt; whole_candidates:
+    the same while exploring.
+    rows: what is learned from a tree (pictures, chains, or nodes with trained children), and
+    group_rows: at most, of a prompt; None is no bound. row_forwards: forwards of a row.
+    together: rows of an "image", "group" or "update" are never cut apart, in micro-batches of at
+    most micro_batch forwards. updates: optimiser steps of the iteration.
+    judge: who compares pictures, for people.
+    """
+
+    prompts: int
+    roots: int
+    leaves: int = 1
+    forwards: int = 1
+    candidates: int = 0
+    candidate_leaves: int = 1
+    candidate_forwards: int = 0
+    whole_prompts: bool = False
+    whole_candidates: bool = False
+    rows: int = 1
+    group_rows: int | None = None
+    row_forwards: int = 1
+    together: Literal["image", "group", "update"] = "image"
+    micro_batch: int
+    updates: int = 1
+    judge: str = "the objective"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One GPU's part of an iteration. candidates, trees: of all its prompts; forwards, pictures:
+    of both. rows, micro_batches: one number for each update, the latter its backward passes."""
+
+    prompts: int
+    candidates: int
+    trees: int
+    pictures: int
+    forwards: int
+    rows: tuple[int, ...]
+    micro_batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The shares of all GPUs, and what they make together."""
+
+    load: Load
+    shares: tuple[Share, ...] = field(repr=False)
+
+    @property
+    def gpus(self) -> int:
+        return len(self.shares)
+
+    @property
+    def update_rows(self) -> tuple[int, ...]:
+        """The effective batch of each update: rows of all GPUs."""
+        return tuple(sum(column) for column in zip(*(s.rows for s in self.shares), strict=True))
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of the time that GPUs work, by phase, if a forward takes as long everywhere: they
+        wait for the slowest after drawing and after every update. 1 is no waiting."""
+        drawing = [share.forwards for share in self.shares]
+        slowest = sum(max(column) for column in zip(*(s.rows for s in self.shares), strict=True))
+        rows = sum(self.update_rows)
+        return {
+            "drawing": sum(drawing) / (self.gpus * max(drawing)) if max(drawing) else 1.0,
+            "learning": rows / (self.gpus * slowest) if slowest else 1.0,
+        }
+
+    @property
+    def even(self) -> bool:
+        """Whether no GPU ever waits for another."""
+        return all(share == 1 for share in self.busy.values())
+
+
+def solve(load: Load, gpus: int) -> Geometry:
+    """The shares of `gpus` processes, as training deals them; an uneven one is no error.
+
+    Raises UserError, with the nearest numbers that work, where a process would have no tree.
+    """
+    check(load, gpus)
+    return _solve(load, gpus)
+
+
+def check(load: Load, gpus: int) -> None:
+    """Raises UserError unless every one of `gpus` processes gets work in every iteration."""
+    if gpus < 1:
+        raise UserError(f"got {gpus} GPUs, expected at least 1")
+    if load.prompts % load.updates:
+        raise UserError(
+            f"rollout.prompts is {load.prompts} and optim.updates_per_rollout {load.updates}, but "
+            f"an update takes whole groups: the nearest rollout.prompts that works is "
+            f"{_multiple(load.prompts, load.updates)}"
+        )
+    if load.together == "update" and gpus > 1:
+        raise UserError(
+            f"{load.judge} compares all pictures of an update with their mean, which {gpus} "
+            "processes do not share: start one process, or take another objective"
+        )
+    if units(load) >= gpus:
+        return
+    least = _least_prompts(load, gpus)
+    if load.whole_prompts:
+        raise UserError(
+            f"rollout.prompts is {load.prompts}, but {gpus} processes take whole prompts, whose "
+            f"pictures {load.judge} compares: the nearest that work are rollout.prompts={least}, "
+            f"or {units(load)} processes"
+        )
+    raise UserError(
+        f"{units(load)} trees cannot be shared among {gpus} processes, which take whole ones: the "
+        f"nearest that work are rollout.prompts={least}, or {units(load)} processes"
+    )
+
+
+def units(load: Load) -> int:
+    """What can be dealt: prompts where they are whole, else their trees."""
+    return load.prompts if load.whole_prompts else load.prompts * load.roots
+
+
+def nearest_gpus(load: Load, gpus: int) -> tuple[int, ...]:
+    """The numbers of GPUs nearest to `gpus`, below and above, among which nobody waits."""
+    last = 1 if load.together == "update" else units(load)
+    good = [n for n in range(1, last + 1) if _may_be_even(load, n) and _solve(load, n).even]
+    below, above = [n for n in good if n <= gpus], [n for n in good if n > gpus]
+    return (*below[-1:], *above[:1])
+
+
+def nearest_prompts(load: Load, gpus: int) -> tuple[int, ...]:
+    """The numbers of prompts nearest to the load's, below and above, with which nobody waits."""
+    if load.together == "update" and gpus > 1:
+        return ()
+
+    def good(prompts: int) -> bool:
+        other = replace(load, prompts=prompts)
+        return units(other) >= gpus and _may_be_even(other, gpus) and _solve(other, gpus).even
+
+    unit, start = load.updates, load.prompts - load.prompts % load.updates
+    below = next((n for n in range(start, 0, -unit) if good(n)), None)
+    # A multiple of GPUs and updates always works.
+    above = next(n for n in range(start + unit, start + unit * gpus + 1, unit) if good(n))
+    return (above,) if below is None else (below, above)
+
+
+def _may_be_even(load: Load, gpus: int) -> bool:
+    """Quickly rules out what cannot be dealt in equal parts."""
+    return not units(load) % gpus
+
+
+def _least_prompts(load: Load, gpus: int) -> int:
+    """The fewest prompts that give each process something, in whole updates."""
+    least = gpus if load.whole_prompts else -(-gpus // load.roots)
+    return -(-least // load.updates) * load.updates
+
+
+def _multiple(value: int, unit: int) -> int:
+    """The multiple nearest to a value, at least one; of two the smaller."""
+    return max(unit, (value + (unit - 1) // 2) // unit * unit)
+
+
+def _solve(load: Load, gpus: int) -> Geometry:
+    explored = deal(load.prompts * load.candidates, gpus, _unit(load.candidates, load))
+    drawn = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)
+    shares = (_share(load, *own) for own in zip(explored, drawn, strict=True))
+    return Geometry(load=load, shares=tuple(shares))
+
+
+def _unit(candidates: int, load: Load) -> int:
+    return candidates if load.whole_candidates else 1
+
+
+def deal(total: int, parts: int, unit: int = 1) -> list[range]:
+    """Consecutive ranges of 0 to total, in whole runs of `unit`: as `Runtime.share` deals rows.
+
+    The first parts get one more where they cannot be equal.
+    """
+    if not total:
+        return [range(0)] * parts
+    runs = total // unit
+    ends = [0]
+    for part in range(parts):
+        ends.append(ends[-1] + runs // parts + (part < runs % parts))
+    return [range(a * unit, b * unit) for a, b in zip(ends, ends[1:], strict=False)]
+
+
+def _share(load: Load, candidates: range, trees: range) -> Share:
+    own = dict(_by_group(trees, load.roots))
+    explored = dict(_by_group(candidates, load.candidates)) if load.candidates else {}
+    rows = {
+        group: min(count * load.rows, load.group_rows or count * load.rows)
+        for group, count in own.items()
+    }
+    parts = [[n for g, n in rows.items() if g % load.updates == i] for i in range(load.updates)]
+    return Share(
+        prompts=len(own | explored),
+        candidates=len(candidates),
+        trees=len(trees),
+        pictures=len(trees) * load.leaves + len(candidates) * load.candidate_leaves,
+        forwards=len(trees) * load.forwards + len(candidates) * load.candidate_forwards,
+        rows=tuple(sum(part) for part in parts),
+        micro_batches=tuple(len(micro_batches(load, part)) for part in parts),
+    )
+
+
+def _by_group(trees: range, roots: int) -> Iterator[tuple[int, int]]:
+    """(number of a group, trees of it in the range)."""
+    at = trees.start
+    while at < trees.stop:
+        end = min(trees.stop, (at // roots + 1) * roots)
+        yield at // roots, end - at
+        at = end
+
+
+def micro_batches(load: Load, groups: list[int]) -> list[int]:
+    """Rows of each backward pass over groups of so many rows: what `Batch.chunks` makes."""
+    most = max(1, load.micro_batch // load.row_forwards)
+    total = sum(groups)
+    if load.together == "update":
+        return [total] if total else []
+    if load.together == "image":
+        return [min(most, total - start) for start in range(0, total, most)]
+    lengths: list[int] = []
+    for count in groups:
+        if lengths and lengths[-1] + count <= most:
+            lengths[-1] += count
+        elif count:
+            lengths.append(count)
+    return lengths

@@ -1,0 +1,122 @@
+"""A run on the Hub: what of its folder is for everybody, and the way there.
+
+The token is huggingface_hub's own affair, from HF_TOKEN or `hf auth login`: none is ever taken as
+an argument, so that none ends up in a configuration, a card or a shell's history.
+"""
+
+import re
+import shlex
+import tempfile
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from flowrl.errors import UserError
+from flowrl.export import FILE
+from flowrl.hub_errors import is_offline
+from flowrl.recipe import dump_yaml, load_yaml
+
+CARD, CONFIG = "README.md", "config.yaml"
+PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
+LOADING = re.compile(r"pipe\.load_lora_weights\(.*\)$", re.MULTILINE)
+HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
+TOKEN = "set HF_TOKEN to a token that may write, or log in with hf auth login"
+
+
+def open_repository(name: str, *, private: bool = False) -> str:
+    """Make the repository, or find it -> its whole name, USER/NAME.
+
+    Asked before a training, so that it does not fail at its end: it takes a network, and a token
+    that may write there. Raises UserError when one of them is missing.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if is_offline():
+        raise UserError(f"cannot push to {name}: HF_HUB_OFFLINE is set; unset it")
+    if not get_token():
+        raise UserError(f"cannot push to {name}: there is no token for the Hub; {TOKEN}")
+    try:
+        found = HfApi().create_repo(name, private=private or None, exist_ok=True, repo_type="model")
+    except Exception as error:  # httpx, requests, OSError and ValueError all have their own
+        raise UserError(f"cannot push to {name}: {_first_line(error)}; {TOKEN}") from error
+    return found.repo_id
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload the public files of a run's folder -> the address. `repository` is there.
+
+    Raises UserError when there is no LoRA, or the Hub does not take it.
+    """
+    from huggingface_hub import HfApi
+
+    if not (folder / FILE).is_file():
+        raise UserError(f"{folder} holds no {FILE}: give the folder of a run")
+    with tempfile.TemporaryDirectory() as scratch:
+        stage(folder, Path(scratch), repository)
+        try:
+            HfApi().upload_folder(
+                repo_id=repository,
+                repo_type="model",
+                folder_path=scratch,
+                allow_patterns=PUBLIC,
+                commit_message="LoRA trained with flowrl",
+            )
+        except Exception as error:
+            raise UserError(
+                f"the upload to {repository} failed: {_first_line(error)}; {folder} is complete, "
+                f"{push_later(folder, repository)}"
+            ) from error
+    return f"https://huggingface.co/{repository}"
+
+
+def push_later(folder: Path, repository: str) -> str:
+    """What to type to have it on the Hub, as part of a sentence."""
+    words = ["flowrl", "export", str(folder), "--format", "hub", "--repo-id", repository]
+    return f"push it later with {shlex.join(words)}"
+
+
+def stage(folder: Path, to: Path, repository: str) -> list[str]:
+    """Copy what is public, texts as they may be read by anybody -> names, ascending."""
+    found = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
+    names = [path.relative_to(folder).as_posix() for path in found]
+    for name, path in zip(names, found, strict=True):
+        data = path.read_bytes()
+        if name == CARD:
+            data = public_card(data.decode(), repository).encode()
+        if name == CONFIG:
+            data = public_config(data.decode()).encode()
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(data)
+    return names
+
+
+def public_card(text: str, repository: str) -> str:
+    """The card with the repository where the folder was."""
+    call = f"pipe.load_lora_weights({repository!r})"
+    return LOADING.sub(lambda _: call, text).replace(HINT, "")
+
+
+def public_config(text: str) -> str:
+    """A configuration without what names a machine: see `public`."""
+    return dump_yaml(public(load_yaml(text, CONFIG)))
+
+
+def public(value: Any) -> Any:
+    """Nested values; an absolute path is only its last part, an address of a server only a form."""
+    if isinstance(value, dict):
+        return {key: public(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [public(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    if re.match(r"https?://(?!huggingface\.co/)", value):
+        return "http://HOST:PORT"
+    windows = PureWindowsPath(value)
+    if windows.drive and windows.is_absolute():
+        return windows.name
+    # Of FILE.py:NAME too, as rewards are named; `~` says nothing of whose it is.
+    return PurePosixPath(value).name if value.startswith("/") else value
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

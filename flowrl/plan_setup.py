@@ -1,0 +1,118 @@
+"""From options to what decides a GPU's memory: `flowrl.planning` knows no configuration."""
+
+from typing import Any
+
+from flowrl.backbones.sd3 import DUAL_TARGETS
+from flowrl.build_backbone import BACKBONES, backbone_class
+from flowrl.config import Config
+from flowrl.errors import UserError
+from flowrl.geometry import Geometry
+from flowrl.objectives.base import Needs
+from flowrl.plan_counts import doubles
+from flowrl.plan_rewards import reward_bytes
+from flowrl.plan_size import own_pixels, text_tokens
+from flowrl.planning.setup import Copy, Setup
+from flowrl.published import Size
+
+AUTO: Any = "fp8"  # what `precision: auto` is taken for: GPUs of compute capability 8.9 and more
+ENCODED = 64  # texts that are encoded at once, at most
+
+
+def build_setup(config: Config, size: Size, needs: Needs, geometry: Geometry) -> Setup:
+    """Of the GPU that has most to do, in the first iteration.
+
+    Raises UserError for an adapter that the network has no layers for.
+    """
+    p, r, m, e = config.pipeline, config.rollout, config.memory, config.evaluation
+    seed, explore = config.run.seed, config.rollout.explore
+    share, load = max(geometry.shares, key=lambda s: s.trees), geometry.load
+    rows = max(max(s.rows) for s in geometry.shares) * load.row_forwards
+    side = own_pixels(size)
+    training = r.guidance if r.training_guidance is None else r.training_guidance
+    images = -(-e.images // geometry.gpus) if e.prompts is not None else 0
+    return Setup(
+        dtype=p.dtype,
+        base_bits=m.base_bits,
+        base_library=m.base_library,
+        height=p.height or side,
+        width=p.width or side,
+        text_tokens=text_tokens(size.family, p.max_sequence_length),
+        rank=config.lora.rank,
+        targets=_targets(config, size),
+        adapters=1 + (config.ema.decay is not None) + (needs.old is not None),
+        gradient_checkpointing=m.gradient_checkpointing,
+        rollout_batch=r.batch_size,
+        micro_batch=min(config.optim.micro_batch, max(rows, 1)),
+        decode_batch=min(p.decode_batch, max(share.pictures, 1)),
+        evaluation_batch=min(e.batch_size, images),
+        encode_batch=ENCODED,
+        rollout_doubles=doubles(config, r.guidance),
+        training_doubles=doubles(config, training),
+        evaluation_doubles=doubles(config, e.guidance),
+        reference=needs.reference or needs.old is not None,
+        plan=r.plan(0, seed),
+        prompts_per_gpu=max(1, -(-share.trees // load.roots)),
+        candidates=None if explore is None else r.candidates(0, seed),
+        copies=_copies(config),
+        training_copy=_training_copy(config),
+        merged=_merged(config),
+        text_encoders=m.text_encoders,
+        vae=m.vae,
+        reward_bytes=sum(reward_bytes(entry) or 0 for entry in config.rewards),
+    )
+
+
+def _targets(config: Config, size: Size) -> tuple[str, ...]:
+    lora = config.lora
+    own: Any = backbone_class(config.pipeline.backbone)
+    targets = tuple(lora.targets or getattr(own, "lora_targets", BACKBONES["sd3"].lora_targets))
+    if lora.dual_attention and not size.config.get("dual_attention_layers"):
+        raise UserError(
+            f"lora.dual_attention is true, but {size.checkpoint} has no block with a second "
+            "attention, as SD3.5-medium's has: set it to false"
+        )
+    return targets + DUAL_TARGETS if lora.dual_attention else targets
+
+
+def _copies(config: Config) -> tuple[Copy, ...]:
+    """Networks beside the policy's own: a compiled one, and that of candidates."""
+    r, e, found = config.rollout, config.rollout.explore, []
+    merged = _merged(config)
+    if r.compile:
+        found.append(Copy(format="bf16", merge=merged))
+    if e is not None:
+        folds = e.lora == "merge" and _foldable(config)
+        if e.precision != "bf16" or folds != merged:
+            found.append(
+                Copy(
+                    format=_format(e.precision),
+                    merge=e.lora == "merge",
+                    min_dim=e.min_dim,
+                    keep=None if e.keep_layers is None else tuple(e.keep_layers),
+                )
+            )
+    return tuple(found)
+
+
+def _training_copy(config: Config) -> Copy | None:
+    p = config.pipeline
+    if p.precision in (None, "bf16"):
+        return None
+    keep = None if p.keep_layers is None else tuple(p.keep_layers)
+    return Copy(format=_format(p.precision), merge=False, min_dim=p.min_dim, keep=keep)
+
+
+def _format(precision: Any) -> Any:
+    return AUTO if precision == "auto" else precision
+
+
+def _foldable(config: Config) -> bool:
+    """As `Drawing.foldable` of `flowrl.build_stages` finds it of the network itself."""
+    return config.pipeline.precision is None and config.memory.base_bits is None
+
+
+def _merged(config: Config) -> bool:
+    wanted = config.rollout.merge_lora
+    if wanted == "auto":
+        return config.pipeline.dtype == "fp32" and _foldable(config)
+    return bool(wanted)

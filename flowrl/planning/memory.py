@@ -1,0 +1,209 @@
+"""The memory of each phase of an iteration on one GPU, part by part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from flowrl.memory import rollout_bytes
+from flowrl.planning.activations import forward_peak, training_peak
+from flowrl.planning.network import (
+    Module,
+    Shapes,
+    adapter_parameters,
+    as_module,
+    shapes_of,
+)
+from flowrl.planning.pictures import decode_peak, encode_peak
+from flowrl.planning.setup import Setup
+from flowrl.planning.weights import (
+    FP32,
+    MOMENTS,
+    adapted_bytes,
+    copy_bytes,
+    network_of,
+    packed_layers,
+    transformer_bytes,
+    widest_bytes,
+)
+from flowrl.sizes import Size
+from flowrl.trees.shape import count
+
+PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
+
+# cuBLAS's own buffer on Hopper and later, 8 MiB before (torch's notes on CUDA semantics).
+CUBLAS = 32 * 2**20
+# What the driver and loaded kernels take from the GPU before any tensor: an assumption, which
+# nvidia-smi shows as 0.4 to 0.6 GiB; torch's own statistics do not have it.
+CONTEXT = 600 * 2**20
+# Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
+FRAGMENTS = 0.05
+MOVING = ("activations", "latents", "text")
+UNSEEN = "context"  # the part that torch.cuda.max_memory_allocated does not have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The peak of one phase in bytes, as the sum of what it holds then.
+
+    phase: one of PHASES. parts: bytes by name, of "transformer", "text encoders", "autoencoder",
+    "adapters", "optimiser", "copies", "folded", "activations", "latents", "text", "rewards",
+    "workspace" and "context".
+    """
+
+    phase: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def allocated(self) -> int:
+        """Of the total, what torch.cuda.max_memory_allocated would say."""
+        return self.total - self.parts[UNSEEN]
+
+
+def peak(found: list[Footprint]) -> Footprint:
+    """The phase that needs most."""
+    return max(found, key=lambda footprint: footprint.total)
+
+
+def footprints(size: Size, setup: Setup) -> list[Footprint]:
+    """The phases that the setup has, in their order. Raises UserError for sides that the network
+    cannot patch."""
+    return _Planner(size, setup).phases()
+
+
+class _Planner:
+    def __init__(self, size: Size, setup: Setup):
+        self.size, self.setup = size, setup
+        self.network: nn.Module = network_of(size, setup)
+        self.adapter = adapter_parameters(self.network, setup.rank, setup.targets)
+        itemsize = setup.torch_dtype.itemsize
+        self.encoders = size.text_encoder_params * itemsize
+        self.autoencoder = size.autoencoder_params * itemsize
+        self.copies = sum(copy_bytes(self.network, copy, setup) for copy in setup.copies)
+
+    def phases(self) -> list[Footprint]:
+        setup = self.setup
+        moving = {
+            "encode": self._encode(),
+            "rollout": self._drawing() | {"activations": self._forward(self._rollout_rows())},
+            "decode": self._drawing() | self._vae() | {"activations": self._decode()},
+            "rewards": self._held(),
+            "training": self._held() | self._training(),
+        }
+        if setup.evaluation_batch:
+            rows = setup.evaluation_batch * (1 + setup.evaluation_doubles)
+            most = max(self._forward(rows), self._decode())
+            text = self._text(setup.evaluation_batch, setup.evaluation_doubles)
+            moving["evaluation"] = self._vae() | {"activations": most, "text": text}
+        return [self._footprint(phase, moving[phase]) for phase in PHASES if phase in moving]
+
+    def _footprint(self, phase: str, moving: Mapping[str, int]) -> Footprint:
+        """What is there in every phase, and over it what a phase has."""
+        parts = {**self._resident(), **moving}
+        idle = FRAGMENTS * sum(parts.get(name, 0) for name in MOVING)
+        parts[UNSEEN] = CONTEXT + int(idle)
+        return Footprint(phase=phase, parts=parts)
+
+    def _resident(self) -> dict[str, int]:
+        setup = self.setup
+        packed = setup.training_copy
+        return {
+            "transformer": transformer_bytes(self.network, setup),
+            "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
+            "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
+            "adapters": self.adapter * FP32 * setup.adapters,
+            "optimiser": self.adapter * FP32 * MOMENTS,
+            "copies": self.copies
+            + (sum(packed_layers(self.network, packed).values()) if packed else 0),
+            "rewards": setup.reward_bytes,
+            "workspace": CUBLAS + widest_bytes(self.network, setup),
+        }
+
+    # --- phases -----------------------------------------------------------------------------
+
+    def _encode(self) -> dict[str, int]:
+        setup = self.setup
+        rows = min(setup.encode_batch, setup.prompts_per_gpu)
+        most = encode_peak(self.size, rows, setup.text_tokens, setup.torch_dtype)
+        found = {"text encoders": self.encoders, "activations": most}
+        # Texts are encoded before the first step then, and never again.
+        return found | ({"optimiser": 0} if setup.text_encoders == "free" else {})
+
+    def _drawing(self) -> dict[str, int]:
+        folded = adapted_bytes(self.network, self.setup) if self.setup.merged else 0
+        return self._held() | {"folded": folded}
+
+    def _held(self) -> dict[str, int]:
+        """The rollout's latents, of its candidates where those are more; and its texts."""
+        setup = self.setup
+        plans = [setup.plan, *([setup.candidates] if setup.candidates is not None else [])]
+        latent, itemsize = self._shapes(1).latent, setup.torch_dtype.itemsize
+        held = [rollout_bytes(plan, setup.prompts_per_gpu, latent, itemsize) for plan in plans]
+        return {
+            "latents": max(held),
+            "text": self._text(setup.prompts_per_gpu, setup.rollout_doubles)
+            + self._text(self._frontier(), setup.rollout_doubles),
+        }
+
+    def _training(self) -> dict[str, int]:
+        """Backward, or the step after it, when gradients of several GPUs are joined and summed."""
+        setup = self.setup
+        gradients = self.adapter * FP32
+        rows = setup.micro_batch * (1 + setup.training_doubles)
+        backward = training_peak(
+            self._module(), self._shapes(rows), setup.torch_dtype, rank=setup.rank,
+            targets=setup.targets, checkpointing=setup.gradient_checkpointing,
+            reference=setup.reference,
+        )  # fmt: skip
+        return {
+            "adapters": self.adapter * FP32 * setup.adapters + gradients,
+            "activations": max(backward, 2 * gradients),
+        }
+
+    def _vae(self) -> dict[str, int]:
+        return {"autoencoder": self.autoencoder}
+
+    # --- what comes and goes ------------------------------------------------------------------
+
+    def _forward(self, rows: int) -> int:
+        setup = self.setup
+        return forward_peak(
+            self._module(), self._shapes(rows), setup.torch_dtype,
+            rank=setup.rank, targets=setup.targets,
+        )  # fmt: skip
+
+    def _decode(self) -> int:
+        s = self._shapes(1)
+        module = as_module(self.size.autoencoder, self.size.autoencoder_config)
+        latents = (self.setup.decode_batch, s.channels, s.height, s.width)
+        return decode_peak(module, latents, self.setup.torch_dtype)
+
+    def _text(self, rows: int, doubles: bool) -> int:
+        s = self._shapes(rows)
+        numbers = s.text_tokens * s.text_width + (s.pooled_width or 0)
+        return rows * numbers * self.setup.torch_dtype.itemsize * (1 + doubles)
+
+    def _frontier(self) -> int:
+        """Latents that are drawn together: all nodes of a step, of a batch of trees."""
+        setup = self.setup
+        plans = [setup.plan, *([setup.candidates] if setup.candidates is not None else [])]
+        found = []
+        for plan in plans:
+            trees = min(setup.rollout_batch, plan.roots * setup.prompts_per_gpu)
+            found.append(count(plan).peak_frontier // plan.roots * trees)
+        return max(found)
+
+    def _rollout_rows(self) -> int:
+        setup = self.setup
+        return min(setup.rollout_batch, self._frontier()) * (1 + setup.rollout_doubles)
+
+    def _module(self) -> Module:
+        return as_module(self.size.transformer, self.size.config)
+
+    def _shapes(self, rows: int) -> Shapes:
+        setup = self.setup
+        return shapes_of(self.size, rows, setup.height, setup.width, setup.text_tokens)

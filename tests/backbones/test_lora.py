@@ -1,0 +1,150 @@
+"""The adapters of each family: which layers they are on, and the file for its own pipeline."""
+
+import pytest
+import torch
+
+from flowrl.backbones.calls import own_call
+from flowrl.backbones.sd3 import DUAL_TARGETS
+from flowrl.build import build_backbone, build_policy
+from flowrl.config import parse_config
+from flowrl.errors import UserError
+from flowrl.export import count_layers, load_lora, read_lora, save_lora
+from flowrl.policy import EMA, POLICY
+
+# SD3's last block has no way back to the text.
+LAYERS = {"sd3": 5 * 8 - 1, "flux": 2 * 12 + 6 * 3, "sana": 8 * 8}
+PROMPTS = ["a red circle", "two stars"]
+
+
+def recipe(family="sd3", **lora):
+    return parse_config(
+        {
+            "pipeline": {"backbone": family, "max_sequence_length": 12},
+            "lora": {"rank": 4, "alpha": 6} | lora,
+            "ema": {"decay": 0.5},
+            "prompts": {"train": "tiny:all:train"},
+            "rewards": [{"name": "brightness"}],
+        }
+    )
+
+
+def policy_of(pipeline, config):
+    """A policy that is not its base: both factors of all adapters are drawn."""
+    policy = build_policy(config, build_backbone(config, pipeline, guidance=1.0), keep_old=False)
+    generator = torch.Generator().manual_seed(0)
+    for name in (POLICY, EMA):
+        for parameter in policy._by_name[name]:
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+    return policy
+
+
+def pictures(pipeline, guidance=2.0):
+    return pipeline(
+        PROMPTS,
+        guidance_scale=guidance,
+        num_inference_steps=3,
+        max_sequence_length=12,
+        generator=[torch.Generator().manual_seed(i) for i in range(2)],
+        output_type="pt",
+        **own_call(pipeline),
+    ).images
+
+
+@pytest.fixture(scope="module", params=LAYERS)
+def saved(request, load_tiny, tmp_path_factory):
+    family = request.param
+    policy = policy_of(load_tiny(family=family), recipe(family))
+    folder = tmp_path_factory.mktemp(family)
+    for name in (POLICY, EMA):
+        save_lora(policy.backbone.pipeline, folder / name, adapter=name)
+    return family, policy, folder
+
+
+def test_every_layer_of_the_familys_list_is_adapted(saved):
+    family, policy, _ = saved
+    assert count_layers(policy.network) == LAYERS[family]
+
+
+@pytest.mark.parametrize("name", [POLICY, EMA])
+def test_its_own_pipeline_takes_the_lora_whole_and_draws_the_policys_pictures(
+    saved, load_tiny, name
+):
+    family, policy, folder = saved
+    fresh = load_tiny(family=family)
+    base = pictures(fresh)
+    fresh.load_lora_weights(folder / name)
+    assert count_layers(fresh.transformer) == LAYERS[family]
+    loaded = pictures(fresh)
+    with policy.using(name):
+        own = pictures(policy.backbone.pipeline)
+    torch.testing.assert_close(loaded, own, rtol=0, atol=1e-5)
+    assert (loaded - base).abs().max() > 1e-2
+
+
+def test_loading_counts_its_layers_and_the_strength_is_in_the_file(saved, load_tiny):
+    family, _, folder = saved
+    assert load_lora(load_tiny(family=family), folder / POLICY) == LAYERS[family]
+    assert read_lora(folder / POLICY)[1] == 1.5
+
+
+def test_a_lora_of_another_family_is_refused(saved, load_tiny):
+    family, _, folder = saved
+    other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
+    with pytest.raises(UserError, match="does not fit this pipeline|trained for another pipeline"):
+        load_lora(load_tiny(family=other), folder / POLICY)
+
+
+# --- the dual blocks of SD3.5-medium -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def dual(load_tiny):
+    """A pipeline whose first two of four blocks attend to the picture twice."""
+    from diffusers import SD3Transformer2DModel
+
+    def load():
+        pipeline = load_tiny()
+        config = dict(pipeline.transformer.config) | {
+            "num_layers": 4,
+            "dual_attention_layers": (0, 1),
+        }
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            pipeline.transformer = SD3Transformer2DModel.from_config(config).eval()
+        return pipeline
+
+    return load
+
+
+def adapted(policy):
+    return {name for name, module in policy.network.named_modules() if hasattr(module, "lora_A")}
+
+
+def test_dual_attention_is_frozen_unless_asked_for(dual):
+    plain = policy_of(dual(), recipe())
+    both = policy_of(dual(), recipe(dual_attention=True))
+    assert not any("attn2" in name for name in adapted(plain))
+    added = {f"transformer_blocks.{i}.{target}" for i in (0, 1) for target in DUAL_TARGETS}
+    assert adapted(both) - adapted(plain) == added
+
+
+def test_dual_attention_comes_beside_targets_that_are_given(dual):
+    policy = policy_of(dual(), recipe(dual_attention=True, targets=["attn.to_q"]))
+    assert {name.split(".", 2)[2] for name in adapted(policy)} == {"attn.to_q", *DUAL_TARGETS}
+
+
+def test_a_lora_with_dual_attention_is_the_policy_in_a_fresh_pipeline(dual, tmp_path):
+    policy = policy_of(dual(), recipe(dual_attention=True))
+    save_lora(policy.backbone.pipeline, tmp_path, adapter=POLICY)
+    fresh = dual()
+    assert load_lora(fresh, tmp_path) == count_layers(policy.network) == 4 * 8 - 1 + 2 * 4
+    torch.testing.assert_close(
+        pictures(fresh), pictures(policy.backbone.pipeline), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_dual_attention_is_refused_where_is_none(load_tiny, family):
+    """SANA's attention to the text is called attn2 too, and is not meant."""
+    with pytest.raises(UserError, match=r"lora.dual_attention is true, but this \w+ has no block"):
+        policy_of(load_tiny(family=family), recipe(family, dual_attention=True))

@@ -1,0 +1,39 @@
+"""What is tried on every family of pipelines, and what a run of one must show."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl.metrics import meaning
+from flowrl.train import Learner
+
+FAMILIES = ("sd3", "flux", "sana")
+
+
+def pipeline_of(family: str, path: str) -> dict[str, str]:
+    """The options that choose a tiny pipeline; path: of the tiny SD3."""
+    return {"path": path if family == "sd3" else f"tiny-{family}", "backbone": family}
+
+
+def on_every(names: Iterable[str]) -> list[Any]:
+    """Cases (name, family): each name on one family, in turn, and with --slow on the others."""
+    return [
+        pytest.param(name, family, marks=[] if i % 3 == turn else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for turn, family in enumerate(FAMILIES)
+    ]
+
+
+def assert_learns(learner: Learner, iterations: int = 2) -> None:
+    """The policy moves, and nothing that is logged is unknown or no number."""
+    before = [p.clone() for p in learner.policy.parameters()]
+    logged = [learner.iterate(i)[1] for i in range(iterations)]
+    after = learner.policy.parameters()
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    for metrics in logged:
+        assert metrics["grad/norm"] > 0
+        assert [name for name in metrics if meaning(name) is None] == []
+        assert [name for name, value in metrics.items() if not math.isfinite(value)] == []

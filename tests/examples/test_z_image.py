@@ -1,0 +1,237 @@
+"""A fourth backbone in one file outside the package does all that the built-in ones do."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.actions import align
+from flowrl.build import Given, build_learner
+from flowrl.build_backbone import backbone_class
+from flowrl.encode import TextCache
+from flowrl.errors import UserError
+from flowrl.export import count_layers
+from flowrl.functional.sde import KERNELS
+from flowrl.prompts import PromptRecord
+from flowrl.report import read_metrics
+from flowrl.rollout import Request, decode, draw
+from flowrl.runtime import Runtime
+from flowrl.samplers.schedule import Schedule
+from flowrl.trajectory import Conditioning
+from flowrl.trees.plan import ode_plan
+
+NAME, ROOT = "examples.z_image:ZImage", Path(__file__).parents[2]
+TEXTS = ["two stars", "a red circle left of a small blue square", ""]  # 1 and 2 times 32 tokens
+NEGATIVE = "grey"
+LENGTH, STEPS = 80, 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_the_root():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "path", [*sys.path])  # load_callable adds to it
+        yield
+
+
+@pytest.fixture
+def request_():
+    count = len(TEXTS)
+    return Request(
+        prompts=[PromptRecord(uid=text, text=text) for text in TEXTS],
+        prompt=torch.arange(count),
+        group=torch.arange(count),
+        root=torch.zeros(count).long(),
+        seed=3,
+        iteration=0,
+    )
+
+
+def made(pipeline, guidance=0.0, **options):
+    options = {"max_sequence_length": LENGTH, "height": 64, "width": 64} | options
+    return backbone_class(NAME)(pipeline, guidance=guidance, **options)
+
+
+def ours(backbone, request_):
+    schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
+    cond = TextCache(backbone, NEGATIVE, batch_size=2)(request_.prompts)
+    plan, count = ode_plan(STEPS), len(TEXTS)
+    return draw(backbone, backbone.velocity, cond, request_, plan, schedule, count).leaves()
+
+
+def theirs(pipeline, request_, backbone, output):
+    height, width = backbone.picture_size()
+    return pipeline(
+        list(TEXTS),
+        negative_prompt=[NEGATIVE] * len(TEXTS),
+        guidance_scale=backbone.guidance,
+        num_inference_steps=STEPS,
+        max_sequence_length=LENGTH,
+        latents=request_.noise((), 0, "init", backbone.latent_shape()),
+        height=height,
+        width=width,
+        output_type=output,
+    ).images
+
+
+@pytest.mark.parametrize("guidance", [0.0, 5.0])
+@pytest.mark.parametrize("size", [{}, {"height": 32, "width": 48}])
+def test_without_noise_latents_and_pictures_are_diffusers_own(load, request_, guidance, size):
+    pipeline = load()
+    backbone = made(pipeline, guidance, **size)
+    x0 = ours(backbone, request_)
+    assert torch.equal(x0, theirs(pipeline, request_, backbone, "latent"))
+    own = next(decode(backbone, x0, len(TEXTS)))
+    assert torch.equal(own, theirs(pipeline, request_, backbone, "pt"))
+    assert own.shape[2:] == backbone.picture_size()
+
+
+def test_what_the_network_is_given_counts(load, request_):
+    pipeline = load()
+    backbone = made(pipeline)
+    cond = TextCache(backbone)(request_.prompts)
+    x = request_.noise((), 0, "init", backbone.latent_shape())
+    with torch.no_grad():
+        v = backbone.velocity(x, torch.tensor(0.5), cond)
+        each = backbone.velocity(x, torch.full((3,), 0.5), cond)
+        other = backbone.velocity(x, torch.tensor(0.5), cond.take(torch.tensor([1, 2, 0])))
+        alone = backbone.velocity(x[:1], torch.tensor(0.5), cond.take(torch.tensor([0])))
+        later = backbone.velocity(x, torch.tensor(0.4), cond)
+    assert torch.equal(v, each)
+    torch.testing.assert_close(alone, v[:1], atol=1e-5, rtol=1e-4)  # whatever the batch's texts
+    for changed in (other, later):
+        assert (changed - v).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_texts_of_any_length_have_one_shape_and_what_pads_them_is_not_read(load, request_):
+    backbone = made(load())
+    cond = TextCache(backbone)(request_.prompts).tensors
+    assert cond["embeds"].shape == (3, LENGTH, 32)
+    assert cond["length"].tolist() == [len(text) + 19 for text in TEXTS]  # letters and the chat
+    x = request_.noise((), 0, "init", backbone.latent_shape())
+    v = backbone.velocity(x, torch.tensor(0.5), Conditioning(tensors=cond))
+    for row, length in zip(cond["embeds"], cond["length"], strict=True):
+        row[length:] = float("nan")
+    assert torch.equal(backbone.velocity(x, torch.tensor(0.5), Conditioning(tensors=cond)), v)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(load, dynamic):
+    pipeline = load()
+    pipeline.scheduler.register_to_config(use_dynamic_shifting=dynamic)
+    before = pipeline.scheduler.sigmas.clone()
+    found = made(pipeline).sigmas(STEPS)
+    assert torch.equal(pipeline.scheduler.sigmas, before)
+    pipeline("", height=64, width=64, num_inference_steps=STEPS, guidance_scale=0)
+    assert torch.equal(found, pipeline.scheduler.sigmas)
+    assert found[0] == 1 and found[-1] == 0
+
+
+def test_encoding_pictures_is_the_inverse_of_the_latents_scale(load):
+    backbone = made(load())
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    vae = backbone.pipeline.vae
+    mode = vae.encode(images * 2 - 1).latent_dist.mode()
+    z = backbone.encode_images(images) / vae.config.scaling_factor + vae.config.shift_factor
+    torch.testing.assert_close(z, mode)
+    assert z.shape[1:] == backbone.latent_shape()
+
+
+def test_what_is_guidance_to_one_and_none_to_the_other_is_refused(load):
+    with pytest.raises(UserError, match="guidance is 1, but .* set rollout.guidance and"):
+        made(load(), 1.0)
+
+
+def test_a_size_that_the_patches_do_not_divide_is_refused(load):
+    with pytest.raises(UserError, match="pipeline.width is 72, expected a multiple of 16"):
+        made(load(), width=72)
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tiny_config, folder, tmp_path):
+    def make(*, pipeline=None, rollout=None, **others):
+        size = {"max_sequence_length": LENGTH, "height": 64, "width": 64}
+        few = {"guidance": 2.0, "batch_size": 3, "steps": 3}
+        return tiny_config(
+            pipeline={"path": folder, "backbone": NAME} | size | (pipeline or {}),
+            rollout=few | (rollout or {}),
+            optim={"micro_batch": 4, "lr": 0.03},
+            run={"output_dir": str(tmp_path / "run")},
+            **others,
+        )
+
+    return make
+
+
+def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
+    evaluation = {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "guidance": 5.0}
+    (row,) = align(config(evaluation=evaluation))
+    assert row.name == "brightness" and row.before != row.after
+    lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 2 and all(line["grad/norm"] > 0 for line in lines)
+
+
+def test_its_lora_gives_the_policys_pictures_in_a_pipeline_of_diffusers(
+    config, load, request_, tmp_path
+):
+    pipeline = load()
+    align(config(evaluation={"guidance": 0.0}), pipeline=pipeline)
+    fresh = load()
+    base = theirs(fresh, request_, made(fresh), "pt")
+    fresh.load_lora_weights(tmp_path / "run")
+    # Attention of two blocks and of both refiners.
+    assert count_layers(fresh.transformer) == count_layers(pipeline.transformer) == 4 * (2 + 1 + 1)
+    loaded, trained = (theirs(one, request_, made(one), "pt") for one in (fresh, pipeline))
+    torch.testing.assert_close(loaded, trained, rtol=0, atol=1e-6)
+    assert (loaded - base).abs().max() > 1e-3
+
+
+LOW = {"precision": "nvfp4-emulated", "min_dim": 0}
+
+
+def test_its_layer_rules_are_those_of_its_file(config, tmp_path):
+    learner = build_learner(config(pipeline=LOW), Runtime(device="cpu"), Given())
+    told = (tmp_path / "run" / "training-precision.json").read_text()
+    assert "kept by name: cap_embedder" in told and "kept by name: adaLN" not in told
+    assert learner.iterate(0)[1]["grad/norm"] > 0
+
+
+def test_so_they_are_where_candidates_are_drawn_cheaply(config, tmp_path):
+    rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "steps": 2} | LOW}
+    objective = {"kind": "nft", "draws": {"count": 1}}
+    learner = build_learner(
+        config(rollout=rollout, objective=objective), Runtime(device="cpu"), Given()
+    )
+    assert learner.iterate(0)[1]["grad/norm"] > 0
+    (told,) = (tmp_path / "run").glob("*precision*.json")
+    assert "kept by name: cap_embedder" in told.read_text()
+
+
+# --- what cannot work -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("examples.nosuch:ZImage", "No module named 'examples.nosuch'"),
+        ("examples.z_image:Nosuch", "has no attribute 'Nosuch'"),
+        ("z_image", "expected sd3, flux, sana or module:attribute: 'z_image' is not written as"),
+    ],
+)
+def test_a_backbone_that_is_not_there_is_told_before_anything_is_loaded(config, name, message):
+    wrong = config(pipeline={"backbone": name, "path": "nosuch"})
+    with pytest.raises(UserError, match="pipeline.backbone is") as error:
+        build_learner(wrong, Runtime(device="cpu"), Given())
+    assert message in str(error.value)
+
+
+def test_members_that_a_backbone_lacks_are_named(config, monkeypatch):
+    monkeypatch.delattr(backbone_class(NAME), "sigmas")
+    monkeypatch.delattr(backbone_class(NAME), "lora_targets")
+    with pytest.raises(UserError, match="has no lora_targets, sigmas: flowrl/backbones/base.py"):
+        build_learner(config(), Runtime(device="cpu"), Given())

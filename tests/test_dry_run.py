@@ -1,0 +1,232 @@
+"""A rehearsal keeps what decides a recipe, and its loop runs on the tiny pipelines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.actions import align
+from flowrl.cli import main
+from flowrl.config import Config, parse_config
+from flowrl.dry_rewards import KEY, StandIn
+from flowrl.dry_run import FAMILIES, dry, rehearse
+from flowrl.errors import UserError
+
+LARGE = {
+    "pipeline": {
+        "path": "black-forest-labs/FLUX.1-dev",
+        "backbone": "flux",
+        "dtype": "bf16",
+        "height": 512,
+        "width": 512,
+    },
+    "memory": {"base_bits": 4},
+    "lora": {"rank": 64, "alpha": 128},
+    "prompts": {"train": "mine.txt"},
+    "rollout": {"prompts": 48, "group_size": 24, "steps": 6, "guidance": 3.5, "batch_size": 16},
+    "optim": {"updates_per_rollout": 2, "micro_batch": 16},
+    "rewards": [
+        {"name": "ocr", "weight": 2.0, "applies_to": {"tag": ["ocr"]}},
+        {"name": "pickscore", "held_out": True, "executor": {"kind": "pool"}},
+        {"name": "imagereward", "executor": {"kind": "http", "urls": ["http://127.0.0.1:9"]}},
+    ],
+    "evaluation": {"prompts": "theirs.txt", "every": 100, "steps": 28, "guidance": 3.5},
+    "run": {"iterations": 3000, "trackers": ["wandb"], "push_to_hub": True},
+}
+
+
+def large(**changes) -> Config:
+    data = {name: dict(v) if isinstance(v, dict) else v for name, v in LARGE.items()}
+    for section, value in changes.items():
+        data[section] = data.get(section, {}) | value if isinstance(value, dict) else value
+    return parse_config(data)
+
+
+def test_what_decides_a_recipe_stays(tmp_path):
+    real, small = large(), dry(large(), tmp_path)
+    assert small.objective == real.objective and small.rollout.tree == real.rollout.tree
+    for name in ("steps", "guidance", "kernel", "noise_level"):
+        assert getattr(small.rollout, name) == getattr(real.rollout, name)
+    assert small.lora.alpha / small.lora.rank == real.lora.alpha / real.lora.rank
+    assert small.optim.updates_per_rollout == 2 and small.optim.lr == real.optim.lr
+    for ours, theirs in zip(small.rewards, real.rewards, strict=True):
+        assert ours.label == theirs.name and ours.weight == theirs.weight
+        assert ours.held_out == theirs.held_out and ours.applies_to == theirs.applies_to
+
+
+def test_nothing_of_a_rehearsal_is_large_real_or_remote(tmp_path):
+    small = dry(large(), tmp_path)
+    assert small.pipeline.path == "tiny-flux" and small.pipeline.device == "cpu"
+    assert (small.pipeline.height, small.memory.base_bits) == (None, None)
+    assert small.rollout.prompts * small.rollout.group_size <= 16
+    assert small.run.iterations == 2 and small.run.trackers == [] and not small.run.push_to_hub
+    assert {entry.executor.kind for entry in small.rewards} == {"inline"}
+    for path in (small.run.output_dir, small.prompts.train, small.evaluation.prompts):
+        assert Path(str(path)).is_relative_to(tmp_path)
+
+
+def test_every_replacement_is_told(tmp_path):
+    """All options that differ stand in the list, and no other."""
+    real, made = large(), rehearse(large(), tmp_path)
+    told = {key for key, _, _ in made.replaced}
+
+    def differing(a, b, path=""):
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in a:
+                yield from differing(a[key], b[key], f"{path}.{key}")
+        elif a != b:
+            yield path.removeprefix(".")
+
+    found = set(differing(real.model_dump(mode="json"), made.config.model_dump(mode="json")))
+    assert found == told
+
+
+def test_prompts_of_ones_own_are_used_and_each_reward_finds_one(tmp_path):
+    lines = [{"prompt": f"a cat {i}", "tag": "cat"} for i in range(30)]
+    lines.append({"prompt": 'the word "HELLO"', "tag": "ocr"})
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = dry(large(prompts={"train": str(mine)}), tmp_path)
+    rows = [json.loads(line) for line in Path(small.prompts.train).read_text().splitlines()]
+    assert len(rows) == 6 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
+    assert [row["tag"] for row in rows if "ocr" in row[KEY]] == ["ocr"]
+
+
+def test_prompts_that_no_reward_can_judge_are_told_before_a_gpu_is_rented(tmp_path):
+    (tmp_path / "mine.txt").write_text("a cat without any quotes\n")
+    config = large(prompts={"train": str(tmp_path / "mine.txt")}, rewards=[{"name": "ocr"}])
+    with pytest.raises(UserError, match="reward 'ocr' applies to none of the prompts"):
+        dry(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"name": "pickscroe"}, "unknown reward 'pickscroe'"),
+        ({"name": "geneval", "args": {"mood": "strict"}}, "does not accept"),
+        ({"name": "no_such_module:Reward"}, "cannot load reward 'no_such_module:Reward'"),
+    ],
+)
+def test_a_reward_that_is_not_there_is_told(tmp_path, reward, words):
+    with pytest.raises(UserError, match=words):
+        dry(large(rewards=[reward]), tmp_path)
+
+
+def test_a_reward_without_a_gradient_is_refused_as_in_training(tmp_path):
+    config = large(objective={"kind": "refl"}, rollout={"tree": {"kind": "ode"}})
+    with pytest.raises(UserError, match="reward 'ocr' does not say `differentiable"):
+        align(dry(config, tmp_path))
+
+
+def test_precisions_that_need_hardware_are_emulated(tmp_path):
+    explore = {"candidates": 96, "steps": 4, "precision": "fp8"}
+    config = large(
+        rollout={"explore": explore, "tree": {"kind": "ode"}},
+        objective={"kind": "nft"},
+        memory={"base_bits": None},
+    )
+    made = rehearse(config, tmp_path)
+    assert made.config.rollout.explore.precision == "nvfp4-emulated"
+    assert made.config.rollout.explore.candidates == 2 * made.config.rollout.group_size
+    assert ("rollout.explore.precision", "fp8", "nvfp4-emulated") in made.replaced
+
+
+def test_a_family_of_ones_own_is_rehearsed_on_another(tmp_path):
+    made = rehearse(large(pipeline={"backbone": "mine:Backbone"}), tmp_path)
+    assert made.config.pipeline.path == "tiny-sd3"
+    assert any("no tiny pipeline of the family" in here for _, _, here in made.replaced)
+
+
+def test_a_stand_in_scores_the_same_pictures_alike_and_lets_gradients_through():
+    pictures = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    a, b = (StandIn(name, low=1.0, high=5.0) for name in ("a", "b"))
+    first, again = a(pictures, ["x"] * 3, [{}] * 3), a(pictures, ["y"] * 3, [{}] * 3)
+    assert torch.equal(first, again) and not torch.equal(first, b(pictures, [""] * 3, [{}] * 3))
+    assert 1 <= float(first.min()) < float(first.max()) - 0.5 and float(first.max()) <= 5
+    (gradient,) = torch.autograd.grad(
+        a(pictures.requires_grad_(), [""] * 3, [{}] * 3).sum(), pictures
+    )
+    assert (gradient != 0).all()
+
+
+SCORED = [{"name": "ocr"}, {"name": "pairwise", "args": {"server": {"model": "x"}}, "weight": 0.5}]
+SMALL = {"rollout": {"steps": 4}, "evaluation": {"prompts": None}, "rewards": SCORED}
+KINDS = {
+    "grpo": {},
+    "mix_grpo": {"rollout": {"tree": {"kind": "mix_grpo", "window": {"kind": "fixed", "size": 2}}}},
+    "branch_grpo": {
+        "rollout": {"steps": 4, "group_size": 8, "tree": {"kind": "branch_grpo", "splits": [0, 1]}}
+    },
+    "tempflow": {
+        "rollout": {"steps": 4, "group_size": 12, "tree": {"kind": "tempflow", "width": 2}},
+        "objective": {"kind": "grpo", "credit": {"edges": "fan", "scope": "leaf"}},
+    },
+    "spo": {
+        "rollout": {
+            "steps": 4,
+            "group_size": 9,
+            "tree": {"kind": "tree_grpo", "window": {"kind": "fixed", "size": 2}},
+        },
+        "objective": {"kind": "spo"},
+    },
+    "nft": {"rollout": {"steps": 4, "tree": {"kind": "ode"}}, "objective": {"kind": "nft"}},
+    "gdro": {"rollout": {"steps": 4, "tree": {"kind": "ode"}}, "objective": {"kind": "gdro"}},
+    "kto": {
+        "rollout": {"steps": 4, "tree": {"kind": "ode"}},
+        "objective": {"kind": "kto"},
+        "rewards": [{"name": "ocr"}],
+    },
+    "solrl": {
+        "rollout": {
+            "steps": 4,
+            "tree": {"kind": "ode"},
+            "explore": {"candidates": 96, "steps": 3, "precision": "nvfp4"},
+        },
+        "memory": {"base_bits": None},
+        "objective": {"kind": "nft"},
+    },
+    "refl": {
+        "rollout": {"steps": 4, "tree": {"kind": "ode"}},
+        "objective": {"kind": "refl"},
+        "rewards": [{"name": "pickscore"}],
+    },
+}
+DEFAULT = {("sd3", "grpo"), ("flux", "nft"), ("sana", "grpo")}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        pytest.param(f, k, marks=() if (f, k) in DEFAULT else pytest.mark.slow)
+        for f in FAMILIES
+        for k in KINDS
+    ],
+)
+def test_a_recipe_of_every_kind_runs_on_every_family(tmp_path, family, kind):
+    changes = dict(SMALL)
+    for section, value in KINDS[kind].items():
+        changes[section] = value
+    changes["pipeline"] = {"backbone": family, "path": "somebody/large"}
+    config = dry(large(**changes), tmp_path)
+    align(config)
+    lines = (Path(config.run.output_dir) / "metrics.jsonl").read_text().splitlines()
+    moved = [row["grad/norm"] for row in map(json.loads, lines) if "grad/norm" in row]
+    assert len(moved) == 2 and all(norm > 0 for norm in moved)
+
+
+def test_the_command_says_what_it_replaced_and_leaves_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "sd3.5-medium-grpo-fast-24gb", "--dry-run", "evaluation.prompts=null"])
+    out = capsys.readouterr().out
+    assert not caught.value.code and "pipeline.path" in out and "tiny-sd3" in out
+    assert "The loop works: 2 iterations with grpo on flow_grpo_fast trees." in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rehearsal_is_not_resumed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "quickstart", "--dry-run", "--resume", "latest"])
+    assert caught.value.code == 1 and "leave --resume out" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""What leaves this machine: the LoRA, its card with pictures and its recipe, and nothing private."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flowrl.actions import align
+from flowrl.cli import main
+from flowrl.config import config_yaml, load_config, parse_config
+from flowrl.errors import UserError
+from flowrl.export import FILE
+from flowrl.hub import open_repository, public, public_config, push, push_later
+from flowrl.publish import publish, repository_of
+from flowrl.recipe import load_yaml
+
+TOKEN = "hf_secret"
+
+
+class Hub:
+    """Stands for the Hub: remembers what it was asked for, and the files that it was given."""
+
+    def __init__(self):
+        self.asked, self.files, self.fails = [], {}, set()
+
+    def create_repo(self, name, *, private, exist_ok, repo_type):
+        self.asked.append(("create_repo", name, private))
+        if "create_repo" in self.fails:
+            raise PermissionError("403 Forbidden: this token may only read\nRequest ID: 1")
+        assert exist_ok and repo_type == "model"
+        return SimpleNamespace(repo_id=name if "/" in name else f"me/{name}")
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, **_):
+        from huggingface_hub.utils import filter_repo_objects
+
+        self.asked.append(("upload_folder", repo_id))
+        if "upload_folder" in self.fails:
+            raise ConnectionError("the network went away")
+        paths = [p for p in Path(folder_path).rglob("*") if p.is_file()]
+        names = [p.relative_to(folder_path).as_posix() for p in paths]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns):
+            self.files[name] = (Path(folder_path) / name).read_bytes()
+
+
+@pytest.fixture
+def hub(monkeypatch) -> Hub:
+    """A Hub that is there, and a token for it."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    found = Hub()
+    for name in ("create_repo", "upload_folder"):
+        answer = getattr(found, name)
+        call = lambda _, *args, answer=answer, **how: answer(*args, **how)  # noqa: E731
+        monkeypatch.setattr(huggingface_hub.HfApi, name, call)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: TOKEN)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    return found
+
+
+def pushed(tiny_config, folder: Path, **run):
+    """A run of one iteration that is pushed -> its configuration."""
+    return tiny_config(
+        run={"output_dir": str(folder), "iterations": 1, "push_to_hub": True} | run,
+        evaluation={"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2},
+        rollout={"prompts": 1, "group_size": 2, "steps": 2, "batch_size": 2},
+        optim={"micro_batch": 2},
+    )
+
+
+def test_a_run_uploads_what_is_public_and_no_path_of_this_machine(hub, tiny_config, tmp_path):
+    config = pushed(tiny_config, tmp_path / "small", hub_private=True)
+    align(config)
+    assert hub.asked == [("create_repo", "small", True), ("upload_folder", "me/small")]
+    pictures = {name for name in hub.files if name.startswith("card/")}
+    assert set(hub.files) == {FILE, "README.md", "config.yaml"} | pictures
+    assert {"card/before-after.png", "card/aligned-1.png"} <= pictures
+    assert (tmp_path / "small" / "checkpoints").is_dir()  # there, and not uploaded
+    assert hub.files[FILE] == (tmp_path / "small" / FILE).read_bytes()
+    for name in ("README.md", "config.yaml"):
+        text = hub.files[name].decode()
+        assert str(tmp_path) not in text and config.pipeline.path not in text
+        assert TOKEN not in text and str(Path.cwd()) not in text
+    card = hub.files["README.md"].decode()
+    assert "pipe.load_lora_weights('me/small')" in card
+    assert "After an upload" not in card
+    assert "After an upload" in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_what_is_uploaded_as_configuration_is_one(hub, tiny_config, tmp_path):
+    config = tiny_config(run={"output_dir": str(tmp_path / "a b" / "run")})
+    again = load_yaml(public_config(config_yaml(config)))
+    assert again["run"]["output_dir"] == "run"
+    named = parse_config(again).model_copy(update={"run": config.run, "pipeline": config.pipeline})
+    assert named == config
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("/data/me/prompts.txt", "prompts.txt"),
+        ("/data/me/mine.py:Reward", "mine.py:Reward"),
+        ("C:\\Users\\me\\prompts.txt", "prompts.txt"),
+        ("http://me:secret@10.host:8000/v1", "http://HOST:PORT"),
+        ("https://huggingface.co/a/b", "https://huggingface.co/a/b"),
+        ("runs/quickstart", "runs/quickstart"),
+        ("tiny:ocr:test", "tiny:ocr:test"),
+        ({"urls": ["http://judge:1"], "n": [1, None, True]},
+         {"urls": ["http://HOST:PORT"], "n": [1, None, True]}),
+    ],
+)  # fmt: skip
+def test_values_keep_what_says_nothing_of_the_machine(value, told):
+    assert public(value) == told
+
+
+def test_nothing_is_loaded_when_it_could_not_be_pushed(hub, tiny_config, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("flowrl.actions.build_learner", lambda *_: pytest.fail("was loaded"))
+    config = pushed(tiny_config, tmp_path / "run", hub_model_id="us/named")
+    hub.fails.add("create_repo")
+    with pytest.raises(UserError, match="us/named: 403 Forbidden: this token may only read; set"):
+        align(config)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match="there is no token for the Hub; set HF_TOKEN to a token"):
+        align(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set; unset it"):
+        align(config)
+    assert hub.asked == [("create_repo", "us/named", None)]
+
+
+def run_folder(folder: Path) -> Path:
+    """Of a run, as far as the upload looks at it."""
+    (folder / "card").mkdir(parents=True)
+    for name in (FILE, "card/curve.png", "state.safetensors", "metrics.jsonl", ".env"):
+        (folder / name).write_bytes(b"x")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\npipe.load_lora_weights('/a/b')\n")
+    return folder
+
+
+def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
+    hub, tiny_config, tmp_path, caplog
+):
+    folder = run_folder(tmp_path / "my run")
+    run = SimpleNamespace(folder=folder, interrupted=False)
+    config = pushed(tiny_config, folder)
+    hub.fails.add("upload_folder")
+    with caplog.at_level(logging.INFO, "flowrl"):
+        publish(config, run, repository_of(config))
+    (line,) = caplog.messages
+    assert "the upload to me/my run failed: the network went away" in line
+    assert f"flowrl export '{folder}' --format hub --repo-id 'me/my run'" in line
+    caplog.clear()
+    hub.fails.clear()
+    with caplog.at_level(logging.INFO, "flowrl"):
+        publish(config, run, "me/x")
+        publish(config, SimpleNamespace(folder=folder, interrupted=True), "me/x")
+    assert caplog.messages == [
+        "uploaded to https://huggingface.co/me/x",
+        f"the run was interrupted and is not uploaded; {push_later(folder, 'me/x')}",
+    ]
+
+
+def test_only_the_main_process_uploads_and_only_when_asked(hub, tiny_config, tmp_path):
+    run = SimpleNamespace(folder=run_folder(tmp_path / "run"), interrupted=False)
+    publish(pushed(tiny_config, run.folder), run, None)  # another process
+    quiet = tiny_config(run={"output_dir": str(run.folder)})
+    assert repository_of(quiet) is None
+    publish(quiet, run, None)
+    assert hub.asked == []
+
+
+def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
+    folder = run_folder(tmp_path / "run")
+    with pytest.raises(UserError, match="does not say its alpha|not a safetensors file"):
+        from flowrl.exporting import export_hub
+
+        export_hub(str(folder), repository=None, private=False)
+    assert push(folder, open_repository("me/other")) == "https://huggingface.co/me/other"
+    assert set(hub.files) == {FILE, "README.md", "card/curve.png"}
+    assert hub.files["README.md"].endswith(b"pipe.load_lora_weights('me/other')\n")
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path), "--format", "hub"])
+    assert "--format hub takes a run's folder" in capsys.readouterr().err
+
+
+def test_options_have_the_names_of_diffusers_scripts():
+    from flowrl.aliases import sort_arguments
+
+    words = [
+        "quickstart",
+        "--push_to_hub",
+        "--hub_model_id",
+        "me/x",
+        "--revision=v1",
+        "--seed",
+        "3",
+    ]
+    request = sort_arguments(words)
+    assert request.recipe == "quickstart"
+    config = load_config("quickstart", request.overrides)
+    assert config.run.push_to_hub and config.run.hub_model_id == "me/x"
+    assert (config.pipeline.revision, config.run.seed) == ("v1", 3)
+    assert sort_arguments(["--push-to-hub"]).overrides == ["run.push_to_hub=true"]
+    assert sort_arguments(["--push_to_hub", "false", "a"]).overrides == ["run.push_to_hub=false"]
+    assert sort_arguments(["--push_to_hub", "quickstart"]).recipe == "quickstart"
+    for words in (["--hub_token", TOKEN], [f"--hub-token={TOKEN}"]):
+        with pytest.raises(UserError, match="set HF_TOKEN in the environment") as told:
+            sort_arguments(words)
+        assert TOKEN not in str(told.value)

@@ -1,0 +1,142 @@
+"""The recipes for checkpoints: their heads say what they are, and their numbers belong together."""
+
+import functools
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowrl.aliases import sort_arguments
+from flowrl.config import Config
+from flowrl.config import load_config as load
+from flowrl.published import SIZES, size_of_checkpoint
+from flowrl.recipe import MAX_PARENTS, preset_folder
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(preset_folder().glob("*.yaml"))
+REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
+BUILT_IN = [path.stem for path in FILES if path.stem not in REAL]
+
+
+load_config = functools.cache(lambda name, changes=(): load(name, list(changes)))
+
+
+def head(name: str) -> str:
+    """The comment at the top of a recipe."""
+    (text,) = re.findall(r"\A((?:#.*\n)+)", (preset_folder() / f"{name}.yaml").read_text())
+    return re.sub(r"^# ?", "", text, flags=re.MULTILINE)
+
+
+def commands(name: str) -> list[list[str]]:
+    """The words of each command in the head."""
+    lines = re.findall(r"^  +(.*)$", head(name).replace("\\\n", " "), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def kind(config: Config) -> str:
+    """How it learns, in a word."""
+    if config.rollout.explore is not None:
+        return "solrl"
+    tree, objective = config.rollout.tree.kind, config.objective.kind
+    return {"flow_grpo": "grpo", "flow_grpo_fast": "grpo-fast", "branch_grpo": "branchgrpo"}.get(
+        tree, objective
+    )
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_name_says_pipeline_objective_and_memory(name):
+    config = load_config(name)
+    size = size_of_checkpoint(config.pipeline.path)
+    assert size is not None and re.fullmatch(rf"{re.escape(size)}-{kind(config)}-\d+gb", name)
+    assert config.pipeline.backbone == SIZES[size].family
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_head_says_hardware_source_and_that_it_was_not_run(name):
+    text = head(name)
+    ((gpus, memory),) = re.findall(r"^Hardware: (1 GPU|8 GPUs) of (\d+) GB, such as ", text, re.M)
+    assert name.endswith(f"-{memory}gb") and int(memory) in (24, 48, 80, 141)
+    (source,) = re.findall(r"^Source: (.*?)^NOT RUN HERE: ", text, re.MULTILINE | re.DOTALL)
+    assert re.search(r"arXiv\s\d{4}\.\d{5}", source)
+    many = [words for words in commands(name) if words[:1] == ["accelerate"]]
+    assert bool(many) == (gpus == "8 GPUs")
+    assert all(words[1:4] == ["launch", "--num_processes", "8"] for words in many)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_the_head_has_the_command_that_trains_it(name):
+    script = f"scripts/train_{load_config(name).pipeline.backbone}.py"
+    assert (ROOT / script).is_file()
+    starts = (["flowrl", "train"], ["accelerate", "launch", "--num_processes", "8", script])
+    (words,) = [
+        words[len(start) :]
+        for words in commands(name)
+        for start in starts
+        if words[: len(start)] == start
+    ]
+    request = sort_arguments(words)
+    assert request.recipe == name and load_config(name, tuple(request.overrides))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_other_commands_of_the_head_are_about_it_too(name):
+    for words in commands(name):
+        if "collect" in words or "audit" in words:
+            assert name in words
+            changes = [word for word in words if re.match(r"[a-z.]+\w+=", word)]
+            assert load_config(name, tuple(changes))
+        if words[:2] == ["flowrl", "prompts"]:
+            folder = words[words.index("-o") + 1]
+            assert load_config(name).prompts.train == f"{folder}/train.jsonl"
+            assert load_config(name).evaluation.prompts == f"{folder}/test.jsonl"
+        assert words[0] in ("flowrl", "accelerate", "vllm"), words
+
+
+def test_there_is_a_recipe_for_every_way_reward_checkpoint_class_and_number_of_gpus():
+    configs = {name: load_config(name) for name in REAL}
+    ways = {"grpo", "grpo-fast", "branchgrpo", "nft", "gdro", "solrl"}
+    assert {kind(config) for config in configs.values()} == ways
+    rewards = {reward.name for config in configs.values() for reward in config.rewards}
+    assert rewards >= {"pickscore", "ocr", "geneval", "vlm_judge"}
+    assert len({config.pipeline.path for config in configs.values()}) == 4
+    assert {re.findall(r"(\d+)gb", name)[0] for name in REAL} == {"24", "48", "80", "141"}
+    assert {"1 GPU of" in head(name) for name in REAL} == {True, False}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_recipe_that_compares_likelihoods_has_one_batch_shape(name):
+    """Half-precision networks round otherwise at another, and the ratio's tolerance is small."""
+    config = load_config(name)
+    if config.objective.kind == "grpo":
+        assert config.pipeline.dtype != "fp32"
+        assert config.rollout.batch_size == config.optim.micro_batch
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if "-fast" not in name])
+def test_a_published_clip_of_1e_4_is_in_nats_of_this_latent(name):
+    config = load_config(name)
+    if config.objective.kind != "grpo":
+        return
+    height, size = config.pipeline.height, size_of_checkpoint(config.pipeline.path)
+    assert size is not None and height is not None and height == config.pipeline.width
+    elements = math.prod(SIZES[size].latent_shape(height))
+    assert config.objective.clip_nats == pytest.approx(1e-4 * elements, rel=0.01)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in FILES])
+def test_parents_are_recipes_themselves_and_few(name):
+    chain = [name]
+    while parent := yaml.safe_load((preset_folder() / f"{chain[-1]}.yaml").read_text()).get(
+        "extends"
+    ):
+        chain.append(parent)
+        assert (preset_folder() / f"{parent}.yaml").is_file()
+    assert len(chain) <= MAX_PARENTS + 1
+
+
+def test_every_run_has_a_folder_of_its_own():
+    folders = [load_config(path.stem).run.output_dir for path in FILES]
+    assert len(set(folders)) == len(folders)
