@@ -32,12 +32,13 @@ from flowrl.evaluate import Comparison, compare
 from flowrl.export import load_lora
 from flowrl.gallery import write_gallery
 from flowrl.handover import call_settings, hand_over, pairs, summary
+from flowrl.hub import open_repository
 from flowrl.lowbit.training import packed_within
 from flowrl.pictures import png
 from flowrl.pipelines import load_pipeline
 from flowrl.preflight.check import preflight
 from flowrl.prompts import PromptRecord
-from flowrl.publish import publish, repository_of
+from flowrl.publish import publish
 from flowrl.reward import RewardSpec, closing
 from flowrl.rlg import RLG
 from flowrl.runtime import Runtime
@@ -75,7 +76,8 @@ def align(
     runtime = Runtime(device=config.pipeline.device, mixed_precision=precision)
     # A launcher ends all processes when one fails, so only the main one has to look.
     with claim(folder, resume=resume) if runtime.is_main else nullcontext():
-        repository = repository_of(config) if runtime.is_main else None
+        pushed = config.run.push_to_hub
+        repository = repository_of(config) if pushed and runtime.is_main else None
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         texts = Texts(config, pipeline)
         learner = build_learner(config, runtime, given, texts)
@@ -93,8 +95,18 @@ def align(
             with run.session():
                 train(learner, run, iterations=config.run.iterations)
                 rows = hand_over(config, learner, run)
-                publish(config, run, repository)
+                if pushed:
+                    publish(run, repository)
                 return rows
+
+
+def repository_of(config: Config) -> str:
+    """Where the run is pushed at its end, made or found now -> its whole name.
+
+    Raises UserError when nothing could be pushed, before anything is loaded or drawn.
+    """
+    name = config.run.hub_model_id or Path(config.run.output_dir).resolve().name
+    return open_repository(name, private=config.run.hub_private)
 
 
 def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:

@@ -211,7 +211,8 @@ def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
 def plan(
     size: Size, config: Config, work: Work, targets: tuple[str, ...], device: torch.device
 ) -> dict[str, int]:
-    """Bytes of each phase as `flowrl plan` has them for these very settings."""
+    """Bytes of each phase as `flowrl plan` has them for these very settings, as far as torch's own
+    statistics can tell: without the driver's, and what lies idle between tensors."""
     p, r = config.pipeline, config.rollout
     guided = work.guidance > 1 and size.family != "flux"
     format = None if p.precision is None else named(resolve(p.precision, capability_of(device)))
@@ -232,7 +233,7 @@ def plan(
         prompts_per_gpu=work.prompts,
         training_copy=None if format in (None, "bf16") else Copy(format=format),  # type: ignore[arg-type]
     )
-    return {found.phase: found.total for found in footprints(size, setup)}
+    return {found.phase: found.allocated for found in footprints(size, setup)}
 
 
 # --- the record ---------------------------------------------------------------------------------
@@ -269,7 +270,8 @@ def _speed(phases: Mapping[str, Phase], pictures: int) -> dict[str, Any]:
 
 
 def _memory(phases: Mapping[str, Phase], planned: Mapping[str, int]) -> dict[str, Any]:
-    """The largest of all phases, and each; None for what was not measured or not planned."""
+    """The largest of all phases, and each; None for what was not measured or not planned. Bytes
+    that tensors had, of which a GPU gives its processes more."""
     peaks = [phase.peak for phase in phases.values() if phase.peak is not None]
     rows = [
         {

@@ -12,7 +12,7 @@ import torch
 from flowrl.aggregate import mean_reward
 from flowrl.backbones.base import Backbone
 from flowrl.build_backbone import BACKBONES as BACKBONES
-from flowrl.build_backbone import adapted_layers, backbone_class, build_backbone
+from flowrl.build_backbone import adapted_layers, build_backbone
 from flowrl.build_memory import Needed, Texts, build_pipeline, needed_texts, rounded
 from flowrl.build_objectives import build_objective
 from flowrl.build_precision import set_precision
@@ -101,7 +101,6 @@ def build_learner(
 ) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others."""
     p, r, u = config.pipeline, config.rollout, config.optim
-    backbone_class(p.backbone)  # or the sentence that says why not, before anything is loaded
     specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = build_objective(config.objective, KERNELS[r.kernel])
@@ -157,7 +156,14 @@ def _update_settings(config: Config) -> UpdateSettings:
 
 def all_texts(config: Config, given: Given) -> Needed:
     """What training and evaluation ask the text encoders, but for what is read from a store."""
-    return needed_texts(config, drawn_prompts(config, given), evaluation_prompts(config, given))
+    held_out = evaluated(config, evaluation_prompts(config, given))
+    return needed_texts(config, drawn_prompts(config, given), held_out)
+
+
+def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """Those of the held-out prompts that an evaluation draws, in its order."""
+    e = config.evaluation
+    return PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0) if prompts else []
 
 
 def check_measures(
@@ -204,7 +210,7 @@ def build_evaluator(
     return Evaluator(
         backbone=backbone,
         encode=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance),
-        prompts=PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0),
+        prompts=evaluated(config, prompts),
         specs=specs,
         schedule=Schedule(sigmas=backbone.sigmas(e.steps), kernel=KERNELS["flow_sde"], level=0.0),
         seed=e.seed,

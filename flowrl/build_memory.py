@@ -13,6 +13,7 @@ import torch
 from flowrl.attention import set_attention
 from flowrl.backbones.base import Backbone
 from flowrl.base_weights import BaseBits, check_base_bits, round_in_place, while_loading
+from flowrl.build_backbone import backbone_class
 from flowrl.checkpointing import recompute_blocks
 from flowrl.config import Config
 from flowrl.encode import CAPACITY, TextCache
@@ -23,7 +24,7 @@ from flowrl.offload import AUTOENCODER, ENCODER, free_encoders, place
 from flowrl.pipelines import DTYPES, load_pipeline, pipeline_path
 from flowrl.progress import Steps
 from flowrl.prompt_cache import PromptCache
-from flowrl.prompts import PromptRecord
+from flowrl.prompts import PromptRecord, PromptSampler
 from flowrl.runtime import Runtime
 from flowrl.stored import StoredGroups
 
@@ -45,6 +46,7 @@ def build_pipeline(
     which then stays on the device. Raises UserError for what cannot be had here.
     """
     p, m = config.pipeline, config.memory
+    backbone_class(p.backbone)  # or the sentence that says why not, before anything is loaded
     base = base_bits(config)
     if base is not None:
         check_base_bits(base, device)
@@ -96,14 +98,25 @@ def needed_texts(
 ) -> list[tuple[float, PromptRecord]]:
     """Every text that training and evaluation will ask for, paraphrases included.
 
-    What a store holds comes on top: it is known once the store is open.
+    drawn: what training takes its prompts from; held_out: what is drawn in evaluations. What a
+    store holds comes on top: it is known once the store is open.
     """
     r, e = config.rollout, config.evaluation
-    training = _worded(drawn, config.prompts.retained is not None)
+    training = _worded(_taken(config, drawn), config.prompts.retained is not None)
     found = [(r.guidance, prompt) for prompt in training]
     if r.store is not None:
         found += [(learning_guidance(config), prompt) for prompt in training]
     return found + [(e.guidance, prompt) for prompt in _worded(held_out, e.paraphrases)]
+
+
+def _taken(config: Config, drawn: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """The prompts of the run's iterations; all where a store is drawn anew from them."""
+    r, seed, balance = config.rollout, config.run.seed, config.prompts.balance
+    if not drawn or r.store is not None:
+        return list(drawn)
+    sampler = PromptSampler(drawn, r.prompts, seed, balance=balance)
+    taken = {p.uid: p for i in range(config.run.iterations) for p in sampler.at(i)}
+    return list(taken.values())
 
 
 def stored_texts(config: Config, source: Any) -> list[tuple[float, PromptRecord]]:

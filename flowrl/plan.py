@@ -18,7 +18,7 @@ from flowrl.plan_remedies import Remedies, find_remedies
 from flowrl.plan_rewards import compares_groups, reward_bytes
 from flowrl.plan_setup import AUTO, build_setup
 from flowrl.plan_size import size_for
-from flowrl.planning.memory import Footprint, footprints
+from flowrl.planning.memory import Footprint, footprints, peak
 from flowrl.published import Size
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -45,7 +45,7 @@ class Plan:
     @property
     def peak(self) -> Footprint | None:
         """The phase that needs most."""
-        return max(self.phases, key=lambda phase: phase.total, default=None)
+        return peak(list(self.phases)) if self.phases else None
 
     @property
     def fits(self) -> bool | None:
@@ -66,8 +66,7 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
     remedies = None
     if size is not None:
         phases = _phases(config, size, needs, geometry)
-        peak = max(phase.total for phase in phases)
-        if memory is not None and peak > memory:
+        if memory is not None and peak(list(phases)).total > memory:
             remedies = find_remedies(config, lambda c: _peak(c, size, gpus), memory)
     return Plan(
         geometry=geometry,
@@ -88,16 +87,14 @@ def count_work(config: Config, needs: Needs) -> RunWork:
         config,
         needs,
         whole_groups=any(group for _, group in groups),
-        whole_trained=any(
-            group and entry.weight and not entry.held_out for entry, group in groups
-        ),
+        whole_trained=any(group and entry.weight and not entry.held_out for entry, group in groups),
     )
 
 
-def _peak(config: Config, size: Size, gpus: int) -> int:
+def _peak(config: Config, size: Size, gpus: int) -> Footprint:
     needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
     load = next(iter(count_work(config, needs).loads))
-    return max(phase.total for phase in _phases(config, size, needs, solve(load, gpus)))
+    return peak(list(_phases(config, size, needs, solve(load, gpus))))
 
 
 def _phases(config: Config, size: Size, needs: Needs, geometry: Geometry) -> tuple[Footprint, ...]:
@@ -128,7 +125,7 @@ def _notes(config: Config, needs: Needs) -> Sequence[str]:
 
 
 def parse_memory(text: str) -> int:
-    """"24GB", "80G" (10^9 bytes) or "24GiB" (2^30) -> bytes. Raises UserError for other text.
+    """ "24GB", "80G" (10^9 bytes) or "24GiB" (2^30) -> bytes. Raises UserError for other text.
 
     GPUs sold with 24 GB have some more than 24 * 10^9 bytes, of which their driver keeps a part.
     """

@@ -22,8 +22,8 @@ class Memory(Section):
     )
     base_library: Literal["bitsandbytes", "torchao"] = option(
         "bitsandbytes",
-        "With base_bits: who keeps and multiplies them. bitsandbytes has NF4 and LLM.int8, on GPUs; "
-        "torchao has 8 bits, on CPUs too.",
+        "With base_bits: who keeps and multiplies them. bitsandbytes has NF4 and LLM.int8, on GPUs "
+        "alone; torchao has 8 bits, on CPUs too.",
     )
     text_encoders: Literal["keep", "offload", "free"] = option(
         "keep",

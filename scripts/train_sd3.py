@@ -1,28 +1,37 @@
-"""Align a Stable Diffusion 3 pipeline with Flow-GRPO, on one process or many.
+r"""Align Stable Diffusion 3 or 3.5 with reinforcement learning, on one GPU or many.
 
-    python scripts/train_sd3.py configs/quickstart.yaml --output_dir runs/quickstart
-    accelerate launch --num_processes 8 scripts/train_sd3.py configs/sd3.5-medium-grpo-24gb.yaml
+One GPU, with the family's default recipe (sd3.5-medium-grpo-fast-24gb) and prompts of your own:
 
-Without GPUs, accelerate starts several processes only with `--multi_gpu` beside `--num_processes`.
+    python scripts/train_sd3.py prompts.train=my_prompts.txt
+
+Eight GPUs of one machine, with another recipe:
+
+    accelerate launch --num_processes 8 scripts/train_sd3.py sd3.5-medium-grpo-80gb
+
+Two machines of eight: the same line on both, but for the rank; --num_processes is that of all.
+
+    accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0 \
+        --main_process_ip 10.0.0.1 --main_process_port 29500 \
+        scripts/train_sd3.py sd3.5-medium-grpo-80gb --output_dir runs/two-machines
+
 Takes a recipe and the same changes as `flowrl train`: KEY=VALUE, or the names of diffusers' own
 training scripts (--learning_rate, --rank, --seed, --resume_from_checkpoint latest, ...).
+--dry-run rehearses a recipe on the tiny pipeline of the family, --print-config shows every option,
+and `flowrl plan RECIPE --gpus 8` tells before whether it fits. Without GPUs,
+accelerate starts several processes only with `--multi_gpu` beside `--num_processes`.
 """
 
 import sys
 from collections.abc import Sequence
 
-from flowrl.actions import align, table
-from flowrl.aliases import sort_arguments
 from flowrl.cli import explained
-from flowrl.commands.show import print_table
-from flowrl.config import load_config
+from flowrl.commands.launching import launch
+
+RECIPE = "sd3.5-medium-grpo-fast-24gb"  # where the command line names none
 
 
 def main(words: Sequence[str]) -> None:
-    request = sort_arguments(words)
-    config = load_config(request.recipe, request.overrides)
-    if rows := table(align(config, resume=request.resume)):  # of the main process
-        print_table(rows)
+    launch(words, family="sd3", recipe=RECIPE)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from flowrl.config import Config
+    from flowrl.published import Size
     from flowrl.train import Learner
 
 settings.register_profile("flowrl", deadline=None, derandomize=True, database=None)
@@ -157,5 +159,44 @@ def make_learner(
             pipeline=load_tiny(config.pipeline.dtype, config.pipeline.backbone), rewards=rewards
         )
         return build_learner(config, Runtime(device="cpu"), given)
+
+    return make
+
+
+# --- networks of published make ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_size() -> Callable[[str], Size]:
+    """The make of a size of `flowrl.published`, a hundredth of its width, with two blocks."""
+    from flowrl.published import SIZES
+
+    narrow_kl = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
+    text = {"text_tokens": 5, "text_width": 64}
+
+    def make(name: str) -> Size:
+        size = SIZES[name]
+        config, decoder = dict(size.config), dict(size.autoencoder_config)
+        if size.family == "sd3":
+            config |= {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
+            config |= {"caption_projection_dim": 64, "joint_attention_dim": 64}
+            config |= {"pooled_projection_dim": 48, "pos_embed_max_size": 16, "sample_size": 16}
+            return replace(
+                size, config=config, autoencoder_config=decoder | narrow_kl, pooled_width=48, **text
+            )
+        if size.family == "flux":
+            config |= {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4}
+            config |= {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
+            config |= {"joint_attention_dim": 64, "pooled_projection_dim": 48}
+            return replace(
+                size, config=config, autoencoder_config=decoder | narrow_kl, pooled_width=48, **text
+            )
+        config |= {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
+        config |= {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16}
+        config |= {"cross_attention_dim": 64, "caption_channels": 64}
+        narrow = (8, 8, 8, 16, 16, 32)
+        decoder |= {"decoder_block_out_channels": narrow, "encoder_block_out_channels": narrow}
+        decoder |= {"attention_head_dim": 8, "decoder_layers_per_block": (1,) * 6}
+        return replace(size, config=config, autoencoder_config=decoder, **text)
 
     return make

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from PIL import Image
 from flowrl.actions import align, build_gallery, evaluate_model, sample_images
 from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
+from flowrl.hub import stage
 
 
 @pytest.fixture(scope="module")
@@ -20,10 +22,14 @@ def run_dir(tiny_config, tmp_path_factory):
     """A finished run of three iterations with an evaluation before and after."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     config = tiny_config(
-        run={"output_dir": str(folder), "iterations": 3, "sample_every": 2},
+        run={"output_dir": str(folder), "iterations": 3, "sample_every": 2, "push_to_hub": True},
         evaluation={"prompts": "tiny:geneval:test", "images": 6, "steps": 3, "batch_size": 6},
     )
-    rows = align(config)
+    with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's
+        patch.setattr("flowrl.actions.open_repository", lambda name, private: f"me/{name}")
+        upload = lambda run, to: str(stage(run, run.parent / to, to))  # noqa: E731
+        patch.setattr("flowrl.publish.push", upload)
+        rows = align(config)
     assert [row.name for row in rows] == ["brightness"]
     return folder
 
@@ -37,6 +43,24 @@ def test_a_run_folder_holds_lora_card_gallery_metrics_and_checkpoints(run_dir):
     assert (run_dir / "samples" / "step-000002.png").is_file()
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["run"]["iterations"] == 3
     assert "load_lora_weights" in (run_dir / "README.md").read_text()
+
+
+def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
+    run_dir, tiny_pipeline_path
+):
+    uploaded = run_dir.parent / "me" / "small"
+    names = {p.relative_to(uploaded).as_posix() for p in uploaded.rglob("*") if p.is_file()}
+    pictures = {name for name in names if name.startswith("card/")}
+    assert names == {"pytorch_lora_weights.safetensors", "README.md", "config.yaml"} | pictures
+    assert {"card/before-after.png", "card/aligned-1.png"} <= pictures
+    assert (run_dir / "checkpoints").is_dir()  # there, and not uploaded
+    for name in ("README.md", "config.yaml"):
+        text = (uploaded / name).read_text()
+        for private in (str(run_dir.parent), tiny_pipeline_path, str(Path.cwd())):
+            assert private not in text
+    card = (uploaded / "README.md").read_text()
+    assert "pipe.load_lora_weights('me/small')" in card and "After an upload" not in card
+    assert "After an upload" in (run_dir / "README.md").read_text()
 
 
 def test_a_gallery_can_be_drawn_again_with_other_prompts(run_dir, tmp_path):

@@ -1,10 +1,10 @@
 """Frozen weights in few bits: smaller, close, below adapters that train; and what is refused."""
 
 import importlib.util
-import re
 
 import pytest
 import torch
+from torch import nn
 
 from flowrl import base_weights
 from flowrl.base_weights import (
@@ -13,32 +13,146 @@ from flowrl.base_weights import (
     is_plain,
     is_rounded,
     round_in_place,
+    while_loading,
 )
 from flowrl.build import Given, build_learner
-from flowrl.build_memory import build_pipeline
-from flowrl.config import parse_config
+from flowrl.build_backbone import BACKBONES
+from flowrl.encode import TextCache
 from flowrl.errors import UserError
-from flowrl.export import load_lora, read_lora, save_lora
+from flowrl.export import load_lora, save_lora
 from flowrl.lowbit.backends import Plain
 from flowrl.lowbit.twin import Twin
+from flowrl.pipelines import load_pipeline
 from flowrl.policy import POLICY
+from flowrl.prompts import load_prompts
 from flowrl.runtime import Runtime
-from flowrl.train import train_iteration
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"
 )
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-EIGHT = {"base_bits": 8, "base_library": "torchao"}
 INT8 = BaseBits(bits=8, library="torchao")
+EIGHT = {"base_bits": 8, "base_library": "torchao"}
+
+
+def linear_layers(network):
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
 
 
 def held(network):
-    """Bytes of the linear layers' weights, as they are kept."""
-    parts = []
-    for module in network.modules():
-        if isinstance(module, torch.nn.Linear):
-            weight = module.weight.data
-            names = getattr(weight, "tensor_data_names", None)
-            parts += [getattr(weight, n) for n in names] if names else [weight]
+    """Bytes of the linear layers' weights as they are kept."""
+    weights = [layer.weight.data for layer in linear_layers(network)]
+    parts = [
+        getattr(weight, name) if name else weight
+        for weight in weights
+        for name in getattr(weight, "tensor_data_names", [""])
+    ]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["sd3", "flux", "sana"])
+def test_weights_rounded_while_loading_take_half_of_bf16_and_compute_nearly_the_same(family):
+    load = {"dtype": "bf16", "device": "cpu"}
+    exact = load_pipeline(f"tiny-{family}", **load)
+    rounded = load_pipeline(f"tiny-{family}", **load, rounding=while_loading(INT8, torch.bfloat16))
+    assert is_rounded(rounded.transformer) and not is_rounded(exact.transformer)
+    assert held(rounded.transformer) < 0.56 * held(exact.transformer)
+    assert all(not is_plain(layer.weight) for layer in linear_layers(rounded.transformer))
+    fields = [BACKBONES[family](p, guidance=3.5, max_sequence_length=12) for p in (exact, rounded)]
+    x = torch.randn(2, *fields[0].latent_shape(), generator=torch.Generator().manual_seed(0))
+    cond = TextCache(fields[0])(load_prompts("tiny:all:train", limit=2))
+    with torch.no_grad():
+        a, b = (f.velocity(x.bfloat16(), torch.tensor(0.6), cond).float() for f in fields)
+    assert 0 <= (a - b).norm() < 0.1 * a.norm()
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_config):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    return build_learner(tiny_config(memory=EIGHT), Runtime(device="cpu"), Given())
+
+
+def test_adapters_above_rounded_weights_stay_exact_and_train(learner):
+    policy = learner.policy
+    before = [p.clone() for p in policy.parameters()]
+    base = [
+        layer.weight.data for layer in linear_layers(policy.network) if not is_plain(layer.weight)
+    ]
+    kept = [weight.dequantize().clone() for weight in base]
+    learner.iterate(0)
+    assert all(p.dtype == torch.float32 for p in before)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert all(torch.equal(w.dequantize(), k) for w, k in zip(base, kept, strict=True)) and base
+
+
+def test_what_is_trained_above_them_is_an_ordinary_lora(learner, load_tiny, tmp_path):
+    save_lora(learner.policy.backbone.pipeline, tmp_path, adapter=POLICY)
+    assert load_lora(load_tiny(), tmp_path) > 0
+
+
+def test_nothing_is_folded_into_rounded_weights(learner):
+    layers = [m for m in learner.policy.network.modules() if hasattr(m, "base_layer")]
+    before = [layer.base_layer.weight.data.qdata for layer in layers]
+    with pytest.raises(UserError, match="cannot be folded into weights of 8 or 4 bits"):
+        with learner.policy.merged():
+            pass
+    with pytest.raises(UserError, match="cannot be folded"):
+        Twin(learner.policy, (), Plain(torch.float32), lora="side")
+    after = [layer.base_layer.weight.data.qdata for layer in layers]
+    assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@needs_torchao
+def test_a_pipeline_that_was_given_is_rounded_in_place_once(load_tiny):
+    network = load_tiny().transformer
+    round_in_place(network, INT8)
+    weights = [layer.weight.data for layer in linear_layers(network)]
+    assert not any(is_plain(weight) for weight in weights)
+    round_in_place(network, INT8)  # as for one that somebody rounded while loading
+    round_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
+    again = [layer.weight.data for layer in linear_layers(network)]
+    assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(weights, again, strict=True))
+
+
+def test_bitsandbytes_does_not_round_what_is_loaded_already():
+    with pytest.raises(UserError, match="rounds weights while they load: load it with"):
+        round_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
+
+
+@pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, library):
+    monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf'pip install "flowrl-diffusion\[{library}\]"'):
+        check_base_bits(BaseBits(bits=8, library=library), CUDA)
+
+
+def test_bitsandbytes_on_a_cpu_is_refused_with_what_works_there(monkeypatch):
+    monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
+    check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CUDA)
+    check_base_bits(INT8, CPU)
+    with pytest.raises(
+        UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
+    ):
+        check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CPU)
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        ({"memory": {"base_bits": 4, "base_library": "torchao"}}, "no adapters on torchao's 4-bit"),
+        ({"pipeline": {"precision": "fp8"}}, "for pipeline.precision to work on: set that to null"),
+        ({"rollout": {"merge_lora": True}}, "rollout.merge_lora .*: set that to auto or false"),
+        ({"rollout": {"compile": True}}, "rollout.compile .*: set that to false"),
+        ({"rollout": {"explore": {"steps": 3}}}, "explore.precision .* to bf16"),
+    ],
+)
+def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_config, changes, told):
+    with pytest.raises(UserError, match=told):
+        tiny_config(**{"memory": EIGHT} | changes)
+
+
+def test_candidates_may_be_drawn_in_the_rounded_networks_own_numbers(tiny_config):
+    explore = {"precision": "bf16", "candidates": 8, "steps": 3}
+    assert tiny_config(memory=EIGHT, rollout={"explore": explore}).rollout.explore is not None

@@ -25,7 +25,11 @@ def case(request):
         for weight in policy.network.parameters():
             weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
     x = torch.randn(2, *backbone.latent_shape(), generator=generator)
-    return policy, (x, torch.tensor(0.6), TextCache(backbone)(load_prompts("tiny:all:train", limit=2)))
+    return policy, (
+        x,
+        torch.tensor(0.6),
+        TextCache(backbone)(load_prompts("tiny:all:train", limit=2)),
+    )
 
 
 def learned(policy, inputs):

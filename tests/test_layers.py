@@ -32,7 +32,7 @@ LAYERS = [
     {"checkpoint", "export", "rlg", "evaluate", "stopping", "store", "store_index", "pairs"},
     {"comfyui"},
     {"run", "measures", "memory", "collect", "shelf", "filling", "stored"},
-    {"train"},
+    {"train", "planning"},
     {
         "fields",
         "sections",

@@ -1,51 +1,21 @@
 """Networks of published make with random weights, tiny ones here."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from flowrl.errors import UserError
 from flowrl.networks import with_network
 from flowrl.random_backbone import RandomBackbone
-from flowrl.sizes import SIZES, Size
+from flowrl.sizes import SIZES
 from flowrl.trajectory import Conditioning
 
 CPU = torch.device("cpu")
-DECODER = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
-TEXT = {"text_tokens": 5, "text_width": 64}
-
-
-def tiny(name: str) -> Size:
-    size = SIZES[name]
-    config, decoder = dict(size.config), dict(size.autoencoder_config)
-    if size.family == "sd3":
-        config |= {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}
-        config |= {"caption_projection_dim": 64, "joint_attention_dim": 64}
-        config |= {"pooled_projection_dim": 48, "pos_embed_max_size": 16, "sample_size": 16}
-        return replace(
-            size, config=config, autoencoder_config=decoder | DECODER, pooled_width=48, **TEXT
-        )
-    if size.family == "flux":
-        config |= {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4}
-        config |= {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
-        config |= {"joint_attention_dim": 64, "pooled_projection_dim": 48}
-        return replace(
-            size, config=config, autoencoder_config=decoder | DECODER, pooled_width=48, **TEXT
-        )
-    config |= {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
-    config |= {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16}
-    config |= {"cross_attention_dim": 64, "caption_channels": 64}
-    narrow = (8, 8, 8, 16, 16, 32)
-    decoder |= {"decoder_block_out_channels": narrow, "encoder_block_out_channels": narrow}
-    decoder |= {"attention_head_dim": 8, "decoder_layers_per_block": (1,) * 6}
-    return replace(size, config=config, autoencoder_config=decoder, **TEXT)
 
 
 @pytest.fixture
-def backbone(monkeypatch):
+def backbone(monkeypatch, tiny_size):
     def make(name: str, pixels: int = 64, **options) -> RandomBackbone:
-        monkeypatch.setitem(SIZES, name, tiny(name))
+        monkeypatch.setitem(SIZES, name, tiny_size(name))
         return RandomBackbone(name, device=CPU, dtype=torch.float32, pixels=pixels, **options)
 
     return make

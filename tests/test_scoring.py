@@ -9,7 +9,7 @@ from flowrl.errors import UserError
 from flowrl.executors.base import RewardFailure
 from flowrl.executors.inline import Inline
 from flowrl.reward import RewardResult, RewardSpec
-from flowrl.scoring import SamplerFailure, score
+from flowrl.scoring import SamplerFailure, quantise, score
 
 GREY = torch.full((4, 3, 8, 8), 0.5)
 PROMPTS = ["a", "b", "c", "d"]
@@ -60,6 +60,14 @@ def test_broken_pictures_are_the_samplers_failure():
     images[1, 0, 0, 0] = torch.nan
     with pytest.raises(SamplerFailure, match="sampler failure: 1 of 4 .* for the prompt 'b'"):
         scored(constant, images=images)
+
+
+def test_infinities_that_cancel_are_found_and_numbers_that_are_only_large_are_not():
+    images = torch.zeros(2, 3, 2, 2)
+    images[1, 0, 0] = torch.tensor([torch.inf, -torch.inf])
+    with pytest.raises(SamplerFailure, match="1 of 2"):
+        quantise(images)
+    assert torch.equal(quantise(torch.full((2, 3, 2, 2), 3e38)), torch.ones(2, 3, 2, 2))
 
 
 def test_a_reward_that_raises_is_missing_and_says_why():

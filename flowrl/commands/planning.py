@@ -175,7 +175,11 @@ def _show_verdict(found: "Plan") -> None:
     if found.fits:
         typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
         return
-    typer.echo(f"It does not fit a GPU of {_gb(found.memory)} GB. Each change alone gives:\n")
+    assert found.peak is not None
+    typer.echo(
+        f"It does not fit a GPU of {_gb(found.memory)} GB. Of the changes that\n"
+        f"touch {found.peak.phase}, each alone gives:\n"
+    )
     assert found.remedies is not None and found.memory is not None
     print_table(
         [

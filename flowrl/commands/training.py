@@ -70,7 +70,7 @@ def train(
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
-    config = load_config(request.recipe or _saved_recipe(resume), request.overrides)
+    config = load_config(request.recipe or saved_recipe(resume), request.overrides)
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
@@ -106,7 +106,7 @@ def _rehearse(config: "Config", resume: str | None) -> None:
     )
 
 
-def _saved_recipe(resume: str | None) -> Path:
+def saved_recipe(resume: str | None) -> Path:
     """The configuration that a run to be resumed has saved, in or above the given folder."""
     if resume in (None, "latest"):
         raise UserError(

@@ -69,7 +69,8 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
 def to_levels(images: Tensor) -> Tensor:
     """Pictures in [0, 1], of any shape -> their 256 levels as a file would hold them, uint8 on the
     CPU. What is not finite must be kept from it: it has no level."""
-    return (images.detach().float() * 255).round().clamp(0, 255).byte().cpu()
+    # In place where nobody else holds the numbers: pictures are large, and a GPU waits for this.
+    return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
 
 
 def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:

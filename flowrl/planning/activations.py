@@ -5,7 +5,7 @@ number of blocks of each kind as long as one asks for the peak within a block, s
 a few blocks tell those of any depth; `whole` counts all blocks instead.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, Literal
@@ -93,19 +93,20 @@ def track(network: nn.Module, given: Mapping[str, Tensor], dtype: torch.dtype, w
     outside += [p.grad for p in parameters if p.grad is not None]
     tracker = LiveBytes(outside, during=kernels_own())
     autocast = autocast_of(dtype)
-    with _watched(network, tracker) as phase, tracker, autocast:
-        phase("forward")
+    marks = _Marks(tracker)
+    with marks.on(network), tracker, autocast:
+        marks.phase("forward")
         with torch.set_grad_enabled(what != "draw"):
             v = network(**given, return_dict=False)[0].float()
         if what == "compare":
-            phase("reference")
+            marks.phase("reference")
             with torch.no_grad():
                 pulled = network(**given, return_dict=False)[0].float()
             v = v - pulled
         if what != "draw":
             loss = v.square().mean()
             autocast.forget()
-            phase("backward")
+            marks.phase("backward")
             torch.autograd.backward(loss)
     return tracker.peaks
 
@@ -132,18 +133,32 @@ def _checkpointing(network: Any, dtype: torch.dtype) -> Iterator[None]:
         network.disable_gradient_checkpointing()
 
 
-@contextmanager
-def _watched(network: nn.Module, tracker: LiveBytes) -> Iterator[Callable[[str], None]]:
+class _Marks:
     """Tells the tracker which block is at work, by its place among its like, and in which phase."""
-    now = [""]
 
-    def phase(name: str) -> None:
-        now[0] = name
-        tracker.enter((name,))
+    def __init__(self, tracker: LiveBytes):
+        self.tracker, self.name = tracker, ""
 
-    def watch(block: nn.Module, place: tuple) -> list[Any]:
+    def phase(self, name: str) -> None:
+        self.name = name
+        self.tracker.enter((name,))
+
+    @contextmanager
+    def on(self, network: nn.Module) -> Iterator[None]:
+        hooks: list[Any] = []
+        for name, blocks in network.named_children():
+            if isinstance(blocks, nn.ModuleList):
+                for block, place in zip(blocks, _places(list(blocks)), strict=True):
+                    hooks += self._watch(block, (name, *place))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _watch(self, block: nn.Module, place: tuple) -> list[Any]:
         def enter(*_: Any) -> None:
-            tracker.enter((now[0], *place))
+            self.tracker.enter((self.name, *place))
 
         def after(module: nn.Module, args: Any, out: Any) -> None:
             for tensor in out if isinstance(out, tuple) else (out,):
@@ -151,17 +166,6 @@ def _watched(network: nn.Module, tracker: LiveBytes) -> Iterator[Callable[[str],
                     tensor.register_hook(enter)
 
         return [block.register_forward_pre_hook(enter), block.register_forward_hook(after)]
-
-    hooks: list[Any] = []
-    for name, blocks in network.named_children():
-        if isinstance(blocks, nn.ModuleList):
-            for block, place in zip(blocks, _places(list(blocks)), strict=True):
-                hooks += watch(block, (name, *place))
-    try:
-        yield phase
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _places(blocks: list[nn.Module]) -> list[tuple[int, int]]:

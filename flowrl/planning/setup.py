@@ -75,6 +75,11 @@ class Setup:
     reward_bytes: int = 0
 
     def __post_init__(self) -> None:
+        if self.base_bits == 4 and self.base_library == "torchao":
+            raise UserError(
+                "memory.base_bits is 4 with torchao, on whose 4-bit weights PEFT puts no adapter: "
+                "use bitsandbytes, or 8 bits"
+            )
         counts = ("rank", "adapters", "rollout_batch", "micro_batch", "decode_batch")
         for name in (*counts, "prompts_per_gpu"):
             if getattr(self, name) < 1:

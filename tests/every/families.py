@@ -11,6 +11,8 @@ from flowrl.metrics import meaning
 from flowrl.train import Learner
 
 FAMILIES = ("sd3", "flux", "sana")
+# Where SD3 is tried elsewhere in the same way.
+OTHERS = [pytest.param("sd3", marks=pytest.mark.slow), "flux", "sana"]
 
 
 def pipeline_of(family: str, path: str) -> dict[str, str]:

@@ -17,11 +17,11 @@ TREES = {
     "branch_grpo": ({"splits": [0, 1]}, 4),
     "branch_grpo_mix": ({"splits": [0, 1], "window": FIRST}, 4),
     "tree_grpo": ({"branch": 2, "window": FIRST}, 4),
-    "dynamic_tree": ({}, 8),
+    "dynamic_tree": ({"window": FIRST}, 4),
     "b2_diffurl": ({"branch": 2}, 4),
     "tempflow": ({"width": 2, "at": [0, 1]}, 4),
     "g2rpo": ({"width": 2, "at": [0], "strides": [1, 2]}, 4),
-    "e_grpo": ({"width": 2, "at": [0, 1]}, 8),
+    "e_grpo": ({"width": 2, "at": [0]}, 4),
 }
 
 

@@ -1,0 +1,129 @@
+"""Runs, samples, galleries and evaluations of every family, and RLG on its LoRA."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, OTHERS, pipeline_of
+from PIL import Image
+
+from flowrl.actions import align, build_gallery, evaluate_model, sample_images
+from flowrl.backbones.calls import own_call
+from flowrl.build import build_backbone
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.rlg import RLG
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def run(request, tiny_config, tiny_pipeline_path, tmp_path_factory):
+    """A finished run of one iteration, its family and its pipeline's path."""
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    config = tiny_config(
+        pipeline=pipeline_of(request.param, tiny_pipeline_path),
+        rollout={"prompts": 1, "steps": 2},
+        optim={"lr": 0.1},
+        run={"output_dir": str(folder), "iterations": 1},
+        evaluation={"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2},
+    )
+    assert [row.name for row in align(config)] == ["brightness"]
+    return request.param, config.pipeline.path, folder
+
+
+def sample(path, folder, lora=None, **changes):
+    options: dict[str, Any] = dict(
+        negative="", guidance=None, steps=None, seed=0, count=1, max_sequence_length=None,
+        output_dir=folder, device="cpu",
+    )  # fmt: skip
+    if lora is None:
+        options |= {"steps": 2, "max_sequence_length": 12}
+    (file,) = sample_images(path, ["a red circle"], lora=lora, **(options | changes))
+    return Image.open(file)
+
+
+def test_samples_have_the_pipelines_own_size_and_follow_the_lora(run, tmp_path):
+    _, path, folder = run
+    base = sample(path, tmp_path / "base", guidance=1.0)
+    aligned = sample(path, tmp_path / "aligned", lora=str(folder))
+    assert base.size == aligned.size == (64, 64)
+    assert base.tobytes() != aligned.tobytes()
+    for strength, same in ((0.0, base), (1.0, aligned)):
+        drawn = sample(path, tmp_path / f"{strength}", lora=str(folder), rlg=strength)
+        assert drawn.tobytes() == same.tobytes()
+    assert sample(path, tmp_path / "3", lora=str(folder), rlg=3.0).tobytes() not in (
+        base.tobytes(),
+        aligned.tobytes(),
+    )
+
+
+def test_the_card_draws_as_the_run_was_evaluated(run, load_tiny):
+    """Executed from its text, with the tiny pipeline in place of the one it names."""
+    family, _, folder = run
+    text = (folder / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("image = pipe("))
+    pipe = load_tiny(family=family)
+    found: dict = {}
+    exec(line, {"pipe": pipe}, found)
+    assert found["image"].size == (64, 64)
+    assert ("use_resolution_binning=False" in line) == (family == "sana")
+
+
+def test_a_gallery_of_a_base_and_a_lora_finds_out_the_family(run, tmp_path):
+    _, path, folder = run
+    page = build_gallery(
+        None,
+        base=path,
+        lora=str(folder / "pytorch_lora_weights.safetensors"),
+        prompts="tiny:ocr:test",
+        count=2,
+        seed=5,
+        output_dir=tmp_path,
+    )
+    assert page.is_file() and "data:image" in page.read_text()
+
+
+def test_an_evaluation_compares_base_and_lora(run):
+    _, _, folder = run
+    rows = evaluate_model(load_config(folder / "config.yaml"), lora=str(folder))
+    assert [row["reward"] for row in rows] == ["brightness"]
+    assert rows[0]["change"] != 0
+
+
+@torch.no_grad()
+def test_rlg_combines_the_velocities_of_base_and_lora(run, load_tiny):
+    """One step of the pipeline is affine in the velocity."""
+    family, _, folder = run
+    pipe = load_tiny(family=family)
+
+    def latents():
+        return pipe(
+            "a red circle",
+            guidance_scale=1.0,
+            num_inference_steps=1,
+            max_sequence_length=12,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+            **own_call(pipe),
+        ).images
+
+    base = latents()
+    pipe.load_lora_weights(Path(folder))
+    aligned = latents()
+    with RLG(pipe, 2.0):
+        torch.testing.assert_close(latents(), 2 * aligned - base, rtol=1e-3, atol=1e-3)
+    assert torch.equal(latents(), aligned) and (aligned - base).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config, family):
+    other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
+    config = tiny_config(pipeline={"backbone": other})
+    message = f"pipeline.backbone is {other}, but .* write pipeline.backbone={family}"
+    with pytest.raises(UserError, match=message):
+        build_backbone(config, load_tiny(family=family), guidance=1.0)
+
+
+def test_a_negative_prompt_is_refused_where_flux_would_ignore_it(tmp_path):
+    with pytest.raises(UserError, match="negative prompt is 'dull', but FLUX.1 takes none"):
+        sample("tiny-flux", tmp_path, negative="dull")

@@ -1,0 +1,205 @@
+"""What `flowrl plan` says: from shapes alone, and always what to type."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from flowrl import plan as planning
+from flowrl.cli import main
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.plan import make_plan, memory_class, parse_memory
+from flowrl.plan_remedies import find_remedies
+from flowrl.plan_rewards import CLIP_H, CLIP_L, DETECTORS, reward_bytes
+from flowrl.plan_size import own_pixels, size_for
+from flowrl.planning.memory import Footprint
+from flowrl.sections_rewards import Reward
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *words])
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("24GB", 24e9), ("80G", 80e9), ("24GiB", 24 * 2**30), (" 141 gb ", 141e9), ("512", 512)],
+)
+def test_memory_is_read_as_people_write_it(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "much", "24XB", "-3GB", "0GB"])
+def test_memory_that_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="expected a size such as 24GB"):
+        parse_memory(text)
+
+
+def test_a_recipes_name_says_what_it_is_for():
+    assert memory_class("sd3.5-medium-grpo-24gb") == memory_class("x-24GB.yaml") == 24e9
+    assert memory_class("quickstart") is None
+
+
+@pytest.mark.parametrize("path", ["tiny-sd3", "tiny-flux", "tiny-sana"])
+def test_a_folder_tells_its_shapes_without_its_weights(path):
+    from flowrl.pipelines import load_pipeline
+
+    size, pipeline = size_for(path), load_pipeline(path, dtype="fp32", device="cpu")
+    real = pipeline.transformer
+    assert size.billions * 1e9 == pytest.approx(sum(p.numel() for p in real.parameters()))
+    assert size.autoencoder_params == sum(p.numel() for p in pipeline.vae.parameters())
+    encoders = [c for n, c in pipeline.components.items() if n.startswith("text_encoder") and c]
+    assert size.text_encoder_params == sum(p.numel() for e in encoders for p in e.parameters())
+    assert own_pixels(size) == 64 and size.pooled_width == real.config.get("pooled_projection_dim")
+
+
+def test_published_checkpoints_are_known_by_their_names():
+    for name, pixels in (
+        ("stabilityai/stable-diffusion-3.5-medium", 1024),
+        ("black-forest-labs/FLUX.1-dev", 1024),
+        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1024),
+    ):
+        assert size_for(name).checkpoint == name and own_pixels(size_for(name)) == pixels
+
+
+def test_an_unknown_checkpoint_gets_one_sentence_and_its_work_all_the_same(run):
+    code, out, _ = run("quickstart", "pipeline.path=somebody/something")
+    assert code == 0 and "6 prompts with 16 pictures each" in out
+    assert "cannot be planned without its shapes: known are stabilityai/" in out
+    assert "give the folder" in out
+
+
+def test_rewards_on_servers_and_on_the_cpu_cost_nothing():
+    assert reward_bytes(Reward(name="pickscore")) == 4 * CLIP_H
+    assert reward_bytes(Reward(name="pickscore", args={"dtype": "bf16"})) == 2 * CLIP_H
+    assert reward_bytes(Reward(name="pickscore", args={"device": "cpu"})) == 0
+    pool = {"kind": "pool", "workers": 2}
+    assert reward_bytes(Reward(name="clipscore", executor=pool)) == 8 * CLIP_L  # type: ignore[arg-type]
+    http = {"kind": "http", "urls": ["http://127.0.0.1:1"]}
+    assert reward_bytes(Reward(name="hpsv3", executor=http)) == 0  # type: ignore[arg-type]
+    found = reward_bytes(Reward(name="geneval", args={"detector": "owlv2", "colors": "clip"}))
+    assert found == 4 * (DETECTORS["owlv2"] + CLIP_L)
+    assert reward_bytes(Reward(name="ocr")) == reward_bytes(Reward(name="geneval")) == 0
+    assert reward_bytes(Reward(name="mine:Reward")) is None
+
+
+GIB = 10**9
+
+
+def pretended(config) -> Footprint:
+    """A memory model that anybody can follow: training needs most as long as it is large."""
+    m = config.memory
+    weights = 8 * GIB if m.base_bits is None else m.base_bits * GIB // 2
+    weights += 6 * GIB if m.text_encoders == "keep" else 0
+    training = config.optim.micro_batch * GIB // (4 if m.gradient_checkpointing else 1)
+    decode = config.pipeline.decode_batch * GIB
+    phase, most = max(("training", training), ("decode", decode), key=lambda pair: pair[1])
+    return Footprint(phase=phase, parts={"context": 0, "all": weights + most})
+
+
+def small(*changes: str):
+    return load_config("quickstart", ["optim.micro_batch=16", "pipeline.decode_batch=2", *changes])
+
+
+def test_the_first_change_that_fits_is_recommended():
+    """30 GB: checkpointing brings 18, micro-batches of 4 bring 18 too, and cost less time."""
+    found = find_remedies(small(), pretended, 20 * GIB)
+    assert found.best is not None and found.best.changes == ("memory.gradient_checkpointing=true",)
+    peaks = {r.changes[0]: r.peak / GIB for r in found.alone}
+    assert peaks["optim.micro_batch=4"] == 18 and peaks["memory.text_encoders=free"] == 24
+    assert not any(word.startswith(("rollout.", "pipeline.decode")) for word in peaks)
+
+
+def test_several_changes_are_put_together_where_one_is_not_enough():
+    found = find_remedies(small("pipeline.decode_batch=8"), pretended, 11 * GIB)
+    assert found.best is not None and found.best.peak <= 11 * GIB
+    keys = [word.partition("=")[0] for word in found.best.changes]
+    assert len(set(keys)) == len(keys) >= 3
+    other = load_config("quickstart", ["optim.micro_batch=16", "pipeline.decode_batch=8"]
+                        + list(found.best.changes))  # fmt: skip
+    assert pretended(other).total == found.best.peak
+
+
+def test_it_says_when_nothing_helps():
+    found = find_remedies(small(), pretended, 1 * GIB)
+    assert found.best is None and found.least == 3 * GIB
+
+
+def test_a_change_that_the_recipe_does_not_allow_is_not_proposed():
+    config = load_config("tiny-sd3-solrl-geneval", ["pipeline.path=tiny-sd3"])
+    words = [r.changes[0] for r in find_remedies(config, pretended, GIB).alone]
+    assert words and not any("base_bits" in word for word in words)
+
+
+def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
+    def faked(size, setup):
+        training = setup.micro_batch * GIB
+        return [
+            Footprint(phase="rollout", parts={"context": 0, "all": 2 * GIB}),
+            Footprint(phase="training", parts={"context": 0, "all": 2 * GIB + training}),
+        ]
+
+    monkeypatch.setattr(planning, "footprints", faked)
+    config = load_config("quickstart", ["memory.gradient_checkpointing=true"])
+    found = make_plan(config, memory=20 * GIB)
+    assert found.fits is False and found.remedies is not None and found.remedies.best is not None
+    changed = load_config(
+        "quickstart", ["memory.gradient_checkpointing=true", *found.remedies.best.changes]
+    )
+    again = make_plan(changed, memory=20 * GIB)
+    assert again.fits and again.peak is not None
+    assert again.peak.total == found.remedies.best.peak
+
+
+def test_the_plan_of_a_tiny_pipeline_is_told_in_full(run):
+    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB")
+    assert code == 0
+    assert "6 prompts with 16 pictures each, in 1 update, on 4 GPUs" in out
+    assert "An update learns from 192 nodes, whatever the number of GPUs." in out
+    for phase in ("encode", "rollout", "decode", "training", "evaluation"):
+        assert f"\n{phase} " in out
+    assert "It fits a GPU of 24.00 GB." in out
+
+
+def test_json_holds_everything(run):
+    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["gpus"] == len(found["shares"]) == 4
+    assert found["iteration"]["pictures"] == 96 and found["run"]["iterations"] == 170
+    assert found["fits"] is True and found["peak"]["bytes"] > 1e6 and found["remedies"] is None
+    total = found["phases"]["training"].pop("total")
+    assert total == sum(found["phases"]["training"].values())
+
+
+def test_gpus_that_wait_are_told_with_numbers_that_do_not(run):
+    changes = ["rollout.prompts=8", "optim.updates_per_rollout=2", "pipeline.path=a/b"]
+    _, out, _ = run("quickstart", *changes, "--gpus", "8")
+    assert "they work 100% of drawing, 50% of learning. None waits with 4 GPUs, or with" in out
+    assert "rollout.prompts=16." in out
+
+
+def test_too_many_gpus_are_refused_with_the_nearest_that_work(run):
+    code, _, err = run("tiny-sd3-nft-geneval", "objective={kind: gdro}", "--gpus", "7")
+    assert code == 1 and "rollout.prompts=8, or 6 processes" in err.replace("\n", " ")
+
+
+def test_a_plan_needs_a_recipe(run):
+    code, _, err = run("--memory", "24GB")
+    assert code == 1 and "No recipe given" in err
+
+
+def test_notes_say_what_is_not_counted():
+    plan = make_plan(load_config("quickstart", ["rewards=[{name: 'json:dumps'}]",
+                                                "pipeline.path=a/b"]))  # fmt: skip
+    assert plan.notes == ("The weights of json:dumps are not counted: nobody knows them.",)
+    assert replace(plan, memory=1).fits is None
