@@ -11,7 +11,7 @@ Eight GPUs of one machine, with another recipe:
 Two machines of eight: the same line on both, but for the rank; --num_processes is that of all.
 
     accelerate launch --num_machines 2 --num_processes 16 --machine_rank 0 \
-        --main_process_ip 10.0.0.1 --main_process_port 29500 \
+        --main_process_ip HOST --main_process_port 29500 \
         scripts/train_sd3.py sd3.5-medium-grpo-80gb --output_dir runs/two-machines
 
 Takes a recipe and the same changes as `flowrl train`: KEY=VALUE, or the names of diffusers' own
