@@ -35,6 +35,7 @@ def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
         rules=layer_rules(backbone),
         min_dim=p.min_dim,
         keep=p.keep_layers,
+        convolutions=False,
         where=WHERE,
     )
     if runtime.is_main:

@@ -122,7 +122,7 @@ SMALLEST = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}
 PAGE = (Path(__file__).parents[1] / "docs" / "trees.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", PRESETS.keys() - {"custom"})
+@pytest.mark.parametrize("name", sorted(PRESETS.keys() - {"custom"}))
 def test_every_preset_shows_itself_and_what_it_says_of_recipes_works(run, name):
     code, out, _ = run(name)
     assert code == 0
