@@ -2,8 +2,9 @@
 
 From this repository's root, or wherever `examples/z_image.py` lies:
 
-    flowrl train RECIPE pipeline.backbone=examples.z_image:ZImage \\
+    flowrl train sd3.5-medium-nft-24gb pipeline.backbone=examples.z_image:ZImage \\
       pipeline.path=Tongyi-MAI/Z-Image pipeline.dtype=bf16 pipeline.max_sequence_length=512 \\
+      pipeline.height=1024 pipeline.width=1024 prompts.train=my_prompts.txt \\
       rollout.guidance=5 evaluation.guidance=5
 
 Z-Image-Turbo draws without guidance, which is guidance=0 here. Tested on tiny networks with random

@@ -80,14 +80,15 @@ def align(
         repository = repository_of(config) if pushed and runtime.is_main else None
         state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
         texts = Texts(config, pipeline)
-        learner = build_learner(config, runtime, given, texts)
+        needed = all_texts(config, given, first=state["iteration"] if state else 0)
+        learner = build_learner(config, runtime, given, texts, needed)
         with closing(learner.specs), packed_within(learner.policy.network):
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
                 try_rewards(learner, [*drawn_prompts(config, given), *held_out])
-            asked = [*all_texts(config, given), *stored_texts(config, learner.source)]
+            asked = [*needed, *stored_texts(config, learner.source)]
             texts.free(pipeline, asked, runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:

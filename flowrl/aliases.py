@@ -86,8 +86,9 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
 
 def _next_value(word: str, plain: str, rest: list[str]) -> str:
     """The value of `--name` in the words after it, which loses it; flags may stand alone."""
-    if plain in _FLAGS and (not rest or rest[0] not in ("true", "false")):
-        return "true"
+    if plain in _FLAGS:
+        said = bool(rest) and rest[0].lower() in ("true", "false")
+        return rest.pop(0).lower() if said else "true"
     if not rest:
         raise UserError(f"{word} has no value: write {word} VALUE or KEY=VALUE.")
     return rest.pop(0)

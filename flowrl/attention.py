@@ -1,4 +1,4 @@
-"""Who computes a network's attention: diffusers' back ends, by diffusers' own switch."""
+"""Who computes a network's attention: diffusers' back ends, by diffusers' own switches."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from flowrl.errors import UserError
 
 NATIVE = "native"  # torch's scaled_dot_product_attention
+XFORMERS = "xformers"
 ANYWHERE = (NATIVE, "_native_math", "flex")  # the others need an accelerator
 
 
@@ -14,9 +15,11 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
     """Have a diffusers transformer compute its attention by one back end, in rollouts as in
     training; copies of the network keep it.
 
+    diffusers also takes the choice as the process's own, for every network that was told none.
     Raises UserError for a name that diffusers does not know, a back end that the device cannot run
-    or whose library is missing, and a network whose layers do not look at diffusers' switch: of
-    0.42's transformers FLUX does, SD3 and SANA always call torch's own function.
+    or whose library is missing, and a network that cannot be told: of 0.42's transformers FLUX
+    looks at diffusers' switch for back ends, SD3 has an older one for xformers alone, and SANA
+    always calls torch's own function.
     """
     name = name.lower()
     known = _names()
@@ -30,17 +33,24 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
             f"pipeline.attention is {name!r}, which needs a GPU, and this run is on the CPU: set "
             f"it to {NATIVE} or null"
         )
-    if not _switchable(network):
-        if name == NATIVE:
-            return
+    switchable, joint = _switchable(network), _joint(network)
+    if not switchable and name == NATIVE:
+        return
+    if not switchable and not (joint and name == XFORMERS):
         raise UserError(
-            f"pipeline.attention is {name!r}, but diffusers' {type(network).__name__} always "
+            f"pipeline.attention is {name!r}, but diffusers' {type(network).__name__} "
             "computes attention by torch's scaled_dot_product_attention, which takes a flash "
             f"kernel by itself where there is one: set it to {NATIVE} or null"
+            + f", or to {XFORMERS}"
+            * joint
         )
     try:
-        network.set_attention_backend(name)
-    except (RuntimeError, ImportError) as error:  # in diffusers' words, which name the package
+        if switchable:
+            network.set_attention_backend(name)
+        else:
+            network.enable_xformers_memory_efficient_attention()
+    # In diffusers' words, which name the package; a ValueError of xformers where no GPU is.
+    except (RuntimeError, ImportError, ValueError) as error:
         raise UserError(
             f"pipeline.attention is {name!r}, which cannot be used here: "
             f"{str(error).splitlines()[0].rstrip('.')}; or set it to {NATIVE} or null"
@@ -54,5 +64,18 @@ def _names() -> list[str]:
 
 
 def _switchable(network: Any) -> bool:
-    processors = (getattr(module, "processor", None) for module in network.modules())
-    return any(hasattr(processor, "_attention_backend") for processor in processors)
+    return any(hasattr(processor, "_attention_backend") for processor in _processors(network))
+
+
+def _joint(network: Any) -> bool:
+    """Whether all layers attend as SD3's do, whose processor alone has a twin of xformers that
+    computes the same: SANA's linear attention would be replaced by another function."""
+    from diffusers.models.attention_processor import JointAttnProcessor2_0
+
+    found = _processors(network)
+    return bool(found) and all(isinstance(p, JointAttnProcessor2_0) for p in found)
+
+
+def _processors(network: Any) -> list[Any]:
+    found = (getattr(module, "processor", None) for module in network.modules())
+    return [processor for processor in found if processor is not None]

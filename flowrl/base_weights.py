@@ -5,6 +5,7 @@ they are loaded, and the network that learns is the one that draws.
 """
 
 import importlib.util
+import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from flowrl.errors import UserError
 
+LOG = logging.getLogger(__name__)
 Library = Literal["bitsandbytes", "torchao"]
 
 
@@ -69,9 +71,19 @@ def _int8() -> Any:
 def round_in_place(network: nn.Module, base: BaseBits) -> None:
     """Round the linear layers of a network that is loaded already, unless somebody has.
 
-    Raises UserError for bitsandbytes, which rounds while loading.
+    Warns where that was by another library, or to other bits as far as weights tell. Raises
+    UserError for bitsandbytes, which rounds while loading.
     """
     if is_rounded(network):
+        held = _held_as(network)
+        if held not in (f"{base.library} {base.bits}", base.library):
+            LOG.warning(
+                "memory.base_bits is %d with %s, but the pipeline that was given is rounded "
+                "already (%s) and stays so",
+                base.bits,
+                base.library,
+                held,
+            )
         return
     if base.library == "bitsandbytes":
         raise UserError(
@@ -89,11 +101,21 @@ def is_rounded(network: nn.Module) -> bool:
     return any(not is_plain(weight) for weight in network.parameters())
 
 
+def _held_as(network: nn.Module) -> str:
+    """The library that keeps rounded weights, with the bits where it is bitsandbytes."""
+    weight = next(w for w in network.parameters() if not is_plain(w))
+    kinds = {"Params4bit": "bitsandbytes 4", "Int8Params": "bitsandbytes 8"}
+    return kinds.get(type(weight).__name__, _library(weight))
+
+
+def _library(weight: torch.Tensor) -> str:
+    return type(weight.data).__module__.partition(".")[0]
+
+
 def is_plain(weight: torch.Tensor) -> bool:
     """Whether a weight is what it looks like: bitsandbytes keeps integers, torchao a subclass that
     passes for its original dtype."""
-    own = type(weight.data).__module__.partition(".")[0]
-    return weight.is_floating_point() and own != "torchao"
+    return weight.is_floating_point() and _library(weight) != "torchao"
 
 
 def check_mergeable(weight: torch.Tensor) -> None:

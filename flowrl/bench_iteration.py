@@ -12,14 +12,18 @@ from flowrl.backbones.base import Backbone
 from flowrl.bench_phases import Phase, Timeline, watched
 from flowrl.bench_stages import device_name, move, on_gpu
 from flowrl.build import PRECISION, Given, build_learner
+from flowrl.build_objectives import build_objective
 from flowrl.collect import Sampler
 from flowrl.config import Config, parse_config
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
+from flowrl.functional.sde import KERNELS
+from flowrl.geometry import solve
 from flowrl.lowbit.precision import capability_of, named, resolve
 from flowrl.pipelines import DTYPES
+from flowrl.plan import count_work
+from flowrl.plan_setup import build_setup
 from flowrl.planning.memory import footprints
-from flowrl.planning.setup import Copy, Setup
 from flowrl.prompts import PromptRecord
 from flowrl.random_backbone import random_text
 from flowrl.runtime import Runtime
@@ -103,13 +107,8 @@ def bench_iteration(
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
         learner = _learner(config, runtime, name, work, layers)
         phases, forwards = measure(learner)
-    planned = plan(
-        replace(size, config=shortened(size.config, layers), text_encoders=()),
-        config,
-        work,
-        learner.policy.backbone.lora_targets,
-        runtime.device,
-    )
+    shorter = replace(size, config=shortened(size.config, layers), text_encoders=())
+    planned = plan(shorter, config, runtime.device)
     return (
         {"size": name, "checkpoint": size.checkpoint}
         | _where(runtime.device)
@@ -208,31 +207,18 @@ def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
     return timeline.phases(), rollout.tree.forwards
 
 
-def plan(
-    size: Size, config: Config, work: Work, targets: tuple[str, ...], device: torch.device
-) -> dict[str, int]:
+def plan(size: Size, config: Config, device: torch.device) -> dict[str, int]:
     """Bytes of each phase as `flowrl plan` has them for these very settings, as far as torch's own
     statistics can tell: without the driver's, and what lies idle between tensors."""
-    p, r = config.pipeline, config.rollout
-    guided = work.guidance > 1 and size.family != "flux"
-    format = None if p.precision is None else named(resolve(p.precision, capability_of(device)))
-    setup = Setup(
-        dtype=p.dtype,
-        height=p.height or 0,
-        width=p.width or 0,
-        rank=RANK,
-        targets=targets,
-        gradient_checkpointing=config.memory.gradient_checkpointing,
-        rollout_batch=work.batch,
-        micro_batch=work.micro_batch,
-        decode_batch=work.decode_batch,
-        rollout_doubles=guided,
-        training_doubles=guided,
-        reference=work.kl_coef > 0,
-        plan=r.plan(0, config.run.seed),
-        prompts_per_gpu=work.prompts,
-        training_copy=None if format in (None, "bf16") else Copy(format=format),  # type: ignore[arg-type]
-    )
+    section = config.pipeline
+    if section.precision is not None:  # "auto" as this GPU has it
+        format = named(resolve(section.precision, capability_of(device)))
+        section = section.model_copy(update={"precision": format})
+    config = config.model_copy(update={"pipeline": section})
+    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    kind = count_work(config, needs).kinds[0]  # every iteration is of one kind here
+    setup = build_setup(config, size, needs, solve(kind.load, 1), kind.plan, kind.candidates)
+    setup = replace(setup, text_tokens=None)  # the noise is as long as the size's own text
     return {found.phase: found.allocated for found in footprints(size, setup)}
 
 

@@ -97,9 +97,14 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 
 
 def build_learner(
-    config: Config, runtime: Runtime, given: Given, texts: Texts | None = None
+    config: Config,
+    runtime: Runtime,
+    given: Given,
+    texts: Texts | None = None,
+    needed: Needed | None = None,
 ) -> Learner:
-    """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others."""
+    """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others;
+    needed: what will be asked of them, None for `all_texts`."""
     p, r, u = config.pipeline, config.rollout, config.optim
     specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
@@ -112,13 +117,12 @@ def build_learner(
         check_differentiable(specs, config.objective.kind)
     check_measures(config, specs, prompts, evaluation_prompts(config, given))
     texts = texts or Texts(config, given.pipeline)
+    without = texts.unneeded(all_texts(config, given) if needed is None else needed)
     pipeline = build_pipeline(
-        config,
-        runtime.device,
-        given.pipeline,
-        without=texts.unneeded(all_texts(config, given)),
+        config, runtime.device, given.pipeline, without=without,
+        revision=texts.commit() if without else None,
         decoder_learns=objective.needs.reward_grad,
-    )
+    )  # fmt: skip
     drawing = build_backbone(config, pipeline, guidance=r.guidance)
     set_precision(config, drawing, runtime)
     learning = drawing
@@ -154,10 +158,13 @@ def _update_settings(config: Config) -> UpdateSettings:
     )
 
 
-def all_texts(config: Config, given: Given) -> Needed:
-    """What training and evaluation ask the text encoders, but for what is read from a store."""
+def all_texts(config: Config, given: Given, first: int = 0) -> Needed:
+    """What training from iteration `first` on and evaluation ask the text encoders, but for what
+    is read from a store. Nothing where the encoders stay: nobody needs to know it then."""
+    if config.memory.text_encoders != "free":
+        return []
     held_out = evaluated(config, evaluation_prompts(config, given))
-    return needed_texts(config, drawn_prompts(config, given), held_out)
+    return needed_texts(config, drawn_prompts(config, given), held_out, first)
 
 
 def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:

@@ -20,6 +20,9 @@ FAMILIES = {  # diffusers' classes
 }
 
 
+PREFIXES = ("StableDiffusion3", "Flux", "Sana")  # of their relatives, which are not refused
+
+
 def backbone_class(name: str) -> Callable[..., Backbone]:
     """A family of BACKBONES, or somebody's own by its import path. Raises UserError for neither."""
     if name in BACKBONES:
@@ -36,7 +39,14 @@ def backbone_class(name: str) -> Callable[..., Backbone]:
 def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbone:
     """Raises UserError for a pipeline of another family, and for a backbone that lacks members."""
     p = config.pipeline
-    own = FAMILIES.get(type(pipeline).__name__)
+    kind = type(pipeline)
+    own = FAMILIES.get(kind.__name__)
+    of_diffusers = kind.__module__.startswith("diffusers.")
+    if p.backbone in BACKBONES and of_diffusers and not kind.__name__.startswith(PREFIXES):
+        raise UserError(
+            f"{p.path} is a {kind.__name__}, but flowrl trains pipelines of SD3, FLUX.1 and SANA: "
+            "give one of these, or a backbone of your own as pipeline.backbone=module:attribute"
+        )
     if p.backbone in BACKBONES and own not in (p.backbone, None):
         raise UserError(
             f"pipeline.backbone is {p.backbone}, but {p.path} is a {type(pipeline).__name__}: "
@@ -67,4 +77,7 @@ def of_family(config: Config, pipeline: Any) -> Config:
 def adapted_layers(lora: Lora, backbone: Backbone) -> tuple[str, ...]:
     """Name endings of the adapted layers. Raises UserError for dual attention where is none."""
     targets = tuple(lora.targets or backbone.lora_targets)
-    return targets + dual_targets(backbone.transformer) if lora.dual_attention else targets
+    if not lora.dual_attention:
+        return targets
+    network: Any = backbone.transformer
+    return targets + dual_targets(type(network).__name__, network.config)

@@ -1,6 +1,7 @@
 """From the options under `memory` to a pipeline that fits, and to who remembers encoded prompts."""
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +21,7 @@ from flowrl.encode import CAPACITY, TextCache
 from flowrl.encoder_identity import by_files, by_weights, encoder_names, index_file
 from flowrl.errors import UserError
 from flowrl.memory import free_bytes
-from flowrl.offload import AUTOENCODER, ENCODER, free_encoders, place
+from flowrl.offload import AUTOENCODER, ENCODER, encoders_of, free_encoders, place, visiting
 from flowrl.pipelines import DTYPES, load_pipeline, pipeline_path
 from flowrl.progress import Steps
 from flowrl.prompt_cache import PromptCache
@@ -38,12 +39,14 @@ def build_pipeline(
     given: Any = None,
     *,
     without: Sequence[str] = (),
+    revision: str | None = None,
     decoder_learns: bool = False,
 ) -> Any:
     """The pipeline that the configuration names or that was given, as `memory` says.
 
-    without: components that are not loaded. decoder_learns: gradients go through the autoencoder,
-    which then stays on the device. Raises UserError for what cannot be had here.
+    without: components that are not loaded. revision: None for the recipe's. decoder_learns:
+    gradients go through the autoencoder, which then stays on the device. Raises UserError for what
+    cannot be had here.
     """
     p, m = config.pipeline, config.memory
     backbone_class(p.backbone)  # or the sentence that says why not, before anything is loaded
@@ -65,7 +68,7 @@ def build_pipeline(
             p.path,
             dtype=p.dtype,
             device=device,
-            revision=p.revision,
+            revision=revision or p.revision,
             rounding=rounding,
             away=away,
             without=without,
@@ -94,28 +97,32 @@ def rounded(config: Config) -> dict[str, Any]:
 
 
 def needed_texts(
-    config: Config, drawn: Sequence[PromptRecord], held_out: Sequence[PromptRecord]
+    config: Config,
+    drawn: Sequence[PromptRecord],
+    held_out: Sequence[PromptRecord],
+    first: int = 0,
 ) -> list[tuple[float, PromptRecord]]:
     """Every text that training and evaluation will ask for, paraphrases included.
 
-    drawn: what training takes its prompts from; held_out: what is drawn in evaluations. What a
-    store holds comes on top: it is known once the store is open.
+    drawn: what training takes its prompts from; held_out: what is drawn in evaluations; first: the
+    iteration that training starts with. What a store holds comes on top: it is known once the
+    store is open.
     """
     r, e = config.rollout, config.evaluation
-    training = _worded(_taken(config, drawn), config.prompts.retained is not None)
+    training = _worded(_taken(config, drawn, first), config.prompts.retained is not None)
     found = [(r.guidance, prompt) for prompt in training]
     if r.store is not None:
         found += [(learning_guidance(config), prompt) for prompt in training]
     return found + [(e.guidance, prompt) for prompt in _worded(held_out, e.paraphrases)]
 
 
-def _taken(config: Config, drawn: Sequence[PromptRecord]) -> list[PromptRecord]:
-    """The prompts of the run's iterations; all where a store is drawn anew from them."""
+def _taken(config: Config, drawn: Sequence[PromptRecord], first: int) -> list[PromptRecord]:
+    """The prompts of iterations from `first` on; all where a store is drawn anew from them."""
     r, seed, balance = config.rollout, config.run.seed, config.prompts.balance
     if not drawn or r.store is not None:
         return list(drawn)
     sampler = PromptSampler(drawn, r.prompts, seed, balance=balance)
-    taken = {p.uid: p for i in range(config.run.iterations) for p in sampler.at(i)}
+    taken = {p.uid: p for i in range(first, config.run.iterations) for p in sampler.at(i)}
     return list(taken.values())
 
 
@@ -168,28 +175,39 @@ class Texts:
         freed = self.config.memory.text_encoders == "free"
         if not freed or index is None or (store is not None and store.path is not None):
             return []
+        disks = {guided: self._disk(guided) for guided in (False, True)}
         for guidance, prompt in needed:
-            disk = self._disk(guidance > 1)
+            disk = disks[guidance > 1]
             negative = self.config.rollout.negative if prompt.negative is None else prompt.negative
             if disk is None or not disk.has(prompt.read, negative):
+                self._identity = None  # a branch may have moved on: known once they are loaded
                 return []
         return encoder_names(index)
+
+    def commit(self) -> str | None:
+        """Of a pipeline from the Hub: the commit whose text encoders encoded what is on disk."""
+        return (self._who() or {}).get("commit")
 
     def free(self, pipeline: Any, needed: Needed, runtime: Runtime) -> None:
         """With memory.text_encoders free: encode all texts that are needed, and drop the encoders.
 
-        Once all who draw have asked for their cache. Raises UserError on all processes for texts
-        that do not fit into memory.
+        Once all who draw have asked for their cache. With a disk each process encodes a share and
+        reads it to the end, then what the others have put where it cannot see it. Raises UserError
+        on all processes for texts that do not fit into memory, and for a damaged file where the
+        encoders were not loaded.
         """
         if self.config.memory.text_encoders != "free":
             return
-        texts = [(self._caches[guidance > 1], prompt) for guidance, prompt in needed]
-        if self.config.memory.prompt_cache is not None:  # each a share: all can read the rest
-            texts = [texts[i] for i in runtime.share(len(texts)).tolist()]
-        missing = [(cache, prompt) for cache, prompt in texts if not cache.has(prompt)]
-        with runtime.together():
-            _encode(missing, show=runtime.is_main)
-        runtime.wait()
+        asked = [(self._caches[guidance > 1], prompt) for guidance, prompt in needed]
+        texts = list({(cache, cache.key(p)): (cache, p) for cache, p in asked}.values())
+        # Dealt one by one, since what is missing often lies side by side.
+        on_disk = all(cache.disk is not None for cache in self._caches.values())
+        share = texts[runtime.rank :: runtime.world_size] if on_disk else texts
+        for part, whole in ((share, True), (texts, False)):
+            with runtime.together():
+                missing = [(cache, p) for cache, p in part if not cache.has(p, whole=whole)]
+                _encode(missing, show=runtime.is_main)
+            runtime.wait()
         free_encoders(pipeline)
 
     def _disk(self, guided: bool) -> PromptCache | None:
@@ -224,31 +242,35 @@ class Texts:
 def _encode(missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool) -> None:
     """In full batches, with a progress bar. Raises UserError after the first for what will not
     fit into memory."""
-    each = {(cache, cache.key(prompt)): (cache, prompt) for cache, prompt in missing}
     by_cache: dict[TextCache, list[PromptRecord]] = {}
-    for cache, prompt in each.values():
+    for cache, prompt in missing:
         by_cache.setdefault(cache, []).append(prompt)
     parts = [
         (cache, prompts[start : start + cache.batch_size])
         for cache, prompts in by_cache.items()
         for start in range(0, len(prompts), cache.batch_size)
     ]
-    steps = Steps("encoding prompts", len(parts)) if show and parts else None
-    with steps or nullcontext():
+    if not parts:
+        return
+    backbone = parts[0][0].backbone  # all have one pipeline
+    steps = Steps("encoding prompts", len(parts)) if show else None
+    with visiting(encoders_of(backbone.pipeline), backbone.device), steps or nullcontext():
         for number, (cache, prompts) in enumerate(parts):
-            cache.learn(prompts)
+            cache.make(prompts)
             if number == 0 and cache.disk is None:
-                _check_room(cache.nbytes() // len(cache.known), len(each))
+                _check_room(cache.nbytes() // len(cache.known), len(missing))
             if steps is not None:
                 steps.advance()
 
 
 def _check_room(nbytes: int, prompts: int) -> None:
-    """nbytes: of one encoded prompt."""
+    """nbytes: of one encoded prompt, of which each process of this machine keeps all."""
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the launcher's
     free = free_bytes(torch.device("cpu"))
-    if free is not None and nbytes * prompts > free:
+    if free is not None and nbytes * prompts * processes > free:
+        each = f" in each of {processes} processes" if processes > 1 else ""
         raise UserError(
             f"memory.text_encoders is free, but {prompts} encoded prompts of {nbytes / 2**20:.1f} "
-            f"MB do not fit into the {free / 2**30:.0f} GB of memory that are left: set "
+            f"MB{each} do not fit into the {free / 2**30:.0f} GB of memory that are left: set "
             "memory.prompt_cache to a folder, or memory.text_encoders to offload"
         )

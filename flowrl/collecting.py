@@ -16,7 +16,7 @@ from flowrl.build import (
     build_learner,
     drawn_prompts,
 )
-from flowrl.build_memory import Texts
+from flowrl.build_memory import Texts, needed_texts
 from flowrl.build_store import about
 from flowrl.checkpoint import CONFIG
 from flowrl.collect import Sampler
@@ -52,8 +52,9 @@ def collect_groups(
     rewards: objects to use in place of those that the recipe names. -> one row that sums up.
     """
     config = _without_store(as_given(config, pipeline))
+    shards = -(-groups // config.rollout.prompts)  # iterations, as many as are drawn
     # What is written down about a rollout's stages belongs to the store.
-    run = config.run.model_copy(update={"output_dir": str(folder)})
+    run = config.run.model_copy(update={"output_dir": str(folder), "iterations": shards})
     config = config.model_copy(update={"run": run})
     if config.prompts.retained is not None:
         raise UserError(
@@ -69,10 +70,10 @@ def collect_groups(
     )
     given = Given(pipeline=pipeline, rewards=rewards)
     texts = Texts(config, pipeline)
-    learner = build_learner(config, runtime, given, texts)
+    needed = needed_texts(config, drawn_prompts(config, given), ())
+    learner = build_learner(config, runtime, given, texts, needed)
     sampler = learner.source
     assert isinstance(sampler, Sampler)  # the recipe has no store
-    shards = -(-groups // sampler.prompts.per_iteration)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
 
@@ -84,8 +85,7 @@ def collect_groups(
     with closing(learner.specs), packed, steps or nullcontext():
         with runtime.together():
             try_rewards(learner, drawn_prompts(config, given))
-        drawn = [(config.rollout.guidance, prompt) for prompt in drawn_prompts(config, given)]
-        texts.free(learner.policy.backbone.pipeline, drawn, runtime)
+        texts.free(learner.policy.backbone.pipeline, needed, runtime)
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return summary(store) if runtime.is_main else []
 
@@ -105,9 +105,7 @@ def collect_pairs(
     if runtime.world_size > 1:
         raise UserError("pairs are encoded by one process: start this without a launcher")
     if pipeline is None:
-        pipeline = load_pipeline(
-            p.path, dtype=p.dtype, device=runtime.device, revision=p.revision
-        )
+        pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
     backbone = build_backbone(config, pipeline, guidance=1.0)
     create(
         folder,

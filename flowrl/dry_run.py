@@ -9,18 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from flowrl.build_objectives import build_objective
 from flowrl.config import Config, parse_config
 from flowrl.dry_prompts import choose
 from flowrl.dry_rewards import Told, tell
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
+from flowrl.pipelines import pipeline_path
 from flowrl.trees.plan import PlanError
 from flowrl.trees.shape import count
 
 FAMILIES = {"sd3": "tiny-sd3", "flux": "tiny-flux", "sana": "tiny-sana"}
-ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 8, 4, 16, 4
-FORWARDS = 400  # of a prompt, above which a rehearsal takes fewer steps
+ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 16, 4, 16, 4
+FORWARDS = 24  # of a prompt, above which a rehearsal takes fewer steps
+STEPS = 6  # then, or as few more as the tree has to have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,19 @@ def _learning(draft: _Draft) -> None:
     draft.most("lora.rank", RANK)
     draft.put("lora.alpha", strength * lora["rank"])
     draft.put("lora.init_from", None)
+    draft.put("lora.dual_attention", False, "false: tiny networks have no second attention")
+    if lora["targets"] and not _matches(draft.data["pipeline"]["path"], lora["targets"]):
+        draft.put("lora.targets", None, "null: no layer of the tiny network has such a name")
     draft.most("optim.micro_batch", ROWS)
+
+
+def _matches(tiny: str, targets: list[str]) -> bool:
+    """Whether a layer of a tiny network has one of these endings, as PEFT compares them."""
+    layers: set[str] = set()
+    for path in (Path(pipeline_path(tiny)) / "transformer").glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            layers |= {key.removesuffix(".weight") for key in file.keys()}
+    return any(f".{name}".endswith(f".{target}") for name in layers for target in targets)
 
 
 def _evaluation(draft: _Draft) -> None:
@@ -194,7 +210,9 @@ def _sizes(config: Config) -> Iterator[tuple[int, int]]:
     whole = sizes(r.steps)
     cheap = [pair for pair in whole if _forwards(config, *pair) <= FORWARDS]
     yield from cheap
-    yield from (pair for steps in range(min(10, r.steps), 1, -1) for pair in sizes(steps))
+    fewer = min(STEPS, r.steps)
+    order = [*range(fewer, 1, -1), *range(fewer + 1, r.steps)]
+    yield from (pair for steps in order for pair in sizes(steps))
     yield from whole
 
 

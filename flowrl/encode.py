@@ -57,14 +57,27 @@ class TextCache:
     def key(self, prompt: PromptRecord) -> Key:
         return prompt.read, self.negative if prompt.negative is None else prompt.negative
 
-    def has(self, prompt: PromptRecord) -> bool:
-        """Whether it can be had without the text encoders."""
+    def has(self, prompt: PromptRecord, *, whole: bool = False) -> bool:
+        """Whether it can be had without the text encoders. whole: a file is read to the end."""
         key = self.key(prompt)
-        return key in self.known or (self.disk is not None and self.disk.has(*key))
+        if key in self.known or self.disk is None:
+            return key in self.known
+        return self.disk.load(*key) is not None if whole else self.disk.has(*key)
 
-    def learn(self, prompts: Sequence[PromptRecord]) -> None:
-        """Encode those that cannot be had yet; what is on disk stays there."""
-        self._encode([self.key(prompt) for prompt in prompts if not self.has(prompt)])
+    def learn(self, prompts: Sequence[PromptRecord], rows: int | None = None) -> None:
+        """Encode those that cannot be had yet, as many as can be kept; what is on disk stays
+        there. Encoders that are elsewhere move once for all. rows: at once, None for batch_size."""
+        rows = rows or self.batch_size
+        missing = list({self.key(p): p for p in prompts if not self.has(p)}.values())
+        missing = missing[: None if self.disk is not None else self.capacity]
+        moved = encoders_of(self.backbone.pipeline) if missing else []
+        with visiting(moved, self.backbone.device):
+            for start in range(0, len(missing), rows):
+                self.make(missing[start : start + rows])
+
+    def make(self, prompts: Sequence[PromptRecord]) -> None:
+        """Encode these, whatever is known of them."""
+        self._encode([self.key(prompt) for prompt in prompts])
         self._forget()
 
     def nbytes(self) -> int:
@@ -90,10 +103,7 @@ class TextCache:
             return
         backbone, keys = self.backbone, list(dict.fromkeys(keys))
         if are_freed(backbone.pipeline):
-            raise UserError(
-                f"the prompt {keys[0][0]!r} was not encoded before the text encoders were freed: "
-                "set memory.text_encoders to offload or keep"
-            )
+            raise self._unknown(keys[0])
         plain = torch.autocast(backbone.device.type, enabled=False)
         with plain, visiting(encoders_of(backbone.pipeline), backbone.device):
             for start in range(0, len(keys), self.batch_size):
@@ -103,6 +113,19 @@ class TextCache:
                     self.known[key] = cond.take(torch.tensor([i]))
                     if self.disk is not None:
                         self.disk.save(*key, self.known[key])
+
+    def _unknown(self, key: Key) -> UserError:
+        """Why a prompt cannot be had without the text encoders."""
+        path = None if self.disk is None else self.disk.path(*key)
+        if path is not None and path.exists():
+            return UserError(
+                f"the encoded prompt {path} is damaged, and the text encoders that would make it "
+                "anew are not there: remove the file and start again"
+            )
+        return UserError(
+            f"the prompt {key[0]!r} is not among the prompts that were encoded before the text "
+            "encoders were freed: set memory.text_encoders to offload or keep"
+        )
 
     def _forget(self) -> None:
         while self.capacity is not None and len(self.known) > self.capacity:

@@ -170,6 +170,9 @@ class Evaluator:
         waiting: list[Scoring] = []
         own = runtime.share(len(request.prompt))
         with runtime.together():
+            # All at once, so that encoders that are elsewhere move once.
+            prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
+            self.encode.learn(prompts, self.batch_size)
             for rows in own.split(self.batch_size) if len(own) else ():
                 scoring = Scoring(specs=self.specs)
                 with runtime.autocast():

@@ -15,15 +15,18 @@ from flowrl.errors import UserError
 from flowrl.export import FILE, check_header, lora_file, merge_lora, read_lora
 from flowrl.hub import open_repository, push
 from flowrl.pipelines import load_pipeline
-from flowrl.storage import sync_folder, write_bytes
+from flowrl.storage import sync_files, sync_folder, write_bytes
 
 SUFFIX = ".safetensors"
+CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
 
 
 def recipe_of(source: str | Path) -> Config | None:
-    """The configuration beside a LoRA, or above a checkpoint's folder; None where there is none."""
+    """The configuration beside a LoRA, or of the run whose checkpoint it is; None where there is
+    none."""
     folder = lora_file(source).resolve().parent
-    for place in (folder, *folder.parents[:2]):
+    run = [folder.parent.parent] if folder.parent.name == CHECKPOINTS else []
+    for place in (folder, *run):
         if (place / CONFIG).is_file():
             return load_config(place / CONFIG)
     return None
@@ -62,11 +65,13 @@ def _family(source: str, state: dict[str, Any]) -> str:
         return "flux"
     if any(".attn1." in name for name in state):
         return "sana"
-    if any(".attn2." in name for name in state):
+    second = any(".attn2." in name for name in state)  # of SANA too, which has no plain one
+    if second and any(".attn." in name for name in state):
         return "sd3"
+    families = "SD3's or SANA's" if second else "SD3's or FLUX's"
     raise UserError(
-        f"{source} has no {CONFIG} beside it, and its layers may be SD3's or FLUX's: add "
-        "--backbone sd3 or --backbone flux"
+        f"{source} has no {CONFIG} beside it, and its layers may be {families}: add --backbone sd3 "
+        f"or --backbone {'sana' if second else 'flux'}"
     )
 
 
@@ -95,6 +100,7 @@ def export_merged(
     scratch = Path(tempfile.mkdtemp(dir=to.resolve().parent, prefix=f".{to.name}.", suffix=".tmp"))
     try:
         _save(pipeline, scratch)
+        sync_files(scratch)
         scratch.chmod(0o755)
         scratch.rename(to.resolve())
         sync_folder(to.resolve().parent)

@@ -97,9 +97,16 @@ class Geometry:
 def solve(load: Load, gpus: int) -> Geometry:
     """The shares of `gpus` processes, as training deals them; an uneven one is no error.
 
-    Raises UserError, with the nearest numbers that work, where a process would have no tree.
+    Raises UserError, with the nearest numbers that work, where a process would have no tree or an
+    update a part of a group.
     """
     check(load, gpus)
+    if load.prompts % load.updates:
+        raise UserError(
+            f"rollout.prompts is {load.prompts} and optim.updates_per_rollout {load.updates}, but "
+            f"an update takes whole groups: the nearest rollout.prompts that works is "
+            f"{_multiple(load.prompts, load.updates)}"
+        )
     return _solve(load, gpus)
 
 
@@ -107,12 +114,6 @@ def check(load: Load, gpus: int) -> None:
     """Raises UserError unless every one of `gpus` processes gets work in every iteration."""
     if gpus < 1:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
-    if load.prompts % load.updates:
-        raise UserError(
-            f"rollout.prompts is {load.prompts} and optim.updates_per_rollout {load.updates}, but "
-            f"an update takes whole groups: the nearest rollout.prompts that works is "
-            f"{_multiple(load.prompts, load.updates)}"
-        )
     if load.together == "update" and gpus > 1:
         raise UserError(
             f"{load.judge} compares all pictures of an update with their mean, which {gpus} "

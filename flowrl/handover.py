@@ -13,7 +13,7 @@ from flowrl.curves import reward_curves
 from flowrl.evaluate import Comparison, Evaluation, compare
 from flowrl.functional.telling import Mode
 from flowrl.gallery import GalleryPair, SummaryRow, write_gallery
-from flowrl.hub import public, public_config
+from flowrl.hub import is_hub_name, public, public_config
 from flowrl.licences import Licence, licence_of
 from flowrl.lowbit.report import read_precision
 from flowrl.pictures import to_pil
@@ -217,7 +217,7 @@ def card(
 ) -> Card:
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
-    on_hub = not built_in and not Path(p.path).exists()
+    on_hub = not built_in and is_hub_name(p.path)
     of_revision = f", revision={p.revision!r}" if on_hub and p.revision else ""
     return Card(
         base_model=public(p.path),

@@ -19,9 +19,10 @@ def is_offline() -> bool:
 def sentence(error: BaseException, name: str, revision: str | None = None) -> str:
     """Why `name` cannot be had from the Hub and what to do; "" when it is nothing of these.
 
-    Libraries wrap what the Hub said, and fall back to files that are not there: what counts is
-    the first cause along the chain that has a name. Classes are known by their names, since they
-    have moved between modules, and HTTP libraries, from version to version.
+    Libraries wrap what the Hub said, and fall back to files that are not there: all errors along
+    the chain of causes are looked at, and the most telling kind counts, in the order below.
+    Classes are known by their names, since they have moved between modules, and HTTP libraries,
+    from version to version.
     """
     chain = list(_chain(error))
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}

@@ -42,8 +42,15 @@ def load_pipeline(
     revision: of a pipeline from the Hub, which is asked with the environment's token. rounding:
     diffusers' quantization_config. away: how the names of components begin that stay on the CPU;
     without: names of those that are not loaded. Raises UserError when there is none at `path`,
-    with what the Hub said in words.
+    with what the Hub said in words, and for a revision of what is not from the Hub.
     """
+    on_hub = path not in TINY and not Path(path).exists()
+    if revision is not None and not on_hub:
+        raise UserError(
+            f"revision {revision!r} is given for {path!r}, which is a folder on this machine, but "
+            "only pipelines from the Hub have revisions: leave it out, or set pipeline.revision "
+            "to null"
+        )
     from diffusers import DiffusionPipeline
     from transformers.utils import logging
 
@@ -57,7 +64,6 @@ def load_pipeline(
             **dict.fromkeys(without),
         )
     except Exception as error:  # HTTP libraries have errors of their own, of no common class
-        on_hub = path not in TINY and not Path(path).exists()
         if on_hub and (told := sentence(error, path, revision)):
             raise UserError(f"cannot load the pipeline: {told}") from error
         if not isinstance(error, (OSError, ValueError)):

@@ -5,7 +5,7 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowrl.build_objectives import build_objective
 from flowrl.config import Config
@@ -13,12 +13,13 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.geometry import Geometry, solve
 from flowrl.objectives.base import Needs
-from flowrl.plan_counts import RunWork, count_run
+from flowrl.plan_counts import Kind, RunWork, count_run
 from flowrl.plan_remedies import Remedies, find_remedies
 from flowrl.plan_rewards import compares_groups, reward_bytes
-from flowrl.plan_setup import AUTO, build_setup
+from flowrl.plan_setup import build_setup
 from flowrl.plan_size import size_for
 from flowrl.planning.memory import Footprint, footprints, peak
+from flowrl.planning.weights import AUTO
 from flowrl.published import Size
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -28,8 +29,8 @@ BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """geometry: of the first iteration. transitions: it learns from nodes of trees, not from
-    pictures. phases: of the GPU that has most to do; none where the
-    pipeline's shapes are not known, and then `unknown` says why. memory: bytes of a GPU, None
+    pictures. phases: of the GPU that has most to do, in the iterations that need most; none where
+    the pipeline's shapes are not known, and then `unknown` says why. memory: bytes of a GPU, None
     where nobody named any. remedies: where it does not fit. notes: what was assumed or left out.
     """
 
@@ -65,9 +66,11 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
     phases: tuple[Footprint, ...] = ()
     remedies = None
     if size is not None:
-        phases = _phases(config, size, needs, geometry)
+        phases = _phases(config, size, needs, work.kinds, gpus)
         if memory is not None and peak(list(phases)).total > memory:
-            remedies = find_remedies(config, lambda c: _peak(c, size, gpus), memory)
+            remedies = find_remedies(
+                config, lambda c: peak(list(_phases(c, size, needs, work.kinds, gpus))), memory
+            )
     return Plan(
         geometry=geometry,
         transitions=needs.states == "transitions",
@@ -91,14 +94,18 @@ def count_work(config: Config, needs: Needs) -> RunWork:
     )
 
 
-def _peak(config: Config, size: Size, gpus: int) -> Footprint:
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
-    load = next(iter(count_work(config, needs).loads))
-    return peak(list(_phases(config, size, needs, solve(load, gpus))))
-
-
-def _phases(config: Config, size: Size, needs: Needs, geometry: Geometry) -> tuple[Footprint, ...]:
-    return tuple(footprints(size, build_setup(config, size, needs, geometry)))
+def _phases(
+    config: Config, size: Size, needs: Needs, kinds: Sequence[Kind], gpus: int
+) -> tuple[Footprint, ...]:
+    """Of each phase, the iteration that needs most. kinds: of this recipe, or of one that differs
+    in nothing that changes them but optim.micro_batch."""
+    found: dict[str, Footprint] = {}
+    for kind in kinds:
+        geometry = solve(replace(kind.load, micro_batch=config.optim.micro_batch), gpus)
+        setup = build_setup(config, size, needs, geometry, kind.plan, kind.candidates)
+        for one in footprints(size, setup):
+            found[one.phase] = peak([found.get(one.phase, one), one])
+    return tuple(found.values())
 
 
 def _size(config: Config) -> tuple[Size | None, str]:
@@ -115,7 +122,7 @@ def _notes(config: Config, needs: Needs) -> Sequence[str]:
         found.append(f"The weights of {', '.join(unknown)} are not counted: nobody knows them.")
     explore = config.rollout.explore
     if "auto" in (config.pipeline.precision, explore and explore.precision):
-        found.append(f"precision auto is counted as {AUTO}.")
+        found.append(f"precision auto is counted as the larger of {' and '.join(AUTO)}.")
     if needs.reward_grad:
         found.append("The gradient through the decoder and the reward is not counted.")
     store = config.rollout.store

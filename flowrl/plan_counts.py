@@ -8,6 +8,7 @@ from flowrl.build_geometry import build_load
 from flowrl.config import Config
 from flowrl.geometry import Load, micro_batches
 from flowrl.objectives.base import Needs
+from flowrl.trees.plan import TreePlan
 from flowrl.trees.shape import count
 
 AGAIN = ("refl", "draft_lv", "srpo")  # compute the network's answer once more on the way back
@@ -44,11 +45,21 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunWork:
-    """loads: the kinds of iteration with how many there are of each, the first one's first; work:
-    of all of them, audits among exploring; evaluation: forwards of one, and evaluations: their
-    number."""
+class Kind:
+    """What some iterations draw, and explore before it, if anything; and what that asks for."""
 
+    plan: TreePlan
+    candidates: TreePlan | None
+    load: Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWork:
+    """kinds: of iterations that hold different numbers of latents, the first one's first. loads:
+    how many iterations ask for each; work: of all of them, audits among exploring; evaluation:
+    forwards of one, and evaluations: their number."""
+
+    kinds: tuple[Kind, ...]
     loads: Mapping[Load, int]
     first: Work
     work: Work
@@ -72,6 +83,7 @@ def count_run(config: Config, needs: Needs, *, whole_groups: bool, whole_trained
     r, seed = config.rollout, config.run.seed
     found: Counter[Load] = Counter()
     known: dict = {}
+    kinds: dict = {}
     for iteration in range(config.run.iterations):
         plan = r.plan(iteration, seed)
         candidates = None if r.explore is None else r.candidates(iteration, seed)
@@ -80,11 +92,14 @@ def count_run(config: Config, needs: Needs, *, whole_groups: bool, whole_trained
                 config, needs, plan, whole_groups=whole_groups, whole_trained=whole_trained,
                 candidates=candidates,
             )  # fmt: skip
+            kind = Kind(plan=plan, candidates=candidates, load=known[plan, candidates])
+            kinds.setdefault((kind.load, count(plan), candidates and count(candidates)), kind)
         found[known[plan, candidates]] += 1
     work = Work()
     for load, times in found.items():
         work = work.plus(work_of(config, needs, load), times)
     return RunWork(
+        kinds=tuple(kinds.values()),
         loads=found,
         first=work_of(config, needs, next(iter(found))),
         work=work.plus(_audits(config)),

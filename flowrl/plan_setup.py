@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from flowrl.backbones.sd3 import DUAL_TARGETS
-from flowrl.build_backbone import BACKBONES, backbone_class
+from flowrl.backbones.sd3 import dual_targets
+from flowrl.build_backbone import backbone_class
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.geometry import Geometry
@@ -13,18 +13,24 @@ from flowrl.plan_rewards import reward_bytes
 from flowrl.plan_size import own_pixels, text_tokens
 from flowrl.planning.setup import Copy, Setup
 from flowrl.published import Size
+from flowrl.trees.plan import TreePlan
 
-AUTO: Any = "fp8"  # what `precision: auto` is taken for: GPUs of compute capability 8.9 and more
 ENCODED = 64  # texts that are encoded at once, at most
 
 
-def build_setup(config: Config, size: Size, needs: Needs, geometry: Geometry) -> Setup:
-    """Of the GPU that has most to do, in the first iteration.
+def build_setup(
+    config: Config,
+    size: Size,
+    needs: Needs,
+    geometry: Geometry,
+    plan: TreePlan,
+    candidates: TreePlan | None,
+) -> Setup:
+    """Of the GPU that has most to do, in iterations that draw `plan` and explore `candidates`.
 
     Raises UserError for an adapter that the network has no layers for.
     """
     p, r, m, e = config.pipeline, config.rollout, config.memory, config.evaluation
-    seed, explore = config.run.seed, config.rollout.explore
     share, load = max(geometry.shares, key=lambda s: s.trees), geometry.load
     rows = max(max(s.rows) for s in geometry.shares) * load.row_forwards
     side = own_pixels(size)
@@ -43,16 +49,17 @@ def build_setup(config: Config, size: Size, needs: Needs, geometry: Geometry) ->
         gradient_checkpointing=m.gradient_checkpointing,
         rollout_batch=r.batch_size,
         micro_batch=min(config.optim.micro_batch, max(rows, 1)),
-        decode_batch=min(p.decode_batch, max(share.pictures, 1)),
+        decode_batch=p.decode_batch,
         evaluation_batch=min(e.batch_size, images),
+        evaluation_steps=e.steps,
         encode_batch=ENCODED,
         rollout_doubles=doubles(config, r.guidance),
         training_doubles=doubles(config, training),
         evaluation_doubles=doubles(config, e.guidance),
         reference=needs.reference or needs.old is not None,
-        plan=r.plan(0, seed),
+        plan=plan,
         prompts_per_gpu=max(1, -(-share.trees // load.roots)),
-        candidates=None if explore is None else r.candidates(0, seed),
+        candidates=candidates,
         copies=_copies(config),
         training_copy=_training_copy(config),
         merged=_merged(config),
@@ -65,13 +72,15 @@ def build_setup(config: Config, size: Size, needs: Needs, geometry: Geometry) ->
 def _targets(config: Config, size: Size) -> tuple[str, ...]:
     lora = config.lora
     own: Any = backbone_class(config.pipeline.backbone)
-    targets = tuple(lora.targets or getattr(own, "lora_targets", BACKBONES["sd3"].lora_targets))
-    if lora.dual_attention and not size.config.get("dual_attention_layers"):
+    targets = tuple(lora.targets or getattr(own, "lora_targets", ()))
+    if not targets:
         raise UserError(
-            f"lora.dual_attention is true, but {size.checkpoint} has no block with a second "
-            "attention, as SD3.5-medium's has: set it to false"
+            f"pipeline.backbone {config.pipeline.backbone!r} does not say which layers it adapts "
+            "before it is made: set lora.targets, or make lora_targets an attribute of its class"
         )
-    return targets + DUAL_TARGETS if lora.dual_attention else targets
+    if not lora.dual_attention:
+        return targets
+    return targets + dual_targets(size.transformer, size.config)
 
 
 def _copies(config: Config) -> tuple[Copy, ...]:
@@ -85,7 +94,7 @@ def _copies(config: Config) -> tuple[Copy, ...]:
         if e.precision != "bf16" or folds != merged:
             found.append(
                 Copy(
-                    format=_format(e.precision),
+                    format=e.precision,
                     merge=e.lora == "merge",
                     min_dim=e.min_dim,
                     keep=None if e.keep_layers is None else tuple(e.keep_layers),
@@ -99,11 +108,9 @@ def _training_copy(config: Config) -> Copy | None:
     if p.precision in (None, "bf16"):
         return None
     keep = None if p.keep_layers is None else tuple(p.keep_layers)
-    return Copy(format=_format(p.precision), merge=False, min_dim=p.min_dim, keep=keep)
-
-
-def _format(precision: Any) -> Any:
-    return AUTO if precision == "auto" else precision
+    # The larger of what auto may be: bf16 keeps nothing beside the weights.
+    format = "fp8" if p.precision == "auto" else p.precision
+    return Copy(format=format, merge=False, min_dim=p.min_dim, keep=keep)
 
 
 def _foldable(config: Config) -> bool:

@@ -9,7 +9,7 @@ import torch
 from flowrl.build_backbone import FAMILIES
 from flowrl.errors import UserError
 from flowrl.pipelines import TINY, pipeline_path
-from flowrl.planning.pictures import CLIP_TOKENS
+from flowrl.planning.pictures import CLIP_TOKENS, keep_wide
 from flowrl.published import SIZES, Size, size_of_checkpoint
 from flowrl.text_encoders import TextEncoder
 
@@ -105,6 +105,7 @@ def _encoders(folder: Path, index: dict[str, Any]) -> list[TextEncoder]:
                 config_class=config_class,
                 config=own,
                 parameters=sum(p.numel() for p in network.parameters()),
+                wide=keep_wide(network),
             )
         )
     return found

@@ -12,15 +12,16 @@ LOG = logging.getLogger(__name__)
 def publish(run: Run, repository: str | None) -> None:
     """Upload what the run has for everybody; all processes call it, one with a repository.
 
-    What goes wrong is told and not raised: the run is whole, and can be pushed later. So is one
-    that was interrupted, whose weights nobody has looked at.
+    What goes wrong is told and not raised: the run is whole, and can be pushed later. So can one
+    that was interrupted, whose weights nobody has looked at, or that its stop rule has ended,
+    whose best weights are those of an earlier checkpoint.
     """
     interrupted = run.interrupted  # which all processes ask together
     if repository is None:
         return
-    if interrupted:
-        later = push_later(run.folder, repository)
-        LOG.warning("the run was interrupted and is not uploaded; %s", later)
+    ended = "was interrupted" if interrupted else "was ended by run.stop_when_hacking"
+    if interrupted or run.stopped:
+        LOG.warning("the run %s and is not uploaded; %s", ended, push_later(run.folder, repository))
         return
     try:
         LOG.info("uploaded to %s", push(run.folder, repository))

@@ -22,7 +22,7 @@ class Size:
     text_width: of the text the transformer attends to; pooled_width: of the text's one vector, or
     None where there is none. billions: numbers in the transformer as published, its table of
     positions included. autoencoder_params: of the autoencoder, its encoder included.
-    pixels: a picture's side where Sol-RL (2604.06916) trained it.
+    pixels: a picture's side where Sol-RL (2604.06916) trained it, not the pipeline's own.
     """
 
     family: str

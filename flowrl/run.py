@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flowrl.checkpoint import Checkpoints, random_state, restore_random_state
 from flowrl.errors import UserError
@@ -38,6 +39,20 @@ class RunSettings:
     checkpoint_every: int
     evaluate_every: int
     sample_every: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """What is shown of a rollout, which is gone by then: images (n, 3, H, W), n captions."""
+
+    images: Tensor
+    captions: list[str]
+
+    @classmethod
+    def of(cls, rollout: Rollout) -> "Sheet":
+        """Its first pictures; none of a stored one, which has none."""
+        prompts = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves()[:SHOWN].tolist()]
+        return cls(images=rollout.images[:SHOWN].clone(), captions=prompts)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,15 +157,14 @@ class Run:
 
     # --- during -----------------------------------------------------------------------------
 
-    def after(self, iteration: int, rollout: Rollout, metrics: dict[str, float]) -> None:
+    def after(self, iteration: int, sheet: Sheet, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show when it is time."""
         self.done, s = iteration + 1, self.settings
         if self.report is not None:
             self.report.log(self.done, metrics)
             shown = s.sample_every and self.done % s.sample_every == 0
-            if shown and len(rollout.images):  # stored rollouts have none
-                captions = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves().tolist()]
-                self.report.images(self.done, rollout.images[:SHOWN], captions[:SHOWN])
+            if shown and len(sheet.images):
+                self.report.images(self.done, sheet.images, sheet.captions)
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             self.steps.advance(shown)

@@ -36,8 +36,8 @@ class Pipeline(Section):
     attention: Text | None = option(
         None,
         "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
-        "leaves it to diffusers. Of diffusers 0.42's transformers FLUX can be told; SD3 and SANA "
-        "always take native.",
+        "leaves it to diffusers. Of diffusers 0.42's transformers FLUX can be told any; SD3 takes "
+        "native or xformers, SANA always native.",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",

@@ -10,8 +10,8 @@ class Memory(Section):
 
     gradient_checkpointing: Flag = option(
         False,
-        "Compute a block's activations again in the backward pass instead of keeping them: a "
-        "third more time in training for a fraction of the memory.",
+        "Compute a block's activations again in the backward pass instead of keeping them: one "
+        "more forward for each backward pass, for a fraction of the memory.",
         "on for FLUX in Sol-RL",
     )
     base_bits: Literal[4, 8] | None = option(

@@ -47,6 +47,17 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def sync_files(folder: Path) -> None:
+    """Flush everything below a folder to disk, and the folders' entries."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir():
+            sync_folder(path)
+            continue
+        with open(path, "rb+") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextEncoder:
     """A text encoder as a class of transformers, its configuration's class, and its values.
 
-    parameters: numbers in it, of the part that the pipeline loads.
+    parameters: numbers in it, of the part that the pipeline loads. wide: of them, those that
+    transformers keeps in fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`).
     """
 
     name: str
@@ -20,6 +23,12 @@ class TextEncoder:
     config_class: str
     config: Mapping[str, Any]
     parameters: int
+    wide: int = 0
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of its weights, loaded in a dtype."""
+        wide = self.wide if dtype == torch.float16 else 0
+        return self.parameters * dtype.itemsize + wide * (4 - dtype.itemsize)
 
 
 def _clip(name: str, model: str, width: int, layers: int, act: str, parameters: int) -> TextEncoder:
@@ -57,6 +66,7 @@ T5_XXL = TextEncoder(
         "feed_forward_proj": "gated-gelu",
     },
     parameters=4_762_310_656,
+    wide=24 * 4096 * 10_240,  # `wo` of every layer, whose products leave fp16's range
 )
 GEMMA = TextEncoder(
     name="Gemma 2 2B",

@@ -16,7 +16,7 @@ from flowrl.objectives.pieces import in_pieces
 from flowrl.policy import Policy
 from flowrl.reward import RewardSpec
 from flowrl.rollout import Stopwatch
-from flowrl.run import Run
+from flowrl.run import Run, Sheet
 from flowrl.runtime import Runtime
 from flowrl.trajectory import Conditioning, Rollout
 
@@ -171,7 +171,9 @@ def train(learner: Learner, run: Run, *, iterations: int) -> None:
                 run.finish()
             learner.source.keep()
             raise
-        run.after(iteration, rollout, metrics)
+        sheet = Sheet.of(rollout)
+        del rollout  # or its latents would lie beside those of evaluation, and of the next one
+        run.after(iteration, sheet, metrics)
         if run.saved == run.done:
             learner.source.keep()
         if run.should_stop():

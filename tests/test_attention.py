@@ -1,6 +1,7 @@
 """Attention by diffusers' switch: what can be chosen, and what the sentences say otherwise."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,8 +63,64 @@ def test_what_needs_a_gpu_says_so_on_the_cpu(networks, name):
 
 @pytest.mark.parametrize("family", ["sd3", "sana"])
 def test_a_network_that_cannot_be_told_says_so(networks, family):
-    with pytest.raises(UserError, match="always computes attention by torch's .* native or null"):
+    with pytest.raises(UserError, match="computes attention by torch's .* native or null"):
         set_attention(networks[family], "flash", CUDA)
+
+
+@pytest.fixture
+def xformers(monkeypatch):
+    """As if xformers and a GPU were here, its function torch's own; -> the shapes it was given."""
+    from diffusers.models import attention_processor
+
+    seen, randn = [], torch.randn
+
+    def attend(q, k, v, attn_bias=None, op=None, scale=None):
+        seen.append(tuple(q.shape))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    library = SimpleNamespace(ops=SimpleNamespace(memory_efficient_attention=attend))
+    monkeypatch.setattr(attention_processor, "xformers", library)
+    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
+    return seen
+
+
+def test_sd3_attends_by_xformers_when_told_so(networks, xformers):
+    network = copy.deepcopy(networks["sd3"])
+    size, width = network.config.sample_size, network.config.joint_attention_dim
+    inputs = {
+        "hidden_states": torch.randn((2, network.config.in_channels, size, size)),
+        "encoder_hidden_states": torch.randn((2, 5, width)),
+        "pooled_projections": torch.randn((2, network.config.pooled_projection_dim)),
+        "timestep": torch.tensor([3.0, 500.0]),
+    }
+    with torch.no_grad():
+        own = network(**inputs).sample
+        set_attention(network, "xformers", CUDA)
+        xformers.clear()  # each layer has tried it once
+        told = copy.deepcopy(network)(**inputs).sample
+    assert len(xformers) >= network.config.num_layers
+    torch.testing.assert_close(told, own, rtol=1e-4, atol=1e-4)
+
+
+def test_sana_whose_linear_attention_it_would_replace_is_left_alone(networks, xformers):
+    before = [type(module.processor) for module in attended(networks["sana"])]
+    with pytest.raises(UserError, match="native or null$"):
+        set_attention(networks["sana"], "xformers", CUDA)
+    assert [type(module.processor) for module in attended(networks["sana"])] == before
+
+
+def attended(network):
+    return [module for module in network.modules() if hasattr(module, "processor")]
+
+
+def test_a_missing_xformers_is_told_for_sd3_too(networks, monkeypatch):
+    from diffusers.models import attention_processor
+
+    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: False)
+    with pytest.raises(UserError, match="cannot be used here: .*install xformers"):
+        set_attention(networks["sd3"], "xformers", CUDA)
 
 
 def test_a_missing_library_is_named(networks, monkeypatch):

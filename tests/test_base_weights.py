@@ -1,6 +1,7 @@
 """Frozen weights in few bits: smaller, close, below adapters that train; and what is refused."""
 
 import importlib.util
+import logging
 
 import pytest
 import torch
@@ -156,3 +157,14 @@ def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_con
 def test_candidates_may_be_drawn_in_the_rounded_networks_own_numbers(tiny_config):
     explore = {"precision": "bf16", "candidates": 8, "steps": 3}
     assert tiny_config(memory=EIGHT, rollout={"explore": explore}).rollout.explore is not None
+
+
+@needs_torchao
+def test_weights_that_are_rounded_otherwise_stay_so_and_that_is_told(caplog):
+    network = nn.Sequential(nn.Linear(32, 32))
+    with caplog.at_level(logging.WARNING):
+        round_in_place(network, INT8)
+        round_in_place(network, INT8)
+        assert not caplog.text
+        round_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
+    assert "4 with bitsandbytes, but the pipeline that was given is rounded already" in caplog.text

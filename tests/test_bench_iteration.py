@@ -77,6 +77,7 @@ def test_the_plan_is_that_of_the_same_settings(run, monkeypatch):
     assert setup.rollout_doubles and setup.training_doubles and setup.reference
     assert setup.gradient_checkpointing and row["gradient_checkpointing"]
     assert (setup.plan.roots, len(setup.plan.steps)) == (3, 3)
+    assert setup.text_tokens is None and (setup.adapters, setup.merged) == (1, False)
     planned = {phase["phase"]: phase["planned_gb"] for phase in row["phases"]}
     assert planned["training"] > planned["rewards"] > 0
     assert row["planned_gb"] == max(planned.values())

@@ -3,6 +3,7 @@
 import pytest
 
 from flowrl.build import Given, build_evaluator, build_learner, build_run
+from flowrl.build_backbone import build_backbone
 from flowrl.errors import UserError
 from flowrl.runtime import Runtime
 from flowrl.stopping import StopRule
@@ -65,3 +66,9 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
     assert (evaluator.quality, evaluator.paraphrases) == ("tiny_quality", False)
     run = build_run(config, learner, evaluator, None, resumed=False)
     assert run.stop == StopRule(held_out="tiny_quality", patience=2, margin=0.5)
+
+
+def test_a_pipeline_that_no_family_is_made_for_is_named(tiny_config):
+    kind = type("StableDiffusionXLPipeline", (), {"__module__": "diffusers.pipelines.xl"})
+    with pytest.raises(UserError, match="is a StableDiffusionXLPipeline, but flowrl trains .* own"):
+        build_backbone(tiny_config(), kind(), guidance=1.0)

@@ -2,6 +2,8 @@
 
 import logging
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from flowrl.export import read_lora
 from flowrl.offload import are_freed, encoders_of
 from flowrl.prompts import PromptRecord, PromptSampler
 from flowrl.runtime import Runtime
+from flowrl.trajectory import Conditioning
 
 CPU = torch.device("cpu")
 EVALUATION = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2}
@@ -103,6 +106,8 @@ def test_of_the_training_prompts_those_that_iterations_take_are_needed(tiny_conf
     sampler = PromptSampler(many, 3, config.run.seed)
     taken = {p.uid for i in range(4) for p in sampler.at(i)}
     assert {p.uid for _, p in needed_texts(config, many, [])} == taken and len(taken) == 12
+    left = {p.uid for i in (2, 3) for p in sampler.at(i)}
+    assert {p.uid for _, p in needed_texts(config, many, [], first=2)} == left
 
 
 def test_every_wording_that_a_run_may_ask_for_is_needed(tiny_config):
@@ -130,6 +135,8 @@ def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_con
     evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
     assert evaluator.encode is texts.of(learner.policy.backbone, 1.0)
     assert texts.of(learner.policy.backbone, 4.0) is not evaluator.encode
+    assert all_texts(config, given) == []  # who keeps the encoders need not know
+    config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
     assert {g for g, _ in all_texts(config, given)} == {1.0}
 
 
@@ -142,6 +149,63 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
     with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
         texts.free(pipeline, all_texts(config, Given()), learner.runtime)
     assert not are_freed(pipeline)
+    build_memory._check_room(2**10, 10)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
+    with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
+        build_memory._check_room(2**10, 10)
+
+
+def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
+    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
+    config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts": 3})
+    texts, given = Texts(config), Given()
+    learner = build_learner(config, Runtime(device="cpu"), given, texts)
+    second = SimpleNamespace(
+        rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
+    )
+    backbone, needed = learner.policy.backbone, all_texts(config, given)
+    texts.free(backbone.pipeline, needed, second)
+    assert are_freed(backbone.pipeline) and len(needed) == 3
+    assert all(texts.of(backbone, g).has(prompt, whole=True) for g, prompt in needed)
+
+
+def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
+    """A branch of the Hub moves on while it is loaded, but not where encoders are left out."""
+    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
+    texts = Texts(tiny_config(memory=memory))
+    for commit in ("aaa", "bbb"):
+        (tmp_path / "snapshots" / commit).mkdir(parents=True)
+        (tmp_path / "snapshots" / commit / "model_index.json").write_text('{"text_encoder": []}')
+    here = ["aaa"]
+    monkeypatch.setattr(
+        build_memory,
+        "index_file",
+        lambda *_: tmp_path / "snapshots" / here[0] / "model_index.json",
+    )
+    needed = [(1.0, PromptRecord(uid="a", text="a"))]
+    assert texts.unneeded(needed) == []
+    here[0] = "bbb"  # as it was loaded
+    assert texts.commit() == "bbb"
+    texts._disk(False).save("a", "", Conditioning(tensors={"x": torch.ones(1)}))
+    assert texts.unneeded(needed) == ["text_encoder"]
+    here[0] = "aaa"
+    assert texts.commit() == "bbb"
+
+
+def test_the_commit_is_loaded_whose_encoders_are_left_out(tiny_config, monkeypatch):
+    asked = []
+
+    def load(path, **options):
+        asked.append((options["revision"], options["without"]))
+        raise UserError("far enough")
+
+    monkeypatch.setattr(build_memory, "load_pipeline", load)
+    monkeypatch.setattr(Texts, "commit", lambda self: "bbb")
+    for without in (["text_encoder"], []):
+        monkeypatch.setattr(Texts, "unneeded", lambda self, needed, names=without: names)
+        with pytest.raises(UserError, match="far enough"):
+            build_learner(tiny_config(), Runtime(device="cpu"), Given())
+    assert asked == [("bbb", ["text_encoder"]), (None, [])]
 
 
 def test_an_autoencoder_that_learns_stays_and_that_is_told(tiny_config, load_tiny, caplog):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl import build_memory
 from flowrl.aggregate import FailureLimit
 from flowrl.build_store import about
 from flowrl.collecting import collect_groups, with_lora
@@ -65,6 +66,31 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
             replace(r, paraphrases=()) for r in records
         ]
     assert torch.equal(torch.tensor(store.about.sigmas), sampler.stage.schedule().sigmas)
+
+
+def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
+    config, collected, tmp_path, monkeypatch
+):
+    """Of more iterations than the recipe's, without the prompts of its evaluations."""
+    evaluation = config.evaluation.model_copy(update={"prompts": "tiny:colors:test"})
+    changes = {"text_encoders": "free", "prompt_cache": str(tmp_path / "prompts")}
+    memory = config.memory.model_copy(update=changes)
+    config = config.model_copy(update={"memory": memory, "evaluation": evaluation})
+    without, load = [], build_memory.load_pipeline
+
+    def watch(path, **options):
+        without.append(len(options["without"]))
+        return load(path, **options)
+
+    monkeypatch.setattr(build_memory, "load_pipeline", watch)
+    folders = [collected[0], tmp_path / "first", tmp_path / "second"]
+    for folder in folders[1:]:
+        collect_groups(config, folder, groups=5)
+    assert without == [0, 3]
+    rows = torch.arange(24)
+    kept, first, second = (open_store(folder).latents(rows) for folder in folders)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, kept, rtol=0, atol=1e-3)  # encoded two at a time there
 
 
 def test_the_table_sums_up(collected):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.build_backbone import BACKBONES
 from flowrl.comfyui import PREFIX, comfyui_state, place
 from flowrl.errors import UserError
 from flowrl.functional.fused_lora import delta
@@ -119,7 +120,12 @@ def test_the_keys_are_those_of_comfyuis_loader():
 def test_the_layers_that_flowrl_adapts_are_those_of_a_tiny_pipeline_too(load_tiny, family, inside):
     transformer = load_tiny(family=family).transformer
     linear = [n for n, layer in transformer.named_modules() if isinstance(layer, nn.Linear)]
-    assert any(place(name, family).layer.startswith(inside) for name in linear)
+    for target in BACKBONES[family].lora_targets:  # type: ignore[attr-defined]
+        adapted = [name for name in linear if name.endswith(f".{target}")]
+        assert adapted
+        for name in adapted:
+            own = "single" if name.startswith("single") else inside
+            assert place(name, family).layer.startswith(own)
 
 
 @pytest.mark.parametrize("name", ["transformer_blocks.0.attn.to_x", "pos_embed.proj", "blocks.0"])

@@ -1,5 +1,6 @@
 """The examples of CONTRIBUTING.md run as they stand."""
 
+import importlib.util
 import re
 import shlex
 import sys
@@ -92,13 +93,30 @@ def test_the_backbone_of_the_guide_is_the_examples_and_found_by_its_path(monkeyp
     head, *lines = parts[0].splitlines()
     for part in (head, "\n".join(lines), parts[1]):
         assert f"{part}\n" in whole
-    command = next(re.finditer(r"^flowrl train .*pipeline.backbone(?:.*\\\n)+.*", TEXT, re.M))[0]
+    found = re.findall(r"^flowrl train (?:.*\\\n)+.*", TEXT, re.M)
+    (command,) = (words for words in found if "pipeline.backbone" in words)
     request = sort_arguments(shlex.split(command.replace("\\\n", " "))[2:])
     config = load_config(request.recipe, request.overrides)
     assert config.rollout.guidance == config.evaluation.guidance == 5
+    assert config.pipeline.height == config.pipeline.width == 1024
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    assert backbone_class(config.pipeline.backbone).__name__ == "ZImage"
+    made = backbone_class(config.pipeline.backbone)
+    assert made.__name__ == "ZImage"
+    assert layers_lacking(config.lora.targets or made.lora_targets) == []
+    quickstart = load_config("quickstart").lora.targets
+    assert layers_lacking(quickstart) == quickstart  # SD3's names
+
+
+def layers_lacking(targets) -> list[str]:
+    """Endings that no layer of a tiny Z-Image has."""
+    place = ROOT / "tests" / "examples" / "conftest.py"
+    spec = importlib.util.spec_from_file_location("tiny_z_image", place)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(tiny := importlib.util.module_from_spec(spec))
+    with torch.random.fork_rng():
+        names = [name for name, _ in tiny.transformer().named_modules()]
+    return [target for target in targets if not any(name.endswith(target) for name in names)]
 
 
 def test_the_guide_says_what_every_member_of_a_backbone_is():

@@ -132,6 +132,15 @@ def test_precisions_that_need_hardware_are_emulated(tmp_path):
     assert ("rollout.explore.precision", "fp8", "nvfp4-emulated") in made.replaced
 
 
+def test_layers_that_a_tiny_network_lacks_are_left_out_and_told(tmp_path):
+    lora = {"dual_attention": True, "targets": ["attn2.to_q"]}
+    made = rehearse(large(pipeline={"backbone": "sd3"}, lora=lora), tmp_path)
+    assert (made.config.lora.dual_attention, made.config.lora.targets) == (False, None)
+    assert {"lora.dual_attention", "lora.targets"} <= {key for key, _, _ in made.replaced}
+    known = dry(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path)
+    assert known.lora.targets == ["proj_mlp", "nothing"]
+
+
 def test_a_family_of_ones_own_is_rehearsed_on_another(tmp_path):
     made = rehearse(large(pipeline={"backbone": "mine:Backbone"}), tmp_path)
     assert made.config.pipeline.path == "tiny-sd3"

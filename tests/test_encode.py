@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import encode
+from flowrl import build_memory, encode, offload
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
 from flowrl.offload import visiting
@@ -86,7 +86,7 @@ def test_an_unknown_prompt_without_encoders_is_told():
     cache.learn(records("a"))
     backbone.pipeline.text_encoder = None
     assert len(cache(records("a")))
-    with pytest.raises(UserError, match="'b' was not encoded before .* freed: .* offload or keep"):
+    with pytest.raises(UserError, match="'b' is not among .* freed: .* offload or keep"):
         cache(records("a", "b"))
 
 
@@ -97,6 +97,48 @@ def test_encoders_visit_the_device_while_they_encode_and_only_then(monkeypatch):
     TextCache(backbone).learn(records("a"))
     assert backbone.seen == ["meta"]
     assert backbone.pipeline.text_encoder.weight.device.type == "cpu"
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The weights that were moved to another device, for which `meta` stands."""
+    moved, copy, meta = [], offload._copy, torch.device("meta")
+    monkeypatch.setattr(encode, "visiting", lambda parts, _: visiting(parts, meta))
+    monkeypatch.setattr(build_memory, "visiting", lambda parts, _: visiting(parts, meta))
+    monkeypatch.setattr(offload, "_copy", lambda t, device: moved.append(t) or copy(t, device))
+    return moved
+
+
+def test_encoders_move_once_for_many_batches(copies):
+    cache = TextCache(Backbone(), batch_size=1)
+    cache.learn(records("a", "bb", "ccc"))
+    assert len(copies) == 1 and cache.backbone.seen == ["meta"] * 3
+    cache.learn(records("a", "bb"))
+    assert len(copies) == 1  # nothing to do
+    build_memory._encode([(cache, r) for r in records("d", "ee")], show=False)
+    assert len(copies) == 2 and len(cache.known) == 5
+
+
+def test_no_more_is_learned_than_can_be_kept():
+    cache = TextCache(Backbone(), capacity=2)
+    cache.learn(records("a", "bb", "ccc"))
+    assert len(cache.backbone.asked) == len(cache.known) == 2
+
+
+def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(tmp_path):
+    backbone, (prompt,) = Backbone(), records("a")
+    TextCache(backbone, disk=PromptCache(tmp_path, {})).learn([prompt])
+    (path,) = tmp_path.rglob("*.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    cache = TextCache(backbone, disk=PromptCache(tmp_path, {}))
+    assert cache.has(prompt) and not cache.has(prompt, whole=True)
+    encoder, backbone.pipeline.text_encoder = backbone.pipeline.text_encoder, None
+    with pytest.raises(UserError, match=f"{path.name} is damaged.*: remove the file and start"):
+        cache([prompt])
+    backbone.pipeline.text_encoder = encoder
+    cache.make([prompt])
+    assert path.read_bytes() == data
 
 
 def test_texts_are_encoded_in_the_encoders_own_dtype_under_autocast_too():

@@ -58,6 +58,18 @@ def test_a_repeated_prompt_is_drawn_from_other_noise(evaluator, runtime):
     assert not torch.equal(result.images[0], result.images[1])
 
 
+def test_all_prompts_are_encoded_before_the_first_batch(evaluator, runtime, monkeypatch):
+    learned, learn = [], type(evaluator.encode).learn
+
+    def watch(self, prompts, rows):
+        learned.append((len(prompts), rows))
+        learn(self, prompts, rows)
+
+    monkeypatch.setattr(type(evaluator.encode), "learn", watch)
+    evaluator(evaluator.backbone.velocity, runtime)
+    assert learned == [(5, 2)]  # two at a time, as they are drawn
+
+
 def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
     """Fewer pictures than processes: the last one has nothing to draw."""
     monkeypatch.setattr(Runtime, "share", lambda self, total: torch.arange(0))

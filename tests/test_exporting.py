@@ -146,6 +146,25 @@ def test_a_file_alone_needs_its_family_said_where_layers_do_not_tell(
         export_merged(str(tmp_path), tmp_path / "m", base=None, revision=None, dtype=None)
 
 
+def test_a_second_attention_alone_may_be_of_two_families(tmp_path):
+    def write(*layers: str) -> str:
+        tensors = {}
+        for layer in layers:
+            name = f"transformer.transformer_blocks.0.{layer}.to_q"
+            tensors |= {f"{name}.lora_A.weight": torch.zeros(2, 4)}
+            tensors |= {f"{name}.lora_B.weight": torch.zeros(4, 2)}
+        header = {"transformer.r": 2, "transformer.lora_alpha": 2}
+        path = tmp_path / "lora.safetensors"
+        save_file(tensors, path, {"lora_adapter_metadata": json.dumps(header)})
+        return str(path)
+
+    with pytest.raises(UserError, match="SD3's or SANA's: add --backbone sd3 or --backbone sana"):
+        export_comfyui(write("attn2"), tmp_path / "a.safetensors", backbone=None)
+    export_comfyui(write("attn", "attn2"), tmp_path / "a.safetensors", backbone=None)
+    with pytest.raises(UserError, match="ComfyUI has no LoRA path for SANA"):
+        export_comfyui(write("attn1", "attn2"), tmp_path / "b.safetensors", backbone=None)
+
+
 def test_a_copy_for_diffusers_is_the_file_and_says_its_strength(load_tiny, tiny_config, tmp_path):
     trained(load_tiny(), tmp_path, tiny_config())
     path = export_diffusers(str(tmp_path), tmp_path / "copy")
@@ -170,6 +189,10 @@ def test_a_checkpoint_finds_the_recipe_of_its_run(load_tiny, tiny_config, tmp_pa
     step.mkdir(parents=True)
     (tmp_path / FILE).rename(step / FILE)
     assert recipe_of(step) == config
+    stranger = tmp_path / "loras" / "other"
+    stranger.mkdir(parents=True)
+    (step / FILE).rename(stranger / FILE)
+    assert recipe_of(stranger) is None  # that recipe is of another run
 
 
 def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(
@@ -200,6 +223,12 @@ def test_the_command_says_what_is_missing_and_where_it_wrote(
         (["run"], "--format diffusers needs --to"),
         (["run", "--format", "hub", "--to", "x"], "--to x is given with --format hub"),
         (["nowhere", "--to", "x"], "no LoRA at nowhere"),
+        (
+            ["run", "--to", "x", "--dtype", "bf16"],
+            "--dtype is of --format merged, but the format is",
+        ),
+        (["run", "--to", "x", "--format", "merged", "--private"], "--private is of --format hub"),
+        (["run", "--format", "hub", "--backbone", "sd3"], "--backbone is of --format comfyui"),
     ):
         with pytest.raises(SystemExit) as end:
             main(["export", *words])

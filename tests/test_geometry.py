@@ -150,7 +150,7 @@ def test_gradient_accumulation_follows_the_micro_batch():
 
 def test_updates_take_whole_groups():
     with pytest.raises(UserError, match="nearest rollout.prompts that works is 6"):
-        check(replace(BASE, prompts=7, updates=3), 1)
+        solve(replace(BASE, prompts=7, updates=3), 1)
 
 
 def test_no_gpu_at_all_is_refused():

@@ -1,16 +1,35 @@
 """What the end of a run tells people."""
 
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from flowrl.audit import audit
 from flowrl.audit_log import AuditEvent, AuditLog
+from flowrl.build import as_given
+from flowrl.card import front_matter
 from flowrl.config import Config
 from flowrl.evaluate import Comparison
 from flowrl.functional.stats import Interval
-from flowrl.handover import METHODS, OBJECTIVES, legend, method, precisions
+from flowrl.handover import METHODS, OBJECTIVES, card, legend, method, precisions
+
+
+@pytest.mark.parametrize(
+    ("name", "on_hub"),
+    [(None, False), ("me/mine", True), ("runs/of/mine", False), ("/data/me/base", False)],
+)
+def test_a_given_pipeline_is_a_base_on_the_hub_by_its_name_alone(
+    tiny_config, tmp_path, name, on_hub
+):
+    pipeline = SimpleNamespace(config={"_name_or_path": name} if name else {})
+    policy = SimpleNamespace(best_name="policy", backbone=SimpleNamespace(pipeline=pipeline))
+    learner: Any = SimpleNamespace(policy=policy)
+    (tmp_path / "metrics.jsonl").write_text("")
+    run: Any = SimpleNamespace(folder=tmp_path, done=0, stopped="")
+    made = card(as_given(tiny_config(), pipeline), learner, run, [], [])
+    assert made.on_hub == on_hub == ("base_model" in front_matter(made))
 
 
 def test_every_objective_has_a_name_for_the_card():

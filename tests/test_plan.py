@@ -1,6 +1,7 @@
 """What `flowrl plan` says: from shapes alone, and always what to type."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -130,6 +131,33 @@ def test_several_changes_are_put_together_where_one_is_not_enough():
     assert pretended(other).total == found.best.peak
 
 
+def test_where_likelihoods_are_compared_both_batches_change_together():
+    """In 16 bits; the recommended recipe keeps one shape, and its ratio is 1."""
+    config = load_config("flux.1-dev-grpo-80gb")
+    found = find_remedies(config, pretended, 21 * GIB)
+    pair = ("optim.micro_batch=6", "rollout.batch_size=6")
+    assert found.best is not None and found.best.changes == pair
+    for remedy in found.alone:
+        changed = load_config("flux.1-dev-grpo-80gb", list(remedy.changes))
+        assert changed.optim.micro_batch == changed.rollout.batch_size
+    changes = ["pipeline.dtype=fp32", "rollout.batch_size=8", "pipeline.decode_batch=2"]
+    exact = load_config("flux.1-dev-grpo-80gb", changes)
+    words = [r.changes for r in find_remedies(exact, pretended, 1 * GIB).alone]
+    assert ("optim.micro_batch=6",) in words
+    assert ("pipeline.dtype=bf16", "optim.micro_batch=8", "rollout.batch_size=8") in words
+
+
+def test_no_recipe_is_planned_twice():
+    asked = []
+
+    def once(config):
+        asked.append(config.model_dump_json())
+        return pretended(config)
+
+    find_remedies(small(), once, 20 * GIB)
+    assert len(set(asked)) == len(asked)
+
+
 def test_it_says_when_nothing_helps():
     found = find_remedies(small(), pretended, 1 * GIB)
     assert found.best is None and found.least == 3 * GIB
@@ -166,9 +194,41 @@ def test_the_plan_of_a_tiny_pipeline_is_told_in_full(run):
     assert code == 0
     assert "6 prompts with 16 pictures each, in 1 update, on 4 GPUs" in out
     assert "An update learns from 192 nodes, whatever the number of GPUs." in out
-    for phase in ("encode", "rollout", "decode", "training", "evaluation"):
-        assert f"\n{phase} " in out
+    (head,) = re.findall(r"^GB on a GPU +(.*)$", out, re.M)
+    assert head.split() == ["encode", "rollout", "decode", "rewards", "training", "evaluation"]
+    for name in ("transformer", "text encoders", "activations", "total"):
+        (row,) = re.findall(rf"^{name} +(.*)$", out, re.M)
+        assert len(row.split()) == 6
     assert "It fits a GPU of 24.00 GB." in out
+
+
+def test_it_goes_on_a_screen_of_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("tiny-sd3-solrl-geneval", "pipeline.path=tiny-sd3", "--gpus", "4")
+    tables = [line for line in out.splitlines() if re.search(r"\S {2,}\S", line)]
+    assert len(tables) > 20 and all(len(line) <= 80 for line in tables)
+    (row,) = re.findall(r"^exploring +(.*)$", out, re.M)
+    assert row.split()[0] == "2,304"  # a number is not cut
+
+
+def test_an_own_backbone_says_its_layers_or_the_recipe_does(monkeypatch):
+    class Mine:
+        pass
+
+    monkeypatch.setattr("flowrl.plan_setup.backbone_class", lambda name: Mine)
+    with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
+        make_plan(load_config("quickstart", ["lora.targets=null"]))
+    assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases
+
+
+def test_memory_is_that_of_the_iterations_that_need_most():
+    wide = ["optim.micro_batch=1", "rollout.steps=8", "run.iterations=9",
+            "rollout.tree={kind: flow_grpo}"]  # fmt: skip
+    less = [*wide, "rollout.depth_pruning={start: 3, size: 4, until: 4}"]
+    whole, pruned = (make_plan(load_config("quickstart", words)) for words in (wide, less))
+    assert len(whole.work.kinds) == 1 < len(pruned.work.kinds)
+    held = [[p.parts.get("latents") for p in plan.phases] for plan in (whole, pruned)]
+    assert held[0] == held[1]
 
 
 def test_json_holds_everything(run):

@@ -18,6 +18,7 @@ from flowrl.recipe import MAX_PARENTS, preset_folder
 ROOT = Path(__file__).parents[1]
 FILES = sorted(preset_folder().glob("*.yaml"))
 REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
+UNGUIDED = ("nft", "solrl")
 BUILT_IN = [path.stem for path in FILES if path.stem not in REAL]
 
 
@@ -113,6 +114,14 @@ def test_a_recipe_that_compares_likelihoods_has_one_batch_shape(name):
     if config.objective.kind == "grpo":
         assert config.pipeline.dtype != "fp32"
         assert config.rollout.batch_size == config.optim.micro_batch
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if kind(load_config(name)) in UNGUIDED])
+def test_forward_processes_are_published_without_guidance(name):
+    """DiffusionNFT (2509.16117) and Sol-RL (2604.06916), which feeds 1 to FLUX's input too."""
+    config = load_config(name)
+    assert config.rollout.guidance == config.evaluation.guidance == 1
+    assert config.rollout.training_guidance in (None, 1)
 
 
 @pytest.mark.parametrize("name", [name for name in REAL if "-fast" not in name])

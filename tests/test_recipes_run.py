@@ -1,7 +1,7 @@
 """Every recipe is planned for the GPUs it names, and rehearsed on the tiny pipeline of its family.
 
 By default one recipe of each checkpoint is planned and one of each family rehearsed; the others are
-slow, some three minutes together.
+slow: rehearsing all 24 took 91 s of CPU on two busy cores.
 """
 
 import json

@@ -15,6 +15,7 @@ from flowrl.handover import card
 from flowrl.prompts import PromptRecord
 from flowrl.report import read_metrics
 from flowrl.reward import RewardSpec
+from flowrl.run import Sheet
 from flowrl.runtime import Runtime
 from flowrl.stopping import StopRule, stop_rule
 from flowrl.train import train
@@ -241,7 +242,7 @@ def test_a_rollout_without_pictures_has_no_sample_sheet(make_run):
     rollout, metrics = learner.iterate(0)
     with run.session():
         run.begin(learner.policy, learner.optimizer)
-        run.after(0, replace(rollout, images=torch.empty(0)), metrics)
+        run.after(0, Sheet.of(replace(rollout, images=torch.empty(0))), metrics)
         assert not (run.folder / "samples").exists()
-        run.after(0, rollout, metrics)
+        run.after(0, Sheet.of(rollout), metrics)
     assert len(list((run.folder / "samples").iterdir())) == 1

@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-from flowrl.build import Given, build_evaluator, build_learner
+from flowrl.build import Given, all_texts, build_evaluator, build_learner
+from flowrl.build_memory import Texts
 from flowrl.config import load_config
 from flowrl.errors import UserError
+from flowrl.offload import encoders_of
 from flowrl.runtime import Runtime
 from flowrl.storage import save_state
 
@@ -93,6 +95,23 @@ for count in (5, 1):
     part = dataclasses.replace(evaluator, prompts=evaluator.prompts[:count])
     result = part(part.backbone.velocity, runtime)
     seen[f"evaluation {count}"] = {"scores": result.scores, "images": result.images}
+# Each encodes a share into the folder that both see, and all where each sees a folder of its own.
+for place in ("", f"-{runtime.rank}"):
+    prompts = folder / f"prompts-{runtime.world_size}{place}"
+    asked = ["memory.text_encoders=free", f"memory.prompt_cache={prompts}"]
+    case = load_config(Path(sys.argv[1]), asked)
+    texts, given = Texts(case), Given()
+    learned = build_learner(case, runtime, given, texts)
+    backbone = learned.policy.backbone
+    build_evaluator(case, backbone.pipeline, learned.specs, given, texts)
+    needed = all_texts(case, given)
+    texts.free(backbone.pipeline, needed, runtime)
+    seen[f"texts {len(place)}"] = [
+        len(needed),
+        len(texts.of(backbone, 1.0).known),
+        sum(texts.of(backbone, g).has(prompt) for g, prompt in needed),
+        encoders_of(backbone.pipeline) == [],
+    ]
 seen["any"] = [runtime.any(runtime.rank == 1), runtime.any(False)]
 seen["sum"] = runtime.sum(float(runtime.rank + 1))
 seen["merge"] = runtime.merge({f"rank {runtime.rank}": "here"})
@@ -216,6 +235,14 @@ def test_evaluation_is_whole_on_every_process_also_with_fewer_pictures(seen, cou
         torch.testing.assert_close(part["scores"], one["scores"], rtol=0, atol=1e-4)
         assert part["images"].dtype == torch.uint8
         assert part["images"].shape == one["images"].shape
+
+
+def test_prompts_are_encoded_in_shares_and_every_process_has_all(seen):
+    for name, shared, own in (("1-0", 1, 1), ("2-0", 0.5, 1), ("2-1", 0.5, 1)):
+        for place, part in (("texts 0", shared), ("texts 2", own)):
+            needed, encoded, had, freed = seen[name][place]
+            assert had == needed and freed
+            assert abs(encoded - part * needed) < 1
 
 
 def test_decisions_and_notes_are_shared(seen):

@@ -1,6 +1,6 @@
 """What flowrl asks of a text-to-image pipeline; everything model-specific stays behind this."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -57,7 +57,7 @@ class Backbone(Protocol):
         ...
 
     def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's own schedule: (steps + 1,) fp32 from 1 to 0."""
+        """The pipeline's own schedule: (steps + 1,) fp32 from 1, or just below it, to 0."""
         ...
 
 
@@ -90,6 +90,22 @@ def check_patches(height: int, width: int, unit: int) -> None:
     for name, size in (("height", height), ("width", width)):
         if size % unit:
             raise UserError(f"pipeline.{name} is {size}, expected a multiple of {unit}")
+
+
+def shift_for(tokens: int, config: Mapping[str, Any], *, max_shift: float) -> float:
+    """`mu` of a scheduler's dynamic shifting for so many image tokens, as in diffusers' pipelines.
+
+    max_shift: where the scheduler's configuration has none.
+    """
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    return calculate_shift(
+        tokens,
+        config.get("base_image_seq_len", 256),
+        config.get("max_image_seq_len", 4096),
+        config.get("base_shift", 0.5),
+        config.get("max_shift", max_shift),
+    )
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, to_fp32_and_back
+from flowrl.backbones.base import check_patches, shift_for, to_fp32_and_back
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -22,6 +22,8 @@ LORA_TARGETS = (
     "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
 )  # fmt: skip
 
+TOKENS = 512  # of T5, at most
+
 
 class Flux:
     """A `FluxPipeline` behind the `Backbone` protocol.
@@ -30,8 +32,9 @@ class Flux:
     guidance: the pipeline's `guidance_scale`, an input of a network that was distilled for it;
     it costs nothing, and a network without this input (FLUX.1-schnell) ignores it.
     max_sequence_length: T5 tokens. height, width: pixels, or None for the autoencoder's size.
-    Raises UserError for a size that cannot be packed, and for negative prompts: FLUX.1 is guided by
-    a number. The second forward of the pipeline's `true_cfg_scale` is not for training.
+    Raises UserError for a size that cannot be packed, for more tokens than the pipeline takes, and
+    for negative prompts: FLUX.1 is guided by a number. The second forward of the pipeline's
+    `true_cfg_scale` is not for training.
     """
 
     lora_targets = LORA_TARGETS
@@ -45,6 +48,11 @@ class Flux:
         height: int | None = None,
         width: int | None = None,
     ):
+        if max_sequence_length > TOKENS:
+            raise UserError(
+                f"pipeline.max_sequence_length is {max_sequence_length}, but FLUX.1 was trained "
+                f"with {TOKENS} tokens and its pipeline takes no more: set it to {TOKENS} or less"
+            )
         self.pipeline = pipeline
         pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights
         self.transformer = pipeline.transformer
@@ -115,13 +123,13 @@ class Flux:
 
     def sigmas(self, steps: int) -> Tensor:
         """Shifted by the number of image tokens where the scheduler says so: FLUX.1-dev's does."""
-        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler: Any = copy.deepcopy(self.pipeline.scheduler)
-        given = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        shift = calculate_shift(self.latent_shape()[0], *(scheduler.config[key] for key in given))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+        shift = shift_for(self.latent_shape()[0], scheduler.config, max_shift=1.15)
+        if scheduler.config.get("use_flow_sigmas"):
+            scheduler.set_timesteps(steps, mu=shift)
+        else:
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
         return scheduler.sigmas.clone().to(self.device)
 
 

@@ -1,13 +1,13 @@
 """Stable Diffusion 3 and 3.5, as diffusers runs them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, guided, to_fp32_and_back
+from flowrl.backbones.base import check_patches, guided, shift_for, to_fp32_and_back
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -24,14 +24,14 @@ LORA_TARGETS = tuple(
 DUAL_TARGETS = tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0"))
 
 
-def dual_targets(network: Any) -> tuple[str, ...]:
+def dual_targets(made: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Name endings of the image stream's second attention, in some blocks of SD3.5-medium.
 
-    Raises UserError for a network without such blocks.
+    made: the network's class, of that configuration. Raises UserError where are no such blocks.
     """
-    if not getattr(network.config, "dual_attention_layers", ()):
+    if not config.get("dual_attention_layers"):
         raise UserError(
-            f"lora.dual_attention is true, but this {type(network).__name__} has no block with a "
+            f"lora.dual_attention is true, but this {made} has no block with a "
             "second attention, as SD3.5-medium's has: set it to false"
         )
     return DUAL_TARGETS
@@ -127,7 +127,13 @@ class SD3:
         return self.transformer.config.in_channels, self.height // factor, self.width // factor
 
     def sigmas(self, steps: int) -> Tensor:
+        """Shifted by the number of image tokens where the scheduler says so: SD3.5's does not."""
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(steps)
+        given: dict[str, Any] = {}
+        if scheduler.config.get("use_dynamic_shifting"):
+            unit = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+            tokens = (self.height // unit) * (self.width // unit)
+            given["mu"] = shift_for(tokens, scheduler.config, max_shift=1.16)
+        scheduler.set_timesteps(steps, **given)
         return scheduler.sigmas.clone().to(self.device)

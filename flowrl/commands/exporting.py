@@ -57,6 +57,18 @@ def export(
 
       flowrl export runs/quickstart --format hub --repo-id me/quickstart
     """
+    of_format = {
+        "hub": {"--repo-id": repo_id, "--private": private},
+        "merged": {"--base": base, "--revision": revision, "--dtype": dtype},
+        "comfyui": {"--backbone": backbone},
+    }
+    for other, options in of_format.items():
+        for name, value in options.items():
+            if value and other != format:
+                raise UserError(
+                    f"{name} is of --format {other}, but the format is {format}: leave {name} out, "
+                    f"or give --format {other}."
+                )
     if (to is None) != (format == "hub"):
         raise UserError(
             f"--to {to} is given with --format hub, which uploads: leave it out, or choose another "

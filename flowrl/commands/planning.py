@@ -140,8 +140,9 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
                      "drawing": f"{work.evaluation:,}"})  # fmt: skip
         rows.append({"": times, "pictures": f"{work.evaluations * e.images:,}",
                      "drawing": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
-    shown = [name for name in rows[0] if any(row.get(name, "0") != "0" for row in rows)]
-    return [{name: row.get(name, "") for name in shown} for row in rows]
+    shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
+    # A quantity a line: beside each other they do not go on a screen.
+    return [{"": name} | {row[""]: row.get(name, "") for row in rows} for name in shown]
 
 
 def _work_row(work: dict[str, int]) -> dict[str, str]:
@@ -158,12 +159,11 @@ def _show_memory(found: "Plan") -> None:
     names = dict.fromkeys(name for phase in found.phases for name in phase.parts)
     shown = [n for n in names if any(phase.parts.get(n, 0) for phase in found.phases)]
     rows = [
-        {"GB on a GPU": phase.phase}
-        | {name: _gb(phase.parts.get(name, 0)) for name in shown}
-        | {"total": _gb(phase.total)}
-        for phase in found.phases
+        {"GB on a GPU": name} | {p.phase: _gb(p.parts.get(name, 0)) for p in found.phases}
+        for name in shown
     ]
-    print_table(rows)
+    total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in found.phases}
+    print_table([*rows, total])
     typer.echo(f"\nThe peak is {_gb(found.peak.total)} GB, in {found.peak.phase}.")
     if found.memory is not None:
         _show_verdict(found)
@@ -183,7 +183,7 @@ def _show_verdict(found: "Plan") -> None:
     assert found.remedies is not None and found.memory is not None
     print_table(
         [
-            {"change": r.changes[0], "peak GB": _gb(r.peak), "for": r.costs}
+            {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
             for r in found.remedies.alone
         ]
     )

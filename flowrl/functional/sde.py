@@ -18,7 +18,7 @@ from flowrl.functional.flow import lift, noise_from_velocity, x0_from_velocity
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 NoiseLaw = Callable[[Tensor, float], Tensor]
 
-PURE = 0.9995  # sigmas above are pure noise
+PURE = 0.9995  # a first sigma above is taken for pure noise
 
 
 def ode_step(
@@ -78,10 +78,11 @@ def flow_sde_noise(sigmas: Tensor, level: float) -> Tensor:
 
     At sigma = 1, where it diverges, the denominator takes the second entry of the schedule;
     the first step's std is then `level`, for any number of steps. So it does where a schedule
-    begins just below 1, as that of SANA's own scheduler at 0.9997.
+    begins just below 1, as SANA's own at 0.9997, and not within a schedule of a thousand steps.
     """
     sigma, sigma_next = sigmas[:-1], sigmas[1:]
-    room = 1 - torch.where(sigma > PURE, sigma_next, sigma)
+    pure = (sigma > PURE) & (1 - sigma < (sigma - sigma_next) / 4)
+    room = 1 - torch.where(pure, sigma_next, sigma)
     return _until_clean(level * (sigma / room).sqrt(), sigmas)
 
 

@@ -29,8 +29,9 @@ def prepare(
 
     dtype: the network's own. rules: the backbone's own, None for those of the network's class.
     min_dim, keep, where: see `choose_layers`. convolutions: False keeps SANA's 1x1 ones exact,
-    which can be drawn with in few bits, and not learned through. Raises UserError where no layer can be quantised or
-    nothing says which, and for a kernel that computes otherwise than its emulation does.
+    which can be drawn with in few bits, and not learned through. Raises UserError where no layer
+    can be quantised or nothing says which, and for a kernel that computes otherwise than its
+    emulation does.
     """
     backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
     if resolved.format == "bf16":

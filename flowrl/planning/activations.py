@@ -5,6 +5,7 @@ number of blocks of each kind as long as one asks for the peak within a block, s
 a few blocks tell those of any depth; `whole` counts all blocks instead.
 """
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
@@ -94,7 +95,7 @@ def track(network: nn.Module, given: Mapping[str, Tensor], dtype: torch.dtype, w
     tracker = LiveBytes(outside, during=kernels_own())
     autocast = autocast_of(dtype)
     marks = _Marks(tracker)
-    with marks.on(network), tracker, autocast:
+    with _uncollected(), marks.on(network), tracker, autocast:
         marks.phase("forward")
         with torch.set_grad_enabled(what != "draw"):
             v = network(**given, return_dict=False)[0].float()
@@ -131,6 +132,23 @@ def _checkpointing(network: Any, dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         network.disable_gradient_checkpointing()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, what only Python's garbage collector would free stays alive.
+
+    Checkpointing leaves such cycles behind. When they go depends on everything else that Python
+    does; so the count is the same every time, and the most that it can be.
+    """
+    gc.collect()
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class _Marks:

@@ -27,6 +27,7 @@ from flowrl.planning.weights import (
     widest_bytes,
 )
 from flowrl.sizes import Size
+from flowrl.trees.plan import TreePlan, ode_plan
 from flowrl.trees.shape import count
 
 PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
@@ -81,7 +82,7 @@ class _Planner:
         self.network: nn.Module = network_of(size, setup)
         self.adapter = adapter_parameters(self.network, setup.rank, setup.targets)
         itemsize = setup.torch_dtype.itemsize
-        self.encoders = size.text_encoder_params * itemsize
+        self.encoders = sum(e.nbytes(setup.torch_dtype) for e in size.text_encoders)
         self.autoencoder = size.autoencoder_params * itemsize
         self.copies = sum(copy_bytes(self.network, copy, setup) for copy in setup.copies)
 
@@ -90,15 +91,12 @@ class _Planner:
         moving = {
             "encode": self._encode(),
             "rollout": self._drawing() | {"activations": self._forward(self._rollout_rows())},
-            "decode": self._drawing() | self._vae() | {"activations": self._decode()},
+            "decode": self._drawing() | self._vae() | {"activations": self._decode(self._leaves())},
             "rewards": self._held(),
             "training": self._held() | self._training(),
         }
         if setup.evaluation_batch:
-            rows = setup.evaluation_batch * (1 + setup.evaluation_doubles)
-            most = max(self._forward(rows), self._decode())
-            text = self._text(setup.evaluation_batch, setup.evaluation_doubles)
-            moving["evaluation"] = self._vae() | {"activations": most, "text": text}
+            moving["evaluation"] = self._vae() | self._evaluation()
         return [self._footprint(phase, moving[phase]) for phase in PHASES if phase in moving]
 
     def _footprint(self, phase: str, moving: Mapping[str, int]) -> Footprint:
@@ -127,24 +125,30 @@ class _Planner:
 
     def _encode(self) -> dict[str, int]:
         setup = self.setup
-        rows = min(setup.encode_batch, setup.prompts_per_gpu)
+        asked = max(setup.prompts_per_gpu, setup.evaluation_batch)
+        rows = setup.encode_batch  # of all prompts, where they are encoded at first
+        if setup.text_encoders != "free":
+            rows = min(rows, asked)
         most = encode_peak(self.size, rows, setup.text_tokens, setup.torch_dtype)
         found = {"text encoders": self.encoders, "activations": most}
         # Texts are encoded before the first step then, and never again.
         return found | ({"optimiser": 0} if setup.text_encoders == "free" else {})
 
     def _drawing(self) -> dict[str, int]:
-        folded = adapted_bytes(self.network, self.setup) if self.setup.merged else 0
-        return self._held() | {"folded": folded}
+        """A batch of candidates' trees is held at once, and before those that are learned from."""
+        setup = self.setup
+        folded = adapted_bytes(self.network, setup) if setup.merged else 0
+        held = self._held()
+        if (plan := setup.candidates) is not None:
+            batch = self._latents(plan, 1) * self._trees(plan) // plan.roots
+            held["latents"] = max(held["latents"], batch)
+        return held | {"folded": folded}
 
     def _held(self) -> dict[str, int]:
-        """The rollout's latents, of its candidates where those are more; and its texts."""
+        """The latents and texts of the rollout that is learned from."""
         setup = self.setup
-        plans = [setup.plan, *([setup.candidates] if setup.candidates is not None else [])]
-        latent, itemsize = self._shapes(1).latent, setup.torch_dtype.itemsize
-        held = [rollout_bytes(plan, setup.prompts_per_gpu, latent, itemsize) for plan in plans]
         return {
-            "latents": max(held),
+            "latents": self._latents(setup.plan, setup.prompts_per_gpu),
             "text": self._text(setup.prompts_per_gpu, setup.rollout_doubles)
             + self._text(self._frontier(), setup.rollout_doubles),
         }
@@ -164,6 +168,17 @@ class _Planner:
             "activations": max(backward, 2 * gradients),
         }
 
+    def _evaluation(self) -> dict[str, int]:
+        """A batch of held-out pictures, with the latents of all their steps."""
+        setup = self.setup
+        rows = setup.evaluation_batch
+        drawing = self._forward(rows * (1 + setup.evaluation_doubles))
+        return {
+            "activations": max(drawing, self._decode(rows)),
+            "latents": self._latents(ode_plan(setup.evaluation_steps), rows),
+            "text": self._text(rows, setup.evaluation_doubles),
+        }
+
     def _vae(self) -> dict[str, int]:
         return {"autoencoder": self.autoencoder}
 
@@ -176,11 +191,16 @@ class _Planner:
             rank=setup.rank, targets=setup.targets,
         )  # fmt: skip
 
-    def _decode(self) -> int:
+    def _decode(self, pictures: int) -> int:
+        """Of so many that there are at once."""
         s = self._shapes(1)
         module = as_module(self.size.autoencoder, self.size.autoencoder_config)
-        latents = (self.setup.decode_batch, s.channels, s.height, s.width)
+        latents = (min(self.setup.decode_batch, pictures), s.channels, s.height, s.width)
         return decode_peak(module, latents, self.setup.torch_dtype)
+
+    def _latents(self, plan: TreePlan, prompts: int) -> int:
+        latent, itemsize = self._shapes(1).latent, self.setup.torch_dtype.itemsize
+        return rollout_bytes(plan, prompts, latent, itemsize)
 
     def _text(self, rows: int, doubles: bool) -> int:
         s = self._shapes(rows)
@@ -189,13 +209,21 @@ class _Planner:
 
     def _frontier(self) -> int:
         """Latents that are drawn together: all nodes of a step, of a batch of trees."""
-        setup = self.setup
-        plans = [setup.plan, *([setup.candidates] if setup.candidates is not None else [])]
-        found = []
-        for plan in plans:
-            trees = min(setup.rollout_batch, plan.roots * setup.prompts_per_gpu)
-            found.append(count(plan).peak_frontier // plan.roots * trees)
-        return max(found)
+        return max(
+            count(plan).peak_frontier // plan.roots * self._trees(plan) for plan in self._plans()
+        )
+
+    def _leaves(self) -> int:
+        """Pictures that are there at once to be decoded: those of a batch of trees."""
+        return max(count(plan).leaves // plan.roots * self._trees(plan) for plan in self._plans())
+
+    def _plans(self) -> list[TreePlan]:
+        candidates = self.setup.candidates
+        return [self.setup.plan, *([] if candidates is None else [candidates])]
+
+    def _trees(self, plan: TreePlan) -> int:
+        """A batch of them: as many as rows in a forward."""
+        return min(self.setup.rollout_batch, plan.roots * self.setup.prompts_per_gpu)
 
     def _rollout_rows(self) -> int:
         setup = self.setup

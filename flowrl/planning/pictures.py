@@ -32,7 +32,10 @@ def decode_peak(module: Module, latents: tuple[int, int, int, int], dtype: torch
 
 
 def encode_peak(size: Size, rows: int, text_tokens: int | None, dtype: torch.dtype) -> int:
-    """Of the text encoder that needs most, for so many texts at once; 0 where there is none."""
+    """Of the text encoder that needs most, for so many texts at once; 0 where there is none.
+
+    Without autocast, which `TextCache` switches off.
+    """
     found = [0]
     for encoder in size.text_encoders:
         tokens = tokens_of(size, encoder.config, text_tokens)
@@ -66,11 +69,24 @@ def _encoder_peak(
     with torch.device("meta"):
         network = getattr(transformers, module.made)(made)
     nn.Module.to(network, dtype).requires_grad_(False).eval()
+    if dtype == torch.float16:
+        keep_wide(network)
     ids = on_meta(rows, tokens, dtype=torch.long)
     tracker = _tracker(network, ids)
-    with tracker, autocast_of(dtype), torch.no_grad():
+    with tracker, autocast_of(torch.float32), torch.no_grad():
         network(input_ids=ids)
     return tracker.peak
+
+
+def keep_wide(network: Any) -> int:
+    """Put what transformers keeps in fp32 beside fp16 there -> how many numbers that is."""
+    wide = set(getattr(network, "_keep_in_fp32_modules", None) or ())
+    found = 0
+    for name, parameter in network.named_parameters():
+        if wide & set(name.split(".")):
+            parameter.data = parameter.data.float()
+            found += parameter.numel()
+    return found
 
 
 def _tracker(network: nn.Module, given: torch.Tensor) -> LiveBytes:

@@ -15,12 +15,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Copy:
     """A second network for rollouts, `flowrl.lowbit.twin.Twin`.
 
-    format: nvfp4, nvfp4-emulated or fp8; bf16 is not quantised, in the network's own dtype.
+    format: nvfp4, nvfp4-emulated or fp8; bf16 is not quantised, in the network's own dtype; auto
+    is the larger of fp8 and bf16, as the GPU decides which of them it is.
     merge: the adapter is summed into its weights, else beside them. min_dim, keep: which layers
     stay exact; None for the network's rules.
     """
 
-    format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16"]
+    format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]
     merge: bool = True
     min_dim: int | None = None
     keep: tuple[str, ...] | None = None
@@ -35,11 +36,13 @@ class Setup:
     transformer's text, None for the size's own. rank, targets: of the LoRA.
     adapters: the policy with its copies, such as the EMA and the lagging policy.
     rollout_batch, micro_batch, decode_batch, evaluation_batch, encode_batch: most rows at once.
+    evaluation_steps: of a held-out picture, all of whose latents are held.
     rollout_doubles, training_doubles, evaluation_doubles: whether guidance doubles them.
     reference: the frozen network, or the lagging one, is asked while the gradient's graph is held.
     plan, prompts_per_gpu: the trees of one rollout. candidates: of a second, cheap rollout that
-    comes first, or None. copies: networks made for rollouts beside the policy's own. merged: the
-    policy's own network is folded for rollouts, which holds adapted weights twice meanwhile.
+    comes first, of which no tree is kept, or None. copies: networks made for rollouts beside the
+    policy's own. merged: the policy's own network is folded for rollouts, which holds adapted
+    weights twice meanwhile.
     text_encoders, vae: what becomes of them between uses. reward_bytes: of rewards on this GPU.
     training_copy: the precision that frozen weights are multiplied in while training, beside the
     exact ones; None for none.
@@ -59,6 +62,7 @@ class Setup:
     micro_batch: int
     decode_batch: int
     evaluation_batch: int = 0
+    evaluation_steps: int = 2
     encode_batch: int = 64
     rollout_doubles: bool = False
     training_doubles: bool = False

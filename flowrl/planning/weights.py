@@ -1,6 +1,8 @@
 """Bytes of what lies in memory whatever is computed: weights, adapters, optimiser, copies."""
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import nn
@@ -24,6 +26,8 @@ BACKENDS: dict[str, Backend] = {
     "nvfp4-emulated": NVFP4Emulated(),
     "fp8": FP8Rowwise(),
 }
+
+AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")
 
 
 @lru_cache(maxsize=8)
@@ -73,6 +77,9 @@ def widest_bytes(network: nn.Module, setup: Setup) -> int:
 
 def copy_bytes(network: nn.Module, made: Copy, setup: Setup) -> int:
     """What a twin holds beside the policy's own tensors, see `flowrl.lowbit.twin.Twin`."""
+    if made.format == "auto":
+        either = (replace(made, format=format) for format in AUTO)
+        return max(copy_bytes(network, one, setup) for one in either)
     packed = packed_layers(network, made)
     found = sum(packed.values())
     for name, layer in matrices(network):

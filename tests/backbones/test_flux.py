@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowrl.backbones.base import shift_for
 from flowrl.backbones.flux import LORA_TARGETS, Flux, pack, unpack
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
@@ -132,6 +133,28 @@ def test_sigmas_are_shifted_by_the_number_of_tokens(pipeline, side, steps):
     even = torch.arange(steps, -1, -1) / steps
     torch.testing.assert_close(sigmas, shift * even / (1 + (shift - 1) * even))
     assert torch.equal(pipeline.scheduler.sigmas, before["sigmas"])
+
+
+def test_more_tokens_than_the_pipeline_takes_are_refused(pipeline):
+    assert Flux(pipeline, max_sequence_length=512).max_sequence_length == 512
+    with pytest.raises(UserError, match="max_sequence_length is 513, .* set it to 512 or less"):
+        Flux(pipeline, max_sequence_length=513)
+
+
+def test_keys_that_a_scheduler_lacks_are_as_in_the_pipeline_and_its_own_sigmas_are_kept(pipeline):
+    backbone = Flux(copy.copy(pipeline))
+    before = backbone.sigmas(4)
+    scheduler = copy.deepcopy(pipeline.scheduler)
+    backbone.pipeline.scheduler = scheduler
+    keys = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    kept = {k: v for k, v in scheduler.config.items() if k not in keys}
+    scheduler._internal_dict = type(scheduler.config)(kept)
+    assert torch.equal(backbone.sigmas(4), before)
+    scheduler._internal_dict = type(scheduler.config)(kept | {"use_flow_sigmas": True})
+    own = copy.deepcopy(scheduler)
+    own.set_timesteps(4, mu=shift_for(backbone.latent_shape()[0], kept, max_shift=1.15))
+    assert torch.equal(backbone.sigmas(4), own.sigmas)
+    assert not torch.equal(own.sigmas, before)
 
 
 def test_a_sigma_for_each_row_equals_one_for_all(pipeline, request_):

@@ -77,7 +77,9 @@ def test_its_own_pipeline_takes_the_lora_whole_and_draws_the_policys_pictures(
     loaded = pictures(fresh)
     with policy.using(name):
         own = pictures(policy.backbone.pipeline)
-    torch.testing.assert_close(loaded, own, rtol=0, atol=1e-5)
+    # Weights from a file lie otherwise in memory, so that sums round otherwise in their last bit;
+    # after all steps that is up to a hundredth of a grey level.
+    torch.testing.assert_close(loaded, own, rtol=0, atol=4e-5)
     assert (loaded - base).abs().max() > 1e-2
 
 

@@ -1,9 +1,10 @@
 """Without noise the sampler is diffusers' own, bit for bit; so are schedule and decoder."""
 
+import copy
+
 import pytest
 import torch
 
-from flowrl import encode
 from flowrl.backbones.sd3 import LORA_TARGETS, SD3
 from flowrl.encode import TextCache
 from flowrl.errors import UserError
@@ -79,8 +80,6 @@ def test_guidance_is_used_and_1_is_none(ours):
 
 @pytest.mark.parametrize("steps", [1, 4, 8, 40])
 def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(pipeline, steps):
-    import copy
-
     before = pipeline.scheduler.sigmas.clone()
     sigmas = SD3(pipeline).sigmas(steps)
     scheduler = copy.deepcopy(pipeline.scheduler)
@@ -89,6 +88,21 @@ def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(pipeline, steps):
     assert torch.equal(sigmas[:-1] * 1000, scheduler.timesteps)
     assert torch.equal(pipeline.scheduler.sigmas, before)
     assert sigmas[0] == 1 and sigmas[-1] == 0
+
+
+def test_a_scheduler_that_shifts_by_the_number_of_tokens_is_told_it(pipeline):
+    """s -> e^mu s / (1 + (e^mu - 1) s), mu on a line through (256, 0.5) and (4096, 1.16)."""
+    given = {"use_dynamic_shifting": True, "shift": 1.0}
+    made = type(pipeline.scheduler).from_config(pipeline.scheduler.config | given)
+    backbone = SD3(copy.copy(pipeline))
+    backbone.pipeline.scheduler = made
+    made.register_to_config(max_shift=1.16)
+    tokens = (64 // pipeline.vae_scale_factor // pipeline.transformer.config.patch_size) ** 2
+    shift = torch.tensor(0.5 + (tokens - 256) * 0.66 / 3840).exp()
+    even = made.__class__.from_config(made.config | {"use_dynamic_shifting": False})
+    even.set_timesteps(6)
+    sigmas = backbone.sigmas(6)
+    torch.testing.assert_close(sigmas, shift * even.sigmas / (1 + (shift - 1) * even.sigmas))
 
 
 def test_a_sigma_for_each_row_equals_one_for_all(pipeline, request_):
@@ -119,9 +133,8 @@ def test_a_size_that_the_patches_do_not_divide_is_refused(pipeline):
         SD3(pipeline, height=72)
 
 
-def test_text_asked_for_long_ago_is_forgotten(pipeline, monkeypatch):
-    monkeypatch.setattr(encode, "CAPACITY", 2)
-    cache = TextCache(SD3(pipeline, max_sequence_length=12))
+def test_text_asked_for_long_ago_is_forgotten(pipeline):
+    cache = TextCache(SD3(pipeline, max_sequence_length=12), capacity=2)
     records = load_prompts("tiny:colors:train", limit=3)
     first = cache(records)  # more at once than are kept
     assert len(first) == 3

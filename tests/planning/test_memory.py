@@ -8,13 +8,15 @@ from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
 from flowrl.memory import rollout_bytes
-from flowrl.planning.memory import CONTEXT, PHASES, footprints, peak
+from flowrl.planning.memory import CONTEXT, PHASES, _Planner, footprints, peak
 from flowrl.planning.network import adapter_parameters
-from flowrl.planning.pictures import encode_peak
+from flowrl.planning.pictures import encode_peak, keep_wide
 from flowrl.planning.setup import Copy
 from flowrl.planning.weights import network_of
 from flowrl.published import SIZES
-from flowrl.text_encoders import TextEncoder
+from flowrl.text_encoders import T5_XXL, TextEncoder
+from flowrl.trees import presets
+from flowrl.trees.plan import ode_plan
 
 NAME = "flux.1-dev"
 SIZE = small(NAME)
@@ -53,6 +55,33 @@ def test_latents_are_those_that_the_rollout_itself_foretells():
     assert parts("rollout")["latents"] == parts("training")["latents"] == expected
 
 
+def test_candidates_are_held_a_batch_of_trees_at_a_time_and_gone_before_training():
+    """50 trees of 9 nodes, of which 4 are there at once, and then 4 of 3 nodes that are kept."""
+    few = {"plan": presets.ode(2, 4), "prompts_per_gpu": 1}
+    many = few | {"candidates": presets.ode(8, 50)}
+    batch = rollout_bytes(presets.ode(8, 4), 1, 16 * 8 * 8, 2)
+    assert batch > parts("rollout", **few)["latents"]
+    for phase in ("rollout", "decode"):
+        assert parts(phase, **many)["latents"] == batch
+    for phase in ("rewards", "training"):
+        assert parts(phase, **many)["latents"] == parts(phase, **few)["latents"]
+
+
+def test_no_more_pictures_are_decoded_at_once_than_a_batch_of_trees_has():
+    one, four, many = (
+        parts("decode", rollout_batch=rows, decode_batch=size)["activations"]
+        for rows, size in ((1, 4), (4, 4), (4, 64))
+    )
+    assert one < four == many
+
+
+def test_an_evaluation_holds_the_latents_of_its_steps_and_decodes_no_more_than_its_batch():
+    few = parts("evaluation", evaluation_batch=2, evaluation_steps=4, decode_batch=2)
+    assert few["latents"] == rollout_bytes(ode_plan(4), 2, 16 * 8 * 8, 2)
+    more = parts("evaluation", evaluation_batch=2, evaluation_steps=9, decode_batch=64)
+    assert more["latents"] > few["latents"] and more["activations"] == few["activations"]
+
+
 def test_guidance_doubles_the_rows_of_a_rollout():
     twice = parts("rollout", rollout_batch=4, rollout_doubles=True)["activations"]
     assert twice == parts("rollout", rollout_batch=8, prompts_per_gpu=4)["activations"]
@@ -71,6 +100,39 @@ def test_text_encoders_are_there_while_they_work_and_where_they_are_kept():
         held = {f.phase: f.parts["text encoders"] for f in found}
         assert held.pop("encode") == 2000
         assert set(held.values()) == {elsewhere}
+
+
+def test_as_many_texts_are_encoded_at_once_as_there_are_and_all_before_encoders_go(monkeypatch):
+    monkeypatch.setattr("flowrl.planning.memory.encode_peak", lambda size, rows, *_: rows)
+
+    def rows(**changes):
+        return _Planner(SIZE, setup(NAME, **changes))._encode()["activations"]
+
+    assert rows() == 2
+    assert rows(evaluation_batch=5) == 5
+    assert rows(evaluation_batch=99) == rows(text_encoders="free") == 64
+
+
+def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
+    size = replace(SIZE, text_encoders=(replace(ENCODER, wide=300),))
+    held = {
+        dtype: footprints(size, setup(NAME, dtype=dtype))[0].parts["text encoders"]
+        for dtype in ("bf16", "fp16", "fp32")
+    }
+    assert held == {"bf16": 2000, "fp16": 2600, "fp32": 4000}
+    size = replace(SIZE, text_encoders=(replace(ENCODER, config=ENCODER.config | {"d_ff": 4096}),))  # type: ignore[operator]
+    assert encode_peak(size, 1, None, torch.float16) > encode_peak(size, 1, None, torch.bfloat16)
+
+
+def test_what_t5_xxl_keeps_in_fp32_is_its_own_classes():
+    from transformers import T5Config, T5EncoderModel
+
+    with torch.device("meta"):
+        network = T5EncoderModel(T5Config(**T5_XXL.config))
+    assert keep_wide(network.half()) == T5_XXL.wide
+    held = sum(p.numel() * p.element_size() for p in network.parameters())
+    assert T5_XXL.nbytes(torch.float16) == held
+    assert T5_XXL.nbytes(torch.bfloat16) == 2 * T5_XXL.parameters
 
 
 def test_an_offloaded_autoencoder_is_there_while_it_decodes():

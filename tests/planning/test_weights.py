@@ -133,3 +133,14 @@ def test_layers_that_are_packed_are_not_held_again_in_full():
         if key in packed and key.endswith(tuple(TARGETS["flux"]))
     )
     assert copy_bytes(network, cheap, setup(name)) == sum(packed.values()) + kept
+
+
+def test_a_precision_that_the_gpu_decides_is_the_larger():
+    name = "flux.1-dev"
+    network = network_of(small(name), setup(name))
+    for merge in (True, False):
+        fp8, bf16, auto = (
+            copy_bytes(network, Copy(format=format, merge=merge, min_dim=0), setup(name))
+            for format in ("fp8", "bf16", "auto")
+        )
+        assert auto == max(fp8, bf16) > 0

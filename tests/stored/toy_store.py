@@ -21,6 +21,7 @@ GROUPS, SIZE, SHARD = 7, 6, 2
 class Backbone:
     """Text becomes its length; nothing else is asked of it."""
 
+    pipeline = None
     dtype, device = torch.float32, torch.device("cpu")
 
     def encode(self, prompts, negatives):

@@ -1,0 +1,12 @@
+"""What is refused before a pipeline is loaded."""
+
+import pytest
+
+from flowrl.errors import UserError
+from flowrl.pipelines import load_pipeline, pipeline_path
+
+
+@pytest.mark.parametrize("path", ["tiny-sd3", pipeline_path("tiny-flux")])
+def test_a_revision_of_what_is_not_from_the_hub_is_refused(path):
+    with pytest.raises(UserError, match="revision 'v1' is given for .* set pipeline.revision to"):
+        load_pipeline(path, dtype="fp32", device="cpu", revision="v1")
