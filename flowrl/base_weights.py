@@ -63,7 +63,7 @@ def _config(base: BaseBits, dtype: torch.dtype) -> Any:
 
 
 def _int8() -> Any:
-    from torchao.quantization import Int8WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig  # type: ignore[import-not-found]
 
     return Int8WeightOnlyConfig()
 
@@ -91,7 +91,7 @@ def round_in_place(network: nn.Module, base: BaseBits) -> None:
             "rounds weights while they load: load it with diffusers' quantization_config, give "
             "its name instead, or set memory.base_library to torchao with 8 bits"
         )
-    from torchao.quantization import quantize_
+    from torchao.quantization import quantize_  # type: ignore[import-not-found]
 
     quantize_(network, _int8())
 

@@ -25,8 +25,8 @@ def autoencoder():
     return AutoencoderDC(
         latent_channels=LATENT_CHANNELS,
         attention_head_dim=16,
-        encoder_block_types=blocks,
-        decoder_block_types=blocks,
+        encoder_block_types=blocks,  # type: ignore[arg-type]
+        decoder_block_types=blocks,  # type: ignore[arg-type]
         encoder_block_out_channels=widths,
         decoder_block_out_channels=widths,
         encoder_layers_per_block=(1,) * 5,
@@ -103,7 +103,8 @@ class TinySana:
         guidance: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         m: Any = self.module
-        first = m["text_encoder"](torch.full((1, 1), self.tokenizer.bos_token_id, device=x.device))
+        start: Any = self.tokenizer.bos_token_id
+        first = m["text_encoder"](torch.full((1, 1), start, device=x.device))
         text = m["text_encoder"](ids["ids"][:, : TAIL + length - 1])[0][:, TAIL:]
         network = self.networks.get(length, m["transformer"])
         return network(

@@ -8,6 +8,7 @@ import json
 import re
 import string
 from pathlib import Path
+from typing import Any
 
 from flowrl.tiny.world import NEW_WORDS, TAGS, all_prompts
 
@@ -106,9 +107,10 @@ def gemma_tokenizer(folder: Path, instruction: str):
     ]  # fmt: skip
     vocabulary = {piece: i for i, piece in enumerate(plain)}
     tokenizer = GemmaTokenizer(vocabulary, [], add_bos_token=True)
-    tokenizer.add_tokens(
-        [AddedToken(w, single_word=True, lstrip=True, normalized=False) for w in sorted(known)]
-        + [AddedToken('"', lstrip=True, normalized=False)]
-    )
+    added: Any = [
+        *(AddedToken(w, single_word=True, lstrip=True, normalized=False) for w in sorted(known)),
+        AddedToken('"', lstrip=True, normalized=False),
+    ]
+    tokenizer.add_tokens(added)
     tokenizer.save_pretrained(folder)
     return tokenizer
