@@ -62,7 +62,8 @@ def align(
 
     pipeline, prompts, rewards: a loaded diffusers pipeline, texts and callables by name, used
     instead of what the configuration names. resume: "latest" or a checkpoint's folder. The
-    folder `config.run.output_dir` then holds LoRA, card, gallery, metrics and checkpoints.
+    folder `config.run.output_dir` then holds LoRA, card, gallery, metrics and checkpoints. A given
+    pipeline keeps its adapters of training, of which the file may hold the average: load it anew.
     Raises UserError for what the caller can mend; Ctrl-C saves and returns.
     """
     config = as_given(config, pipeline)

@@ -28,15 +28,15 @@ class BaseBits:
 
 def check_base_bits(base: BaseBits, device: torch.device) -> None:
     """Raises UserError when the library is missing, or the device cannot run it."""
-    if importlib.util.find_spec(base.library) is None:
-        raise UserError(
-            f"memory.base_bits is {base.bits}, which needs {base.library}: "
-            f'pip install "flowrl-diffusion[{base.library}]"'
-        )
     if base.library == "bitsandbytes" and device.type == "cpu":
         raise UserError(
             f"memory.base_bits is {base.bits} with bitsandbytes, which diffusers runs on GPUs "
             "alone: on the CPU set memory.base_library to torchao with 8 bits, or base_bits to null"
+        )
+    if importlib.util.find_spec(base.library) is None:
+        raise UserError(
+            f"memory.base_bits is {base.bits}, which needs {base.library}: "
+            f'from a clone of the project, pip install ".[{base.library}]"'
         )
 
 

@@ -22,8 +22,8 @@ from flowrl.planning.memory import Footprint, footprints, peak
 from flowrl.planning.weights import AUTO
 from flowrl.published import Size
 
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+UNITS = {"M": 10**6, "G": 10**9, "T": 10**12}
+BINARY = {"MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,10 +109,18 @@ def _phases(
 
 
 def _size(config: Config) -> tuple[Size | None, str]:
+    """The pipeline's shapes, or why nobody knows them. Raises UserError for another family's."""
+    path, family = config.pipeline.path, config.pipeline.backbone
     try:
-        return size_for(config.pipeline.path), ""
+        size = size_for(path)
     except UserError as error:
         return None, str(error)
+    if ":" not in family and size.family != family:
+        raise UserError(
+            f"pipeline.path is {path}, of the family {size.family}, but pipeline.backbone is "
+            f"{family}: set both alike"
+        )
+    return size, ""
 
 
 def _notes(config: Config, needs: Needs) -> Sequence[str]:

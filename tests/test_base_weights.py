@@ -125,7 +125,7 @@ def test_bitsandbytes_does_not_round_what_is_loaded_already():
 @pytest.mark.parametrize("library", ["bitsandbytes", "torchao"])
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, library):
     monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf'pip install "flowrl-diffusion\[{library}\]"'):
+    with pytest.raises(UserError, match=rf'pip install "\.\[{library}\]"'):
         check_base_bits(BaseBits(bits=8, library=library), CUDA)
 
 

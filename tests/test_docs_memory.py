@@ -40,7 +40,7 @@ def test_every_option_exists_and_all_of_the_section_are_told():
 
 
 def test_the_extras_exist():
-    extras = re.findall(r"flowrl-diffusion\[(\w+)\]", PAGE)
+    extras = re.findall(r"pip install \"\.\[(\w+)\]", PAGE)
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert len(extras) == 2 and all(f"\n{extra} = [" in text for extra in extras)
 
