@@ -2,11 +2,15 @@
 
     python scripts/pretrain_tiny.py --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
     python scripts/pretrain_tiny.py --backbone flux --teacher flowrl/assets/tiny-sd3 \\
-        --work build/tiny-flux --output flowrl/assets/tiny-flux
+        --batch 32 --flow-steps 5000 --work build/tiny-flux --output flowrl/assets/tiny-flux
+    python scripts/pretrain_tiny.py --backbone sana --batch 32 --vae-steps 2550 --flow-steps 4150 \\
+        --work build/tiny-sana --output flowrl/assets/tiny-sana
 
-Some two hours on two CPU cores with --compile (estimated from the time of its steps). It can be
-stopped at any time; the same command goes on from the last save (every two minutes) in the `--work`
-folder. At the end it scores the pipeline on held-out prompts and writes the model card.
+These made the pipelines that are installed. The first takes some two hours on two CPU cores with
+--compile (estimated from the time of its steps); the others took about an hour each, on one thread
+with other work beside. It can be stopped at any time; the same command goes on from the last save
+(every two minutes) in the `--work` folder. At the end it scores the pipeline on held-out prompts
+and writes the model card.
 """
 
 import argparse
