@@ -1,6 +1,10 @@
-"""Every recipe is rehearsed, all of its loop, on the tiny pipeline of its family."""
+"""Every recipe is rehearsed, all of its loop, on the tiny pipeline of its family.
+
+Those that are for a tiny pipeline anyway are slow tests: others run them whole.
+"""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,13 @@ from flowrl.dry_run import FAMILIES, dry
 from flowrl.recipe import preset_names
 
 
-@pytest.mark.parametrize("name", preset_names())
+NAMES = [
+    name if re.search(r"-\d+gb$", name) else pytest.param(name, marks=pytest.mark.slow)
+    for name in preset_names()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(name, tmp_path):
     real = load_config(name)
     config = dry(real, tmp_path)
