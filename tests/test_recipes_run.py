@@ -14,7 +14,6 @@ from flowrl.config import load_config
 from flowrl.dry_run import FAMILIES, dry
 from flowrl.recipe import preset_names
 
-
 NAMES = [
     name if re.search(r"-\d+gb$", name) else pytest.param(name, marks=pytest.mark.slow)
     for name in preset_names()
