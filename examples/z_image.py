@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowrl.backbones.base import check_patches, to_fp32_and_back
 from flowrl.errors import UserError
-from flowrl.lowbit.rules import LayerRules
+from flowrl.quantization.layer_rules import LayerRules
 from flowrl.trajectory import Conditioning
 
 

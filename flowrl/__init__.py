@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from flowrl.actions import align
+    from flowrl.api import align
+    from flowrl.backbones.guidance import RLG
+    from flowrl.backbones.loading import pipeline_path
     from flowrl.config import Config, load_config
     from flowrl.errors import UserError
-    from flowrl.pipelines import pipeline_path
-    from flowrl.rlg import RLG
 
 _HOMES = {
-    "RLG": "flowrl.rlg",
+    "RLG": "flowrl.backbones.guidance",
     "Config": "flowrl.config",
     "UserError": "flowrl.errors",
-    "align": "flowrl.actions",
+    "align": "flowrl.api",
     "load_config": "flowrl.config",
-    "pipeline_path": "flowrl.pipelines",
+    "pipeline_path": "flowrl.backbones.loading",
 }
 
 __all__ = ["RLG", "Config", "UserError", "__version__", "align", "load_config", "pipeline_path"]

@@ -13,27 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.actions import try_rewards
-from flowrl.audit import audit
-from flowrl.build import PRECISION, Given, as_given, build_learner, drawn_prompts
-from flowrl.build_stages import Drawing, draft_stage, low_precision, plan_at
-from flowrl.collect import Sampler
+from flowrl.api import try_rewards
+from flowrl.build.learner import PRECISION, Given, as_given, build_learner, drawn_prompts
+from flowrl.build.rollout import Drawing, draft_stage, low_precision, plan_at
 from flowrl.collecting import with_lora
 from flowrl.config import Config, load_config
-from flowrl.explore import score_candidates
-from flowrl.lowbit.precision import Capability, Resolved, capability_of, named, resolve
-from flowrl.lowbit.rules import quantised_share
-from flowrl.lowbit.training import packed_within
-from flowrl.progress import Steps
-from flowrl.recipe import load_recipe
-from flowrl.reward import Reward, closing
-from flowrl.rollout import Request, Stopwatch
-from flowrl.runtime import Runtime
-from flowrl.sections_explore import Explore
-from flowrl.stage import Stage
-from flowrl.train import Learner
+from flowrl.config.load import load_recipe
+from flowrl.config.sections_explore import Explore
+from flowrl.quantization.layer_rules import quantised_share
+from flowrl.quantization.precision import Capability, Resolved, capability_of, named, resolve
+from flowrl.quantization.training import packed_within
+from flowrl.sampling.rank_audit import audit
+from flowrl.sampling.rollout import Request, Stopwatch
+from flowrl.sampling.source import Sampler
+from flowrl.sampling.stage import Stage
+from flowrl.sampling.two_stage import score_candidates
+from flowrl.scoring.spec import Reward, closing
+from flowrl.training.loop import Learner
 from flowrl.trees.plan import TreePlan
 from flowrl.trees.shape import count
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.progress import Steps
 
 Row = dict[str, Any]
 

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
-from flowrl.actions import try_rewards
-from flowrl.build import (
+from flowrl.api import try_rewards
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.lora_files import read_lora
+from flowrl.build.build_memory import Texts, needed_texts
+from flowrl.build.build_store import about
+from flowrl.build.learner import (
     PRECISION,
     Given,
     as_given,
@@ -16,23 +20,19 @@ from flowrl.build import (
     build_learner,
     drawn_prompts,
 )
-from flowrl.build_memory import Texts, needed_texts
-from flowrl.build_store import about
-from flowrl.checkpoint import CONFIG
-from flowrl.collect import Sampler
 from flowrl.config import Config, load_config
 from flowrl.errors import UserError
-from flowrl.export import read_lora
-from flowrl.filling import fill
-from flowrl.lowbit.training import packed_within
-from flowrl.pairs import REWARD, SHARD, pairs_digest, read_pairs, write_pairs
-from flowrl.pipelines import load_pipeline
-from flowrl.progress import Steps
-from flowrl.reward import Reward, closing
-from flowrl.runtime import Runtime
-from flowrl.store import PAIRS, About, Store, create, finished_shards
-from flowrl.store_index import open_store
+from flowrl.offline.format import PAIRS, About, Store, create, finished_shards
+from flowrl.offline.pairs import REWARD, SHARD, pairs_digest, read_pairs, write_pairs
+from flowrl.offline.store_index import open_store
+from flowrl.offline.writer import fill
+from flowrl.quantization.training import packed_within
+from flowrl.sampling.source import Sampler
+from flowrl.scoring.spec import Reward, closing
+from flowrl.training.checkpoint import CONFIG
 from flowrl.trajectory import Rollout
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.progress import Steps
 
 NAMED = 5  # lines of a file of pairs that are reported one by one
 

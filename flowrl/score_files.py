@@ -10,10 +10,10 @@ from typing import Any
 from PIL import Image
 
 from flowrl.errors import UserError
-from flowrl.pictures import to_tensor
-from flowrl.prompts import load_prompts
-from flowrl.reward import RewardSpec, load_reward
-from flowrl.scoring import quantise
+from flowrl.prompts.records import load_prompts
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import RewardSpec, load_reward
+from flowrl.utils.images import to_tensor
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 BATCH = 16  # pictures that are held at a time, where nothing compares them

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flowrl.reference_errors import ReferenceErrors
+from flowrl.reference_cache import ReferenceErrors
 
 Metrics = dict[str, Tensor]  # 0-d, detached
 

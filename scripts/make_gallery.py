@@ -18,7 +18,7 @@ from PIL import Image
 
 from flowrl.cli import explained
 from flowrl.errors import UserError
-from flowrl.storage import write_bytes, write_text
+from flowrl.utils.files import write_bytes, write_text
 
 CARD, TEXTS = "README.md", ("config.yaml", "metrics.jsonl")
 PICTURES = ("card", "gallery")  # folders of a run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores is far slower
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+# Last, so that an installed flowrl is the one that is tested; `scripts` is found in the clone.
+sys.path.append(str(Path(__file__).parent.parent))
+
 import pytest
 from hypothesis import settings
 
 if TYPE_CHECKING:
     from flowrl.config import Config
-    from flowrl.published import Size
-    from flowrl.train import Learner
+    from flowrl.planning.model_specs import Size
+    from flowrl.training.loop import Learner
 
 settings.register_profile("flowrl", deadline=None, derandomize=True, database=None)
 settings.load_profile("flowrl")
@@ -68,8 +72,8 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The built-in pipeline, or where it is not installed one of its shape with random weights."""
+    from flowrl.backbones.loading import pipeline_path
     from flowrl.errors import UserError
-    from flowrl.pipelines import pipeline_path
 
     try:
         return pipeline_path("tiny-sd3")
@@ -80,7 +84,7 @@ def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _random_pipeline(folder: Path) -> str:
     import torch
 
-    from flowrl.tiny.sd3 import TinySD3, autoencoder
+    from scripts.pretrain_tiny.sd3 import TinySD3, autoencoder
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -104,7 +108,7 @@ def load_tiny(tiny_pipeline_path: str) -> Callable[..., Any]:
     import copy
     import functools
 
-    from flowrl.pipelines import load_pipeline
+    from flowrl.backbones.loading import load_pipeline
 
     loaded = functools.cache(lambda dtype, path: load_pipeline(path, dtype=dtype, device="cpu"))
 
@@ -147,8 +151,8 @@ def make_learner(
     tiny_config: Callable[..., Config], load_tiny: Callable[..., Any]
 ) -> Callable[..., Learner]:
     """A learner on a fresh tiny pipeline, changed as `tiny_config` is."""
-    from flowrl.build import Given, build_learner
-    from flowrl.runtime import Runtime
+    from flowrl.build.learner import Given, build_learner
+    from flowrl.utils.distributed import Runtime
 
     def make(
         *, rewards: dict[str, Any] | None = None, specs: list[Any] | None = None, **changes: Any
@@ -168,8 +172,8 @@ def make_learner(
 
 @pytest.fixture(scope="session")
 def tiny_size() -> Callable[[str], Size]:
-    """The make of a size of `flowrl.published`, a hundredth of its width, with two blocks."""
-    from flowrl.published import SIZES
+    """The make of a size of `model_specs`, a hundredth of its width, with two blocks."""
+    from flowrl.planning.model_specs import SIZES
 
     narrow_kl = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
     text = {"text_tokens": 5, "text_width": 64}

@@ -11,10 +11,10 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.actions import align, build_gallery, evaluate_model, sample_images
+from flowrl.api import align, build_gallery, evaluate_model, sample_images
 from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
-from flowrl.hub import stage
+from flowrl.export.hub import stage
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def run_dir(tiny_config, tmp_path_factory):
         evaluation={"prompts": "tiny:geneval:test", "images": 6, "steps": 3, "batch_size": 6},
     )
     with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's
-        patch.setattr("flowrl.actions.open_repository", lambda name, private: f"me/{name}")
+        patch.setattr("flowrl.api.open_repository", lambda name, private: f"me/{name}")
         upload = lambda run, to: str(stage(run, run.parent / to, to))  # noqa: E731
-        patch.setattr("flowrl.publish.push", upload)
+        patch.setattr("flowrl.export.publish.push", upload)
         rows = align(config)
     assert [row.name for row in rows] == ["brightness"]
     return folder

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.aggregate import (
+from flowrl.scoring.combine import (
     FailureLimit,
     check_invalid,
     combine,
@@ -15,10 +15,10 @@ from flowrl.aggregate import (
     train_weights,
     weighted_sum,
 )
-from flowrl.executors.base import RewardFailure
-from flowrl.functional.transforms import affine, clip, rank
-from flowrl.reward import RewardResult, RewardSpec
-from flowrl.scoring import score
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardResult, RewardSpec
+from flowrl.scoring.transforms import affine, clip, rank
 
 nan = math.nan
 ONE = torch.zeros(3).long()  # three pictures of one group

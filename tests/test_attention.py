@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl import attention
-from flowrl.attention import set_attention
+from flowrl.backbones import attention
+from flowrl.backbones.attention import set_attention
+from flowrl.backbones.loading import load_pipeline
 from flowrl.errors import UserError
-from flowrl.pipelines import load_pipeline
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

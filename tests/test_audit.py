@@ -7,8 +7,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from flowrl.audit import AuditReport, audit
-from flowrl.functional.ranking import spearman_rho
+from flowrl.sampling.rank_audit import AuditReport, audit
+from flowrl.sampling.ranking import spearman_rho
 
 NAN = math.nan
 NUMBERS = ("tau", "rho", "overlap_best", "overlap_worst", "retention")

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.audit import audit
-from flowrl.audit_gate import Verdict, named, replayed, verdict
-from flowrl.lowbit.precision import Capability, resolve
+from flowrl.quantization.precision import Capability, resolve
+from flowrl.sampling.audit_gate import Verdict, named, replayed, verdict
+from flowrl.sampling.rank_audit import audit
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)

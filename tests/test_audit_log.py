@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from flowrl.audit import audit
-from flowrl.audit_log import FILE, AuditEvent, AuditLog
 from flowrl.errors import UserError
+from flowrl.sampling.audit_log import FILE, AuditEvent, AuditLog
+from flowrl.sampling.rank_audit import audit
 
 
 def event(iteration, next=None, seed=0):

@@ -9,12 +9,12 @@ import torch
 import typer
 
 from flowrl.auditing import audit_previews, audited
+from flowrl.backbones.lora_files import save_lora
 from flowrl.cli import explained
-from flowrl.commands.auditing import audit, for_people, left_out
-from flowrl.commands.show import print_table
+from flowrl.cli._console import print_table
+from flowrl.cli.audit import audit, for_people, left_out
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.export import save_lora
 
 EXPLORE = {"candidates": 6, "steps": 2, "precision": "bf16", "min_dim": 0}
 

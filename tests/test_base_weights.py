@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import base_weights
-from flowrl.base_weights import (
+from flowrl.backbones import quantized_base as base_weights
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.lora_files import load_lora, save_lora
+from flowrl.backbones.policy import POLICY
+from flowrl.backbones.quantized_base import (
     BaseBits,
     check_base_bits,
     is_plain,
@@ -16,17 +19,14 @@ from flowrl.base_weights import (
     round_in_place,
     while_loading,
 )
-from flowrl.build import Given, build_learner
-from flowrl.build_backbone import BACKBONES
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build.backbone import BACKBONES
+from flowrl.build.learner import Given, build_learner
 from flowrl.errors import UserError
-from flowrl.export import load_lora, save_lora
-from flowrl.lowbit.backends import Plain
-from flowrl.lowbit.twin import Twin
-from flowrl.pipelines import load_pipeline
-from flowrl.policy import POLICY
-from flowrl.prompts import load_prompts
-from flowrl.runtime import Runtime
+from flowrl.prompts.records import load_prompts
+from flowrl.quantization.backends import Plain
+from flowrl.quantization.rollout_model import Twin
+from flowrl.utils.distributed import Runtime
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao"

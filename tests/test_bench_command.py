@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowrl.cli import explained
-from flowrl.commands.benching import app
+from flowrl.cli.bench import app
 
 ROW: dict[str, Any] = {
     "two": 9.1, "q": 0.5, "measured": 1.13, "predicted": 1.154, "of_predicted": 1.13 / 1.154,
@@ -20,9 +20,11 @@ def run(capsys, monkeypatch):
     """Run the command, without its measurements -> exit code, stdout, stderr, what was asked."""
     monkeypatch.setenv("NO_COLOR", "1")
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr("flowrl.bench_solrl.bench_solrl", lambda **a: asked.append(a) or dict(ROW))
     monkeypatch.setattr(
-        "flowrl.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [dict(ROW)]
+        "flowrl.bench.two_stage.bench_solrl", lambda **a: asked.append(a) or dict(ROW)
+    )
+    monkeypatch.setattr(
+        "flowrl.bench.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [dict(ROW)]
     )
 
     def call(*words):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flowrl.bench_costs import (
+from flowrl.bench.bench_costs import (
     LABELS,
     PUBLISHED,
     WIDER,

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl import bench_iteration as bench
-from flowrl.bench_iteration import OF_PLANNED, SHARE, WORK, bench_iteration, work_of
-from flowrl.bench_phases import Phase
+from flowrl.bench import iteration as bench
+from flowrl.bench.bench_phases import Phase
+from flowrl.bench.iteration import OF_PLANNED, SHARE, WORK, bench_iteration, work_of
 from flowrl.errors import UserError
-from flowrl.published import SIZES
+from flowrl.planning.model_specs import SIZES
 
 LITTLE = {"prompts": 2, "group_size": 3, "steps": 3, "batch": 6, "micro_batch": 4}
 

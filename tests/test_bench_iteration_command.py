@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from flowrl.bench_iteration import WORK, work_of
+from flowrl.bench.iteration import WORK, work_of
 from flowrl.cli import explained
-from flowrl.commands.benching import app
+from flowrl.cli.bench import app
 
 PAGE = (Path(__file__).parents[1] / "docs" / "gpu-bench.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^flowrl bench (.*)$", PAGE, re.MULTILINE)
@@ -23,9 +23,9 @@ def run(capsys, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
-        "flowrl.bench_iteration.bench_iteration", lambda **a: asked.append(a) or dict(ROW)
+        "flowrl.bench.iteration.bench_iteration", lambda **a: asked.append(a) or dict(ROW)
     )
-    monkeypatch.setattr("flowrl.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [])
+    monkeypatch.setattr("flowrl.bench.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [])
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import bench_phases
-from flowrl.bench_iteration import measure
-from flowrl.bench_phases import PHASES, Timeline
+from flowrl.bench import bench_phases
+from flowrl.bench.bench_phases import PHASES, Timeline
+from flowrl.bench.iteration import measure
 
 CPU = torch.device("cpu")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flowrl.bench_reward import _job, _Question, _questions, bench_reward
+from flowrl.bench.reward import _job, _Question, _questions, bench_reward
 from flowrl.errors import UserError
-from flowrl.executors.inline import Inline
-from flowrl.reward import RewardSpec, load_reward
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.spec import RewardSpec, load_reward
 
 
 def test_a_pool_stands_beside_this_process():

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench_costs import PUBLISHED, WIDER, parse_counts
-from flowrl.bench_sizes import bench_sizes
+from flowrl.bench.bench_costs import PUBLISHED, WIDER, parse_counts
+from flowrl.bench.bench_sizes import bench_sizes
 from flowrl.errors import UserError
-from flowrl.sizes import SIZES
+from flowrl.planning.sizes import SIZES
 
 NAME = "sd3.5-large"
 OPTIONS = {

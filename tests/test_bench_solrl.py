@@ -2,10 +2,10 @@
 
 import pytest
 
-from flowrl.bench_costs import PUBLISHED, parse_counts
-from flowrl.bench_solrl import bench_solrl
+from flowrl.bench.bench_costs import PUBLISHED, parse_counts
+from flowrl.bench.two_stage import bench_solrl
 from flowrl.errors import UserError
-from flowrl.functional.cost import two_stage_ratio
+from flowrl.sampling.cost import two_stage_ratio
 
 PARTS = [
     f"{stage}: {part}"

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench_stages import Clock, Watch, best_parts, clocked, full_batch, on_gpu
-from flowrl.rollout import Stopwatch
+from flowrl.bench.bench_stages import Clock, Watch, best_parts, clocked, full_batch, on_gpu
+from flowrl.sampling.rollout import Stopwatch
 
 CPU = torch.device("cpu")
 ROLLOUT = {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 2, "tree": {"kind": "ode"}}

@@ -2,11 +2,11 @@
 
 import pytest
 
-from flowrl.build import Given, build_evaluator, build_learner, build_run
-from flowrl.build_backbone import build_backbone
+from flowrl.build.backbone import build_backbone
+from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
 from flowrl.errors import UserError
-from flowrl.runtime import Runtime
-from flowrl.stopping import StopRule
+from flowrl.training.stopping import StopRule
+from flowrl.utils.distributed import Runtime
 
 
 def test_two_rewards_of_one_name_are_refused(make_learner):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from flowrl import build_gradient as build
-from flowrl import sections_gradient as sections
+from flowrl.build import build_gradient as build
+from flowrl.config import sections_gradient as sections
 from flowrl.errors import UserError
-from flowrl.objectives.flowbp import drawn_pairs
-from flowrl.objectives.leap import DirichletPairs
+from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
+from flowrl.objectives.reward_backprop.leap_align import DirichletPairs
 
 PULL = {"hinge": 0.5, "kl_coef": 0.25}
 ALIKE = {  # options whose names are those of the objective's attributes

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl import build_memory
-from flowrl.actions import align
-from flowrl.build import Given, all_texts, build_evaluator, build_learner, evaluation_key
-from flowrl.build_memory import Texts, build_pipeline, needed_texts, rounded
-from flowrl.encode import TextCache
+from flowrl.api import align
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.offload import are_freed, encoders_of
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build import build_memory
+from flowrl.build.build_memory import Texts, build_pipeline, needed_texts, rounded
+from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner, evaluation_key
 from flowrl.errors import UserError
-from flowrl.export import read_lora
-from flowrl.offload import are_freed, encoders_of
-from flowrl.prompts import PromptRecord, PromptSampler
-from flowrl.runtime import Runtime
+from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
 
 CPU = torch.device("cpu")
 EVALUATION = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2}

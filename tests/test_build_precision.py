@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import build_precision
-from flowrl.actions import align
-from flowrl.build import Given, build_evaluator
-from flowrl.build_rewards import build_rewards
+from flowrl.api import align
+from flowrl.backbones.lora_files import load_lora
+from flowrl.build import build_precision
+from flowrl.build.learner import Given, build_evaluator
+from flowrl.build.rewards import build_rewards
 from flowrl.errors import UserError
-from flowrl.evaluate import Evaluation
-from flowrl.export import load_lora
-from flowrl.lowbit import prepare
-from flowrl.lowbit.training import exact, same_precision_layers
-from flowrl.report import read_metrics
-from flowrl.rollout import Stopwatch
-from flowrl.runtime import Runtime
+from flowrl.quantization import prepare
+from flowrl.quantization.training import exact, same_precision_layers
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.distributed import Runtime
 
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
 ANY = {"lr": 1e-2, "ratio_tolerance": 1e9}

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from flowrl.build_reverse import build_grpo, build_spo
+from flowrl.build.build_reverse import build_grpo, build_spo
+from flowrl.config.sections_reverse import Grpo, Spo, check_spo
 from flowrl.functional.sde import KERNELS
-from flowrl.sections_reverse import Grpo, Spo, check_spo
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 KERNEL = KERNELS["cps"]

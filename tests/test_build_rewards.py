@@ -6,13 +6,14 @@ import inspect
 import pytest
 import torch
 
-from flowrl.build_rewards import build_limit, build_rewards
+from flowrl.build.rewards import build_limit, build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.executors import pool, remote
-from flowrl.executors.inline import Inline
-from flowrl.functional.transforms import rank
-from flowrl.reward import RewardSpec
+from flowrl.scoring.executors import http as remote
+from flowrl.scoring.executors import pool
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.spec import RewardSpec
+from flowrl.scoring.transforms import rank
 
 SCORES, GROUP = torch.tensor([-4.0, 0.0, 4.0]), torch.zeros(3).long()
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build_stages import plan_at
-from flowrl.build_store import REFERENCE, STORES, about, build_stored
+from flowrl.build.build_store import REFERENCE, STORES, about, build_stored
+from flowrl.build.rollout import plan_at
+from flowrl.config.sections_store import Store
 from flowrl.errors import UserError
-from flowrl.filling import fill
-from flowrl.rollout import Stopwatch
-from flowrl.sections_store import Store
-from flowrl.store_index import open_store
+from flowrl.offline.store_index import open_store
+from flowrl.offline.writer import fill
+from flowrl.sampling.rollout import Stopwatch
 
 ROLLOUT = {"prompts": 2, "steps": 2, "tree": {"kind": "ode"}}
 OBJECTIVE = {"kind": "gdro"}

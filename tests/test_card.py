@@ -8,9 +8,9 @@ import pytest
 import yaml
 from PIL import Image
 
-from flowrl.card import Card, write_card
-from flowrl.gallery import GalleryPair, SummaryRow
-from flowrl.licences import Licence, licence_of
+from flowrl.export.gallery import GalleryPair, SummaryRow
+from flowrl.export.licences import Licence, licence_of
+from flowrl.export.model_card import Card, write_card
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
 

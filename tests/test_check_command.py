@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flowrl.commands.checking import reward_check
+from flowrl.cli.rewards import reward_check
 from flowrl.errors import UserError
 
 FAULTY = """
@@ -69,7 +69,7 @@ def test_what_is_missing_fails_when_it_was_named_and_not_among_all(check, monkey
     assert "could not be asked, the lines marked -- say why: preference" in error
     few = {"brightness": "rewards.brightness:Brightness"}
     monkeypatch.setattr(
-        "flowrl.reward.BUILT_IN", few | {"preference": "rewards.preference:Preference"}
+        "flowrl.scoring.spec.BUILT_IN", few | {"preference": "rewards.preference:Preference"}
     )
     code, out, _ = check("--all")
     assert code == 0 and "--  preference" in out and "ok  brightness" in out

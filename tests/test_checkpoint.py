@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import flowrl.storage
-from flowrl.checkpoint import (
+import flowrl.utils.files
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import (
     CONFIG,
     STATE,
     Checkpoints,
@@ -19,8 +20,7 @@ from flowrl.checkpoint import (
     restore_random_state,
     write_config,
 )
-from flowrl.errors import UserError
-from flowrl.storage import load_state, save_state
+from flowrl.utils.files import load_state, save_state
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_crash_while_writing_loses_nothing(checkpoints, monkeypatch, function)
     def crash(*_):
         raise Crash
 
-    monkeypatch.setattr(flowrl.storage.os, function, crash)
+    monkeypatch.setattr(flowrl.utils.files.os, function, crash)
     with pytest.raises(Crash):
         checkpoints.save(2, state(2))
     monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_an_occupied_folder_is_refused_unless_resumed(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from flowrl.checkpoint import claim
+from flowrl.training.checkpoint import claim
 with claim(Path(sys.argv[1]), resume=None):
     print("mine", flush=True)
     sys.stdin.read()

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.build_backbone import BACKBONES
-from flowrl.checkpointing import recompute_blocks
-from flowrl.encode import TextCache
+from flowrl.backbones.checkpointing import recompute_blocks
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.policy import Policy
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build.backbone import BACKBONES
 from flowrl.errors import UserError
-from flowrl.pipelines import load_pipeline
-from flowrl.policy import Policy
-from flowrl.prompts import load_prompts
+from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture(scope="module", params=["sd3", "flux", "sana"])

@@ -7,7 +7,7 @@ import pytest
 from flowrl import __version__
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.recipe import load_yaml
+from flowrl.config.load import load_yaml
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def run(capsys, monkeypatch):
 def built(monkeypatch):
     """Stands for everything below the command line; records how it is called."""
     calls = []
-    module = ModuleType("flowrl.actions")
+    module = ModuleType("flowrl.api")
 
     def align(config, *, resume):
         calls.extend([config, resume])
@@ -46,7 +46,7 @@ def built(monkeypatch):
     for name in ("sample_images", "evaluate_model", "build_gallery"):
         setattr(module, name, record)
     module.score_images = score  # type: ignore[attr-defined]
-    for name in ("flowrl.actions", "flowrl.score_files"):
+    for name in ("flowrl.api", "flowrl.score_files"):
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -146,7 +146,7 @@ def test_an_unexpected_error_is_short_and_says_how_to_see_more(run, built, monke
     def fail(config, **_):
         raise RuntimeError("[red]wheels came off[/red]")
 
-    monkeypatch.setattr(sys.modules["flowrl.actions"], "align", fail)
+    monkeypatch.setattr(sys.modules["flowrl.api"], "align", fail)
     code, _, err = run("train", "quickstart")
     assert code == 1
     assert err.startswith("error: RuntimeError: [red]wheels came off[/red]\n")

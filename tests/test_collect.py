@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build_source import check_shares
-from flowrl.collect import learning_seed
+from flowrl.backbones.policy import OLD, POLICY
+from flowrl.build.build_source import check_shares
 from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.executors.base import Answer
 from flowrl.objectives.base import Needs
-from flowrl.policy import OLD, POLICY
-from flowrl.reward import RewardSpec
-from flowrl.rollout import Stopwatch
-from flowrl.scoring import score
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.source import learning_seed
+from flowrl.scoring.executors.base import Answer
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec
 
 PLAIN_TREE = {"tree": {"kind": "flow_grpo"}}
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl import build_memory
-from flowrl.aggregate import FailureLimit
-from flowrl.build_store import about
+from flowrl.backbones.lora_files import save_lora
+from flowrl.build import build_memory
+from flowrl.build.build_store import about
 from flowrl.collecting import collect_groups, with_lora
 from flowrl.errors import UserError
-from flowrl.export import save_lora
-from flowrl.filling import Refresh, fill
-from flowrl.reward import RewardSpec
-from flowrl.rollout import Stopwatch
-from flowrl.store import latents_file, rows_file
-from flowrl.store_index import open_store
-from flowrl.stored import StoredGroups
+from flowrl.offline.format import latents_file, rows_file
+from flowrl.offline.source import StoredGroups
+from flowrl.offline.store_index import open_store
+from flowrl.offline.writer import Refresh, fill
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.combine import FailureLimit
+from flowrl.scoring.spec import RewardSpec
 
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 2}
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.build_backbone import BACKBONES
-from flowrl.comfyui import PREFIX, comfyui_state, place
+from flowrl.backbones.fused_lora import delta
+from flowrl.build.backbone import BACKBONES
 from flowrl.errors import UserError
-from flowrl.functional.fused_lora import delta
+from flowrl.export.comfyui import PREFIX, comfyui_state, place
 
 RANK, STRENGTH = 2, 1.5
 

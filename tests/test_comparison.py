@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from flowrl.comparison import (
+from scripts.compare.runs import (
     Run,
     cost_to_reach,
     markdown,

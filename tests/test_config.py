@@ -7,13 +7,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.aliases import ALIASES, sort_arguments
 from flowrl.config import Config, config_yaml, load_config, parse_config
+from flowrl.config.aliases import ALIASES, sort_arguments
+from flowrl.config.explain import explain
+from flowrl.config.load import load_yaml, merge, parse_overrides, preset_folder, preset_names
+from flowrl.config.schema import sections_in, walk
 from flowrl.errors import UserError
-from flowrl.explain import explain
-from flowrl.fields import Section
-from flowrl.recipe import load_yaml, merge, parse_overrides, preset_folder, preset_names
-from flowrl.schema import sections_in, walk
+from flowrl.utils.fields import Section
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 

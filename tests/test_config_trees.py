@@ -3,8 +3,8 @@
 import pytest
 
 from flowrl.config import parse_config
+from flowrl.config.load import merge, parse_overrides
 from flowrl.errors import UserError
-from flowrl.recipe import merge, parse_overrides
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 FAST = "rollout.tree={kind: flow_grpo_fast, window: %s}"

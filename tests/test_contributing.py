@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.aliases import sort_arguments
 from flowrl.backbones.base import members
-from flowrl.build_backbone import backbone_class
+from flowrl.build.backbone import backbone_class
 from flowrl.config import load_config
-from flowrl.preflight.named import check_named
-from flowrl.reward import RewardSpec, load_reward
-from flowrl.scoring import score
-from flowrl.sections_trees import Custom
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.trees import Custom
+from flowrl.scoring.named import check_named
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.trees.shape import count
 
 ROOT = Path(__file__).parent.parent

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.curves import THICK, draw_curves, reward_curves, running_mean, ticks
+from flowrl.utils.plots import THICK, draw_curves, reward_curves, running_mean, ticks
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.aliases import sort_arguments
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.licences import licence_of
+from flowrl.config.aliases import sort_arguments
+from flowrl.export.licences import licence_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
@@ -28,7 +28,7 @@ def test_every_export_reaches_its_format_with_its_place(monkeypatch):
     seen = []
     for name in ("diffusers", "comfyui", "merged", "hub"):
         record = lambda source, *to, name=name, **how: seen.append((name, *to, how))  # noqa: E731
-        monkeypatch.setattr(f"flowrl.exporting.export_{name}", record)
+        monkeypatch.setattr(f"flowrl.export.formats.export_{name}", record)
     for words in COMMANDS:
         if words[0] == "export":
             with pytest.raises(SystemExit) as end:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.reward import load_reward
+from flowrl.scoring.spec import load_reward
 
 PAGE = (Path(__file__).parents[1] / "docs" / "judges.md").read_text(encoding="utf-8")
 SERVER = {"model": "m"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.aliases import sort_arguments
 from flowrl.config import Config, load_config
-from flowrl.sections_memory import Memory
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.sections_memory import Memory
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.aliases import sort_arguments
 from flowrl.config import Config, load_config
-from flowrl.recipe import preset_folder, preset_names
-from flowrl.schema import walk
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.load import preset_folder, preset_names
+from flowrl.config.schema import walk
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
 COMMANDS = [

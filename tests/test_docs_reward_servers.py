@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from typer.main import get_command
 
-from flowrl.commands.serving import reward_serve
-from flowrl.executors.remote import Remote
-from flowrl.reward import load_reward
-from flowrl.sections_rewards import Reward
-from flowrl.wire import Info, Request, Response
+from flowrl.cli.serving import reward_serve
+from flowrl.config.rewards import Reward
+from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.protocol import Info, Request, Response
+from flowrl.scoring.spec import load_reward
 from rewards import geneval_rules as rules
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reward-servers.md").read_text(encoding="utf-8")
@@ -184,7 +184,7 @@ def test_every_command_has_the_options_it_names(line):
 
 
 def test_every_option_of_executors_is_explained():
-    from flowrl.sections_rewards import HttpExecutor
+    from flowrl.config.rewards import HttpExecutor
 
     for name in set(HttpExecutor.model_fields) - {"kind"}:
         assert f"| `{name}` |" in PAGE

@@ -10,19 +10,19 @@ import torch
 import typer
 import yaml
 
-from flowrl.aliases import sort_arguments
-from flowrl.audit import audit
-from flowrl.audit_gate import OnMiss
 from flowrl.cli import app
 from flowrl.config import Config, load_config, parse_config
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.schema import walk
 from flowrl.errors import UserError
-from flowrl.functional.cost import break_even_gain, two_stage_ratio
-from flowrl.functional.telling import MODES
-from flowrl.lowbit.backends import Backend, FP8Dequantised, NVFP4Emulated
-from flowrl.lowbit.precision import PRECISIONS, Capability, native_formats, resolve
-from flowrl.lowbit.rules import choose_layers, quantised_share, rules_of
-from flowrl.schema import walk
-from flowrl.sizes import SIZES, build_transformer
+from flowrl.planning.sizes import SIZES, build_transformer
+from flowrl.quantization.backends import Backend, FP8Dequantised, NVFP4Emulated
+from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of
+from flowrl.quantization.precision import PRECISIONS, Capability, native_formats, resolve
+from flowrl.sampling.audit_gate import OnMiss
+from flowrl.sampling.cost import break_even_gain, two_stage_ratio
+from flowrl.sampling.rank_audit import audit
+from flowrl.sampling.telling import MODES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "sol-rl.md").read_text(encoding="utf-8")

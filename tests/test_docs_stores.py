@@ -9,12 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.aliases import sort_arguments
-from flowrl.build import Given, build_learner
+from flowrl.build.learner import Given, build_learner
 from flowrl.cli import main
 from flowrl.config import load_config
+from flowrl.config.aliases import sort_arguments
 from flowrl.errors import UserError
-from flowrl.runtime import Runtime
+from flowrl.utils.distributed import Runtime
 
 PAGE = (Path(__file__).parents[1] / "docs" / "stores.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

@@ -2,8 +2,8 @@ import socket
 
 import pytest
 
-from flowrl import doctor
-from flowrl.doctor import examine, healthy
+from flowrl.cli import doctor
+from flowrl.cli.doctor import examine, healthy
 from flowrl.findings import Finding
 
 

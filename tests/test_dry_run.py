@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.actions import align
+from flowrl.api import align
 from flowrl.cli import main
 from flowrl.config import Config, parse_config
-from flowrl.dry_rewards import KEY, StandIn
-from flowrl.dry_run import FAMILIES, dry, rehearse
 from flowrl.errors import UserError
+from flowrl.planning.dry_rewards import KEY, StandIn
+from flowrl.planning.dry_run import FAMILIES, dry, rehearse
 
 LARGE = {
     "pipeline": {

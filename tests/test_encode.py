@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl import build_memory, encode, offload
-from flowrl.encode import TextCache
+from flowrl.backbones import offload
+from flowrl.backbones import text_cache as encode
+from flowrl.backbones.offload import visiting
+from flowrl.backbones.prompt_cache import PromptCache
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build import build_memory
 from flowrl.errors import UserError
-from flowrl.offload import visiting
-from flowrl.prompt_cache import PromptCache
-from flowrl.prompts import PromptRecord
+from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.endpoints import Endpoints
+from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
 
 

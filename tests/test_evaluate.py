@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build import Given, build_evaluator
+from flowrl.build.learner import Given, build_evaluator
 from flowrl.errors import UserError
-from flowrl.evaluate import Evaluation, check_quality, compare
-from flowrl.executors.base import RewardFailure
-from flowrl.prompts import PromptRecord, reworded
-from flowrl.reward import RewardSpec
-from flowrl.runtime import Runtime
+from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation, check_quality, compare
+from flowrl.utils.distributed import Runtime
 
 
 @pytest.fixture(scope="module")

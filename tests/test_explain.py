@@ -3,9 +3,9 @@
 import pytest
 
 from flowrl.config import Config
+from flowrl.config.explain import explain
+from flowrl.config.schema import walk
 from flowrl.errors import UserError
-from flowrl.explain import explain
-from flowrl.schema import walk
 
 
 def test_explain_tells_meaning_type_default_and_source():

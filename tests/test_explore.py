@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-import flowrl.stage
-from flowrl.build_store import about
+import flowrl.sampling.stage
+from flowrl.build.build_store import about
 from flowrl.errors import UserError
-from flowrl.explore import choose
-from flowrl.filling import fill
-from flowrl.rollout import Stopwatch
-from flowrl.store import rows_file
+from flowrl.offline.format import rows_file
+from flowrl.offline.writer import fill
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.two_stage import choose
 
 ODE = {"tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "draws": {"count": 2}}
@@ -40,8 +40,10 @@ def rollout_of(make_learner, explore, objective=NFT, rollout=ODE, **changes):
 def drawn(monkeypatch):
     """The forests of every draw, in order."""
     found = []
-    draw = flowrl.stage.draw
-    monkeypatch.setattr(flowrl.stage, "draw", lambda *a: found.append(draw(*a)) or found[-1])
+    draw = flowrl.sampling.stage.draw
+    monkeypatch.setattr(
+        flowrl.sampling.stage, "draw", lambda *a: found.append(draw(*a)) or found[-1]
+    )
     return found
 
 

@@ -7,9 +7,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from flowrl.backbones.lora_files import (
+    FILE,
+    count_layers,
+    load_lora,
+    lora_file,
+    read_lora,
+    save_lora,
+)
+from flowrl.backbones.policy import EMA, POLICY
 from flowrl.errors import UserError
-from flowrl.export import FILE, count_layers, load_lora, lora_file, read_lora, save_lora
-from flowrl.policy import EMA, POLICY
 
 PROMPTS = ["a red circle", "two stars"]
 

@@ -7,12 +7,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flowrl.backbones.fused_lora import delta
+from flowrl.backbones.lora_files import (
+    FILE,
+    check_header,
+    layers_of,
+    load_lora,
+    merge_lora,
+    read_lora,
+    save_lora,
+)
 from flowrl.cli import main
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.export import FILE, check_header, layers_of, load_lora, merge_lora, read_lora, save_lora
-from flowrl.exporting import export_comfyui, export_diffusers, export_merged, recipe_of
-from flowrl.functional.fused_lora import delta
+from flowrl.export.formats import export_comfyui, export_diffusers, export_merged, recipe_of
 
 PROMPTS = ["a red circle", "two stars"]
 SIZE = {"sd3": {}, "flux": {"height": 64, "width": 64}}
@@ -67,7 +75,7 @@ def test_a_merged_pipeline_draws_the_policys_pictures_with_nothing_attached(
 
     family, folder, policy = run
     base = _without_lora(policy)
-    monkeypatch.setattr("flowrl.exporting.load_pipeline", lambda path, **how: base)
+    monkeypatch.setattr("flowrl.export.formats.load_pipeline", lambda path, **how: base)
     to = export_merged(str(folder), tmp_path / "merged", base=None, revision=None, dtype=None)
     assert not list(to.rglob("*lora*")) and list(to.rglob("transformer/*.safetensors"))
     assert stat.S_IMODE(to.stat().st_mode) == 0o755
@@ -206,7 +214,7 @@ def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(
         asked.append((path, how["dtype"], how["revision"]))
         raise UserError("far enough")
 
-    monkeypatch.setattr("flowrl.exporting.load_pipeline", load)
+    monkeypatch.setattr("flowrl.export.formats.load_pipeline", load)
     for base, dtype in ((None, None), ("c/d", "fp16")):
         with pytest.raises(UserError, match="far enough"):
             export_merged(str(tmp_path), tmp_path / "m", base=base, revision=None, dtype=dtype)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowrl.gallery import (
+from flowrl.export.gallery import (
     GalleryPair,
     GallerySweep,
     SummaryRow,

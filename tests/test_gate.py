@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flowrl.actions import align
-from flowrl.audit_log import AuditLog
+from flowrl.api import align
 from flowrl.errors import UserError
-from flowrl.rollout import Stopwatch
+from flowrl.sampling.audit_log import AuditLog
+from flowrl.sampling.rollout import Stopwatch
 
 NFT = {"kind": "nft", "draws": {"count": 2}}
 EXPLORE = {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}

@@ -8,9 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowrl.endpoints import Endpoints
-from flowrl.errors import UserError
-from flowrl.geometry import (
+from flowrl.build.work_split import (
     Load,
     check,
     deal,
@@ -20,8 +18,10 @@ from flowrl.geometry import (
     solve,
     units,
 )
-from flowrl.runtime import Runtime
+from flowrl.errors import UserError
+from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
 
 BASE = Load(prompts=8, roots=6, forwards=10, rows=1, row_forwards=4, micro_batch=16, updates=2)
 

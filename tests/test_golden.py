@@ -3,10 +3,17 @@ from importlib.metadata import version
 
 import pytest
 
-from flowrl import golden
-from flowrl.commands.golden import golden as command
+from flowrl.cli.golden import golden as command
 from flowrl.errors import UserError
-from flowrl.golden import compare_all, compare_one, measure, read_golden, recorded, write_golden
+from flowrl.scoring import golden
+from flowrl.scoring.golden import (
+    compare_all,
+    compare_one,
+    measure,
+    read_golden,
+    recorded,
+    write_golden,
+)
 
 SHIPPED = read_golden(golden.PATH)
 MINE = """

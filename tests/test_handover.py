@@ -6,14 +6,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from flowrl.audit import audit
-from flowrl.audit_log import AuditEvent, AuditLog
-from flowrl.build import as_given
-from flowrl.card import front_matter
+from flowrl.build.learner import as_given
 from flowrl.config import Config
-from flowrl.evaluate import Comparison
+from flowrl.export.model_card import front_matter
+from flowrl.export.summary import METHODS, OBJECTIVES, card, legend, method, precisions
 from flowrl.functional.stats import Interval
-from flowrl.handover import METHODS, OBJECTIVES, card, legend, method, precisions
+from flowrl.sampling.audit_log import AuditEvent, AuditLog
+from flowrl.sampling.rank_audit import audit
+from flowrl.training.evaluate import Comparison
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from flowrl.actions import align, repository_of
+from flowrl.api import align, repository_of
+from flowrl.backbones.lora_files import FILE
 from flowrl.cli import main
 from flowrl.config import config_yaml, load_config, parse_config
+from flowrl.config.load import load_yaml
 from flowrl.errors import UserError
-from flowrl.export import FILE
-from flowrl.hub import open_repository, public, public_config, push, push_later
-from flowrl.publish import publish
-from flowrl.recipe import load_yaml
+from flowrl.export.hub import open_repository, public, public_config, push, push_later
+from flowrl.export.publish import publish
 
 TOKEN = "hf_secret"
 
@@ -133,7 +133,7 @@ def test_values_keep_what_says_nothing_of_the_machine(value, told):
 def test_nothing_is_loaded_when_it_could_not_be_pushed(hub, tiny_config, tmp_path, monkeypatch):
     from huggingface_hub import constants
 
-    monkeypatch.setattr("flowrl.actions.build_learner", lambda *_: pytest.fail("was loaded"))
+    monkeypatch.setattr("flowrl.api.build_learner", lambda *_: pytest.fail("was loaded"))
     config = pushed(tiny_config, tmp_path / "run", hub_model_id="us/named")
     hub.fails.add("write")
     with pytest.raises(UserError, match="us/named: 403 Forbidden: this token may only read; set"):
@@ -214,7 +214,7 @@ def test_only_the_main_process_uploads_and_a_repository_may_be_private(hub, tiny
 def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
     folder = run_folder(tmp_path / "run")
     with pytest.raises(UserError, match="not a safetensors file"):
-        from flowrl.exporting import export_hub
+        from flowrl.export.formats import export_hub
 
         export_hub(str(folder), repository=None, private=False)
     assert push(folder, open_repository("me/other")) == "https://huggingface.co/me/other"
@@ -226,7 +226,7 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
 
 
 def test_options_have_the_names_of_diffusers_scripts():
-    from flowrl.aliases import sort_arguments
+    from flowrl.config.aliases import sort_arguments
 
     words = [
         "quickstart",

@@ -4,9 +4,9 @@ import errno
 
 import pytest
 
+from flowrl.backbones.hub_errors import sentence
+from flowrl.backbones.loading import load_pipeline
 from flowrl.errors import UserError
-from flowrl.hub_errors import sentence
-from flowrl.pipelines import load_pipeline
 
 NAME = "black-forest-labs/FLUX.1-dev"
 GATED = (

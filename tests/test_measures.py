@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from flowrl.aggregate import combine, train_weights
-from flowrl.measures import rollout_metrics
-from flowrl.reward import RewardResult, RewardSpec
-from flowrl.stored import bare_roots
+from flowrl.offline.source import bare_roots
+from flowrl.scoring.combine import combine, train_weights
+from flowrl.scoring.spec import RewardResult, RewardSpec
+from flowrl.training.metrics import rollout_metrics
 from flowrl.trajectory import Conditioning, Rollout
 
 nan = math.nan

@@ -5,9 +5,9 @@ import re
 import pytest
 import torch
 
-from flowrl import build_source
+from flowrl.build import build_source
 from flowrl.errors import UserError
-from flowrl.memory import check_memory, free_bytes, rollout_bytes
+from flowrl.trees.memory import check_memory, free_bytes, rollout_bytes
 from flowrl.trees.plan import Step, TreePlan
 
 NOISY = Step(noise=True, train=True)

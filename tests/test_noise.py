@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.noise import keyed_noise, noise_seed
+from flowrl.functional.noise import keyed_noise, noise_seed
 
 KEY = {
     "seed": 0,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.offload import (
+from flowrl.backbones.offload import (
     are_freed,
     decoding,
     encoders_of,

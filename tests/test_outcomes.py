@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.comparison import Run, mean_curve
-from flowrl.evaluate import Evaluation
-from flowrl.outcomes import differences, outcome, table
+from flowrl.training.evaluate import Evaluation
+from scripts.compare.outcomes import differences, outcome, table
+from scripts.compare.runs import Run, mean_curve
 
 
 def folder(path: Path, scores: dict[int, list[list[float]]]) -> Path:

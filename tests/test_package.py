@@ -41,7 +41,7 @@ LIGHT = {
     "help": HELP,
     "train help": HELP.replace("--help", "train', '--help").replace('"', "'"),
     "config": "import flowrl; flowrl.load_config('quickstart')",
-    "explain": "from flowrl.explain import explain; explain('optim.lr')",
+    "explain": "from flowrl.config.explain import explain; explain('optim.lr')",
 }
 
 
@@ -135,7 +135,7 @@ def shadowed(tmp_path):
     return tmp_path
 
 
-LOAD = "from flowrl.reward import load_reward; print(load_reward('geneval', {}))"
+LOAD = "from flowrl.scoring.spec import load_reward; print(load_reward('geneval', {}))"
 
 
 def test_a_folder_that_hides_our_rewards_is_named(unpacked, shadowed):

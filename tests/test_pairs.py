@@ -13,11 +13,11 @@ from PIL import Image
 from flowrl.backbones.sd3 import SD3
 from flowrl.collecting import collect_pairs
 from flowrl.errors import UserError
-from flowrl.pairs import load_picture, read_pairs
-from flowrl.pictures import to_tensor
-from flowrl.store_index import open_store
+from flowrl.offline.pairs import load_picture, read_pairs
+from flowrl.offline.store_index import open_store
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
+from flowrl.utils.images import to_tensor
 
 
 @pytest.fixture(scope="module")

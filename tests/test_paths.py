@@ -8,9 +8,9 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.paths import Paths, paths
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.objectives.paths import Paths, paths
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Step, TreePlan
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.pictures import Stack, data_url, fit, font, sheet, to_pil, wrap
+from flowrl.utils.images import Stack, data_url, fit, font, sheet, to_pil, wrap
 
 WIDTH = 192
 
@@ -29,7 +29,7 @@ def test_bytes_survive_the_way_through_floats():
 
 @pytest.mark.parametrize("webp", [True, False])
 def test_a_data_url_gives_the_same_pixels_back(monkeypatch, webp):
-    from flowrl import pictures
+    from flowrl.utils import images as pictures
 
     if webp and not pictures.features.check("webp"):
         pytest.skip("Pillow was built without WebP")

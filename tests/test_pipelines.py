@@ -2,8 +2,8 @@
 
 import pytest
 
+from flowrl.backbones.loading import load_pipeline, pipeline_path
 from flowrl.errors import UserError
-from flowrl.pipelines import load_pipeline, pipeline_path
 
 
 @pytest.mark.parametrize("path", ["tiny-sd3", pipeline_path("tiny-flux")])

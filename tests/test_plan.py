@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from flowrl import plan as planning
 from flowrl.cli import main
 from flowrl.config import load_config
+from flowrl.config.rewards import Reward
 from flowrl.errors import UserError
-from flowrl.plan import make_plan, memory_class, parse_memory
-from flowrl.plan_remedies import find_remedies
-from flowrl.plan_rewards import CLIP_H, CLIP_L, DETECTORS, reward_bytes
-from flowrl.plan_size import own_pixels, size_for
+from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
-from flowrl.sections_rewards import Reward
+from flowrl.planning.plan import make_plan, memory_class, parse_memory
+from flowrl.planning.plan_rewards import CLIP_H, CLIP_L, DETECTORS, reward_bytes
+from flowrl.planning.plan_size import own_pixels, size_for
+from flowrl.planning.suggestions import find_remedies
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_recipes_name_says_what_it_is_for():
 
 @pytest.mark.parametrize("path", ["tiny-sd3", "tiny-flux", "tiny-sana"])
 def test_a_folder_tells_its_shapes_without_its_weights(path):
-    from flowrl.pipelines import load_pipeline
+    from flowrl.backbones.loading import load_pipeline
 
     size, pipeline = size_for(path), load_pipeline(path, dtype="fp32", device="cpu")
     real = pipeline.transformer
@@ -215,7 +215,7 @@ def test_an_own_backbone_says_its_layers_or_the_recipe_does(monkeypatch):
     class Mine:
         pass
 
-    monkeypatch.setattr("flowrl.plan_setup.backbone_class", lambda name: Mine)
+    monkeypatch.setattr("flowrl.planning.plan_setup.backbone_class", lambda name: Mine)
     with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
         make_plan(load_config("quickstart", ["lora.targets=null"]))
     assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from flowrl.backbones.lora_files import count_layers, read_lora, save_lora
+from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.sd3 import SD3
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.export import count_layers, read_lora, save_lora
-from flowrl.policy import EMA, OLD, POLICY, Policy
-from flowrl.prompts import load_prompts
+from flowrl.prompts.records import load_prompts
 
 SIGMA = torch.tensor(0.7)
 

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from flowrl.progress import Steps, clock
+from flowrl.utils.progress import Steps, clock
 
 
 def run(every: float, **values) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 from datasets import config, exceptions
 
 from flowrl.errors import UserError
-from flowrl.prompts import load_prompts
+from flowrl.prompts.records import load_prompts
 from flowrl.tiny.world import split_prompts
 
 ROWS = [

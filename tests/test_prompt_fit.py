@@ -1,9 +1,9 @@
 import pytest
 
 from flowrl.errors import UserError
-from flowrl.prompt_fit import check_evaluation, check_prompts
-from flowrl.prompts import PromptRecord, load_prompts
-from flowrl.reward import RewardSpec, load_reward
+from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.scoring.prompt_fit import check_evaluation, check_prompts
+from flowrl.scoring.spec import RewardSpec, load_reward
 
 
 def constant(images, prompts, metadata):

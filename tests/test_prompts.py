@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.prompts import (
+from flowrl.prompts.records import (
     PromptRecord,
     PromptSampler,
     check_paraphrases,

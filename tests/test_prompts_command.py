@@ -7,10 +7,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flowrl.commands.prompting import prompts
+from flowrl.cli.prompting import prompts
 from flowrl.errors import UserError
-from flowrl.prompt_sets.geneval import geneval_sets
-from flowrl.prompts import load_prompts
+from flowrl.prompts.generate.geneval import geneval_sets
+from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.flux import Flux
+from flowrl.backbones.policy import Policy
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.policy import Policy
-from flowrl.published import SIZES, size_of_checkpoint
-from flowrl.sizes import build_autoencoder, build_pipeline, build_text_encoders
+from flowrl.planning.model_specs import SIZES, size_of_checkpoint
+from flowrl.planning.sizes import build_autoencoder, build_pipeline, build_text_encoders
 
 BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from flowrl.bench.random_model import RandomBackbone
 from flowrl.errors import UserError
-from flowrl.networks import with_network
-from flowrl.random_backbone import RandomBackbone
-from flowrl.sizes import SIZES
+from flowrl.planning.sizes import SIZES
+from flowrl.sampling.networks import with_network
 from flowrl.trajectory import Conditioning
 
 CPU = torch.device("cpu")

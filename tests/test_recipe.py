@@ -5,8 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flowrl.errors import UserError
-from flowrl.recipe import (
+from flowrl.config.load import (
     dump_yaml,
     find_recipe,
     load_recipe,
@@ -15,6 +14,7 @@ from flowrl.recipe import (
     parse_overrides,
     preset_names,
 )
+from flowrl.errors import UserError
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 DATA = st.recursive(

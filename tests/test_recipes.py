@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flowrl.aliases import sort_arguments
 from flowrl.config import Config
 from flowrl.config import load_config as load
-from flowrl.published import SIZES, size_of_checkpoint
-from flowrl.recipe import MAX_PARENTS, preset_folder
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.load import MAX_PARENTS, preset_folder
+from flowrl.planning.model_specs import SIZES, size_of_checkpoint
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(preset_folder().glob("*.yaml"))

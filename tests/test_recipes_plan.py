@@ -5,8 +5,8 @@ import re
 import pytest
 
 from flowrl.config import load_config
-from flowrl.plan import make_plan, memory_class
-from flowrl.recipe import preset_folder, preset_names
+from flowrl.config.load import preset_folder, preset_names
+from flowrl.planning.plan import make_plan, memory_class
 
 REAL = [name for name in preset_names() if re.search(r"-\d+gb$", name)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.actions import align
+from flowrl.api import align
 from flowrl.config import load_config
-from flowrl.dry_run import FAMILIES, dry
-from flowrl.recipe import preset_names
+from flowrl.config.load import preset_names
+from flowrl.planning.dry_run import FAMILIES, dry
 
 NAMES = [
     name if re.search(r"-\d+gb$", name) else pytest.param(name, marks=pytest.mark.slow)

@@ -2,7 +2,7 @@
 
 import torch
 
-from flowrl.reference_errors import ReferenceErrors
+from flowrl.reference_cache import ReferenceErrors
 
 
 class Two:

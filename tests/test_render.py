@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.render import fenced, markdown, number, signed
+from flowrl.utils.templates import fenced, markdown, number, signed
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowrl.errors import UserError
-from flowrl.report import FILE, Report, read_metrics
+from flowrl.training.tracking import FILE, Report, read_metrics
 
 LOG = [{"step": i, "reward/mean": i / 10} for i in range(1, 7)]
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.executors.inline import Inline
-from flowrl.reward import BUILT_IN, RewardSpec, load_reward, trained
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward, trained
 
 GREY = torch.full((4, 3, 8, 8), 0.5)
 PROMPTS = ["a", "b", "c", "d"]
@@ -148,7 +148,7 @@ def test_what_people_are_told_by_a_reward_itself_stays_as_it_is(tmp_path, monkey
 
 def test_loading_a_reward_starts_no_engine():
     code = (
-        "import sys; from flowrl.reward import load_reward; load_reward('ocr'); "
+        "import sys; from flowrl.scoring.spec import load_reward; load_reward('ocr'); "
         "load_reward('geneval'); sys.exit('rapidocr' in sys.modules or 'cv2' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,13 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.aggregate import weighted_sum
 from flowrl.errors import UserError
-from flowrl.executors.base import RewardFailure
-from flowrl.functional.transforms import affine, clip, rank, sigmoid
-from flowrl.reward import RewardSpec
-from flowrl.reward_gradient import RewardGradient, check_differentiable, differentiate, trained
-from flowrl.scoring import score
+from flowrl.objectives.reward_backprop.decoder import (
+    RewardGradient,
+    check_differentiable,
+    differentiate,
+    trained,
+)
+from flowrl.scoring.combine import weighted_sum
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec
+from flowrl.scoring.transforms import affine, clip, rank, sigmoid
 
 
 class Red:

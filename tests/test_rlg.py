@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import flowrl
+from flowrl.backbones.guidance import RLG
 from flowrl.errors import UserError
 from flowrl.functional.flow import extrapolate
-from flowrl.rlg import RLG
 
 STEPS = 3
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flowrl.backbones.guidance import RLG
 from flowrl.errors import UserError
 from flowrl.functional.flow import extrapolate
-from flowrl.rlg import RLG
 
 
 def inject(network: torch.nn.Module) -> None:

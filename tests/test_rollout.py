@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from flowrl.functional.sde import KERNELS
-from flowrl.prompts import PromptSampler, load_prompts
-from flowrl.reward import RewardSpec
-from flowrl.rollout import (
+from flowrl.prompts.records import PromptSampler, load_prompts
+from flowrl.sampling.rollout import (
     Stopwatch,
     decode,
     draw,
@@ -18,8 +17,9 @@ from flowrl.rollout import (
     hand_in,
     occurrences,
 )
-from flowrl.samplers.schedule import Schedule
-from flowrl.scoring import Scoring, score
+from flowrl.sampling.schedule import Schedule
+from flowrl.scoring.scorer import Scoring, score
+from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.plan import Step, TreePlan
 
 RECORDS = load_prompts("tiny:all:train", limit=3)
@@ -257,7 +257,7 @@ def test_a_held_out_reward_that_fails_leaves_every_picture_valid(make_learner):
 
 
 def test_one_process_keeps_its_scores_as_they_are():
-    from flowrl.runtime import Runtime
+    from flowrl.utils.distributed import Runtime
 
     spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
     result = score([spec], torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}])

@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flowrl.actions import align
-from flowrl.build import Given, build_evaluator, build_learner, build_run
-from flowrl.checkpoint import STATE, write_config
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.evaluate import Evaluation
-from flowrl.export import FILE, read_lora
-from flowrl.report import read_lines, read_metrics
-from flowrl.runtime import Runtime
-from flowrl.storage import load_state
-from flowrl.train import train
+from flowrl.training.checkpoint import STATE, write_config
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+from flowrl.training.tracking import read_lines, read_metrics
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import load_state
 
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
 MOVING = {
@@ -166,7 +166,9 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("place", ["flowrl.run.save_lora", "flowrl.checkpoint.save_state"])
+@pytest.mark.parametrize(
+    "place", ["flowrl.training.run.save_lora", "flowrl.training.checkpoint.save_state"]
+)
 def test_killed_while_the_end_is_saved_it_still_ends_bit_identical(
     whole, config_for, tmp_path, monkeypatch, place
 ):
@@ -175,7 +177,7 @@ def test_killed_while_the_end_is_saved_it_still_ends_bit_identical(
 
     module, name = place.rsplit(".", 1)
     written = getattr(importlib.import_module(module), name)
-    calls = {"flowrl.run.save_lora": 7, "flowrl.checkpoint.save_state": 4}[place]
+    calls = {"flowrl.training.run.save_lora": 7, "flowrl.training.checkpoint.save_state": 4}[place]
     left = [calls]
 
     def dying(*args, **options):

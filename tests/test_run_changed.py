@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.build import Given, build_evaluator, build_learner, build_run
-from flowrl.checkpoint import write_config
+from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
-from flowrl.evaluate import Evaluation
-from flowrl.executors.base import RewardFailure
-from flowrl.reward import RewardSpec
-from flowrl.runtime import Runtime
-from flowrl.train import train
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.checkpoint import write_config
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+from flowrl.utils.distributed import Runtime
 
 SMALL = {
     "rollout": {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 4},

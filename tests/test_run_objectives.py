@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.actions import align
+from flowrl.api import align
 from flowrl.collecting import collect_groups
-from flowrl.report import read_metrics
+from flowrl.training.tracking import read_metrics
 
 ODE = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8, "tree": {"kind": "ode"}}
 NFT = {"kind": "nft", "draws": {"count": 2}, "old_decay": {"rate": 0.2, "limit": 0.6}}

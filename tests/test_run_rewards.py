@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.actions import align
-from flowrl.checkpoint import STATE
-from flowrl.executors.base import RewardFailure
-from flowrl.report import read_metrics
+from flowrl.api import align
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.training.checkpoint import STATE
+from flowrl.training.tracking import read_metrics
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 2.0  # seconds

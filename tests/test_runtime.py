@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.runtime import Runtime
+from flowrl.utils.distributed import Runtime
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ import time
 import pytest
 import torch
 
-from flowrl import scoring
 from flowrl.errors import UserError
-from flowrl.executors.base import RewardFailure
-from flowrl.executors.inline import Inline
-from flowrl.reward import RewardResult, RewardSpec
-from flowrl.scoring import SamplerFailure, quantise, score
+from flowrl.scoring import scorer as scoring
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.scorer import SamplerFailure, quantise, score
+from flowrl.scoring.spec import RewardResult, RewardSpec
 
 GREY = torch.full((4, 3, 8, 8), 0.5)
 PROMPTS = ["a", "b", "c", "d"]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowrl.aliases import sort_arguments
-from flowrl.commands import training
+from flowrl.cli import train as training
 from flowrl.config import load_config
+from flowrl.config.aliases import sort_arguments
+from flowrl.config.load import load_yaml
 from flowrl.errors import UserError
-from flowrl.recipe import load_yaml
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 FAMILIES = ("sd3", "flux", "sana")

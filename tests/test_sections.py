@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrl.sections import (
+from flowrl.config.sections import (
     Evaluation,
     Prompts,
     Run,

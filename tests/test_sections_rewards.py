@@ -5,10 +5,9 @@ from typing import get_args
 import pytest
 
 from flowrl.config import config_yaml, parse_config
-from flowrl.errors import UserError
-from flowrl.explain import explain
-from flowrl.recipe import load_yaml, merge, parse_overrides
-from flowrl.sections_rewards import (
+from flowrl.config.explain import explain
+from flowrl.config.load import load_yaml, merge, parse_overrides
+from flowrl.config.rewards import (
     Failures,
     HttpExecutor,
     InlineExecutor,
@@ -16,8 +15,9 @@ from flowrl.sections_rewards import (
     Rank,
     check_rewards,
 )
-from flowrl.sections_rewards import Reward as Section
-from flowrl.wire import Codec
+from flowrl.config.rewards import Reward as Section
+from flowrl.errors import UserError
+from flowrl.scoring.protocol import Codec
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 from pydantic import TypeAdapter
 
-from flowrl.sections_trees import PRESETS, DepthPruning, Tree
+from flowrl.config.trees import PRESETS, DepthPruning, Tree
 from flowrl.trees import combs, presets
 from flowrl.trees.plan import Coupling, PlanError
 from flowrl.trees.shape import count
@@ -144,6 +144,6 @@ def test_depth_pruning_moves_as_its_options_say():
 
 
 def test_every_tree_has_a_name_for_the_card():
-    from flowrl.handover import METHODS
+    from flowrl.export.summary import METHODS
 
     assert METHODS.keys() == PRESETS.keys()

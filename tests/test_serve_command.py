@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from flowrl.commands import serving
-from flowrl.commands.serving import bound, listen, reward_serve
+from flowrl.cli import serving
+from flowrl.cli.serving import bound, listen, reward_serve
 from flowrl.errors import UserError
 
 

@@ -5,7 +5,14 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.sizes import SIZES, build_decoder, build_transformer, randomise, shortened, size_of
+from flowrl.planning.sizes import (
+    SIZES,
+    build_decoder,
+    build_transformer,
+    randomise,
+    shortened,
+    size_of,
+)
 
 
 def numbers(module: nn.Module) -> int:

@@ -6,19 +6,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build import Given, build_learner, build_run
-from flowrl.checkpoint import Checkpoints, write_config
+from flowrl.build.learner import Given, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.evaluate import Evaluation
-from flowrl.handover import card
-from flowrl.prompts import PromptRecord
-from flowrl.report import read_metrics
-from flowrl.reward import RewardSpec
-from flowrl.run import Sheet
-from flowrl.runtime import Runtime
-from flowrl.stopping import StopRule, stop_rule
-from flowrl.train import train
+from flowrl.export.summary import card
+from flowrl.prompts.records import PromptRecord
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.checkpoint import Checkpoints, write_config
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+from flowrl.training.run import Sheet
+from flowrl.training.stopping import StopRule, stop_rule
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.distributed import Runtime
 
 NAN = math.nan
 RULE = StopRule(held_out="quality", patience=2)

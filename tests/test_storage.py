@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.storage import atomic_path, load_state, save_state, write_bytes, write_text
+from flowrl.utils.files import atomic_path, load_state, save_state, write_bytes, write_text
 
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)

@@ -9,8 +9,7 @@ import torch
 import yaml
 
 from flowrl.errors import UserError
-from flowrl.prompts import PromptRecord
-from flowrl.store import (
+from flowrl.offline.format import (
     COLUMNS,
     README,
     About,
@@ -21,7 +20,8 @@ from flowrl.store import (
     latents_file,
     rows_file,
 )
-from flowrl.store_index import open_store
+from flowrl.offline.store_index import open_store
+from flowrl.prompts.records import PromptRecord
 
 SHAPE = [3, 2, 2]
 HOSTILE = [
@@ -127,7 +127,7 @@ def test_latents_without_rows_are_no_shard(folder, monkeypatch):
     def killed(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("flowrl.store.write_text", killed)
+    monkeypatch.setattr("flowrl.offline.format.write_text", killed)
     with pytest.raises(KeyboardInterrupt):
         append(folder, 1, latents(), pictures(shard=1))
     monkeypatch.undo()
@@ -231,7 +231,7 @@ def test_a_store_whose_beginning_was_killed_can_be_begun_again(tmp_path, monkeyp
             raise KeyboardInterrupt
         calls.append(path.write_text(text))
 
-    monkeypatch.setattr("flowrl.store.write_text", killed)
+    monkeypatch.setattr("flowrl.offline.format.write_text", killed)
     with pytest.raises(KeyboardInterrupt):
         create(tmp_path, about())
     monkeypatch.undo()

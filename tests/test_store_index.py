@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.prompts import PromptRecord
-from flowrl.store import About, Picture, append, create, rows_file
-from flowrl.store_index import open_store
+from flowrl.offline.format import About, Picture, append, create, rows_file
+from flowrl.offline.store_index import open_store
+from flowrl.prompts.records import PromptRecord
 
 WRONG = [
     {"row": 1.5}, {"row": 1.0}, {"row": True}, {"row": "1"}, {"row": -1}, {"row": 0}, {"row": 2},

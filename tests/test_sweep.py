@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build import Given, build_evaluator
-from flowrl.evaluate import Evaluation
-from flowrl.reward import RewardSpec
-from flowrl.runtime import Runtime
-from flowrl.sweep import draw_sweep, sweep_rows, sweep_summary
+from flowrl.build.learner import Given, build_evaluator
+from flowrl.export.sweep import draw_sweep, sweep_rows, sweep_summary
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation
+from flowrl.utils.distributed import Runtime
 
 
 def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evaluation:

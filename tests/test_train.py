@@ -8,13 +8,13 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from flowrl.backbones.policy import POLICY
 from flowrl.errors import UserError
-from flowrl.executors.base import RewardFailure
-from flowrl.measures import RowMeans, rollout_metrics
-from flowrl.policy import POLICY
-from flowrl.rollout import Stopwatch
-from flowrl.scoring import SamplerFailure
-from flowrl.train import Learner, train
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.scorer import SamplerFailure
+from flowrl.training.loop import Learner, train
+from flowrl.training.metrics import RowMeans, rollout_metrics
 
 ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8}
 
@@ -263,7 +263,7 @@ def test_means_weigh_micro_batches_by_rows_and_keep_the_largest_maximum():
 
 
 def test_a_run_can_start_from_an_exported_lora(make_learner, tmp_path):
-    from flowrl.export import save_lora
+    from flowrl.backbones.lora_files import save_lora
 
     first = warm(make_learner())
     save_lora(first.policy.backbone.pipeline, tmp_path, adapter=POLICY)

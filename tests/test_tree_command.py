@@ -10,10 +10,10 @@ import typer
 from PIL import Image
 
 from flowrl.cli import explained
-from flowrl.commands.trees import tree
+from flowrl.cli.tree import tree
 from flowrl.config import load_config, parse_config
-from flowrl.recipe import merge, parse_overrides
-from flowrl.sections_trees import PRESETS, PUBLISHED_CREDIT
+from flowrl.config.load import merge, parse_overrides
+from flowrl.config.trees import PRESETS, PUBLISHED_CREDIT
 
 
 @pytest.fixture

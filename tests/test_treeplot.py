@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flowrl.treeplot import BOTTOM, LEFT, STYLE, TOP, draw_tree
 from flowrl.trees import combs, presets
-from flowrl.trees.drawing import NOISY, PLAIN, TRAINED
+from flowrl.trees.show import NOISY, PLAIN, TRAINED
+from flowrl.trees.treeplot import BOTTOM, LEFT, STYLE, TOP, draw_tree
 
 
 def inked(plan, sign: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flowrl.config import config_yaml
-from flowrl.storage import load_state
+from flowrl.utils.files import load_state
 
 # Runs once as it is and once under a launcher; every process writes what it saw.
 SCRIPT = """
@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-from flowrl.build import Given, all_texts, build_evaluator, build_learner
-from flowrl.build_memory import Texts
+from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner
+from flowrl.build.build_memory import Texts
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.offload import encoders_of
-from flowrl.runtime import Runtime
-from flowrl.storage import save_state
+from flowrl.backbones.offload import encoders_of
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import save_state
 
 runtime = Runtime(device="cpu")
 config = load_config(Path(sys.argv[1]))

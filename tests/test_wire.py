@@ -15,7 +15,16 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from PIL import Image
 from pydantic import ValidationError
 
-from flowrl.wire import CODECS, LOSSLESS, Request, Response, Result, complaint, decode, encode
+from flowrl.scoring.protocol import (
+    CODECS,
+    LOSSLESS,
+    Request,
+    Response,
+    Result,
+    complaint,
+    decode,
+    encode,
+)
 
 SHAPES = array_shapes(min_dims=2, max_dims=2, max_side=40).map(lambda shape: (*shape, 3))
 PICTURES = arrays(np.uint8, SHAPES)

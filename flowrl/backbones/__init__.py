@@ -1,1 +1,1 @@
-"""Backbones: how each family of pipelines encodes text, predicts a velocity and decodes."""
+"""One file a model family, and what all need: loading, text cache, LoRA, offload, guidance."""

@@ -1,1 +1,1 @@
-"""Objectives: what is learned from a rollout. Each declares what it needs, and computes a loss."""
+"""One file an objective, its loss function and its class together."""

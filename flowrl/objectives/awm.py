@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
-from flowrl.functional.awm import awm_loss, rescale_advantage
-from flowrl.functional.forward import velocity_error
 from flowrl.functional.gaussian import velocity_kl
-from flowrl.objectives.advantages import Advantages
+from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.awm_maths import awm_loss, rescale_advantage
 from flowrl.objectives.base import Needs, Old
-from flowrl.objectives.draws import Draws
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.forward import velocity_error
+from flowrl.objectives.noising import Draws
 from flowrl.trajectory import Metrics, Rollout
 
 Likelihood = Callable[[Tensor, Tensor], Tensor]  # errors, sigmas -> log-likelihoods

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
 from flowrl.functional.groups import undecided
-from flowrl.functional.preference import dgpo_loss, gdpo_sr_loss, recentre
-from flowrl.objectives.advantages import Advantages
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.preference import dgpo_loss, gdpo_sr_loss, recentre
 from flowrl.trajectory import Metrics, Rollout
 
 

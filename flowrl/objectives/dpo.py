@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
 from flowrl.functional.groups import best_and_worst
-from flowrl.functional.preference import dpo_loss
-from flowrl.objectives.advantages import lots
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives.advantage import lots
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.preference import dpo_loss
 from flowrl.trajectory import Metrics, Rollout
 
 

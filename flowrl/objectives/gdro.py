@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, alone, endpoints
-from flowrl.functional.forward import implicit_reward
 from flowrl.functional.groups import undecided
-from flowrl.functional.listwise import best_error, suffix_loss, top1_loss
-from flowrl.objectives.advantages import lots
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives.advantage import lots
+from flowrl.objectives.batches import Endpoints, alone, endpoints
+from flowrl.objectives.forward import implicit_reward
+from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.listwise import best_error, suffix_loss, top1_loss
 from flowrl.trajectory import Metrics, Rollout
 
 

@@ -14,14 +14,14 @@ from flowrl.functional.gaussian import (
     velocity_kl,
 )
 from flowrl.functional.sde import StepKernel
-from flowrl.functional.step_weight import equal_weight, noise_weight, velocity_gain
-from flowrl.functional.surrogate import (
+from flowrl.objectives.base import Needs
+from flowrl.objectives.step_weight import equal_weight, noise_weight, velocity_gain
+from flowrl.objectives.surrogate import (
     clip_from_nats,
     clipped_surrogate,
     ratio_norm_clip_from_nats,
 )
-from flowrl.objectives.base import Needs
-from flowrl.objectives.credit import Credit
+from flowrl.objectives.tree_credit import Credit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
 
 KlForm = Literal["velocity", "latent_dt", "latent_no_dt"]
@@ -36,7 +36,7 @@ class GRPO:
     centred and does not grow where a step has little noise. clip_nats: bound on one step's
     log-ratio summed over the latent; clip_eps: the same on the ratio of latent means, as papers
     give it. Exactly one is not None. step_weight: of each step's loss, see
-    `flowrl.functional.step_weight`. kl_coef, kl_form: pull to the frozen network, never weighted;
+    `flowrl.objectives.step_weight`. kl_coef, kl_form: pull to the frozen network, never weighted;
     velocity is UniGRPO's (2603.23500).
     """
 

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
-from flowrl.functional.preference import Utility, kto_loss, sigmoid_utility
-from flowrl.objectives.advantages import Advantages
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.preference import Utility, kto_loss, sigmoid_utility
 from flowrl.trajectory import Metrics, Rollout
 
 

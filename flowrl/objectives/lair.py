@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
-from flowrl.functional.forward import implicit_reward
-from flowrl.functional.listwise import lair_loss
-from flowrl.objectives.advantages import Advantages
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.forward import implicit_reward
+from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.listwise import lair_loss
 from flowrl.trajectory import Metrics, Rollout
 
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.endpoints import Endpoints, endpoints
-from flowrl.functional.forward import velocity_error
 from flowrl.functional.gaussian import velocity_kl
-from flowrl.functional.nft import nft_loss, reward_to_unit
-from flowrl.objectives.advantages import Advantages
+from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.base import Needs, Old
-from flowrl.objectives.draws import Draws
+from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.forward import velocity_error
+from flowrl.objectives.nft_maths import nft_loss, reward_to_unit
+from flowrl.objectives.noising import Draws
 from flowrl.trajectory import Metrics, Rollout
 
 

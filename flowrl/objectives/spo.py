@@ -7,9 +7,9 @@ from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.groups import best_and_worst
 from flowrl.functional.sde import StepKernel
-from flowrl.functional.spo import softmax_gap, spo_loss
 from flowrl.objectives.base import Needs
-from flowrl.objectives.credit import Fusion, node_values
+from flowrl.objectives.spo_maths import softmax_gap, spo_loss
+from flowrl.objectives.tree_credit import Fusion, node_values
 from flowrl.trajectory import Metrics, Rollout, Transitions, transitions
 
 

@@ -1,1 +1,1 @@
-"""How much memory a run takes, from shapes alone: nothing is loaded, downloaded or allocated."""
+"""Will it fit: model sizes, memory and forwards of a recipe before anything is downloaded."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from flowrl.memory import rollout_bytes
 from flowrl.planning.activations import forward_peak, training_peak
 from flowrl.planning.network import (
     Module,
@@ -16,6 +15,7 @@ from flowrl.planning.network import (
 )
 from flowrl.planning.pictures import decode_peak, encode_peak
 from flowrl.planning.setup import Setup
+from flowrl.planning.sizes import Size
 from flowrl.planning.weights import (
     FP32,
     MOMENTS,
@@ -26,7 +26,7 @@ from flowrl.planning.weights import (
     transformer_bytes,
     widest_bytes,
 )
-from flowrl.sizes import Size
+from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import TreePlan, ode_plan
 from flowrl.trees.shape import count
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.planning.sizes import Size
 from flowrl.planning.tracking import on_meta
-from flowrl.sizes import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

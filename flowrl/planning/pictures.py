@@ -10,8 +10,8 @@ from torch import nn
 from flowrl.planning.activations import autocast_of
 from flowrl.planning.kernels import kernels_own
 from flowrl.planning.network import Module, as_module, build
+from flowrl.planning.sizes import Size
 from flowrl.planning.tracking import LiveBytes, on_meta
-from flowrl.sizes import Size
 
 CLIP_TOKENS = 77
 # Gemma reads SANA's instruction before the prompt; its tokens, counted by words and rounded up.

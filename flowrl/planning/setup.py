@@ -13,7 +13,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A second network for rollouts, `flowrl.lowbit.twin.Twin`.
+    """A second network for rollouts, `flowrl.quantization.rollout_model.Twin`.
 
     format: nvfp4, nvfp4-emulated or fp8; bf16 is not quantised, in the network's own dtype; auto
     is the larger of fp8 and bf16, as the GPU decides which of them it is.

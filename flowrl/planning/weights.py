@@ -7,12 +7,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from flowrl.lowbit.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
-from flowrl.lowbit.rules import choose_layers, matrices, matrix_shape, rules_of
 from flowrl.planning.network import Module, as_module, build, ends_in
 from flowrl.planning.setup import Copy, Setup
+from flowrl.planning.sizes import Size
 from flowrl.planning.tracking import nbytes, on_meta
-from flowrl.sizes import Size
+from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
+from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape, rules_of
 
 FP32 = 4
 MOMENTS = 2  # of AdamW, each in the adapter's fp32
@@ -76,7 +76,7 @@ def widest_bytes(network: nn.Module, setup: Setup) -> int:
 
 
 def copy_bytes(network: nn.Module, made: Copy, setup: Setup) -> int:
-    """What a twin holds beside the policy's own tensors, see `flowrl.lowbit.twin.Twin`."""
+    """What a twin holds beside the policy's own tensors, see `rollout_model.Twin`."""
     if made.format == "auto":
         either = (replace(made, format=format) for format in AUTO)
         return max(copy_bytes(network, one, setup) for one in either)

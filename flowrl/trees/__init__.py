@@ -1,1 +1,1 @@
-"""Rollout plans as pure data: what branches, what has noise, what is trained. No torch here."""
+"""What a rollout does, as data: where it branches, which steps are stochastic, what is trained."""

@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from flowrl.imports import load_callable
 from flowrl.trees.plan import PlanError, TreePlan
 from flowrl.trees.shape import count
+from flowrl.utils.imports import load_callable
 
 
 def custom_plan(

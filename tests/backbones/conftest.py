@@ -9,15 +9,15 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.sde import KERNELS
-from flowrl.pictures import to_tensor
-from flowrl.prompts import load_prompts
-from flowrl.rollout import Request, draw
-from flowrl.samplers.schedule import Schedule
+from flowrl.prompts.records import load_prompts
+from flowrl.sampling.rollout import Request, draw
+from flowrl.sampling.schedule import Schedule
 from flowrl.tiny.draw import draw as draw_tiny
 from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan
+from flowrl.utils.images import to_tensor
 
 COUNT = 4
 

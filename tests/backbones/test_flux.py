@@ -8,9 +8,9 @@ import torch
 
 from flowrl.backbones.base import shift_for
 from flowrl.backbones.flux import LORA_TARGETS, Flux, pack, unpack
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.rollout import decode
+from flowrl.sampling.rollout import decode
 
 COUNT, STEPS = 4, 3
 

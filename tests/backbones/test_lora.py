@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from flowrl.backbones.calls import own_call
+from flowrl.backbones.lora_files import count_layers, load_lora, read_lora, save_lora
+from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
-from flowrl.build import build_backbone, build_policy
+from flowrl.build.learner import build_backbone, build_policy
 from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.export import count_layers, load_lora, read_lora, save_lora
-from flowrl.policy import EMA, POLICY
 
 # SD3's last block has no way back to the text.
 LAYERS = {"sd3": 5 * 8 - 1, "flux": 2 * 12 + 6 * 3, "sana": 8 * 8}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from flowrl.backbones.sana import LORA_TARGETS, Sana
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.rollout import decode
+from flowrl.sampling.rollout import decode
 
 COUNT, STEPS = 4, 3
 NEGATIVE = "a red circle"

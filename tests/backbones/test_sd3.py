@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flowrl.backbones.sd3 import LORA_TARGETS, SD3
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.prompts import load_prompts
-from flowrl.rollout import decode
+from flowrl.prompts.records import load_prompts
+from flowrl.sampling.rollout import decode
 
 COUNT, STEPS = 4, 3
 NEGATIVE = "a red circle"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.metrics import meaning
-from flowrl.train import Learner
+from flowrl.training.loop import Learner
+from flowrl.training.metric_names import meaning
 
 FAMILIES = ("sd3", "flux", "sana")
 # Where SD3 is tried elsewhere in the same way.

@@ -4,8 +4,8 @@ import pytest
 from families import OTHERS, assert_learns, on_every, pipeline_of
 
 from flowrl.errors import UserError
-from flowrl.lowbit.training import same_precision_layers
-from flowrl.rollout import Stopwatch
+from flowrl.quantization.training import same_precision_layers
+from flowrl.sampling.rollout import Stopwatch
 
 ROLLOUT = {"prompts": 1, "group_size": 4, "steps": 3, "tree": {"kind": "flow_grpo"}}
 NFT = {"kind": "nft", "draws": {"count": 2}}

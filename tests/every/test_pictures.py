@@ -8,12 +8,12 @@ import torch
 from families import FAMILIES, OTHERS, pipeline_of
 from PIL import Image
 
-from flowrl.actions import align, build_gallery, evaluate_model, sample_images
+from flowrl.api import align, build_gallery, evaluate_model, sample_images
 from flowrl.backbones.calls import own_call
-from flowrl.build import build_backbone
+from flowrl.backbones.guidance import RLG
+from flowrl.build.learner import build_backbone
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.rlg import RLG
 
 
 @pytest.fixture(scope="module", params=OTHERS)

@@ -3,8 +3,8 @@
 import pytest
 from families import FAMILIES, assert_learns, on_every, pipeline_of
 
+from flowrl.config.trees import PRESETS
 from flowrl.functional.sde import KERNELS
-from flowrl.sections_trees import PRESETS
 
 ROLLOUT = {"prompts": 1, "group_size": 4, "steps": 3, "tree": {"kind": "flow_grpo"}}
 FIRST = {"kind": "fixed", "size": 1}

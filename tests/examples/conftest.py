@@ -5,8 +5,8 @@ import string
 import pytest
 import torch
 
-from flowrl.pipelines import load_pipeline
-from flowrl.tiny.sd3 import autoencoder
+from flowrl.backbones.loading import load_pipeline
+from scripts.pretrain_tiny.sd3 import autoencoder
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

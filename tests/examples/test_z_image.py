@@ -6,20 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.actions import align
-from flowrl.build import Given, build_learner
-from flowrl.build_backbone import backbone_class
-from flowrl.encode import TextCache
+from flowrl.api import align
+from flowrl.backbones.lora_files import count_layers
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build.backbone import backbone_class
+from flowrl.build.learner import Given, build_learner
 from flowrl.errors import UserError
-from flowrl.export import count_layers
 from flowrl.functional.sde import KERNELS
-from flowrl.prompts import PromptRecord
-from flowrl.report import read_metrics
-from flowrl.rollout import Request, decode, draw
-from flowrl.runtime import Runtime
-from flowrl.samplers.schedule import Schedule
+from flowrl.prompts.records import PromptRecord
+from flowrl.sampling.rollout import Request, decode, draw
+from flowrl.sampling.schedule import Schedule
+from flowrl.training.tracking import read_metrics
 from flowrl.trajectory import Conditioning
 from flowrl.trees.plan import ode_plan
+from flowrl.utils.distributed import Runtime
 
 NAME, ROOT = "examples.z_image:ZImage", Path(__file__).parents[2]
 TEXTS = ["two stars", "a red circle left of a small blue square", ""]  # 1 and 2 times 32 tokens

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flowrl.executors.remote import Remote
-from flowrl.reward import RewardSpec
-from flowrl.scoring import RewardResult, quantise, score
+from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.scorer import RewardResult, quantise, score
+from flowrl.scoring.spec import RewardSpec
 
 PATIENCE = 1.0  # seconds after a deadline; an answer must be there
 

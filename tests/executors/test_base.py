@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.executors.base import Answer, RewardFailure, ask, failed, read_answer, to_levels
+from flowrl.scoring.executors.base import Answer, RewardFailure, ask, failed, read_answer, to_levels
 
 THREE = torch.zeros(3, 3, 4, 4)
 NO_NUMBER = "the reward gave no finite number"

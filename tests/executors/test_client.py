@@ -16,8 +16,8 @@ from faulty import (
     remote,
 )
 
-from flowrl.executors.base import RewardFailure
-from flowrl.executors.remote import Remote
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.executors.http import Remote
 
 
 def shorter(content: dict) -> None:

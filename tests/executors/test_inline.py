@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.executors.base import Answer, RewardFailure
-from flowrl.executors.inline import Inline
+from flowrl.scoring.executors.base import Answer, RewardFailure
+from flowrl.scoring.executors.inline import Inline
 
 
 class Counting:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.executors.base import Answer, RewardFailure
-from flowrl.executors.inline import Inline
-from flowrl.executors.pool import Pool
-from flowrl.reward import load_reward
-from flowrl.scoring import quantise
+from flowrl.scoring.executors.base import Answer, RewardFailure
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.pool import Pool
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import load_reward
 from rewards.fixtures import word
 
 PATIENCE = 60  # seconds; nothing here may take so long

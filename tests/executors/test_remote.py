@@ -7,8 +7,8 @@ import pytest
 from faulty import PATIENCE, Faulty, ask, assert_right, good, late, pictures, remote
 
 from flowrl.errors import UserError
-from flowrl.executors.base import RewardFailure
-from flowrl.executors.remote import Remote
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.executors.http import Remote
 
 NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
 

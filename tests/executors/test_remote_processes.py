@@ -17,10 +17,10 @@ from faulty import PATIENCE, pictures
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from flowrl.executors.inline import Inline
-from flowrl.executors.remote import Remote
-from flowrl.reward import RewardSpec, load_reward
-from flowrl.scoring import score
+from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec, load_reward
 
 SLOW = '''
 import time

@@ -18,7 +18,7 @@ from faulty import (
     truncated,
 )
 
-from flowrl.executors.base import RewardFailure
+from flowrl.scoring.executors.base import RewardFailure
 
 NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
 

@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import os, sys, time
 import torch
-from flowrl.executors.pool import Pool
+from flowrl.scoring.executors.pool import Pool
 
 with open(sys.argv[1], "a") as file:
     file.write("script\\n")

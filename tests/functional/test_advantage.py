@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.advantage import clip_advantage, group_stats
-from flowrl.functional.credit import fuse_uniform
-from flowrl.functional.normalise import normalise, population
+from flowrl.objectives.advantage_maths import clip_advantage, group_stats
+from flowrl.objectives.credit import fuse_uniform
+from flowrl.objectives.normalise import normalise, population
 
 F64 = torch.float64
 scopes = pytest.mark.parametrize("scope", ["group", "global"])

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from worlds import F64, f64
 
-from flowrl.functional.awm import (
+from flowrl.objectives.awm_maths import (
     LIKELIHOODS,
     awm_loss,
     ghuber_likelihood,

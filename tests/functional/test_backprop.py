@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.backprop import (
+from flowrl.objectives.forward import noised
+from flowrl.objectives.reward_backprop.backprop import (
     clean_given_noise,
     even_supports,
     lagrange_weights,
@@ -15,7 +16,6 @@ from flowrl.functional.backprop import (
     tangent,
     weighted_choice,
 )
-from flowrl.functional.forward import noised
 
 F64 = torch.float64
 times = st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from worlds import F64, f64
 
-from flowrl.functional.awm import LIKELIHOODS, awm_loss
-from flowrl.functional.forward import (
+from flowrl.functional.groups import best_and_worst, best_of_group
+from flowrl.objectives.awm_maths import LIKELIHOODS, awm_loss
+from flowrl.objectives.forward import (
     elbo_weight,
     exp_weight,
     implicit_reward,
@@ -22,10 +23,9 @@ from flowrl.functional.forward import (
     velocity_error,
     velocity_target,
 )
-from flowrl.functional.groups import best_and_worst, best_of_group
-from flowrl.functional.listwise import best_error, lair_loss, suffix_loss, top1_loss
-from flowrl.functional.nft import nft_loss
-from flowrl.functional.preference import dgpo_loss, dpo_loss, gdpo_sr_loss, kto_anchor, kto_loss
+from flowrl.objectives.listwise import best_error, lair_loss, suffix_loss, top1_loss
+from flowrl.objectives.nft_maths import nft_loss
+from flowrl.objectives.preference import dgpo_loss, dpo_loss, gdpo_sr_loss, kto_anchor, kto_loss
 
 ROWS, BETA, TAU, TOP1, KAPPA, CLIP = 6, 3.0, 0.4, 0.5, 0.7, 0.05
 GROUP = torch.tensor([5, 1, 5, 5, 1, 5])

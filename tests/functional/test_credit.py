@@ -22,13 +22,13 @@ from grown import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.credit import (
+from flowrl.objectives.credit import (
     credit_edges,
     fuse_path,
     fuse_uniform,
     leaves_below,
 )
-from flowrl.functional.normalise import class_population, normalise, population
+from flowrl.objectives.normalise import class_population, normalise, population
 
 nan = math.nan
 

@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.functional.decay import ramp, renewed, stepped
+from flowrl.objectives.decay import ramp, renewed, stepped
 
 
 @pytest.mark.parametrize(

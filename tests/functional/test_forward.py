@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 from worlds import F64, W2, W4, Mixture, f64, grid, normal_nodes, unit_nodes
 
-from flowrl.functional.forward import (
+from flowrl.functional.groups import best_of_group
+from flowrl.objectives.forward import (
     WEIGHTINGS,
     elbo_weight,
     eps_weight,
@@ -17,7 +18,6 @@ from flowrl.functional.forward import (
     velocity_error,
     velocity_target,
 )
-from flowrl.functional.groups import best_of_group
 
 
 def test_noised_latents_are_the_line_between_data_and_noise_whose_slope_is_the_target():

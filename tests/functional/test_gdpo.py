@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.composite import Z_FLOOR, combine_gdpo, share_weights, z_scores
-from flowrl.objectives.advantages import Advantages
+from flowrl.objectives.advantage import Advantages
+from flowrl.scoring.composite import Z_FLOOR, combine_gdpo, share_weights, z_scores
 
 nan = math.nan
 REAL = st.floats(-9, 9, width=16)

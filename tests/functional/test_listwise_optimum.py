@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from worlds import F64, W3, bisect, f64, gaussian, grid, normal_nodes
 
-from flowrl.functional.forward import (
+from flowrl.objectives.forward import (
     WEIGHTINGS,
     elbo_weight,
     implicit_reward,
@@ -13,8 +13,8 @@ from flowrl.functional.forward import (
     velocity_error,
     velocity_target,
 )
-from flowrl.functional.listwise import suffix_loss, top1_loss
-from flowrl.functional.timesteps import stratified
+from flowrl.objectives.listwise import suffix_loss, top1_loss
+from flowrl.objectives.timesteps import stratified
 
 BETA = 4.0
 

@@ -9,8 +9,8 @@ from grown import BALANCED, F64, LOPSIDED, assert_exact, branching, from_plan, r
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowrl.functional.credit import fuse_uniform
-from flowrl.functional.normalise import class_population, normalise, population
+from flowrl.objectives.credit import fuse_uniform
+from flowrl.objectives.normalise import class_population, normalise, population
 
 nan = math.nan
 SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node

@@ -5,11 +5,11 @@ import torch
 from torch.testing import assert_close
 from worlds import f64, gaussian, grid, normal_nodes, unit_nodes
 
-from flowrl.functional.awm import awm_loss
-from flowrl.functional.forward import elbo_weight, noised, velocity_error, velocity_target
 from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.sde import sde_step
-from flowrl.functional.surrogate import clipped_surrogate
+from flowrl.objectives.awm_maths import awm_loss
+from flowrl.objectives.forward import elbo_weight, noised, velocity_error, velocity_target
+from flowrl.objectives.surrogate import clipped_surrogate
 
 NODES, WEIGHT = normal_nodes(12)
 TIMES, LENGTH = unit_nodes(60)

@@ -6,8 +6,8 @@ from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 from worlds import F64, f64, gaussian
 
-from flowrl.functional.forward import noised, velocity_error, velocity_target
-from flowrl.functional.preference import (
+from flowrl.objectives.forward import noised, velocity_error, velocity_target
+from flowrl.objectives.preference import (
     UTILITIES,
     dgpo_loss,
     dpo_loss,

@@ -9,9 +9,9 @@ from grown import BALANCED, F64, LOPSIDED, branching, comb, from_plan, randn, re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.credit import credit_edges, fuse_uniform
-from flowrl.functional.normalise import normalise, population
-from flowrl.functional.selection import (
+from flowrl.objectives.credit import credit_edges, fuse_uniform
+from flowrl.objectives.normalise import normalise, population
+from flowrl.objectives.selection import (
     b2_pairs,
     edges_above,
     extreme,

@@ -13,7 +13,7 @@ from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import log_ratio, ratio_norm
 from flowrl.functional.schedule import sd3_sigmas
 from flowrl.functional.sde import KERNELS, flow_sde_noise, sde_step
-from flowrl.functional.step_weight import equal_weight, noise_weight, velocity_gain
+from flowrl.objectives.step_weight import equal_weight, noise_weight, velocity_gain
 
 SHAPE = (2, 3)
 D = math.prod(SHAPE)

@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import cps_raw_log_ratio, kl_sum, log_ratio, ratio_norm
 from flowrl.functional.sde import KERNELS
-from flowrl.functional.step_weight import velocity_gain
-from flowrl.functional.surrogate import (
+from flowrl.objectives.step_weight import velocity_gain
+from flowrl.objectives.surrogate import (
     clip_from_nats,
     clipped_surrogate,
     cps_raw_clip_from_nats,

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.lowbit.twin import Twin
-from flowrl.networks import with_network
-from flowrl.policy import Policy
+from flowrl.backbones.policy import Policy
+from flowrl.quantization.rollout_model import Twin
+from flowrl.sampling.networks import with_network
 from flowrl.trajectory import Conditioning
 
 RANK, ALPHA = 4, 6

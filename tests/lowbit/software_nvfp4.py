@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowrl.lowbit.backends import Backend, NVFP4Emulated, NVFP4Native, State
+from flowrl.quantization.backends import Backend, NVFP4Emulated, NVFP4Native, State
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 RECIPE = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from software_nvfp4 import block_scales, scaled_mm, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flowrl.lowbit.backends import (
+from flowrl.quantization.backends import (
     FP8Dequantised,
     FP8Rowwise,
     NVFP4Emulated,
@@ -18,9 +18,9 @@ from flowrl.lowbit.backends import (
     Plain,
     backend_of,
 )
-from flowrl.lowbit.per_row import PerRow
-from flowrl.lowbit.precision import Capability, capability_of, native_formats, resolve
-from flowrl.numerics import fp8, nvfp4
+from flowrl.quantization.formats import fp8, nvfp4
+from flowrl.quantization.per_row import PerRow
+from flowrl.quantization.precision import Capability, capability_of, native_formats, resolve
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = [NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise(), FP8Dequantised()]

@@ -8,14 +8,14 @@ from policies import ALPHA, RANK, disturb, relative, velocity
 from torch import nn
 from torch._dynamo import config
 
+from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import NVFP4Emulated, Plain
-from flowrl.lowbit.compiling import GRAPHS, compile_network, recompilations, within_limit
-from flowrl.lowbit.linear import RolloutLinear
-from flowrl.lowbit.rules import RULES, choose_layers
-from flowrl.lowbit.twin import Twin
-from flowrl.policy import OLD, POLICY, Policy
+from flowrl.quantization.backends import NVFP4Emulated, Plain
+from flowrl.quantization.compiling import GRAPHS, compile_network, recompilations, within_limit
+from flowrl.quantization.layer_rules import RULES, choose_layers
+from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.rollout_model import Twin
 
 compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

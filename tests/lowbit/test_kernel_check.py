@@ -5,9 +5,9 @@ import torch
 from software_nvfp4 import SoftwareNVFP4
 
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain, backend_of
-from flowrl.lowbit.kernel_check import LIMIT, check_kernels
-from flowrl.lowbit.precision import capability_of, native_formats, resolve
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain, backend_of
+from flowrl.quantization.kernel_check import LIMIT, check_kernels
+from flowrl.quantization.precision import capability_of, native_formats, resolve
 
 CPU = torch.device("cpu")
 SHAPES = [(48, 64), (32, 96), (48, 64), (144, 32)]

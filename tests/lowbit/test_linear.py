@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flowrl.lowbit.backends import (
+from flowrl.quantization.backends import (
     Backend,
     FP8Rowwise,
     NVFP4Emulated,
@@ -17,8 +17,8 @@ from flowrl.lowbit.backends import (
     Plain,
     backend_of,
 )
-from flowrl.lowbit.linear import RolloutLinear
-from flowrl.lowbit.precision import capability_of, native_formats, resolve
+from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.precision import capability_of, native_formats, resolve
 
 FP32 = Plain(torch.float32)
 RUNNING = [FP32, NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise()]

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from flowrl.lowbit.backends import FP8Dequantised, FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain
-from flowrl.lowbit.per_row import PerRow
+from flowrl.quantization.backends import (
+    FP8Dequantised,
+    FP8Rowwise,
+    NVFP4Emulated,
+    NVFP4Native,
+    Plain,
+)
+from flowrl.quantization.per_row import PerRow
 
 OUT, IN = 48, 64
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.lowbit.rules import (
+from flowrl.planning.sizes import SIZES, build_transformer
+from flowrl.quantization.layer_rules import (
     RULES,
     LayerRules,
     choose_layers,
@@ -16,8 +18,6 @@ from flowrl.lowbit.rules import (
     quantised_share,
     rules_of,
 )
-from flowrl.policy import Policy
-from flowrl.sizes import SIZES, build_transformer
 
 NONE = LayerRules(keep=(), min_dim=0)
 

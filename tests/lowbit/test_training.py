@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import FP8Dequantised, NVFP4Emulated
-from flowrl.lowbit.per_row import PerRow
-from flowrl.lowbit.rules import LayerChoice
-from flowrl.lowbit.training import (
+from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated
+from flowrl.quantization.layer_rules import LayerChoice
+from flowrl.quantization.per_row import PerRow
+from flowrl.quantization.training import (
     SamePrecisionLinear,
     exact,
     put_back,

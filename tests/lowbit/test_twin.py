@@ -4,15 +4,15 @@ import pytest
 import torch
 from policies import ALPHA, RANK, adapted, disturb, relative, tensors, velocity
 
+from flowrl.backbones.policy import EMA, OLD, POLICY, Policy
 from flowrl.backbones.sd3 import SD3
-from flowrl.encode import TextCache
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated, Plain
-from flowrl.lowbit.linear import RolloutLinear
-from flowrl.lowbit.rules import RULES, choose_layers
-from flowrl.lowbit.twin import Twin
-from flowrl.policy import EMA, OLD, POLICY, Policy
-from flowrl.prompts import load_prompts
+from flowrl.prompts.records import load_prompts
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
+from flowrl.quantization.layer_rules import RULES, choose_layers
+from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.rollout_model import Twin
 from flowrl.trajectory import Conditioning
 
 EMULATED = NVFP4Emulated()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.numerics import e2m1
+from flowrl.quantization.formats import e2m1
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is the reference for E2M1")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.numerics import fp8, mx, nvfp4
+from flowrl.quantization.formats import fp8, mx, nvfp4
 
 SHAPE = (2048, 512)
 Fake = Callable[[Tensor], Tensor]

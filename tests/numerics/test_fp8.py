@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.numerics import fp8
+from flowrl.quantization.formats import fp8
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is the reference for E4M3")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.numerics.minifloat import amax, ratio, round_mantissa_
+from flowrl.quantization.formats.rounding import amax, ratio, round_mantissa_
 
 numbers = st.lists(st.floats(width=32), min_size=1, max_size=16)
 

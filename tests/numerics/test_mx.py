@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.numerics import e2m1, mx
+from flowrl.quantization.formats import e2m1, mx
 
 CASES = [(element, rule) for element in ("e2m1", "e4m3") for rule in ("floor", "ceil")]
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.numerics import e2m1, nvfp4
-from flowrl.numerics.nvfp4_variants import given as given_scale
-from flowrl.numerics.nvfp4_variants import steps
+from flowrl.quantization.formats import e2m1, nvfp4
+from flowrl.quantization.formats.nvfp4_variants import given as given_scale
+from flowrl.quantization.formats.nvfp4_variants import steps
 
 VARIANTS = ("torchao", "te", "div", "bfl", "comfy")
 OPTIONS = [

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.numerics import e2m1, nvfp4
-from flowrl.numerics.nvfp4_variants import packing
+from flowrl.quantization.formats import e2m1, nvfp4
+from flowrl.quantization.formats.nvfp4_variants import packing
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is the reference for E2M1 and E4M3")
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 from toy_chains import N, Toy, assert_same, chains, field, gradient, loss_of, no_network, with_seed
 
-from flowrl.objectives.ascent import Ascent, chances, fresh_noise
-from flowrl.objectives.draft import DRaFT, fixed, gaussian, uniform
-from flowrl.objectives.flowbp import Bridge, Sparse, drawn_pairs
-from flowrl.objectives.leap import DirichletPairs, Leaps
 from flowrl.objectives.pieces import in_pieces
-from flowrl.objectives.refl import DRaFTLV, ReFL
-from flowrl.objectives.srpo import SRPO
+from flowrl.objectives.reward_backprop.base import Ascent, chances, fresh_noise
+from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
+from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, drawn_pairs
+from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
+from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL
+from flowrl.objectives.reward_backprop.srpo import SRPO
 from flowrl.trajectory import Rollout, Tree
 
 MAKERS = {

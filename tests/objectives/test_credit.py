@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.functional.composite import combine_gdpo
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.credit import (
+from flowrl.objectives.tree_credit import (
     Credit,
     keep_b2_pairs,
     keep_extreme,
     keep_max_variance,
     keep_parent_top1,
 )
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
+from flowrl.scoring.composite import combine_gdpo
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Fan, Step, TreePlan
 

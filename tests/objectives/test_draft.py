@@ -4,8 +4,8 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, field, full, gradient, loss_of, only
 
-from flowrl.objectives.ascent import Ascent
-from flowrl.objectives.draft import DRaFT, fixed, gaussian, uniform
+from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
 
 
 def draft(depth=None, **options) -> DRaFT:

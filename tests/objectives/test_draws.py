@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from toy_pictures import OBJECTIVES, SIGMAS, anchored, draws, pictures
 from toy_policy import Toy
 
-from flowrl.functional import timesteps
-from flowrl.objectives.draws import Draws
-from flowrl.reference_errors import ReferenceErrors
+from flowrl.objectives import timesteps
+from flowrl.objectives.noising import Draws
+from flowrl.reference_cache import ReferenceErrors
 
 
 def batch(name: str = "gdro", **known):

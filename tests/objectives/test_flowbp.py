@@ -17,8 +17,8 @@ from toy_chains import (
     worth,
 )
 
-from flowrl.objectives.ascent import Ascent
-from flowrl.objectives.flowbp import Bridge, Sparse, late_steps, shared_out
+from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, late_steps, shared_out
 
 
 def sparse(**options) -> Sparse:

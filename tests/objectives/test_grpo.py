@@ -23,8 +23,8 @@ from toy_policy import (
 )
 
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.credit import Credit
 from flowrl.objectives.grpo import GRPO
+from flowrl.objectives.tree_credit import Credit
 from flowrl.trajectory import Transitions
 
 

@@ -23,8 +23,8 @@ from toy_policy import (
 )
 
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.credit import Credit
 from flowrl.objectives.grpo import GRPO
+from flowrl.objectives.tree_credit import Credit
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 COMB = TreePlan(1, (Step(),) * T, fans=(Fan(step=0, width=3), Fan(step=2, width=3)))

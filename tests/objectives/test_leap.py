@@ -17,10 +17,10 @@ from toy_chains import (
     worth,
 )
 
-from flowrl.functional.backprop import even_supports, lagrange_weights
-from flowrl.objectives.ascent import Ascent
-from flowrl.objectives.flowbp import drawn_pairs
-from flowrl.objectives.leap import DirichletPairs, Leaps
+from flowrl.objectives.reward_backprop.backprop import even_supports, lagrange_weights
+from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
+from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
 
 
 def leaps(pairs=drawn_pairs, **options) -> Leaps:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, velocity, worth
 
-from flowrl.functional.forward import noised
-from flowrl.objectives.ascent import Ascent, fresh_noise
-from flowrl.objectives.draft import DRaFT, fixed
-from flowrl.objectives.refl import DRaFTLV, ReFL
-from flowrl.paths import Paths
+from flowrl.objectives.forward import noised
+from flowrl.objectives.paths import Paths
+from flowrl.objectives.reward_backprop.base import Ascent, fresh_noise
+from flowrl.objectives.reward_backprop.draft import DRaFT, fixed
+from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL
 from flowrl.trajectory import Conditioning
 
 

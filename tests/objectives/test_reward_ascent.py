@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build_gradient import (
+from flowrl.build.build_gradient import (
     build_align_prop,
     build_draft,
     build_draft_lv,
@@ -16,9 +16,7 @@ from flowrl.build_gradient import (
     build_refl,
     build_srpo,
 )
-from flowrl.reward_gradient import RewardGradient
-from flowrl.rollout import Stopwatch
-from flowrl.sections_gradient import (
+from flowrl.config.sections_gradient import (
     AlignProp,
     Draft,
     DraftLv,
@@ -30,6 +28,8 @@ from flowrl.sections_gradient import (
     Srpo,
     UniformTruncation,
 )
+from flowrl.objectives.reward_backprop.decoder import RewardGradient
+from flowrl.sampling.rollout import Stopwatch
 
 OBJECTIVES = {
     "refl": (build_refl, Refl()),

@@ -5,8 +5,8 @@ import torch
 from toy_chains import Toy, assert_same, chains, field, gradient, loss_of, worth
 
 from flowrl.errors import UserError
-from flowrl.objectives.ascent import Ascent, fresh_noise
-from flowrl.objectives.srpo import SRPO
+from flowrl.objectives.reward_backprop.base import Ascent, fresh_noise
+from flowrl.objectives.reward_backprop.srpo import SRPO
 
 WORDS = {"positive": "good", "negative": "rather bad"}
 

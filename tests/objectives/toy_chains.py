@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from flowrl.functional.backprop import tangent
-from flowrl.noise import noise_seed
-from flowrl.paths import Paths
+from flowrl.functional.noise import noise_seed
+from flowrl.objectives.paths import Paths
+from flowrl.objectives.reward_backprop.backprop import tangent
 from flowrl.trajectory import Conditioning
 
 D, T, N, PROMPTS = 3, 5, 6, 2

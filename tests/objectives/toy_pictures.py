@@ -5,23 +5,23 @@ import functools
 import torch
 from toy_policy import D, Toy, cond, no_network
 
-from flowrl.functional import timesteps
-from flowrl.functional.awm import LIKELIHOODS
-from flowrl.functional.decay import stepped
-from flowrl.functional.forward import WEIGHTINGS
-from flowrl.objectives.advantages import Advantages
-from flowrl.objectives.anchored import Anchored
+from flowrl.objectives import timesteps
+from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM
+from flowrl.objectives.awm_maths import LIKELIHOODS
 from flowrl.objectives.base import Old
+from flowrl.objectives.decay import stepped
 from flowrl.objectives.dgpo import DGPO
 from flowrl.objectives.dpo import DPO
-from flowrl.objectives.draws import Draws
+from flowrl.objectives.forward import WEIGHTINGS
 from flowrl.objectives.gdro import GDRO
+from flowrl.objectives.implicit_reward import Anchored
 from flowrl.objectives.kto import KTO
 from flowrl.objectives.lair import LAIR
 from flowrl.objectives.nft import NFT
-from flowrl.objectives.weighted import WeightedRegression, all_winners, exponential, one_winner
-from flowrl.stored import bare_roots
+from flowrl.objectives.noising import Draws
+from flowrl.objectives.sft import WeightedRegression, all_winners, exponential, one_winner
+from flowrl.offline.source import bare_roots
 from flowrl.trajectory import Rollout
 
 SIGMAS = torch.linspace(1, 0, 9)

@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.sde import KERNELS
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
 from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
 from flowrl.trees.plan import Step, TreePlan
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
-from flowrl.lowbit.backends import FP8Rowwise, NVFP4Emulated
+from flowrl.planning.model_specs import SIZES
 from flowrl.planning.network import (
     adapter_parameters,
     add_adapter,
@@ -26,7 +26,7 @@ from flowrl.planning.weights import (
     packed_layers,
     transformer_bytes,
 )
-from flowrl.published import SIZES
+from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.executors.base import RewardFailure
-from flowrl.executors.inline import Inline
-from flowrl.preflight.check import check_reward, preflight
-from flowrl.prompts import PromptRecord
-from flowrl.reward import RewardSpec, load_reward
+from flowrl.prompts.records import PromptRecord
+from flowrl.scoring.check import check_reward, preflight
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.spec import RewardSpec, load_reward
 from rewards.fixtures import blank, fixture, square
 
 PROMPTS = [PromptRecord(uid="0", text="a red square"), PromptRecord(uid="1", text="a cat")]

@@ -7,9 +7,9 @@ import pytest
 import uvicorn
 import yaml
 
-from flowrl.preflight.named import check_named
-from flowrl.reward import BUILT_IN, load_reward
-from flowrl.serving.app import make_app
+from flowrl.scoring.named import check_named
+from flowrl.scoring.server import make_app
+from flowrl.scoring.spec import BUILT_IN, load_reward
 
 OFFLINE = (
     "geneval",

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.prompt_sets.draw import apportion, read_list, write_sets
-from flowrl.prompt_sets.geneval import KINDS, RATIO, geneval_sets
-from flowrl.prompt_sets.ocr import TEMPLATES, ocr_sets
-from flowrl.prompt_sets.words import COCO, WORDS, article, plural
-from flowrl.prompts import load_prompts
+from flowrl.prompts.generate.draw import apportion, read_list, write_sets
+from flowrl.prompts.generate.geneval import KINDS, RATIO, geneval_sets
+from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
+from flowrl.prompts.generate.words import COCO, WORDS, article, plural
+from flowrl.prompts.records import load_prompts
 from rewards.detectors.mask2former import COCO as DETECTED
 from rewards.geneval_rules import TAGS
 from rewards.ocr import OCR, quoted

@@ -4,8 +4,8 @@ import pytest
 import torch
 from chat_servers import completion, free_port, pictures_of, redness, refusal, scripted, text_of
 
-from flowrl.reward import RewardSpec
-from flowrl.scoring import score
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec
 from rewards.fixtures import square
 from rewards.vlm_judge import VLMJudge
 

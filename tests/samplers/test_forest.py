@@ -6,8 +6,8 @@ from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocit
 
 from flowrl.functional.flow import lift
 from flowrl.functional.sde import KERNELS
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
 from flowrl.trajectory import transitions
 from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, Step, TreePlan, ode_plan
 from flowrl.trees.shape import count

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.functional.diversity import common_ancestor
 from flowrl.functional.sde import KERNELS
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
+from flowrl.training.diversity import common_ancestor
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
 

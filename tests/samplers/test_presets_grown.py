@@ -4,8 +4,8 @@ import pytest
 import torch
 from toy_forest import Counting, grown, schedule, velocity
 
+from flowrl.config.trees import PRESETS
 from flowrl.functional.sde import KERNELS
-from flowrl.sections_trees import PRESETS
 from flowrl.trajectory import transitions
 from flowrl.trees.shape import count
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from flowrl.functional.flow import lift
 from flowrl.functional.sde import KERNELS, StepKernel, ode_step
-from flowrl.samplers.forest import grow
-from flowrl.samplers.schedule import Schedule
+from flowrl.sampling.sampler import grow
+from flowrl.sampling.schedule import Schedule
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import TreePlan
 

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flowrl.errors import UserError
-from flowrl.executors.inline import Inline
-from flowrl.executors.remote import Remote
-from flowrl.reward import load_reward
-from flowrl.serving.app import make_app
-from flowrl.serving.request_body import MAX_UPLOADS
-from flowrl.wire import LOSSLESS, encode
+from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.protocol import LOSSLESS, encode
+from flowrl.scoring.request_body import MAX_UPLOADS
+from flowrl.scoring.server import make_app
+from flowrl.scoring.spec import load_reward
 
 PICTURE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
 PNG = encode(PICTURE, "png")

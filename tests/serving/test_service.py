@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.executors.inline import Inline
-from flowrl.reward import RewardSpec
-from flowrl.serving import service
-from flowrl.serving.app import make_app
-from flowrl.wire import LOSSLESS, PROTOCOL, Item, Request, encode
+from flowrl.scoring import service
+from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.protocol import LOSSLESS, PROTOCOL, Item, Request, encode
+from flowrl.scoring.server import make_app
+from flowrl.scoring.spec import RewardSpec
 
 IMAGES = torch.zeros(1, 3, 8, 8)
 

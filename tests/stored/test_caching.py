@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from toy_store import GROUPS, SIZE, numbers, plain_scores, read, source, write
 
-from flowrl.stored import Caching
+from flowrl.offline.source import Caching
 
 
 def test_errors_are_found_again_under_other_rollouts_and_sessions(store, tmp_path):

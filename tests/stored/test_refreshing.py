@@ -4,7 +4,7 @@ import pytest
 import torch
 from toy_store import numbers, plain_scores, read, source, write
 
-from flowrl.stored import Refreshing
+from flowrl.offline.source import Refreshing
 
 
 class Policy:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from toy_store import GROUPS, SHAPE, SIZE, Process, numbers, plain_scores, read, source, spec
 
-from flowrl.measures import rollout_metrics
+from flowrl.training.metrics import rollout_metrics
 
 
 def test_pictures_scores_and_prompts_belong_together(store):

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
-from flowrl.encode import TextCache
-from flowrl.prompts import PromptRecord
-from flowrl.reward import RewardSpec
-from flowrl.rollout import Stopwatch
-from flowrl.runtime import Runtime
-from flowrl.store import About, Picture, append, create
-from flowrl.store_index import open_store
-from flowrl.stored import StoredGroups
+from flowrl.backbones.text_cache import TextCache
+from flowrl.offline.format import About, Picture, append, create
+from flowrl.offline.source import StoredGroups
+from flowrl.offline.store_index import open_store
+from flowrl.prompts.records import PromptRecord
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.spec import RewardSpec
 from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
 
 SHAPE = (2, 2, 2)
 GROUPS, SIZE, SHARD = 7, 6, 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.tiny import fit as loop
-from flowrl.tiny import latents, pretrain
+from scripts.pretrain_tiny import fit as loop
+from scripts.pretrain_tiny import latents, pretrain
 
 STEPS = 6
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.tiny import fit as loop
-from flowrl.tiny import latents, pretrain, sana, sd3
+from scripts.pretrain_tiny import fit as loop
+from scripts.pretrain_tiny import latents, pretrain, sana, sd3
 
 AUTOENCODERS = {"AutoencoderKL": sd3.autoencoder, "AutoencoderDC": sana.autoencoder}
 

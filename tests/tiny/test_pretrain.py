@@ -11,10 +11,10 @@ import torch
 from flowrl.backbones.flux import Flux, pack
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.tiny import fit as loop
-from flowrl.tiny import flux, pretrain, sana, sd3
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
+from scripts.pretrain_tiny import fit as loop
+from scripts.pretrain_tiny import flux, pretrain, sana, sd3
 
 ENCODED = {sd3.autoencoder: (16, 8, 8), sana.autoencoder: (32, 4, 4)}  # shape of a latent
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from flowrl.pictures import to_tensor
-from flowrl.pipelines import TINY, pipeline_path
-from flowrl.prompts import load_prompts
-from flowrl.reward import RewardSpec, load_reward
-from flowrl.scoring import score
+from flowrl.backbones.loading import TINY, pipeline_path
+from flowrl.prompts.records import load_prompts
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec, load_reward
+from flowrl.utils.images import to_tensor
 
 SMALL = {"height": 64, "width": 64}
 
@@ -143,6 +143,6 @@ def test_it_draws_right_as_diffusers_calls_it_by_default(name, pipeline):
 def test_its_card_states_the_scores_and_the_licence(folder):
     card = (folder / "README.md").read_text()
     assert "license: apache-2.0" in card
-    assert "scripts/pretrain_tiny.py" in card
+    assert "scripts/pretrain_tiny" in card
     for kind in ("single_object", "counting", "position", "ocr"):
         assert f"| {kind} |" in card

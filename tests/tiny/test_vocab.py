@@ -3,7 +3,6 @@
 import pytest
 
 from flowrl.backbones.sana import stock_instruction
-from flowrl.tiny.sana import SHORT
 from flowrl.tiny.vocab import (
     CLIP_TOKENS,
     clip_tokenizer,
@@ -11,6 +10,7 @@ from flowrl.tiny.vocab import (
     gemma_tokenizer,
     t5_tokenizer,
 )
+from scripts.pretrain_tiny.sana import SHORT
 
 
 @pytest.fixture(scope="module")

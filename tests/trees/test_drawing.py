@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import combs, presets
-from flowrl.trees.drawing import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 from flowrl.trees.plan import Step, TreePlan
 from flowrl.trees.shape import count, shape_of
+from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 
 
 @given(plans(), st.integers(1, 3))

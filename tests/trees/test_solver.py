@@ -9,9 +9,9 @@ from any_plan import nearest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowrl.trees.optimal import best_splits
 from flowrl.trees.plan import PlanError, Step, TreePlan
 from flowrl.trees.shape import count
-from flowrl.trees.solver import best_splits
 
 
 def forest(steps: int, roots: int, branch: int, splits) -> TreePlan:

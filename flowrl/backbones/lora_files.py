@@ -1,0 +1,177 @@
+"""The LoRA file: written as diffusers writes it, read back with a count of what attached."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from flowrl.backbones.fused_lora import Factors, delta
+from flowrl.errors import UserError
+from flowrl.utils.files import write_bytes
+
+FILE = "pytorch_lora_weights.safetensors"
+PREFIX = "transformer."
+METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds r and alpha
+
+
+def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
+    """Write one adapter of the pipeline's transformer so that `load_lora_weights(folder)` reads it.
+
+    The file carries the adapter's configuration: without it diffusers would take alpha = rank,
+    and the LoRA would act with the wrong strength. Written atomically. -> its path.
+    """
+    from peft import get_peft_model_state_dict
+
+    network = pipeline.transformer
+    config = network.peft_config[adapter].to_dict()
+    with tempfile.TemporaryDirectory() as scratch:
+        type(pipeline).save_lora_weights(
+            scratch,
+            transformer_lora_layers=get_peft_model_state_dict(network, adapter_name=adapter),
+            transformer_lora_adapter_metadata={k: _plain(v) for k, v in config.items()},
+        )
+        data = (Path(scratch) / FILE).read_bytes()
+    write_bytes(folder / FILE, data)
+    return folder / FILE
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them: sets sorted, enumerations by their text."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return (
+        value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
+    )
+
+
+def lora_file(source: str | Path) -> Path:
+    """A LoRA file, or the one in a run's folder. Raises UserError when there is none."""
+    path = Path(source)
+    path = path / FILE if path.is_dir() else path
+    if not path.is_file():
+        raise UserError(f"no LoRA at {source}: give a .safetensors file or a folder with {FILE}")
+    return path
+
+
+def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
+    """A transformer LoRA: tensors by PEFT name, and its strength alpha / rank.
+
+    Raises UserError for a file that is not a diffusers LoRA of a transformer.
+    """
+    path = lora_file(source)
+    try:
+        with safe_open(path, "pt") as file:
+            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+            names = [k for k in file.keys() if k.startswith(PREFIX)]
+            state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in names}
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a safetensors file: {error}") from error
+    if not any(".lora_A." in name for name in state):
+        raise UserError(
+            f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
+        )
+    rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
+    return state, header.get(f"{PREFIX}lora_alpha", rank) / header.get(f"{PREFIX}r", rank)
+
+
+def load_lora(pipeline: Any, source: str | Path) -> int:
+    """`load_lora_weights` that does not stay silent when nothing attaches -> attached layers.
+
+    Raises UserError when a tensor of the file found no layer.
+    """
+    path = lora_file(source)
+    wanted = sum(".lora_A." in name for name in read_lora(path)[0])
+    try:
+        pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
+    except (ValueError, RuntimeError) as error:  # no layer of these names; other shapes
+        raise UserError(
+            f"{path} does not fit this pipeline: {str(error).splitlines()[0]}"
+        ) from error
+    attached = count_layers(pipeline.transformer)
+    if attached != wanted:
+        raise UserError(
+            f"{path} adapts {wanted} layers, but {attached} of this pipeline took it: "
+            "it was trained for another pipeline"
+        )
+    return attached
+
+
+def count_layers(network: nn.Module) -> int:
+    """How many layers of the network carry a LoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    return sum(isinstance(module, LoraLayer) for module in network.modules())
+
+
+def check_header(source: str | Path) -> None:
+    """Raises UserError unless the file says its strength, and one for all layers.
+
+    Whoever reads a file without it takes alpha = rank.
+    """
+    path = lora_file(source)
+    read_lora(path)
+    with safe_open(path, "pt") as file:
+        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+    if not {f"{PREFIX}lora_alpha", f"{PREFIX}r"} <= set(header):
+        raise UserError(
+            f"{path} does not say its alpha ({METADATA} is missing), so that it would act with "
+            "the strength 1: export the run that it came from"
+        )
+    if header.get(f"{PREFIX}alpha_pattern") or header.get(f"{PREFIX}rank_pattern"):
+        raise UserError(
+            f"{path} has ranks or alphas of its own for some layers, expected one for all: such a "
+            "file loads with diffusers, but cannot be exported"
+        )
+
+
+def layers_of(state: Mapping[str, Tensor]) -> dict[str, Factors]:
+    """PEFT's tensors by layer. Raises UserError for anything that is not a pair of LoRA factors."""
+    names = {name.partition(".lora_")[0] for name in state}
+    wanted = {f"{name}.lora_{side}.weight" for name in names for side in "AB"}
+    if other := sorted(set(state) ^ wanted):
+        raise UserError(
+            f"the LoRA has {len(other)} tensors that are not pairs of lora_A and lora_B, the first "
+            f"is {other[0]}: such a file cannot be exported"
+        )
+    return {n: (state[f"{n}.lora_A.weight"], state[f"{n}.lora_B.weight"]) for n in sorted(names)}
+
+
+@torch.no_grad()
+def merge_lora(pipeline: Any, source: str | Path) -> int:
+    """Add a LoRA to the weights of the pipeline's transformer -> changed layers.
+
+    From the file's own numbers, which diffusers would round to the network's dtype: each sum is
+    taken in fp32 and rounded once. Raises UserError for a quantised network, and when a layer of
+    the file is not there or of another shape; then nothing is changed.
+    """
+    state, strength = read_lora(source)
+    layers, network = layers_of(state), pipeline.transformer
+    weights = {name: _weight(network, name, *factors) for name, factors in layers.items()}
+    for name, weight in weights.items():
+        change = delta(*layers[name], strength).to(weight.device)
+        weight.data = (weight.data.float() + change).to(weight.dtype)
+    return len(weights)
+
+
+def _weight(network: nn.Module, name: str, down: Tensor, up: Tensor) -> nn.Parameter:
+    weight = getattr(dict(network.named_modules()).get(name), "weight", None)
+    kind = type(network).__name__
+    if weight is None:
+        raise UserError(f"the LoRA adapts {name}, which {kind} has not: it is of another pipeline")
+    packed = type(weight.data) is not Tensor or weight.dtype.itemsize < 2
+    if packed or getattr(network, "hf_quantizer", None) is not None:
+        raise UserError(
+            f"{name} of {kind} is quantised, and a LoRA cannot be added to such weights: merge "
+            "into the pipeline in 16 or 32 bits"
+        )
+    if weight.shape != (len(up), down.shape[1]):
+        raise UserError(
+            f"the LoRA changes {name} by {len(up)} x {down.shape[1]}, but it is "
+            f"{' x '.join(map(str, weight.shape))} in {kind}: it is of another pipeline"
+        )
+    return weight

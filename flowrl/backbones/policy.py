@@ -1,0 +1,249 @@
+"""The policy: a LoRA adapter on the pipeline's transformer, beside the networks it is compared to.
+
+One set of frozen weights serves all: the policy is the adapter "default", the reference is the
+network with its adapters switched off, the EMA and the old policy are adapters of their own.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.quantized_base import check_mergeable
+from flowrl.errors import UserError
+from flowrl.trajectory import Conditioning
+
+POLICY, OLD, EMA = "default", "old", "ema"
+
+
+class Policy:
+    """Adapters of rank `rank` and strength alpha / rank on the layers that end in `targets`.
+
+    ema_decay: share of the average kept at each update, or None for no average. keep_old: also
+    hold a policy that lags behind, see `remember`. The adapters are fp32 whatever the
+    frozen weights are; a fresh adapter changes nothing, since its second factor is 0.
+    Raises UserError when `targets` match no layer, or the network has such adapters already.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        *,
+        rank: int,
+        alpha: float,
+        seed: int,
+        targets: Sequence[str] | None = None,
+        ema_decay: float | None = None,
+        keep_old: bool = False,
+    ):
+        self.backbone = backbone
+        self.network = backbone.transformer
+        self.ema_decay = ema_decay
+        self.updates = 0
+        self.network.requires_grad_(False).eval()
+        names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
+        self.copies = names[1:]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            for name in names:
+                self._add(name, rank, alpha, tuple(targets or backbone.lora_targets))
+        self._by_name = {name: _parameters_of(self.network, name) for name in names}
+        for name in self.copies:
+            self._copy(POLICY, name)
+            for parameter in self._by_name[name]:
+                parameter.requires_grad_(False)
+        self.use(POLICY)
+
+    def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:
+        from peft import LoraConfig
+
+        if name in getattr(self.network, "peft_config", {}):
+            raise UserError(
+                f"the pipeline already carries an adapter {name!r}, of an earlier training or a "
+                "loaded LoRA: load the pipeline anew"
+            )
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]  # PEFT only divides it by r
+            target_modules=list(targets),
+            init_lora_weights="gaussian",
+        )
+        try:
+            with warnings.catch_warnings():  # several adapters are meant
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+                # Of torchao's weights: that they cannot be merged into, which nobody asks.
+                warnings.filterwarnings("ignore", message=".*without `get_apply_tensor_subclass`")
+                self.network.add_adapter(config, adapter_name=name)  # type: ignore[operator]
+        except ValueError as error:
+            kind = type(self.network).__name__
+            raise UserError(
+                f"lora.targets {list(targets)} match no layer of {kind}: name endings of its "
+                "linear layers, such as attn.to_q"
+            ) from error
+        for parameter in _parameters_of(self.network, name):
+            parameter.data = parameter.data.float()
+
+    # --- velocity fields ------------------------------------------------------------------
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Of the adapter in use: the policy, unless inside `using` or `reference`."""
+        return self.backbone.velocity(x, sigma, cond)
+
+    @torch.no_grad()
+    def reference(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Velocity of the frozen network."""
+        with self.disabled():
+            return self.backbone.velocity(x, sigma, cond)
+
+    @torch.no_grad()
+    def old(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        """Velocity of the policy that lags behind; needs `keep_old`."""
+        with self.using(OLD):
+            return self.backbone.velocity(x, sigma, cond)
+
+    # --- which adapter ----------------------------------------------------------------------
+
+    def use(self, name: str) -> None:
+        self.network.set_adapter(name)  # type: ignore[operator]
+        # Switching adapters also switches what PEFT wants to train; only the policy ever is.
+        for other, parameters in self._by_name.items():
+            for parameter in parameters:
+                parameter.requires_grad_(other == POLICY)
+
+    @contextlib.contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Another adapter inside the block."""
+        self.use(name)
+        try:
+            yield
+        finally:
+            self.use(POLICY)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """No adapter inside the block: the network as it was given."""
+        layers = list(_lora_layers(self.network))
+        for layer in layers:
+            layer._disable_adapters = True  # PEFT's own switch also walks over requires_grad
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    @contextlib.contextmanager
+    def merged(self, name: str = POLICY) -> Iterator[None]:
+        """One adapter folded into the frozen weights inside the block: fewer, larger products.
+
+        The weights are put back from a copy, bit for bit; PEFT's own way subtracts, which drifts.
+        """
+        kept: list[tuple[nn.Parameter, Tensor]] = []
+        with torch.no_grad(), self.disabled():
+            for layer in _lora_layers(self.network):
+                weight = layer.get_base_layer().weight
+                kept.append((weight, weight.data))
+                weight.data = merged_weight(layer, weight.data, name).to(weight.dtype)
+            try:
+                yield
+            finally:
+                for weight, data in kept:
+                    weight.data = data
+
+    # --- learning ---------------------------------------------------------------------------
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._by_name[POLICY]
+
+    @torch.no_grad()
+    def after_update(self) -> None:
+        """Move the EMA towards the policy; its decay warms up as (1 + n) / (10 + n)."""
+        self.updates += 1
+        if self.ema_decay is not None:
+            decay = min(self.ema_decay, (1 + self.updates) / (10 + self.updates))
+            for mean, now in zip(self._by_name[EMA], self._by_name[POLICY], strict=True):
+                mean.lerp_(now, 1 - decay)
+
+    @torch.no_grad()
+    def remember(self, keep: float = 0.0) -> None:
+        """Move the old policy to keep * old + (1 - keep) * policy; needs `keep_old`."""
+        for old, now in zip(self._by_name[OLD], self._by_name[POLICY], strict=True):
+            old.lerp_(now, 1 - keep)
+
+    @torch.no_grad()
+    def _copy(self, source: str, target: str) -> None:
+        for to, of in zip(self._by_name[target], self._by_name[source], strict=True):
+            to.copy_(of)
+
+    @property
+    def best_name(self) -> str:
+        """The adapter that is evaluated and handed out: the EMA where there is one."""
+        return EMA if self.ema_decay is not None else POLICY
+
+    # --- storage ----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict:
+        adapters = {name: [p.data for p in ps] for name, ps in self._by_name.items()}
+        return {"adapters": adapters, "updates": self.updates}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        """Raises UserError for the state of a policy with other adapters."""
+        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
+        if shapes != {n: [p.shape for p in ps] for n, ps in self._by_name.items()}:
+            raise UserError(
+                "the checkpoint's adapters are not those of this run: give lora.rank, "
+                "lora.targets and ema.decay as it was trained"
+            )
+        for name, tensors in state["adapters"].items():
+            for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
+                parameter.copy_(tensor)
+        self.updates = state["updates"]
+
+    @torch.no_grad()
+    def start_from(self, state: dict[str, Tensor]) -> None:
+        """Begin at a LoRA: PEFT's names without the adapter's -> (r, in) and (out, r) factors.
+
+        Raises UserError when its layers or ranks are not the policy's.
+        """
+        own = dict(_named_parameters_of(self.network, POLICY))
+        wrong = sorted(set(own) ^ set(state)) or [k for k in own if own[k].shape != state[k].shape]
+        if wrong:
+            raise UserError(
+                f"the LoRA does not fit: {len(wrong)} tensors differ in name or shape, the first "
+                f"is {wrong[0]}; set lora.rank and lora.targets as it was trained"
+            )
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+        for name in self.copies:
+            self._copy(POLICY, name)
+
+
+def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
+    """W + s B A of one of PEFT's layers in fp32, under autocast too; shaped like the weight.
+
+    Raises UserError for a weight in 8 or 4 bits.
+    """
+    check_mergeable(layer.get_base_layer().weight)
+    with torch.autocast(weight.device.type, enabled=False):
+        return weight.float() + layer.get_delta_weight(adapter)
+
+
+def _lora_layers(network: nn.Module) -> Iterator:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in network.modules() if isinstance(module, LoraLayer))
+
+
+def _named_parameters_of(network: nn.Module, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
+    mark = f".{adapter}."
+    for name, parameter in network.named_parameters():
+        if "lora_" in name and mark in name:
+            yield name.replace(mark, "."), parameter
+
+
+def _parameters_of(network: nn.Module, adapter: str) -> list[nn.Parameter]:
+    return [parameter for _, parameter in _named_parameters_of(network, adapter)]

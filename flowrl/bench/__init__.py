@@ -1,0 +1,1 @@
+"""What things cost here, as ratios from alternating turns."""

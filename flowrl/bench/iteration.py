@@ -1,0 +1,281 @@
+"""One iteration of Flow-GRPO on a pipeline of published size with random weights."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.loading import DTYPES
+from flowrl.backbones.text_cache import TextCache
+from flowrl.bench.bench_phases import Phase, Timeline, watched
+from flowrl.bench.bench_stages import device_name, move, on_gpu
+from flowrl.bench.random_model import random_text
+from flowrl.build.learner import PRECISION, Given, build_learner
+from flowrl.build.objective import build_objective
+from flowrl.build.work_split import solve
+from flowrl.config import Config, parse_config
+from flowrl.errors import UserError
+from flowrl.functional.sde import KERNELS
+from flowrl.planning.memory import footprints
+from flowrl.planning.plan import count_work
+from flowrl.planning.plan_setup import build_setup
+from flowrl.planning.sizes import Size, build_pipeline, shortened, size_of
+from flowrl.prompts.records import PromptRecord
+from flowrl.quantization.precision import capability_of, named, resolve
+from flowrl.sampling.source import Sampler
+from flowrl.training.loop import Learner
+from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
+
+RANK = 32
+SHARE = 0.9  # of drawing that is to be spent in the transformer's forwards
+OF_PLANNED = 0.1  # how far the peak may be from the plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What an iteration draws and learns from, and in which portions.
+
+    guidance: classifier-free, or FLUX.1's input. kl_coef: above 0 the frozen network is asked too.
+    """
+
+    prompts: int
+    group_size: int
+    steps: int
+    guidance: float
+    kl_coef: float
+    batch: int
+    micro_batch: int
+    decode_batch: int = 4
+
+
+# Steps, guidance and KL of Flow-GRPO's published settings (2505.05470); for SANA, which it does
+# not train, the steps of Sol-RL (2604.06916) and the pipeline's own guidance. Fewer prompts and
+# smaller groups, to be done in minutes; portions that a GPU of 80 GB or more is to hold.
+WORK = {
+    "sd3": Work(
+        prompts=4, group_size=8, steps=10, guidance=4.5, kl_coef=0.04, batch=8, micro_batch=4
+    ),
+    "flux": Work(
+        prompts=2, group_size=8, steps=6, guidance=3.5, kl_coef=0.0, batch=8, micro_batch=2
+    ),
+    "sana": Work(
+        prompts=4, group_size=8, steps=10, guidance=4.5, kl_coef=0.0, batch=8, micro_batch=4
+    ),
+}
+PIXELS = {"sd3": 512, "flux": 512, "sana": 1024}
+
+
+def work_of(name: str, changes: Mapping[str, int]) -> Work:
+    """The default work of a size, with changes. Raises UserError for an unknown name."""
+    return replace(WORK[size_of(name).family], **changes)
+
+
+def bench_iteration(
+    *,
+    name: str,
+    work: Work | None = None,
+    pixels: int | None = None,
+    layers: int | None = None,
+    dtype: str = "bf16",
+    precision: str | None = None,
+    gradient_checkpointing: bool = False,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """The second of two iterations: settings, speed, and its memory beside the plan's.
+
+    The loop is training's own; text and rewards are noise. pixels: None for PIXELS. layers: blocks
+    of each kind, None for all. dtype, precision, gradient_checkpointing: the options of these
+    names. Raises UserError for an unknown name, and on a CPU for a network of full depth.
+    """
+    size = size_of(name)
+    if layers is None and not on_gpu(device):
+        raise UserError(
+            f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 and "
+            "--pixels 64 to see that everything runs, which says nothing of speed"
+        )
+    work = work or WORK[size.family]
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(
+            size, work, pixels or PIXELS[size.family], dtype=dtype, precision=precision,
+            gradient_checkpointing=gradient_checkpointing, device=device, folder=folder,
+        )  # fmt: skip
+        runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
+        learner = _learner(config, runtime, name, work, layers)
+        phases, forwards = measure(learner)
+    shorter = replace(size, config=shortened(size.config, layers), text_encoders=())
+    planned = plan(shorter, config, runtime.device)
+    return (
+        {"size": name, "checkpoint": size.checkpoint}
+        | _where(runtime.device)
+        | {"layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed"}
+        | _settings(config, work)
+        | {"velocities": forwards}
+        | _speed(phases, work.prompts * work.group_size)
+        | _memory(phases, planned)
+    )
+
+
+def _config(
+    size: Size,
+    work: Work,
+    pixels: int,
+    *,
+    dtype: str,
+    precision: str | None,
+    gradient_checkpointing: bool,
+    device: str,
+    folder: str,
+) -> Config:
+    """Flow-GRPO as a recipe has it."""
+    pipeline = {"path": size.checkpoint, "backbone": size.family, "dtype": dtype}
+    pipeline |= {"precision": precision, "device": device, "decode_batch": work.decode_batch}
+    return parse_config(
+        {
+            "pipeline": pipeline | {"height": pixels, "width": pixels},
+            "memory": {"gradient_checkpointing": gradient_checkpointing},
+            "lora": {"rank": RANK, "alpha": 2 * RANK},
+            "prompts": {"train": "given"},
+            "rewards": [{"name": "brightness"}],
+            "rollout": {
+                "prompts": work.prompts,
+                "group_size": work.group_size,
+                "steps": work.steps,
+                "guidance": work.guidance,
+                "batch_size": work.batch,
+                "merge_lora": False,
+            },
+            "objective": {"kind": "grpo", "kl_coef": work.kl_coef},
+            "optim": {
+                "micro_batch": work.micro_batch,
+                "updates_per_rollout": 1 if work.prompts % 2 else 2,  # of whole groups
+            },
+            "run": {"output_dir": folder},
+        }
+    )
+
+
+def _learner(
+    config: Config, runtime: Runtime, name: str, work: Work, layers: int | None
+) -> Learner:
+    """Training's own, around random networks; the text is noise, and any ratio is taken."""
+    pipeline = build_pipeline(
+        name,
+        device=runtime.device,
+        dtype=DTYPES[config.pipeline.dtype],
+        layers=layers,
+        encoder=True,
+    )
+    prompts = [f"prompt {i}" for i in range(work.prompts)]
+    learner = build_learner(config, runtime, Given(pipeline=pipeline, prompts=prompts))
+    move(learner.policy)  # as after some training: factors of 0 would be no test
+    assert isinstance(learner.source, Sampler)  # no store here
+    stage = learner.source.stage
+    texts = RandomTexts(size_of(name), stage.backbone, guided=work.guidance > 1)
+    source = replace(learner.source, stage=replace(stage, encode=texts))
+    loose = replace(learner.update, ratio_tolerance=float("inf"))
+    return replace(learner, source=source, update=loose)
+
+
+class RandomTexts(TextCache):
+    """Noise in place of encoded prompts: there are no text encoders."""
+
+    def __init__(self, size: Size, backbone: Backbone, *, guided: bool):
+        super().__init__(backbone)
+        self.size, self.guided = size, guided
+
+    def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
+        like = self.backbone
+        return random_text(
+            self.size, len(prompts), guided=self.guided, device=like.device, dtype=like.dtype
+        )
+
+
+def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
+    """Phases of an iteration, and the velocities of its rollout; an iteration before it warms up,
+    and makes the optimiser's state."""
+    assert isinstance(learner.source, Sampler)
+    learner.iterate(0)
+    timeline = Timeline(learner.runtime.device)
+    learner = replace(learner, source=watched(learner.source, timeline))
+    with timeline.forwards_of(learner.policy.network):
+        rollout, _ = learner.iterate(1)
+    return timeline.phases(), rollout.tree.forwards
+
+
+def plan(size: Size, config: Config, device: torch.device) -> dict[str, int]:
+    """Bytes of each phase as `flowrl plan` has them for these very settings, as far as torch's own
+    statistics can tell: without the driver's, and what lies idle between tensors."""
+    section = config.pipeline
+    if section.precision is not None:  # "auto" as this GPU has it
+        format = named(resolve(section.precision, capability_of(device)))
+        section = section.model_copy(update={"precision": format})
+    config = config.model_copy(update={"pipeline": section})
+    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    kind = count_work(config, needs).kinds[0]  # every iteration is of one kind here
+    setup = build_setup(config, size, needs, solve(kind.load, 1), kind.plan, kind.candidates)
+    setup = replace(setup, text_tokens=None)  # the noise is as long as the size's own text
+    return {found.phase: found.allocated for found in footprints(size, setup)}
+
+
+# --- the record ---------------------------------------------------------------------------------
+
+
+def _where(device: torch.device) -> dict[str, Any]:
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "diffusers": version("diffusers"),
+    }
+
+
+def _settings(config: Config, work: Work) -> dict[str, Any]:
+    p = config.pipeline
+    found = {"dtype": p.dtype, "precision": p.precision or p.dtype, "pixels": p.height}
+    found |= {"rank": RANK, "pictures": work.prompts * work.group_size} | asdict(work)
+    return found | {"gradient_checkpointing": config.memory.gradient_checkpointing}
+
+
+def _speed(phases: Mapping[str, Phase], pictures: int) -> dict[str, Any]:
+    """forward_share: of drawing, which is to be SHARE or more; forward_share_with_decoding: of
+    drawing and decoding."""
+    total = sum(phase.seconds for phase in phases.values())
+    drawing, decoding = phases["rollout"], phases["decode"]
+    both = drawing.seconds + decoding.seconds
+    return {
+        "seconds": total,
+        "images_per_second": pictures / total,
+        "images_per_second_in_rollout": pictures / (total - phases["training"].seconds),
+        "forward_share": drawing.forward_seconds / drawing.seconds,
+        "forward_share_with_decoding": drawing.forward_seconds / both,
+    }
+
+
+def _memory(phases: Mapping[str, Phase], planned: Mapping[str, int]) -> dict[str, Any]:
+    """The largest of all phases, and each; None for what was not measured or not planned. Bytes
+    that tensors had, of which a GPU gives its processes more."""
+    peaks = [phase.peak for phase in phases.values() if phase.peak is not None]
+    rows = [
+        {
+            "phase": name,
+            "seconds": phase.seconds,
+            "forwards": phase.forwards,
+            "in_forwards": phase.forward_seconds / phase.seconds if phase.seconds else None,
+            **_beside(phase.peak, planned.get(name)),
+        }
+        for name, phase in phases.items()
+    ]
+    whole = _beside(max(peaks, default=None), max(planned[n] for n in planned if n in phases))
+    return whole | {"phases": rows}
+
+
+def _beside(peak: int | None, planned: int | None) -> dict[str, float | None]:
+    return {
+        "peak_gb": peak and peak / 1e9,
+        "planned_gb": planned and planned / 1e9,
+        "of_planned": peak / planned if peak and planned else None,
+    }

@@ -1,0 +1,96 @@
+"""A network of a published size with random weights, as a backbone: its costs, not its pictures."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backbones.base import Backbone
+from flowrl.build.backbone import BACKBONES
+from flowrl.planning.sizes import Size, build_pipeline, size_of
+from flowrl.sampling.networks import with_network
+from flowrl.trajectory import Conditioning
+
+
+class RandomBackbone:
+    """A size of `SIZES` behind the `Backbone` protocol: no text encoders, no weights to load.
+
+    What computes is the backbone of its family, around the size's own pipeline; only the text is
+    noise, by its length alone. pixels: a picture's side, None for the size's own. layers: blocks of
+    each kind, None for all. guidance: 1 is none, and FLUX's input in Sol-RL (2604.06916).
+    Raises UserError for an unknown size and for pictures that cannot be patched.
+    """
+
+    pipeline: Any = None  # that of `family` has no text encoders to ask
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        pixels: int | None = None,
+        layers: int | None = None,
+        guidance: float = 1.0,
+        seed: int = 0,
+    ):
+        self.size = size_of(name)
+        self.pixels = self.size.pixels if pixels is None else pixels
+        self.size.latent_shape(self.pixels)  # or the sentence that says why not
+        self.device, self.dtype, self.guidance = device, dtype, guidance
+        pipeline = build_pipeline(name, device=device, dtype=dtype, layers=layers, seed=seed)
+        self.family: Backbone = BACKBONES[self.size.family](
+            pipeline, guidance=guidance, height=self.pixels, width=self.pixels
+        )
+        self.transformer: nn.Module = self.family.transformer
+        self.lora_targets: tuple[str, ...] = self.family.lora_targets
+
+    def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
+        guided = self.guidance > 1
+        return random_text(
+            self.size, len(prompts), guided=guided, device=self.device, dtype=self.dtype
+        )
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        # Copies of this backbone hold other networks of the same shape.
+        return with_network(self.family, self.transformer).velocity(x, sigma, cond)
+
+    def decode(self, x0: Tensor) -> Tensor:
+        return self.family.decode(x0)
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        raise NotImplementedError("a random backbone only draws: it has no encoder")
+
+    def picture_size(self) -> tuple[int, int]:
+        return self.family.picture_size()
+
+    def latent_shape(self) -> tuple[int, ...]:
+        return self.family.latent_shape()
+
+    def sigmas(self, steps: int) -> Tensor:
+        return self.family.sigmas(steps)
+
+
+def random_text(
+    size: Size, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
+) -> Conditioning:
+    """Noise that fills every token, under the names that the families give it; always the same.
+
+    guided: negative prompts too, which FLUX has no place for.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    noise = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
+
+    def text(name: str, prefix: str) -> dict[str, Tensor]:
+        found = {name: noise(rows, size.text_tokens, size.text_width)}
+        if size.pooled_width is not None:
+            return found | {f"{prefix}pooled": noise(rows, size.pooled_width)}
+        ones = torch.ones(rows, size.text_tokens, device=device, dtype=torch.long)
+        return found | {f"{prefix}mask": ones}
+
+    tensors = text("embeds", "")
+    if guided and size.family != "flux":
+        tensors |= text("negative", "negative_")
+    return Conditioning(tensors=tensors)

@@ -1,0 +1,1 @@
+"""From the configuration to objects; the only package that knows both."""

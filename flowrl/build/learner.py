@@ -1,0 +1,287 @@
+"""From configuration to objects: the one place that knows names, files and every component."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.policy import Policy
+from flowrl.build.backbone import BACKBONES as BACKBONES
+from flowrl.build.backbone import adapted_layers, build_backbone
+from flowrl.build.build_memory import Needed, Texts, build_pipeline, needed_texts, rounded
+from flowrl.build.build_precision import set_precision
+from flowrl.build.build_source import build_source, check_shares, check_states
+from flowrl.build.objective import build_objective
+from flowrl.build.rewards import build_rewards
+from flowrl.config import Config
+from flowrl.errors import UserError
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
+from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
+from flowrl.sampling.schedule import Schedule
+from flowrl.scoring.combine import mean_reward
+from flowrl.scoring.prompt_fit import check_evaluation, check_prompts
+from flowrl.scoring.spec import Reward, RewardSpec
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
+from flowrl.training.loop import Learner, UpdateSettings
+from flowrl.training.run import Run, RunSettings
+from flowrl.training.stopping import StopRule, stop_rule
+from flowrl.training.tracking import Report
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.progress import Steps
+
+# Options under `pipeline` that leave evaluations as they are.
+INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
+PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """Objects that a Python caller has already; None where the configuration decides."""
+
+    pipeline: Any = None
+    prompts: Sequence[str] | None = None
+    evaluation_prompts: Sequence[str] | None = None
+    rewards: Mapping[str, Reward] | None = None
+
+
+def as_given(config: Config, pipeline: Any) -> Config:
+    """The recipe under the name of a pipeline that was given, if any."""
+    if pipeline is None:
+        return config
+    name = pipeline.config.get("_name_or_path") or "the pipeline that was given"
+    section = config.pipeline.model_copy(update={"path": name})
+    return config.model_copy(update={"pipeline": section})
+
+
+def drawn_prompts(config: Config, given: Given) -> list[PromptRecord]:
+    """The prompts that training draws: none where it only reads a store."""
+    store = config.rollout.store
+    read = store is not None and store.path is not None and store.refresh_every is None
+    return [] if read else build_prompts(config.prompts.train, given.prompts)
+
+
+def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
+    if texts is None:
+        return load_prompts(source)
+    return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
+
+
+def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Policy:
+    lora = config.lora
+    policy = Policy(
+        backbone,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=adapted_layers(lora, backbone),
+        seed=config.run.seed,
+        ema_decay=config.ema.decay,
+        keep_old=keep_old,
+    )
+    if lora.init_from is not None:
+        state, strength = read_lora(lora.init_from)
+        if strength != lora.alpha / lora.rank:
+            raise UserError(
+                f"{lora.init_from} has alpha / rank = {strength:g}, but lora.alpha / lora.rank is "
+                f"{lora.alpha / lora.rank:g}: set them as it was trained"
+            )
+        policy.start_from(state)
+    return policy
+
+
+def build_learner(
+    config: Config,
+    runtime: Runtime,
+    given: Given,
+    texts: Texts | None = None,
+    needed: Needed | None = None,
+) -> Learner:
+    """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others;
+    needed: what will be asked of them, None for `all_texts`."""
+    p, r, u = config.pipeline, config.rollout, config.optim
+    specs = build_rewards(config, given.rewards)
+    prompts = build_prompts(config.prompts.train, given.prompts)
+    objective = build_objective(config.objective, KERNELS[r.kernel])
+    if r.store is None or r.store.path is None or r.store.refresh_every is not None:
+        check_shares(config, runtime, objective.needs, specs)
+        check_states(config, objective.needs)
+        check_prompts(specs, prompts)
+    if objective.needs.reward_grad:
+        check_differentiable(specs, config.objective.kind)
+    check_measures(config, specs, prompts, evaluation_prompts(config, given))
+    texts = texts or Texts(config, given.pipeline)
+    without = texts.unneeded(all_texts(config, given) if needed is None else needed)
+    pipeline = build_pipeline(
+        config, runtime.device, given.pipeline, without=without,
+        revision=texts.commit() if without else None,
+        decoder_learns=objective.needs.reward_grad,
+    )  # fmt: skip
+    drawing = build_backbone(config, pipeline, guidance=r.guidance)
+    set_precision(config, drawing, runtime)
+    learning = drawing
+    if r.training_guidance is not None:
+        learning = build_backbone(config, pipeline, guidance=r.training_guidance)
+    policy = build_policy(config, learning, keep_old=objective.needs.old is not None)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
+    )
+    return Learner(
+        source=build_source(
+            config, runtime, specs, prompts, policy, drawing, objective.needs, texts
+        ),
+        specs=specs,
+        policy=policy,
+        objective=objective,
+        optimizer=runtime.prepare(optimizer),
+        runtime=runtime,
+        update=_update_settings(config),
+        reward=RewardGradient(drawing, specs, p.decode_batch),
+    )
+
+
+def _update_settings(config: Config) -> UpdateSettings:
+    u = config.optim
+    return UpdateSettings(
+        lr=u.lr,
+        decay_over=config.run.iterations if u.schedule == "linear" else None,
+        updates_per_rollout=u.updates_per_rollout,
+        micro_batch=u.micro_batch,
+        max_grad_norm=u.max_grad_norm,
+        ratio_tolerance=u.ratio_tolerance,
+    )
+
+
+def all_texts(config: Config, given: Given, first: int = 0) -> Needed:
+    """What training from iteration `first` on and evaluation ask the text encoders, but for what
+    is read from a store. Nothing where the encoders stay: nobody needs to know it then."""
+    if config.memory.text_encoders != "free":
+        return []
+    held_out = evaluated(config, evaluation_prompts(config, given))
+    return needed_texts(config, drawn_prompts(config, given), held_out, first)
+
+
+def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
+    """Those of the held-out prompts that an evaluation draws, in its order."""
+    e = config.evaluation
+    return PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0) if prompts else []
+
+
+def check_measures(
+    config: Config,
+    specs: Sequence[RewardSpec],
+    prompts: Sequence[PromptRecord],
+    held_out: Sequence[PromptRecord],
+) -> None:
+    """What is asked of paraphrases and held-out scores can be had. Raises UserError."""
+    p, e = config.prompts, config.evaluation
+    check_evaluation(specs, held_out)
+    if p.retained is not None:
+        check_paraphrases(prompts, "prompts.retained", p.train)
+    if e.paraphrases:
+        check_paraphrases(held_out, "evaluation.paraphrases", e.prompts or "evaluation.prompts")
+    if e.quality is not None:
+        check_quality(specs, held_out, e.quality)
+    build_stop_rule(config, specs, held_out)
+
+
+def build_stop_rule(
+    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
+) -> StopRule | None:
+    rule = config.run.stop_when_hacking
+    if rule is None:
+        return None
+    return stop_rule(
+        specs, held_out, held_out=rule.held_out, patience=rule.patience, margin=rule.margin
+    )
+
+
+def build_evaluator(
+    config: Config,
+    pipeline: Any,
+    specs: Sequence[RewardSpec],
+    given: Given,
+    texts: Texts | None = None,
+) -> Evaluator | None:
+    e = config.evaluation
+    prompts = evaluation_prompts(config, given)
+    if not prompts:
+        return None
+    backbone = build_backbone(config, pipeline, guidance=e.guidance)
+    return Evaluator(
+        backbone=backbone,
+        encode=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance),
+        prompts=evaluated(config, prompts),
+        specs=specs,
+        schedule=Schedule(sigmas=backbone.sigmas(e.steps), kernel=KERNELS["flow_sde"], level=0.0),
+        seed=e.seed,
+        batch_size=e.batch_size,
+        decode_batch=config.pipeline.decode_batch,
+        key=evaluation_key(config, specs, prompts),
+        quality=e.quality,
+        paraphrases=e.paraphrases,
+        max_invalid_fraction=config.failures.max_invalid_fraction,
+    )
+
+
+def evaluation_prompts(config: Config, given: Given) -> list[PromptRecord]:
+    """The held-out prompts; none when the configuration and the caller name none."""
+    source, texts = config.evaluation.prompts, given.evaluation_prompts
+    return [] if source is None and texts is None else build_prompts(source or "", texts)
+
+
+def evaluation_key(
+    config: Config, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
+) -> str:
+    """Everything that two evaluations must share for their difference to mean something."""
+    how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
+    # Evaluations draw with the exact weights, whatever the precision of training.
+    what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounded(config)
+    rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
+    words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
+    parts = [how, what, config.rollout.negative, rewards, [p.uid for p in prompts], words]
+    return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def build_run(
+    config: Config,
+    learner: Learner,
+    evaluator: Evaluator | None,
+    resume: dict[str, Any] | None,
+    *,
+    resumed: bool,
+) -> Run:
+    """The run in its folder, which the caller has claimed; `resume` is a checkpoint's state."""
+    folder, runtime = Path(config.run.output_dir), learner.runtime
+    done = resume["iteration"] if resume else 0
+
+    def score(evaluation: Evaluation) -> float:
+        columns = [evaluation.names.index(spec.name) for spec in learner.specs]
+        return mean_reward(learner.specs, evaluation.scores[:, columns])
+
+    return Run(
+        folder=folder,
+        settings=RunSettings(
+            iterations=config.run.iterations,
+            max_minutes=config.run.max_minutes,
+            checkpoint_every=config.run.checkpoint_every,
+            evaluate_every=config.evaluation.every,
+            sample_every=config.run.sample_every,
+        ),
+        runtime=runtime,
+        checkpoints=Checkpoints(folder, keep=config.run.keep),
+        evaluator=evaluator,
+        score=score,
+        report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)
+        if runtime.is_main
+        else None,
+        steps=Steps("training", config.run.iterations, start=done) if runtime.is_main else None,
+        stop=build_stop_rule(config, learner.specs, evaluator.prompts if evaluator else ()),
+        resume=resume,
+    )

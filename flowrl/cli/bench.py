@@ -1,0 +1,237 @@
+"""`flowrl bench`: what things cost, as ratios of one run. One command a subject."""
+
+from typing import Annotated, Any
+
+import typer
+
+from flowrl.cli.iterating import iteration
+
+app = typer.Typer(no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
+Batch = Annotated[int, typer.Option(min=1, help="Most pictures in one forward.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what sampler, training and rewards cost, as ratios within one run.
+
+    Examples:
+
+      flowrl bench rollout --batch 64 --threads 1
+
+      flowrl bench tree
+
+      flowrl bench reward ocr
+
+      flowrl bench solrl
+
+      flowrl bench iteration --size flux.1-dev
+    """
+
+
+@app.command()
+def rollout(
+    model: Model = "tiny-sd3",
+    batch: Batch = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
+    threads: Threads = 1,
+    repeats: Repeats = 5,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Sampler and update beyond the network's own passes.
+
+    Example:
+
+      flowrl bench rollout --batch 64 --threads 1
+    """
+    from flowrl.bench.rollout import bench_rollout
+    from flowrl.cli._console import print_table
+
+    rows = bench_rollout(
+        model=model, batch=batch, steps=steps, threads=threads, repeats=repeats, device=device
+    )
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def tree(
+    model: Model = "tiny-sd3",
+    batch: Batch = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts drawn together.")] = 8,
+    threads: Threads = 1,
+    repeats: Repeats = 5,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """16 pictures of a prompt as a tree against chains, and a pruned update.
+
+    Next to it: what the plans' own counts predict.
+
+    Example:
+
+      flowrl bench tree
+    """
+    from flowrl.bench.bench_tree import bench_tree
+    from flowrl.cli._console import print_table
+
+    rows = bench_tree(
+        model=model, prompts=prompts, batch=batch, steps=steps, threads=threads, repeats=repeats,
+        device=device,
+    )  # fmt: skip
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def reward(
+    name: Annotated[str, typer.Argument(help="Built-in name or module:attribute.")] = "ocr",
+    pictures: Annotated[int, typer.Option(min=1, help="Pictures of one round.")] = 48,
+    workers: Annotated[
+        list[int] | None, typer.Option(min=1, help="Processes; may be repeated. Default 1 and 2.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Pictures of one question.")] = 4,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Pictures per second of a reward, in this process and in pools of one thread a process.
+
+    A ratio is of pictures per second: above 1 is faster than what it is compared with.
+
+    Example:
+
+      flowrl bench reward ocr
+    """
+    from flowrl.bench.reward import bench_reward
+    from flowrl.cli._console import print_table
+
+    rows = bench_reward(
+        name=name,
+        pictures=pictures,
+        workers=tuple(workers or (1, 2)),
+        micro_batch=micro_batch,
+        repeats=repeats,
+    )
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def solrl(  # noqa: PLR0913  # an argument for each option
+    model: Model = "tiny-sd3",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="In place of a pipeline: sd3.5-large, sd3.5-medium, flux.1-dev or sana-1.6b with "
+            "random weights. May be repeated."
+        ),
+    ] = None,
+    counts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Kept/candidates@steps of a candidate/steps of a kept picture. May be repeated. "
+            "Default 24/96@6/10, and for sizes 16/128@4/10 too."
+        ),
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(help="Candidates and kept ones times this, to be done sooner.")
+    ] = 1.0,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts drawn together.")] = 1,
+    precision: Annotated[
+        str, typer.Option(help="Of candidates: auto, nvfp4, fp8, bf16 or nvfp4-emulated.")
+    ] = "auto",
+    min_dim: Annotated[
+        int | None,
+        typer.Option(
+            help="Layers of this size or smaller stay exact. Default 128 for tiny-sd3, else the "
+            "network's own, as in training."
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most pictures in one forward. Default 24, for sizes 8."),
+    ] = None,
+    decode_batch: Annotated[
+        int, typer.Option(min=1, help="For sizes: most pictures in the decoder.")
+    ] = 4,
+    pixels: Annotated[
+        int | None, typer.Option(help="For sizes: a picture's side. Default 1024, FLUX.1 512.")
+    ] = None,
+    layers: Annotated[
+        int | None,
+        typer.Option(help="For sizes: blocks of each kind, only to see that everything runs."),
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option(help="Compile what draws. Default on a GPU.")
+    ] = None,
+    threads: Threads = 1,
+    repeats: Repeats = 3,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Exploring cheaply and regenerating a few, against drawing all candidates exactly.
+
+    Where the time goes, and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N,
+    with q, the speed of a cheap step by that of an exact one, and phi, what decoding and scoring a
+    picture takes by drawing it, as they are in the same run. Measured ratios of at most 1.1 times
+    the model's are expected. On a CPU seconds are the processor's own, and q is 1 or less.
+
+    Sizes want a GPU. They have not been run on one yet: neither fp8 on Hopper nor nvfp4 on
+    Blackwell.
+
+    Examples:
+
+      flowrl bench solrl
+
+      flowrl bench solrl --precision nvfp4-emulated
+
+      flowrl bench solrl --size sd3.5-large --size flux.1-dev --size sana-1.6b --precision fp8
+
+      flowrl bench solrl --size sana-1.6b --device cpu --layers 2 --pixels 64 \\
+        --counts 1/4@2/3 --repeats 1
+    """
+    from flowrl.bench.bench_costs import PUBLISHED, WIDER, parse_counts
+    from flowrl.bench.bench_sizes import bench_sizes
+    from flowrl.bench.two_stage import bench_solrl
+    from flowrl.planning.sizes import size_of
+
+    for name in size or ():
+        size_of(name)  # all of them before the first is measured
+    asked = [parse_counts(text) for text in counts or ()]
+    asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
+    for name in size or ():
+        rows = bench_sizes(
+            name=name, plans=asked, prompts=prompts, precision=precision, min_dim=min_dim,
+            batch=batch or 8, decode_batch=decode_batch, pixels=pixels, layers=layers,
+            compile=compile, repeats=repeats, device=device,
+        )  # fmt: skip
+        _print_costs(rows, as_json)
+    for one in () if size else asked:
+        row = bench_solrl(
+            model=model, counts=one, prompts=prompts, precision=precision, min_dim=min_dim,
+            batch=batch or 24, compile=compile, threads=threads, repeats=repeats, device=device,
+        )  # fmt: skip
+        _print_costs([row], as_json)
+
+
+app.command()(iteration)
+
+
+def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
+    """Where the time goes, what came of it, and the verdict; or one JSON object a row."""
+    from flowrl.bench.bench_costs import labelled, verdict
+    from flowrl.cli._console import print_table
+
+    if as_json:
+        print_table(rows, as_json=True)
+        return
+    for row in rows:
+        print_table(row["split"])
+        print()
+        print_table(labelled(row))
+        print()
+        print(verdict(row))

@@ -1,0 +1,90 @@
+"""`flowrl export`: what a run learned, in the form that others load."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowrl.errors import UserError
+
+Format = Literal["diffusers", "comfyui", "merged", "hub"]
+
+
+def export(
+    source: Annotated[
+        str, typer.Argument(metavar="RUN|FILE", help="A run's folder, a checkpoint's, or a LoRA.")
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", "-o", metavar="FOLDER|FILE", help="Where; not for hub."),
+    ] = None,
+    format: Annotated[  # the option's name is what people look for
+        Format,
+        typer.Option(
+            help="diffusers: the LoRA as it is. comfyui: one file with ComfyUI's keys (SD3, FLUX). "
+            "merged: the whole pipeline with the LoRA in its weights. hub: upload LoRA and card."
+        ),
+    ] = "diffusers",
+    repo_id: Annotated[
+        str | None,
+        typer.Option("--repo-id", metavar="NAME", help="hub: repository; the run's name if left."),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="hub: if it is new.")] = False,
+    base: Annotated[
+        str | None, typer.Option(metavar="PIPELINE", help="merged: instead of the run's own.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="merged: of the pipeline.")] = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="merged: of the weights; the run's own, or bf16 for a file alone."),
+    ] = None,
+    backbone: Annotated[
+        str | None, typer.Option(help="comfyui: sd3 or flux, for a file without its run.")
+    ] = None,
+) -> None:
+    """Give a LoRA away: to diffusers, to ComfyUI, merged into its pipeline, or to the Hub.
+
+    hub takes its token from HF_TOKEN or hf auth login, and uploads the LoRA, the card with its
+    pictures and the configuration; never checkpoints.
+
+    Examples:
+
+      flowrl export runs/quickstart --to lora
+
+      flowrl export runs/quickstart --format comfyui --to quickstart.safetensors
+
+      flowrl export runs/quickstart --format merged --to merged
+
+      flowrl export runs/quickstart --format hub --repo-id me/quickstart
+    """
+    of_format = {
+        "hub": {"--repo-id": repo_id, "--private": private},
+        "merged": {"--base": base, "--revision": revision, "--dtype": dtype},
+        "comfyui": {"--backbone": backbone},
+    }
+    for other, options in of_format.items():
+        for name, value in options.items():
+            if value and other != format:
+                raise UserError(
+                    f"{name} is of --format {other}, but the format is {format}: leave {name} out, "
+                    f"or give --format {other}."
+                )
+    if (to is None) != (format == "hub"):
+        raise UserError(
+            f"--to {to} is given with --format hub, which uploads: leave it out, or choose another "
+            "--format."
+            if format == "hub"
+            else f"--format {format} needs --to, as in flowrl export {source} --to lora."
+        )
+    from flowrl.export import formats as exporting
+
+    if format == "hub":
+        typer.echo(exporting.export_hub(source, repository=repo_id, private=private))
+        return
+    assert to is not None
+    if format == "comfyui":
+        typer.echo(exporting.export_comfyui(source, to, backbone=backbone))
+    elif format == "merged":
+        typer.echo(exporting.export_merged(source, to, base=base, revision=revision, dtype=dtype))
+    else:
+        typer.echo(exporting.export_diffusers(source, to))

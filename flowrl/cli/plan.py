@@ -1,0 +1,251 @@
+"""`flowrl plan`: who does what of a recipe, how much work it is, and whether it fits."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowrl.cli.train import Words
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.config import Config
+    from flowrl.planning.plan import Plan
+
+GB = 1e9
+
+
+def plan(
+    words: Words = None,
+    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs, a process each.")] = 1,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="24GB",
+            help="Of each GPU, in GB or GiB; by default what the recipe's name says, as in -24gb.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say what a recipe asks of its GPUs, before a download: work, shares and memory.
+
+    Needs no GPU and no weights: networks are built from their shapes alone. Where a recipe does not
+    fit, it says what to change. A GPU of 24 GB has 24 * 10^9 bytes here, a little less than it has.
+
+    Examples:
+
+      flowrl plan sd3.5-medium-grpo-24gb
+
+      flowrl plan flux.1-dev-grpo-80gb --gpus 8 --memory 48GB
+
+      flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
+    """
+    from flowrl.config import load_config
+    from flowrl.config.aliases import sort_arguments
+    from flowrl.planning.plan import make_plan, memory_class, parse_memory
+
+    request = sort_arguments(words or [])
+    if not request.recipe:
+        raise UserError(
+            "No recipe given: name a preset or a YAML file, as in flowrl plan quickstart."
+        )
+    bytes_of_gpu = None if memory is None else parse_memory(memory)
+    config = load_config(request.recipe, request.overrides)
+    if bytes_of_gpu is None:
+        bytes_of_gpu = memory_class(Path(request.recipe).name)
+    found = make_plan(config, gpus=gpus, memory=bytes_of_gpu)
+    if as_json:
+        print(json.dumps(_as_json(config, found)))
+        return
+    _show_shares(found)
+    _show_work(config, found)
+    _show_memory(found)
+    for note in found.notes:
+        typer.echo(note)
+
+
+# --- for people -------------------------------------------------------------------------------
+
+
+def _show_shares(found: "Plan") -> None:
+    from flowrl.cli._console import print_table
+
+    geometry, load = found.geometry, found.geometry.load
+    typer.echo(
+        f"{load.prompts} prompts with {load.roots * load.leaves} pictures each, in {load.updates} "
+        f"{'update' if load.updates == 1 else 'updates'}, on {_gpus(geometry.gpus)}\n"
+    )
+    print_table(_share_rows(found))
+    typer.echo(
+        f"\nAn update learns from {_range(geometry.update_rows)} {_rows(found)}, whatever the "
+        "number of GPUs."
+    )
+    if not geometry.even:
+        typer.echo(_uneven(found))
+    typer.echo("")
+
+
+def _share_rows(found: "Plan") -> list[dict[str, Any]]:
+    """One line for all GPUs that do the same."""
+    kinds: dict[tuple, list[int]] = {}
+    for number, share in enumerate(found.geometry.shares):
+        row = {
+            "prompts": share.prompts,
+            **({"candidates": share.candidates} if share.candidates else {}),
+            "trees": share.trees,
+            "pictures": share.pictures,
+            f"{_rows(found)} an update": _range(share.rows),
+            "micro-batches": _range(share.micro_batches),
+        }
+        kinds.setdefault(tuple(row.items()), []).append(number)
+    return [{"GPU": _numbers(at)} | dict(row) for row, at in kinds.items()]
+
+
+def _rows(found: "Plan") -> str:
+    return "nodes" if found.transitions else "pictures"
+
+
+def _uneven(found: "Plan") -> str:
+    from flowrl.build.work_split import nearest_gpus, nearest_prompts
+
+    geometry = found.geometry
+    busy = ", ".join(f"{share:.0%} of {phase}" for phase, share in geometry.busy.items())
+    gpus = " or ".join(map(str, nearest_gpus(geometry.load, geometry.gpus)))
+    prompts = " or ".join(map(str, nearest_prompts(geometry.load, geometry.gpus)))
+    return (
+        f"GPUs wait for each other: they work {busy}. None waits with {gpus} GPUs, or with "
+        f"rollout.prompts={prompts}."
+    )
+
+
+def _show_work(config: "Config", found: "Plan") -> None:
+    from flowrl.cli._console import print_table
+
+    print_table(_work_rows(config, found))
+    typer.echo("\nForwards of one picture; those of training are the most there can be.\n")
+
+
+def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    work = found.work
+    rows = [
+        {"": "an iteration"} | _work_row(asdict(work.first)),
+        {"": f"{config.run.iterations} iterations"} | _work_row(asdict(work.work)),
+    ]
+    if work.evaluations:
+        e, times = config.evaluation, f"{work.evaluations} evaluations"
+        rows.append({"": "an evaluation", "pictures": f"{e.images:,}",
+                     "drawing": f"{work.evaluation:,}"})  # fmt: skip
+        rows.append({"": times, "pictures": f"{work.evaluations * e.images:,}",
+                     "drawing": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
+    shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
+    # A quantity a line: beside each other they do not go on a screen.
+    return [{"": name} | {row[""]: row.get(name, "") for row in rows} for name in shown]
+
+
+def _work_row(work: dict[str, int]) -> dict[str, str]:
+    names = {"beside": "reference", "again": "recomputed"}
+    return {names.get(name, name): f"{value:,}" for name, value in work.items()}
+
+
+def _show_memory(found: "Plan") -> None:
+    from flowrl.cli._console import print_table
+
+    if found.peak is None:
+        typer.echo(f"Memory: {found.unknown}.")
+        return
+    names = dict.fromkeys(name for phase in found.phases for name in phase.parts)
+    shown = [n for n in names if any(phase.parts.get(n, 0) for phase in found.phases)]
+    rows = [
+        {"GB on a GPU": name} | {p.phase: _gb(p.parts.get(name, 0)) for p in found.phases}
+        for name in shown
+    ]
+    total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in found.phases}
+    print_table([*rows, total])
+    typer.echo(f"\nThe peak is {_gb(found.peak.total)} GB, in {found.peak.phase}.")
+    if found.memory is not None:
+        _show_verdict(found)
+
+
+def _show_verdict(found: "Plan") -> None:
+    from flowrl.cli._console import print_table
+
+    if found.fits:
+        typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
+        return
+    assert found.peak is not None
+    typer.echo(
+        f"It does not fit a GPU of {_gb(found.memory)} GB. Of the changes that\n"
+        f"touch {found.peak.phase}, each alone gives:\n"
+    )
+    assert found.remedies is not None and found.memory is not None
+    print_table(
+        [
+            {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
+            for r in found.remedies.alone
+        ]
+    )
+    typer.echo(f"\n{_advice(found)}")
+
+
+def _advice(found: "Plan") -> str:
+    assert found.remedies is not None
+    best = found.remedies.best
+    if best is None:
+        return (
+            f"Nothing of this helps, not even together: {_gb(found.remedies.least)} GB are left. "
+            "Take smaller pictures (pipeline.height, pipeline.width), a smaller checkpoint, or a "
+            "GPU with more memory."
+        )
+    return f"It fits, with a peak of {_gb(best.peak)} GB, if you add: {' '.join(best.changes)}"
+
+
+def _gb(count: int | None) -> str:
+    return f"{(count or 0) / GB:.2f}"
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _numbers(at: list[int]) -> str:
+    """0-3, 6"""
+    runs: list[list[int]] = []
+    for number in at:
+        if runs and runs[-1][-1] + 1 == number:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _range(values: tuple[int, ...]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+# --- for programs -----------------------------------------------------------------------------
+
+
+def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:
+    from dataclasses import asdict
+
+    geometry, work, peak = found.geometry, found.work, found.peak
+    return {
+        "gpus": geometry.gpus,
+        "shares": [asdict(share) for share in geometry.shares],
+        "update_rows": geometry.update_rows,
+        "busy": geometry.busy,
+        "iteration": asdict(work.first),
+        "run": asdict(work.work) | {"iterations": config.run.iterations},
+        "evaluation": {"forwards": work.evaluation, "times": work.evaluations},
+        "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in found.phases},
+        "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},
+        "memory": found.memory,
+        "fits": found.fits,
+        "remedies": None if found.remedies is None else asdict(found.remedies),
+        "unknown": found.unknown or None,
+        "notes": found.notes,
+    }

@@ -1,0 +1,196 @@
+"""`flowrl sample`, `flowrl score` and `flowrl gallery`: commands about pictures."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flowrl.errors import UserError
+
+Lora = Annotated[
+    str | None,
+    typer.Option(metavar="RUN|FILE", help="A run folder or LoRA file to add."),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Of a pipeline from the Hub: a branch, tag or commit.")
+]
+PromptFile = Annotated[
+    str | None,
+    typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here."),
+]
+
+
+def sample(  # noqa: PLR0913  # an argument for each option
+    model: Annotated[str, typer.Argument(help="A diffusers pipeline, or tiny-sd3.")],
+    prompt: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
+    prompts: PromptFile = None,
+    lora: Lora = None,
+    negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
+    guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")] = None,
+    output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for them.")] = Path(
+        "samples"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    rlg: Annotated[
+        float | None,
+        typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA."),
+    ] = None,
+    revision: Revision = None,
+) -> None:
+    """Draw pictures.
+
+    Guidance, steps and text tokens that are not given are those that the run of --lora was
+    evaluated with, or else the pipeline's own defaults. --rlg at other strengths than 0 and 1 is a
+    heuristic, exact only where the LoRA shifts the pictures' distribution without changing its
+    shape; it takes two forwards a step.
+
+    Examples:
+
+      flowrl sample tiny-sd3 "a red circle" "two stars" --count 4
+
+      flowrl sample tiny-sd3 'the word "CAT"' --lora runs/quickstart --seed 7
+
+      flowrl sample tiny-sd3 "a blue ring" --negative "a red ring" --guidance 3
+
+      flowrl sample tiny-sd3 "a blue ring" --lora runs/quickstart --rlg 1.5
+    """
+    texts = [*(prompt or []), *(_texts(prompts) if prompts else [])]
+    if not texts:
+        raise UserError(
+            'Nothing to draw: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
+        )
+    if rlg is not None and lora is None:
+        raise UserError(
+            f"--rlg {rlg:g} is given without --lora, expected a run folder or LoRA file to "
+            "strengthen: add --lora runs/quickstart."
+        )
+    from flowrl.api import sample_images
+
+    paths = sample_images(
+        model,
+        texts,
+        lora=lora,
+        negative=negative,
+        guidance=guidance,
+        steps=steps,
+        seed=seed,
+        count=count,
+        max_sequence_length=max_sequence_length,
+        output_dir=output_dir,
+        device=device,
+        rlg=rlg,
+        revision=revision,
+    )
+    for path in paths:
+        typer.echo(path)
+
+
+def _texts(source: str) -> list[str]:
+    from flowrl.prompts.records import load_prompts
+
+    return [record.text for record in load_prompts(source)]
+
+
+def score(
+    pictures: Annotated[list[Path], typer.Argument(help="Pictures, or a folder of them.")],
+    reward: Annotated[
+        list[str], typer.Option(help="Built-in name or module:attribute; may be repeated.")
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="YAML", help="Arguments, as in '{mode: strict}'; one for each --reward."
+        ),
+    ] = None,
+    prompt: Annotated[str, typer.Option(help="The prompt of all the pictures.")] = "",
+    prompts: PromptFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Score pictures with any reward.
+
+    Prompts from a file belong to the pictures in the order of their names. Pictures of one prompt
+    are one group, for rewards that compare them. A score that is missing or does not apply is
+    shown as n/a; a line for each reward says why.
+
+    Examples:
+
+      flowrl score samples --reward ocr --prompt 'the word "CAT"'
+
+      flowrl score samples --reward ocr --args '{mode: strict}' --prompt 'the word "CAT"'
+
+      flowrl score a.png b.png --reward ocr --reward my_package.mine:Sharpness --prompts two.txt
+    """
+    if prompt and prompts:
+        raise UserError("Both --prompt and --prompts are given, expected one of them.")
+    if twice := next((name for name in reward if reward.count(name) > 1), None):
+        raise UserError(f"--reward {twice} is given twice, expected each once: score them in turn.")
+    from flowrl.cli._console import arguments_of, print_table
+    from flowrl.score_files import score_images
+
+    scored = score_images(pictures, reward, prompts or prompt or None, arguments_of(reward, args))
+    print_table(scored.rows, as_json=as_json)
+    for line in scored.missing:
+        typer.echo(line, err=True)
+
+
+def gallery(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="A run folder; or give --base and --lora.", show_default=False),
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="A diffusers pipeline.")] = None,
+    lora: Lora = None,
+    prompts: PromptFile = None,
+    count: Annotated[int, typer.Option(min=1, help="Pairs of pictures.")] = 24,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the first.")] = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir", "-o", help="Folder for page and grid; default RUN/comparison."
+        ),
+    ] = None,
+    rlg: Annotated[
+        list[float] | None,
+        typer.Option(
+            help="Show the LoRA at this strength (RLG; 1 is as trained); may be repeated."
+        ),
+    ] = None,
+    revision: Revision = None,
+) -> None:
+    """Compare base and aligned pictures of the same prompts and seeds, on one page.
+
+    Writes index.html, which needs nothing beside it, and grid.png. A strength other than 0 and 1
+    (RLG) is a heuristic, exact only where the LoRA shifts the pictures' distribution without
+    changing its shape: it takes two forwards a step.
+
+    Examples:
+
+      flowrl gallery runs/quickstart
+
+      flowrl gallery runs/quickstart --rlg 0.5 --rlg 1 --rlg 1.5 --rlg 2 -o strengths
+
+      flowrl gallery --base tiny-sd3 --lora runs/quickstart --prompts tiny:ocr:test -o compare
+    """
+    if (run is None) == (base is None):
+        raise UserError("Give either a run folder or --base, as in flowrl gallery runs/quickstart.")
+    if base is not None and not (lora and prompts and output_dir):
+        raise UserError("With --base, also give --lora, --prompts and --output-dir.")
+    from flowrl.api import build_gallery
+
+    typer.echo(
+        build_gallery(
+            run,
+            base=base,
+            lora=lora,
+            prompts=prompts,
+            count=count,
+            seed=seed,
+            output_dir=output_dir,
+            rlg=rlg or (),
+            revision=revision,
+        )
+    )

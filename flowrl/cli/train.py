@@ -1,0 +1,150 @@
+"""`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.config import Config
+
+# Options that typer does not know reach the words, where `aliases` sorts them out.
+RECIPE_COMMAND = {"ignore_unknown_options": True}
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE|KEY=VALUE",
+        help="A preset's name or a YAML file, then changes to it.",
+        show_default=False,
+    ),
+]
+
+
+def train(
+    words: Words = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="latest|PATH",
+            help="Go on from the newest checkpoint of the run, or from this one.",
+        ),
+    ] = None,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="Print every option with its value, and stop.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
+        ),
+    ] = False,
+) -> None:
+    """Align a pipeline to a reward.
+
+    The run folder it leaves loads as it is: pipe.load_lora_weights("runs/quickstart").
+
+    Examples:
+
+      flowrl train quickstart
+
+      flowrl train quickstart optim.lr=1e-4 --output_dir runs/slow
+
+      flowrl train my_recipe.yaml --prompts prompts.txt --reward ocr
+
+      flowrl train --resume runs/quickstart
+
+      flowrl train quickstart --print-config
+
+      flowrl train sd3.5-medium-grpo-24gb --dry-run
+
+    `flowrl explain KEY` says what an option means.
+
+    Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
+    """
+    from flowrl.config import config_yaml, load_config
+    from flowrl.config.aliases import sort_arguments
+
+    request = sort_arguments(words or [])
+    resume = resume or request.resume
+    config = load_config(request.recipe or saved_recipe(resume), request.overrides)
+    if print_config:
+        typer.echo(config_yaml(config), nl=False)
+        return
+    if dry_run:
+        _rehearse(config, resume)
+        return
+    from flowrl.api import align, table
+    from flowrl.cli._console import print_table
+
+    if rows := table(align(config, resume=resume)):
+        print_table(rows)
+
+
+def _rehearse(config: "Config", resume: str | None) -> None:
+    """Run a small copy of a recipe in a folder that is gone afterwards."""
+    import tempfile
+
+    from flowrl.api import align
+    from flowrl.cli._console import print_table
+    from flowrl.planning.dry_run import rehearse
+
+    if resume is not None:
+        raise UserError("--dry-run rehearses a recipe from its start: leave --resume out.")
+    with tempfile.TemporaryDirectory() as folder:
+        small = rehearse(config, folder)
+        rows = [{"option": o, "recipe": real, "here": here} for o, real, here in small.replaced]
+        print_table(rows)
+        typer.echo("\nEverything else is the recipe's own.")
+        align(small.config)
+    typer.echo(
+        f"The loop works: {small.config.run.iterations} iterations with "
+        f"{config.objective.kind} on {config.rollout.tree.kind} trees. Nothing was kept."
+    )
+
+
+def saved_recipe(resume: str | None) -> Path:
+    """The configuration that a run to be resumed has saved, in or above the given folder."""
+    if resume in (None, "latest"):
+        raise UserError(
+            "No recipe given: name a preset (flowrl train quickstart), a YAML file, or a run to "
+            "go on with (--resume runs/quickstart)."
+        )
+    for folder in [Path(str(resume)), *Path(str(resume)).parents[:2]]:
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise UserError(f"There is no config.yaml in {resume} or above it: expected a run folder.")
+
+
+def evaluate(
+    words: Words = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(metavar="RUN|FILE", help="Compare the base with this LoRA."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Score a pipeline, with or without a LoRA, on a recipe's held-out prompts.
+
+    Examples:
+
+      flowrl evaluate quickstart
+
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.images=600
+    """
+    from flowrl.cli._console import print_table
+    from flowrl.config import load_config
+    from flowrl.config.aliases import sort_arguments
+
+    request = sort_arguments(words or [])
+    if not request.recipe:
+        raise UserError(
+            "No recipe given: name a preset or a YAML file, as in flowrl evaluate quickstart."
+        )
+    config = load_config(request.recipe, request.overrides)
+    from flowrl.api import evaluate_model
+
+    print_table(evaluate_model(config, lora=lora), as_json=as_json)

@@ -1,0 +1,238 @@
+"""`flowrl tree`: what a rollout's tree looks like and costs, before anything is drawn."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.trees.optimal import Choice
+    from flowrl.trees.plan import TreePlan
+
+PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
+WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
+
+Preset = Annotated[str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
+]
+
+
+def tree(
+    preset: Preset = "",
+    changes: Changes = None,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
+    leaves: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pictures of a prompt, group_size; 16 or the nearest that works."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
+    iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of windows that are drawn.")] = 0,
+    budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Forwards of a prompt: choose the best splits within it."),
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a tree of rollouts and what it costs, before anything is drawn.
+
+    Prints each step, the totals of all prompts, and one tree; loads no model.
+
+    Its last lines are what to write in a recipe. Without PRESET it lists them.
+
+    Examples:
+
+      flowrl tree branch_grpo
+
+      flowrl tree branch_grpo splits=[0,5,10,15] --steps 20 --leaves 16
+
+      flowrl tree branch_grpo --leaves 16 --budget 160
+
+      flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
+
+      flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --picture comb.png
+    """
+    from flowrl.trees.plan import PlanError
+
+    if not preset:
+        _list()
+        return
+    options = _options(preset, changes or [])
+    try:
+        chosen = None if budget is None else _choose(preset, options, steps, leaves or 16, budget)
+        splits = {} if chosen is None else {"splits": list(chosen.splits)}
+        section: Any = _section(preset, options | splits)
+        plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
+    except PlanError as error:
+        raise UserError(f"{error}.") from error
+    if as_json:
+        print(json.dumps(_as_json(section, plan, prompts)))
+    else:
+        if chosen is not None:
+            _show_choice(chosen, budget, steps)
+        _show(plan, prompts)
+        _show_recipe(section, plan)
+    if picture is not None:
+        _save(plan, picture)
+
+
+def _options(preset: str, changes: list[str]) -> dict[str, Any]:
+    """What was asked of the preset. Raises UserError for an unknown preset or unreadable words."""
+    import difflib
+
+    from flowrl.config.load import parse_overrides
+    from flowrl.config.trees import PRESETS
+
+    if preset not in PRESETS:
+        near = difflib.get_close_matches(preset, PRESETS, 1, 0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"There is no tree {preset!r}: expected one of {', '.join(PRESETS)}.{hint}")
+    return parse_overrides(changes)
+
+
+def _list() -> None:
+    """Every preset with a line of its own."""
+    from flowrl.cli._console import print_table
+    from flowrl.config.trees import PRESETS
+
+    print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
+
+
+def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
+    """The section's plan, of the nearest number of pictures that works if none was asked for."""
+    from flowrl.trees.plan import PlanError
+
+    try:
+        return section.plan(leaves=16 if leaves is None else leaves, **when)
+    except PlanError as error:
+        if leaves is not None or error.leaves is None:
+            raise
+        return section.plan(leaves=error.leaves, **when)
+
+
+def _section(preset: str, options: dict[str, Any]) -> Any:
+    """The preset's section; options of an inner one change its defaults, as in window.size=2."""
+    from pydantic import ValidationError
+
+    from flowrl.config.load import merge
+    from flowrl.config.messages import complain
+    from flowrl.config.trees import PRESETS
+    from flowrl.utils.fields import Section
+
+    kind = PRESETS[preset]
+    inner = {
+        name: field.default.model_dump()
+        for name, field in kind.model_fields.items()
+        if isinstance(field.default, Section)
+    }
+    try:
+        return kind.model_validate(merge({"kind": preset} | inner, {"kind": preset} | options))
+    except ValidationError as error:
+        raise UserError(complain(kind, error)) from error
+
+
+def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int) -> "Choice":
+    """The splits that the solver finds. Raises UserError where there are none to choose."""
+    from flowrl.trees.optimal import best_splits
+
+    if preset not in WITH_SPLITS:
+        raise UserError(
+            f"--budget chooses splits, and {preset} has none: use {' or '.join(WITH_SPLITS)}, or "
+            "leave --budget out."
+        )
+    if "splits" in options:
+        raise UserError("Got splits and --budget, which chooses them: leave one of them out.")
+    branch = _section(preset, options).branch
+    found = best_splits(steps, leaves, budget, branch=branch, roots=None)
+    if not found.splits:
+        raise UserError(
+            f"Within {budget} forwards {leaves} separate chains are the best: use flow_grpo, or a "
+            f"--budget below {found.forwards}."
+        )
+    return found
+
+
+def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
+    from dataclasses import asdict
+
+    from flowrl.trees.shape import count
+
+    total = count(plan).times(prompts)
+    saving = total.sequential_forwards / total.forwards
+    return asdict(total) | {
+        "forwards_per_leaf": total.forwards / total.leaves,
+        "saving": saving,
+    }
+
+
+def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
+    from flowrl.trees.show import table
+
+    return {
+        "tree": section.model_dump(mode="json"),
+        "roots": plan.roots,
+        "same_noise": plan.same_noise,
+        "prompts": prompts,
+        "rows": table(plan, prompts),
+        "totals": _totals(plan, prompts),
+    }
+
+
+def _show_choice(chosen: "Choice", budget: int | None, steps: int) -> None:
+    trees = "1 tree" if chosen.roots == 1 else f"{chosen.roots} trees"
+    typer.echo(
+        f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
+        f"siblings differ\nin {chosen.unshared:.3g} of {steps} steps, the harmonic mean over "
+        "splits.\n"
+    )
+
+
+def _show_recipe(section: Any, plan: "TreePlan") -> None:
+    """What to write to train with the tree. It does not choose how rewards become advantages, so
+    that is said beside it."""
+    import yaml
+
+    from flowrl.config.trees import PUBLISHED_CREDIT
+    from flowrl.trees.shape import count
+
+    options = yaml.safe_dump(
+        section.model_dump(mode="json"), default_flow_style=True, sort_keys=False, width=10_000
+    ).strip()
+    size = f"rollout.steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
+    typer.echo(f'\nIn a recipe: {size} "rollout.tree={options}"')
+    if credit := PUBLISHED_CREDIT.get(section.kind):
+        typer.echo(f'Its published credit: "objective.credit={credit}"')
+
+
+def _show(plan: "TreePlan", prompts: int) -> None:
+    from flowrl.cli._console import print_table
+    from flowrl.trees.show import draw, table
+
+    rows = table(plan, prompts)
+    names = dict.fromkeys(name for row in rows for name in row)
+    shown = [n for n in names if any(row.get(n) not in (None, PLAIN.get(n)) for row in rows)]
+    print_table([{name: row.get(name, "") for name in shown} for row in rows])
+    t = _totals(plan, prompts)
+    typer.echo(
+        f"\n{t['leaves']} pictures from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
+        f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
+        f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
+        f"{t['trained_edges']} trained edges, those from one node sharing a forward: "
+        f"{t['train_forwards']} in an update.\n"
+    )
+    typer.echo(draw(plan))
+
+
+def _save(plan: "TreePlan", picture: Path) -> None:
+    from flowrl.trees.treeplot import draw_tree
+    from flowrl.utils.files import write_bytes
+    from flowrl.utils.images import png
+
+    write_bytes(picture, png(draw_tree(plan)))
+    typer.echo(f"Wrote {picture}.", err=True)

@@ -1,0 +1,99 @@
+"""The whole configuration, and the rules between its sections."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError, model_validator
+
+from flowrl.config.load import dump_yaml, load_recipe
+from flowrl.config.messages import complain
+from flowrl.config.objectives import Objective
+from flowrl.config.rewards import Failures, Reward, check_rewards
+from flowrl.config.rollout import Ema, Optim, Rollout
+from flowrl.config.sections import (
+    Evaluation,
+    Lora,
+    Pipeline,
+    Prompts,
+    Run,
+    check_retained,
+    check_stopping,
+)
+from flowrl.config.sections_memory import Memory
+from flowrl.config.sections_reverse import Grpo
+from flowrl.config.validate import (
+    check_base_bits,
+    check_explore,
+    check_groups,
+    check_noise,
+    check_objective,
+    check_plans,
+    check_precision,
+)
+from flowrl.errors import UserError
+from flowrl.trees.plan import TreePlan
+from flowrl.utils.fields import Section, option
+
+
+class Config(Section):
+    """Everything that decides a training run."""
+
+    pipeline: Pipeline = option(Pipeline(), "The text-to-image pipeline that is aligned.")
+    memory: Memory = option(Memory(), "What stays on the device, and in how many bits.")
+    lora: Lora = option(Lora(), "The adapter that is trained.")
+    prompts: Prompts = option(..., "What is drawn in training.")
+    rollout: Rollout = option(Rollout(), "How pictures to learn from are drawn.")
+    objective: Objective = option(Grpo(), "What is minimised; an objective by its kind.")
+    optim: Optim = option(Optim(), "AdamW and the size of its steps.")
+    ema: Ema = option(Ema(), "A moving average of the adapter.")
+    rewards: list[Reward] = option(..., "What is scored: a list, each with a name at least.")
+    failures: Failures = option(Failures(), "What happens when rewards cannot be computed.")
+    evaluation: Evaluation = option(Evaluation(), "Scores on held-out prompts.")
+    run: Run = option(Run(), "Where a run lives and how long it lasts.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Config":
+        check_noise(self.rollout)
+        check_groups(self.rollout, self.optim)
+        plans = self.plans()
+        check_plans(plans, self.rollout, self.objective, self.run.seed)
+        check_explore(plans, self.rollout)
+        check_precision(self.pipeline, self.rollout)
+        check_base_bits(self.memory, self.pipeline, self.rollout)
+        check_objective(self.objective, self.rollout)
+        check_rewards(self.rewards)
+        stored = self.rollout.store is not None and self.rollout.store.path is not None
+        trees = min(plan.roots for plan in plans)
+        explored = self.rollout.explore is not None
+        check_retained(self.prompts, trees, store=stored, explored=explored)
+        check_stopping(self.run, self.evaluation)
+        return self
+
+    def plans(self) -> dict[TreePlan, int]:
+        """Every tree that the run will draw, and the first iteration that does."""
+        found: dict[TreePlan, int] = {}
+        for iteration in range(self.run.iterations):
+            found.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
+        return found
+
+
+def parse_config(data: Mapping[str, Any]) -> Config:
+    """Validate a plain mapping. Raises UserError naming key, value and what was expected."""
+    try:
+        return Config.model_validate(dict(data))
+    except ValidationError as error:
+        raise UserError(complain(Config, error)) from error
+
+
+def load_config(source: str | Path = "", overrides: Sequence[str] = ()) -> Config:
+    """A preset name or YAML file plus `a.b=c` overrides -> a validated Config.
+
+    Raises UserError when the recipe cannot be read or an option is unknown or impossible.
+    """
+    return parse_config(load_recipe(source, overrides))
+
+
+def config_yaml(config: Config) -> str:
+    """Every option with its value, as YAML that `load_config` reads back to an equal object."""
+    return dump_yaml(config.model_dump(mode="json"))

@@ -1,0 +1,77 @@
+"""What an option means: its meaning, what it takes, its default and where that comes from."""
+
+import difflib
+
+from flowrl.config import Config
+from flowrl.config.aliases import ALIASES
+from flowrl.config.messages import show
+from flowrl.config.schema import Option, walk
+from flowrl.errors import UserError
+from flowrl.utils.fields import Section
+
+
+def explain(key: str = "") -> str:
+    """Text about one option, one section and its options, or (empty) all sections.
+
+    `key` is dotted, or an alias such as learning_rate. Raises UserError for an unknown one.
+    """
+    options = list(walk(Config))
+    if not key:
+        top = [option for option in options if "." not in option.path]
+        return "\n".join(f"{option.path:<12}{option.meaning}" for option in top)
+    path = _path(key)
+    found = [option for option in options if _plain(option.path) == path]
+    if not found:
+        raise UserError(_unknown(key, path, options))
+    if found[0].is_section:
+        return _section(found[0], options)
+    # One text for what several kinds share, such as the windows of several trees.
+    return "\n\n".join(dict.fromkeys(_one(option) for option in found))
+
+
+def _path(key: str) -> str:
+    name = key.removeprefix("--").replace("-", "_")
+    sections = {option.path for option in walk(Config) if "." not in option.path}
+    return _plain(name if name in sections else ALIASES.get(name, name))
+
+
+def _plain(path: str) -> str:
+    """Without the numbers of list items: `rewards.0.weight` and `rewards.weight` are one."""
+    return ".".join(part for part in path.split(".") if not part.isdecimal())
+
+
+def _one(option: Option) -> str:
+    lines = [option.path + (f" (when kind is {option.variant})" if option.variant else "")]
+    lines.append(f"  {option.meaning}")
+    lines.append(f"  takes:   {option.expected}")
+    lines.append(f"  default: {'none, it must be given' if option.required else _default(option)}")
+    if option.source:
+        lines.append(f"  source:  {option.source}")
+    return "\n".join(lines)
+
+
+def _section(section: Option, options: list[Option]) -> str:
+    inside = [o for o in options if _plain(o.path).startswith(f"{_plain(section.path)}.")]
+    lines = [f"{section.path}: {section.meaning}", ""]
+    for option in inside:
+        kind = f" [{option.variant}]" if option.variant else ""
+        lines.append(f"  {option.path}{kind} = {_default(option)}")
+        lines.append(f"      {option.meaning}")
+    return "\n".join(lines)
+
+
+def _default(option: Option) -> str:
+    if option.required:
+        return "(required)"
+    if isinstance(option.default, Section):
+        return show(option.default.model_dump()) if "kind" in option.default.model_dump() else "..."
+    return show(option.default)
+
+
+def _unknown(key: str, path: str, options: list[Option]) -> str:
+    known = {_plain(option.path): option.path for option in options}
+    ends = {name.rpartition(".")[2]: name for name in known}
+    near = difflib.get_close_matches(path, known, 1, 0.6)
+    near = near or [ends[k] for k in difflib.get_close_matches(path.split(".")[-1], ends, 1, 0.7)]
+    hint = f" Did you mean {near[0]}?" if near else " `flowrl explain` lists the sections."
+    return f"There is no option {key!r}.{hint}"

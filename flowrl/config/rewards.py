@@ -1,0 +1,221 @@
+"""The options of rewards: what is scored, what becomes of scores, and who computes them."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from flowrl.utils.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    Text,
+    option,
+)
+
+MICRO_BATCH = (
+    "Most pictures of one call; null is all. A reward that compares whole groups always gets all."
+)
+
+
+class Affine(Section):
+    """Another unit and another zero."""
+
+    kind: Literal["affine"] = option("affine", "scale * score + shift.")
+    scale: Number = option(1.0, "What the score is multiplied by; not 0.", "1/26 for PickScore")
+    shift: Number = option(0.0, "What is added then.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Affine":
+        if self.scale == 0:
+            raise ValueError("scale is 0, which makes all scores alike: set another, or weight: 0")
+        return self
+
+
+class Clip(Section):
+    """Nothing is gained beyond a bound."""
+
+    kind: Literal["clip"] = option("clip", "The score, but no lower than low, nor above high.")
+    low: Number | None = option(None, "The lower bound; null is none.")
+    high: Number | None = option(None, "The upper bound; null is none.")
+
+    @model_validator(mode="after")
+    def _check(self) -> "Clip":
+        if self.low is None and self.high is None:
+            raise ValueError("neither low nor high is set, expected at least one")
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ValueError(f"low is {self.low:g} and high {self.high:g}, expected low < high")
+        return self
+
+
+class Sigmoid(Section):
+    """Soft bounds."""
+
+    kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
+    center: Number = option(0.0, "The score that becomes 1/2.")
+    scale: Positive = option(1.0, "How far from it a score becomes 0.73, or 0.27 below it.")
+
+
+class Rank(Section):
+    """Only the order counts."""
+
+    kind: Literal["rank"] = option(
+        "rank",
+        "The share of the prompt's other pictures with a lower score, equal ones counting half. It "
+        "has no gradient.",
+    )
+
+
+class InlineExecutor(Section):
+    """The reward is computed in this process."""
+
+    kind: Literal["inline"] = option("inline", "In the training process.")
+    micro_batch: Count | None = option(
+        None, MICRO_BATCH + " It is halved where the device's memory does not suffice."
+    )
+    background: Flag = option(
+        False,
+        "In a thread, while further pictures are drawn; for rewards that wait for a network.",
+    )
+
+
+class PoolExecutor(Section):
+    """The reward is computed in processes of its own."""
+
+    kind: Literal["pool"] = option("pool", "In spawned processes, each with a copy of the reward.")
+    workers: Count = option(1, "How many processes, of one thread each.")
+    timeout: Positive = option(
+        60.0, "Seconds that one call may take; then its process is killed and replaced."
+    )
+    micro_batch: Count | None = option(8, MICRO_BATCH)
+    max_tasks: Count | None = option(
+        None,
+        "Calls after which a process is replaced, for engines that leak memory; null is never.",
+    )
+
+
+class HttpExecutor(Section):
+    """The reward is computed by servers, such as flowrl reward-serve."""
+
+    kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
+    urls: list[Text] = option(..., "One or more servers that take turns, for example "
+                              "[http://127.0.0.1:8400].")  # fmt: skip
+    timeout: Positive = option(
+        30.0, "Seconds without a byte, after which a request is tried again."
+    )
+    deadline: Positive = option(
+        120.0, "Seconds for all tries together; pictures without an answer then have no score."
+    )
+    micro_batch: Count | None = option(16, MICRO_BATCH)
+    in_flight: Count = option(4, "Requests at the same time.")
+    codec: Literal["png", "webp-lossless", "raw-zlib", "jpeg"] = option(
+        "png",
+        "How pictures travel. All but jpeg arrive as they were; jpeg is smaller, and changes them "
+        "and their scores.",
+    )
+    token_env: Text | None = option(
+        None, "Name of the environment variable that holds the servers' token; null sends none."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "HttpExecutor":
+        if not self.urls:
+            raise ValueError("urls is empty, expected at least one server")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} in urls is no address: it must begin with http:// or "
+                                 "https://")  # fmt: skip
+        if self.timeout > self.deadline:
+            raise ValueError(
+                f"timeout is {self.timeout:g} and deadline {self.deadline:g}, but a request may "
+                "not take longer than all tries together: raise deadline, or lower timeout"
+            )
+        return self
+
+
+class Reward(Section):
+    """One thing that is scored."""
+
+    name: Text = option(
+        ..., "A built-in reward such as geneval or ocr, or your own module:attribute."
+    )
+    label: Text | None = option(
+        None,
+        "Its name in scores and reports; null is the reward's own. Two of a kind need one, for "
+        "example two judges.",
+    )
+    weight: Number = option(
+        1.0, "Weight in the sum that is learned; negative means less is better."
+    )
+    args: dict[str, Any] = option({}, "Arguments of the reward, for example {mode: strict}.")
+    held_out: Flag = option(
+        False,
+        "Only measure it, in rollouts and evaluation: a check on what the learned rewards miss.",
+    )
+    transform: Annotated[
+        Affine | Clip | Sigmoid | Rank | None, Field(discriminator="kind")
+    ] = option(
+        None,
+        "What becomes of scores before they are weighed; kind: affine, clip, sigmoid, rank; null "
+        "leaves them. Reports always show the scores themselves.",
+    )  # fmt: skip
+    applies_to: dict[Text, list[Any]] = option(
+        {},
+        "Only prompts whose metadata have one of these values under each key, for example {tag: "
+        "[ocr]}; the others' pictures are judged by the other rewards alone.",
+    )
+    on_failure: Literal["mask", "raise"] | Number = option(
+        "mask",
+        "When a score is missing: mask leaves the picture out (gdpo: this reward alone counts 0), "
+        "raise stops the run, and a number stands in for the score, before its transform. None of "
+        "them for rewards that are held out or have weight 0, whose scores may be missing.",
+    )
+    executor: Annotated[
+        InlineExecutor | PoolExecutor | HttpExecutor, Field(discriminator="kind")
+    ] = option(InlineExecutor(), "Who computes it; kind: inline, pool, http.")  # fmt: skip
+
+    @model_validator(mode="after")
+    def _check(self) -> "Reward":
+        for key, values in self.applies_to.items():
+            if not values:
+                raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
+        if isinstance(self.executor, HttpExecutor) and self.args:
+            raise ValueError(
+                "args are set beside executor kind http, but the server makes the reward: give "
+                "them to the server, and leave args out here"
+            )
+        return self
+
+
+class Failures(Section):
+    """What happens when rewards cannot be computed."""
+
+    max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
+        0.1,
+        "Pictures that lack a score of a trained reward are left out; above this share of an "
+        "iteration's training stops.",
+    )
+    max_streak: Count | None = option(
+        None,
+        "Stop after so many iterations in a row with at least one such picture; null is never. 3 "
+        "is a strict choice for rewards that have no reason to fail; off by default, since one "
+        "unreadable answer of a judge among hundreds is normal.",
+    )
+
+
+def check_rewards(rewards: list[Reward]) -> None:
+    """Every reward is there once, and there is one to learn from."""
+    for i, reward in enumerate(rewards):
+        own = reward.name, reward.args, reward.label
+        if any(own == (other.name, other.args, other.label) for other in rewards[:i]):
+            raise ValueError(
+                f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
+                "every reward once, or with a label of its own"
+            )
+    if not any(reward.weight and not reward.held_out for reward in rewards):
+        raise ValueError(
+            "rewards holds nothing to learn from, expected at least one reward with a weight "
+            "other than 0 that is not held_out, for example rewards=[{name: geneval}]"
+        )

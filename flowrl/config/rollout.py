@@ -1,0 +1,145 @@
+"""The options of rollouts and optimiser, each with its meaning and source."""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from flowrl.config.sections_explore import Explore
+from flowrl.config.sections_store import Store
+from flowrl.config.trees import DepthPruning, FlowGrpo, Tree
+from flowrl.trees import presets
+from flowrl.trees.plan import TreePlan
+from flowrl.utils.fields import Count, Flag, NonNegative, Number, Positive, Section, option
+
+FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+FLOW_GRPO_CODE = "Flow-GRPO's published settings"
+
+
+class Rollout(Section):
+    """How pictures to learn from are drawn."""
+
+    prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
+    group_size: Count = option(
+        12,
+        "Pictures of one prompt, the leaves of its trees, which are compared with each other.",
+        "published: 8 to 24",
+    )
+    tree: Tree = option(
+        FlowGrpo(),
+        "Which steps branch, are stochastic and are trained; a preset by its kind, drawn by "
+        "`flowrl tree KIND`.",
+    )
+    depth_pruning: DepthPruning | None = option(
+        None, "Steps that are drawn but not learned from, moving as training goes; null is none."
+    )
+    steps: Count = option(8, "Denoising steps of a rollout.", "published: 10 for SD3.5")
+    guidance: NonNegative = option(
+        1.0,
+        "Classifier-free guidance in rollouts and training; 1 is none, and half the work.",
+        "4.5 in Flow-GRPO's base recipe; none in its fast recipe, which its authors now advise",
+    )
+    training_guidance: NonNegative | None = option(
+        None,
+        "Guidance in training, where it differs from that of rollouts; null is the same. "
+        "Objectives on denoising steps need the same.",
+        "1 in DGPO and in Flow-GRPO's online DPO, whose rollouts are guided",
+    )
+    negative: str = option(
+        "", "Negative prompt of the prompts that bring none; used if guidance > 1."
+    )
+    kernel: Literal["flow_sde", "dance_sde", "cps", "renoise"] = option(
+        "flow_sde",
+        "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise), "
+        "cps (keeps the coefficients, no excess noise) or renoise (all noise anew, for consistency "
+        "models).",
+        "arXiv 2505.05470, 2505.07818, 2509.05952, 2404.03673",
+    )
+    noise_level: Positive = option(
+        0.7,
+        "Strength of the noise: a for flow_sde, eta for dance_sde, a in (0, 1] for cps, 1 for "
+        "renoise.",
+        "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
+    )
+    batch_size: Count = option(96, "Most pictures that go through the network at once.")
+    merge_lora: Literal["auto"] | Flag = option(
+        "auto",
+        "Fold the adapter into the weights while drawing, which is faster; auto folds where that "
+        "is exact enough for the log-probabilities.",
+    )
+    compile: Flag = option(
+        False,
+        "Draw with a compiled copy of the network: faster on a GPU after a first minute or more. "
+        "It takes the memory of the adapted layers again.",
+    )
+    explore: Explore | None = option(
+        None,
+        "Draw many more candidates first, cheaply, and only the most telling ones as above, from "
+        "the same noise; null draws no more than are learned from.",
+        "Sol-RL, arXiv 2604.06916",
+    )
+    store: Store | None = option(
+        None, "Groups to learn from that were drawn before; null draws those of each iteration."
+    )
+
+    def plan(self, iteration: int, seed: int) -> TreePlan:
+        """What one iteration does. Raises PlanError for what cannot work."""
+        whole, pruned = self.whole(iteration, seed), self.depth_pruning
+        if pruned is None:
+            return whole
+        return whole.without_training(pruned.at(iteration, self.steps))
+
+    def candidates(self, iteration: int, seed: int) -> TreePlan:
+        """What each candidate of an iteration is grown by; needs `explore`."""
+        e = self.explore
+        assert e is not None
+        if e.steps is not None:
+            return presets.ode(e.steps, e.candidates)
+        return replace(self.plan(iteration, seed), roots=e.candidates)
+
+    def whole(self, iteration: int, seed: int) -> TreePlan:
+        """The same before pruning."""
+        return self.tree.plan(
+            iteration=iteration, steps=self.steps, leaves=self.group_size, seed=seed
+        )
+
+
+class Optim(Section):
+    """AdamW and the size of its steps."""
+
+    lr: Positive = option(3e-4, "Learning rate.", FLOW_GRPO_CODE)
+    schedule: Literal["constant", "linear"] = option(
+        "constant",
+        "What becomes of the learning rate: it stays, or falls linearly to 0 at run.iterations.",
+        "constant in the published recipes; short runs end calmer when it falls",
+    )
+    betas: tuple[NonNegative, NonNegative] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
+    weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
+    max_grad_norm: Positive = option(
+        1.0, "Gradients longer than this are shortened.", FLOW_GRPO_CODE
+    )
+    updates_per_rollout: Count = option(
+        1,
+        "Optimiser steps for one rollout. With 1 the policy is its own old policy: the ratio is 1 "
+        "and the clip cannot bind.",
+        "2 in Flow-GRPO's published settings",
+    )
+    micro_batch: Count = option(
+        96, "Most forwards in one backward pass; smaller needs less memory, same gradient."
+    )
+    ratio_tolerance: Positive = option(
+        0.1,
+        "Training stops when a first log-ratio of an iteration, summed over the latent, is "
+        "further than this from 0, in nats.",
+        "well below the clip: 6.5 nats in Flow-GRPO, 0.5 in its fast recipe",
+    )
+
+
+class Ema(Section):
+    """A moving average of the adapter."""
+
+    decay: Annotated[Number, Field(gt=0, lt=1)] | None = option(
+        None,
+        "Share kept at every update; the average is then what is evaluated and saved. null is off.",
+        "0.9, warmed up, every 8 updates, in Flow-GRPO; 0.995 in DanceGRPO",
+    )

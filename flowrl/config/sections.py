@@ -1,0 +1,234 @@
+"""The options of everything but learning itself, each with its meaning and source."""
+
+from typing import Literal
+
+from flowrl.config.sections_explore import PRECISIONS, SOL_RL, Precision
+from flowrl.utils.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Positive,
+    Section,
+    Text,
+    Whole,
+    option,
+)
+
+FLOW_GRPO_CODE = "Flow-GRPO's published settings"
+
+
+class Pipeline(Section):
+    """The text-to-image pipeline that is aligned."""
+
+    path: Text = option(
+        "tiny-sd3",
+        "A diffusers pipeline: a folder, a Hub name, or tiny-sd3, tiny-flux or tiny-sana for the "
+        "built-in ones.",
+    )
+    revision: Text | None = option(
+        None, "Of a pipeline from the Hub: a branch, tag or commit; null is the newest."
+    )
+    backbone: Text = option(
+        "sd3",
+        "The family of the pipeline's transformer: sd3, flux, sana, or one of your own as "
+        "module:attribute.",
+    )
+    attention: Text | None = option(
+        None,
+        "Who computes attention: a back end of diffusers such as native, flash or xformers; null "
+        "leaves it to diffusers. Of diffusers 0.42's transformers FLUX can be told any; SD3 takes "
+        "native or xformers, SANA always native.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "Number format of the frozen weights and the network's arithmetic; adapters, step "
+        "arithmetic and log-probabilities stay fp32.",
+        "published recipes use fp16 for SD3 and bf16 for FLUX",
+    )
+    precision: Precision | None = option(
+        None,
+        "In which the frozen weights are multiplied while drawing and learning alike, so that the "
+        "policy that learns is the one that drew; adapters stay beside them, and evaluations use "
+        f"the exact weights. One of {PRECISIONS}; null computes in dtype alone. Choose equal "
+        "rollout.batch_size and optim.micro_batch: another kernel's last bit, rounded to few, can "
+        "move the ratio by whole nats.",
+        "Jet-RL, arXiv 2601.14243, with fp8",
+    )
+    keep_layers: list[Text] | None = option(
+        None,
+        "With precision: regular expressions of names of layers that stay exact; null is the "
+        "backbone's list.",
+        SOL_RL,
+    )
+    min_dim: Whole | None = option(
+        None,
+        "With precision: layers stay exact unless the larger of their two sizes is above this; "
+        "null is the backbone's.",
+        f"2432 for SD3.5-Large in {SOL_RL}",
+    )
+    device: Literal["auto", "cpu", "cuda", "mps"] = option(
+        "auto", "Where to compute; auto takes cuda, then mps, then cpu."
+    )
+    max_sequence_length: Count = option(
+        256,
+        "Text tokens given to the T5 encoder. Short captions need few, and at the tiny size the "
+        "text decides the cost.",
+        "diffusers' own default; 12 hold every caption of the tiny world, 128 in Flow-GRPO's code",
+    )
+    decode_batch: Count = option(
+        16,
+        "Most pictures that go through the decoder at once. More are no faster: 96 at once took "
+        "twice as long on a CPU as 16 at a time, and large pictures do not fit.",
+    )
+    height: Count | None = option(None, "Picture height in pixels; null is the pipeline's own.")
+    width: Count | None = option(None, "Picture width in pixels; null is the pipeline's own.")
+
+
+class Lora(Section):
+    """The adapter that is trained."""
+
+    rank: Count = option(16, "Rank of the update of each adapted layer.", "published: 32 at SD3.5")
+    alpha: Positive = option(
+        32, "Strength: the update is scaled by alpha / rank.", f"alpha = 2 rank, {FLOW_GRPO_CODE}"
+    )
+    targets: list[Text] | None = option(
+        None,
+        "Name endings of the adapted layers; null is the backbone's list.",
+        f"the attention projections, {FLOW_GRPO_CODE}",
+    )
+    dual_attention: Flag = option(
+        False,
+        "Also adapt the image stream's second attention (attn2) of SD3.5-Medium's dual-attention "
+        "blocks, beside whatever targets names.",
+        f"frozen in {FLOW_GRPO_CODE}: the list there does not match its name",
+    )
+    init_from: Text | None = option(
+        None, "A LoRA file or folder to start from; null starts from no change."
+    )
+
+
+class Prompts(Section):
+    """What is drawn in training."""
+
+    train: Text = option(
+        ...,
+        "A .txt file (one prompt a line), a .jsonl file (`prompt` and metadata), or a built-in "
+        "split such as tiny:geneval:train.",
+    )
+    balance: Text | None = option(
+        None, "A metadata key, for example tag, whose values are drawn equally often."
+    )
+    retained: Whole | None = option(
+        None,
+        "How many trees of a prompt are asked for in its own words; the others in those of its "
+        "`paraphrases`, a list in the .jsonl file, and all are compared with each other. Rewards "
+        "are given the prompt's own words. null is all.",
+        "2 of 8 in PromptRL",
+    )
+
+
+class Evaluation(Section):
+    """Scores on held-out prompts, before, during and after training."""
+
+    prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
+    images: Count = option(
+        120, "Pictures drawn and scored at each evaluation; short lists of prompts are repeated."
+    )
+    balance: Text | None = option(
+        None, "A metadata key, for example tag, whose values are drawn equally often."
+    )
+    every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
+    steps: Count = option(8, "Denoising steps, without noise.", "published: 40 for SD3.5")
+    guidance: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
+    seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
+    batch_size: Count = option(60, "Most pictures that go through the network at once.")
+    quality: Text | None = option(
+        None,
+        "Name of a reward that tells how well made a picture is, from 1 to 5; each other reward is "
+        "then also reported as reward * (quality - 3) + 0.2. null is none.",
+        "GDRO, arXiv 2601.02036, with UnifiedReward",
+    )
+    paraphrases: Flag = option(
+        False,
+        "Also draw each prompt that has `paraphrases` in the words of one of them, from the same "
+        "noise: scores that fall there show that the policy learned wordings. At most twice the "
+        "work.",
+        "prompt overfitting in PromptRL",
+    )
+
+
+class StopWhenHacking(Section):
+    """When a run ends because its reward rises at the cost of one that is only measured."""
+
+    held_out: Text = option(..., "Name of the reward that is only measured; it must be held_out.")
+    patience: Count = option(
+        3,
+        "Evaluations in a row with a trained reward above, and the held-out one below, what they "
+        "were at the evaluation where the held-out one was best.",
+    )
+    margin: NonNegative = option(0.0, "How far the held-out reward must have fallen there.")
+
+
+class Run(Section):
+    """Where a run lives and how long it lasts."""
+
+    output_dir: Text = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
+    seed: Whole = option(0, "Seed of everything random in training.")
+    iterations: Count = option(200, "Rollouts to learn from.")
+    max_minutes: Positive | None = option(
+        None, "Stop cleanly after this many minutes of training; null is no limit."
+    )
+    checkpoint_every: Count = option(50, "Iterations between checkpoints; the end always saves.")
+    keep: Count = option(2, "How many of the newest checkpoints to keep, besides the best.")
+    sample_every: Whole = option(25, "Iterations between sample pictures; 0 is never.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = option(
+        ["tensorboard"], "Where metrics go besides metrics.jsonl, which is always written."
+    )
+    push_to_hub: Flag = option(
+        False, "Put the LoRA, its card and gallery on the Hub at the end of the run."
+    )
+    hub_model_id: Text | None = option(
+        None, "With push_to_hub: name of the repository; null is the output folder's name."
+    )
+    hub_private: Flag = option(
+        False, "With push_to_hub: make a new repository private; one that is there stays as it is."
+    )
+    threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
+    stop_when_hacking: StopWhenHacking | None = option(
+        None,
+        "Stop cleanly when the trained reward rises while a held-out one falls; the best "
+        "checkpoint is then the one that the held-out reward rates highest. null is never.",
+    )
+
+
+def check_retained(prompts: Prompts, trees: int, *, store: bool, explored: bool = False) -> None:
+    """Some trees are left to be asked for in other words, and these words are known afterwards.
+
+    trees: of a prompt, the fewest. store: pictures are written to a store, or read from one.
+    explored: trees are chosen among candidates by their scores.
+    """
+    if prompts.retained is not None and explored:
+        raise ValueError(
+            f"prompts.retained is {prompts.retained}, but rollout.explore chooses a prompt's trees "
+            "by their scores, and would choose words with them: set one of the two to null"
+        )
+    if prompts.retained is not None and store:
+        raise ValueError(
+            f"prompts.retained is {prompts.retained}, but a store keeps a picture without the "
+            "words it was asked for in, so that all must keep the prompt's own: set it to null"
+        )
+    if prompts.retained is not None and prompts.retained >= trees:
+        raise ValueError(
+            f"prompts.retained is {prompts.retained}, but rollout.tree has {trees} trees for a "
+            "prompt, so that none is left for its paraphrases: the nearest valid value is "
+            f"{trees - 1}, or null for no paraphrases"
+        )
+
+
+def check_stopping(run: Run, evaluation: Evaluation) -> None:
+    """The rule has evaluations during training to go by."""
+    if run.stop_when_hacking is not None and not evaluation.every:
+        raise ValueError(
+            "run.stop_when_hacking compares evaluations during training, but evaluation.every is "
+            "0: set it to a number of iterations, for example 10, or run.stop_when_hacking to null"
+        )

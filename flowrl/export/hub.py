@@ -1,0 +1,168 @@
+"""A run on the Hub: what of its folder is for everybody, and the way there.
+
+The token is huggingface_hub's own affair, from HF_TOKEN or `hf auth login`: none is ever taken as
+an argument, so that none ends up in a configuration, a card or a shell's history.
+"""
+
+import inspect
+import re
+import shlex
+import tempfile
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from flowrl.backbones.hub_errors import is_offline
+from flowrl.backbones.lora_files import FILE
+from flowrl.config.load import dump_yaml, load_yaml
+from flowrl.errors import UserError
+
+CARD, CONFIG = "README.md", "config.yaml"
+PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
+LOADING = re.compile(r"pipe\.load_lora_weights\(.*\)$", re.MULTILINE)
+SECRET = re.compile("key|token|secret|password", re.IGNORECASE)
+VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")  # where a secret is, which is none
+URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.IGNORECASE | re.DOTALL)
+READER = re.compile(r"(json|csv|parquet|arrow|text|hf):(?=[/~.])", re.IGNORECASE)
+HOST = re.compile(r"(\w[\w.-]*[.a-z][\w.-]*|[\d.]{7,}|\[[\da-f:]+\]):\d{2,5}(/.*)?", re.IGNORECASE)
+NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a repository
+HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
+TOKEN = "set HF_TOKEN to a token that may write, or log in with hf auth login"
+
+
+def open_repository(name: str, *, private: bool = False) -> str:
+    """Make the repository, or find it -> its whole name, USER/NAME.
+
+    Asked before a training, so that it does not fail at its end: it takes a network, and a token
+    that may write there. Raises UserError when one of them is missing.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if is_offline():
+        raise UserError(f"cannot push to {name}: HF_HUB_OFFLINE is set; unset it")
+    if not get_token():
+        raise UserError(f"cannot push to {name}: there is no token for the Hub; {TOKEN}")
+    try:
+        api = HfApi()
+        found = api.create_repo(name, private=private or None, exist_ok=True, repo_type="model")
+        # A repository that is there is found with a token that may only read, too.
+        if "write" in inspect.signature(api.auth_check).parameters:  # older ones cannot ask
+            api.auth_check(found.repo_id, repo_type="model", write=True)
+    except Exception as error:  # httpx, requests, OSError and ValueError all have their own
+        raise UserError(f"cannot push to {name}: {_first_line(error)}; {TOKEN}") from error
+    return found.repo_id
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload the public files of a run's folder -> the address. `repository` is there.
+
+    Raises UserError when there is no LoRA, or the Hub does not take it.
+    """
+    from huggingface_hub import HfApi
+
+    if not (folder / FILE).is_file():
+        raise UserError(f"{folder} holds no {FILE}: give the folder of a run")
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            stage(folder, Path(scratch), repository)
+            HfApi().upload_folder(
+                repo_id=repository,
+                repo_type="model",
+                folder_path=scratch,
+                allow_patterns=PUBLIC,
+                commit_message="LoRA trained with flowrl",
+            )
+    except Exception as error:  # of the files too: the training behind it shall not be lost
+        raise UserError(
+            f"the upload to {repository} failed: {_first_line(error)}; {folder} is complete, "
+            f"{push_later(folder, repository)}"
+        ) from error
+    return f"https://huggingface.co/{repository}"
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a pipeline's name is OWNER/NAME, and no folder that is here."""
+    return bool(NAME.fullmatch(path)) and not Path(path).exists()
+
+
+def push_later(folder: Path, repository: str) -> str:
+    """What to type to have it on the Hub, as part of a sentence."""
+    words = ["flowrl", "export", str(folder), "--format", "hub", "--repo-id", repository]
+    return f"push it later with {shlex.join(words)}"
+
+
+def stage(folder: Path, to: Path, repository: str) -> list[str]:
+    """Copy what is public, texts as they may be read by anybody -> names, ascending."""
+    found = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
+    names = [path.relative_to(folder).as_posix() for path in found]
+    for name, path in zip(names, found, strict=True):
+        data = path.read_bytes()
+        if name == CARD:
+            data = public_card(data.decode(), repository).encode()
+        if name == CONFIG:
+            data = public_config(data.decode()).encode()
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes(data)
+    return names
+
+
+def public_card(text: str, repository: str) -> str:
+    """The card with the repository where the folder was."""
+    call = f"pipe.load_lora_weights({repository!r})"
+    return LOADING.sub(lambda _: call, text).replace(HINT, "")
+
+
+def public_config(text: str) -> str:
+    """A configuration without what names a machine (see `public`), and that pushes nowhere."""
+    values = public(load_yaml(text, CONFIG))
+    if isinstance(values.get("run"), dict):  # who trains it again is somebody else
+        values["run"] |= {"push_to_hub": False, "hub_model_id": None}
+    return dump_yaml(values)
+
+
+def public(value: Any) -> Any:
+    """Nested values as anybody may read them.
+
+    A path that is absolute or climbs is only its last part, an address of a server only a form,
+    and what stands under a name such as api_key is left out (None).
+    """
+    if isinstance(value, dict):
+        return {k: None if _is_secret(k, item) else public(item) for k, item in value.items()}
+    if isinstance(value, list):
+        return [public(item) for item in value]
+    return _public_text(value) if isinstance(value, str) else value
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    """Numbers (max_tokens) are none, and neither is the name of a variable (api_key_env)."""
+    if not SECRET.search(str(key)) or value is None or isinstance(value, (bool, int, float)):
+        return False
+    named = str(key).endswith("_env") and isinstance(value, str)
+    return not (named and VARIABLE.fullmatch(value))
+
+
+def _public_text(text: str) -> str:
+    if url := URL.fullmatch(text):
+        scheme, rest = url["scheme"].lower(), url["rest"]
+        if scheme in ("http", "https"):
+            hub = scheme == "https" and rest.startswith("huggingface.co/")
+            return text if hub else "http://HOST:PORT"
+        if scheme == "file":
+            return PurePosixPath(rest).name
+        server = rest.split("/")[0]
+        hidden = "@" in server or HOST.fullmatch(server)
+        return f"{scheme}://HOST/{PurePosixPath(rest).name}" if hidden else text
+    if HOST.fullmatch(text):
+        return "HOST:PORT"
+    reader = READER.match(text)
+    start, path = (reader[0], text[reader.end() :]) if reader else ("", text)
+    windows = PureWindowsPath(path)
+    if windows.drive and windows.is_absolute():
+        return start + windows.name
+    # Of FILE.py:NAME too, as rewards are named; `~` alone says nothing of whose it is.
+    private = path.startswith("/") or re.match(r"~[^/]", path) or ".." in re.split(r"[\\/]", path)
+    return start + PureWindowsPath(path).name if private else text
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,116 @@
+"""The model card of a run: what the LoRA is, what it scores, and the lines that load it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowrl.export.gallery import GalleryPair, SummaryRow, pair_grid
+from flowrl.export.licences import Licence
+from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.images import fit, png
+from flowrl.utils.plots import Points, draw_curves
+from flowrl.utils.templates import render
+
+TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
+FOLDER = "card"  # the card's pictures, beside README.md
+DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
+WIDGETS = 4
+GRID = 8
+WIDGET_SIDE = 256  # pixels: smaller pictures are enlarged, else the Hub blurs them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a model card says. Texts are plain: the card escapes them."""
+
+    base_model: str  # a Hub id, or a name for people when `on_hub` is false
+    on_hub: bool
+    load_from: str  # Python: the argument of from_pretrained, for example a quoted Hub id
+    imports: str = ""  # Python lines that `load_from` needs
+    dtype: str = "fp32"  # torch's in short: fp32, bf16, fp16
+    call: Mapping[str, int | float | str] = field(default_factory=dict)  # pipe(prompt, **call)
+    license: Licence | None  # as the base model has it
+    method: str  # for example "Flow-GRPO"
+    weights: str  # which weights the root holds: "EMA" or "policy"
+    step: int  # after how many iterations
+    stopped: str = ""  # a sentence that says why no more, when something ended the run early
+    training: str = ""  # sentences on how it learned, beside the configuration
+    command: str  # what makes the run again
+    config: str  # the resolved configuration, YAML
+    evaluation: str = ""  # what the summary was measured on, no full stop
+    summary: Sequence[SummaryRow] = ()
+    legend: str = ""  # what the summary's rows are, where a reward's name does not say it
+    curves: Mapping[str, Points] = field(default_factory=dict)
+    pairs: Sequence[GalleryPair] = ()
+
+
+def write_card(folder: Path | str, card: Card) -> Path:
+    """Write `README.md` and the pictures it shows under `card/` -> the path of README.md."""
+    folder = Path(folder)
+    pictures = {}
+    if card.pairs:
+        pictures["before-after.png"] = pair_grid(card.pairs[:GRID], across=4)
+    if card.curves:
+        pictures["curve.png"] = draw_curves(card.curves)
+    for i, pair in enumerate(card.pairs[:WIDGETS], 1):
+        side = max(WIDGET_SIDE, *pair.aligned.size)
+        pictures[f"aligned-{i}.png"] = fit(pair.aligned, side)
+    for name, picture in pictures.items():
+        write_bytes(folder / FOLDER / name, png(picture))
+    path = folder / "README.md"
+    write_text(path, card_text(folder, card))
+    return path
+
+
+def card_text(folder: Path, card: Card) -> str:
+    """The text of README.md, front matter first."""
+    header = yaml.safe_dump(front_matter(card), sort_keys=False, allow_unicode=True)
+    values = {"card": card, "header": header, "code": loading_code(folder, card), "folder": FOLDER}
+    return render("card.md.j2", values)
+
+
+def front_matter(card: Card) -> dict[str, Any]:
+    """The Hub's metadata; a key whose value is not known is left out."""
+    found: dict[str, Any] = {"tags": TAGS, "library_name": "diffusers"}
+    found["pipeline_tag"] = "text-to-image"
+    if card.on_hub:
+        found |= {"base_model": card.base_model, "base_model_relation": "adapter"}
+    if card.license:
+        found |= card.license.header()
+    if card.pairs:
+        found["widget"] = [
+            {"text": pair.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
+            for i, pair in enumerate(card.pairs[:WIDGETS], 1)
+        ]
+    return found
+
+
+def loading_code(folder: Path, card: Card) -> str:
+    """Python that loads base and LoRA, and draws the first prompt."""
+    prompt = card.pairs[0].prompt if card.pairs else "a photo of a cat"
+    arguments = [repr(prompt), *(f"{name}={value!r}" for name, value in card.call.items())]
+    imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
+    load = f"DiffusionPipeline.from_pretrained({card.load_from})"
+    if card.dtype != "fp32":  # of a size for a GPU
+        imports = ["import torch", *imports]
+        load = f'{load[:-1]}, dtype={DTYPES[card.dtype]}).to("cuda")'
+    return "\n".join(
+        [
+            *imports,
+            "",
+            f"pipe = {load}",
+            f"pipe.load_lora_weights({_place(folder)!r})",
+            f"image = pipe({', '.join(arguments)}).images[0]",
+        ]
+    )
+
+
+def _place(folder: Path) -> str:
+    """The folder as one would type it here: relative when it lies below the working directory."""
+    try:
+        return folder.resolve().relative_to(Path.cwd()).as_posix()
+    except ValueError:
+        return folder.as_posix()

@@ -1,0 +1,151 @@
+"""Clean latents to learn from: the unit of objectives on the forward process."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowrl.functional.groups import lone, undecided
+from flowrl.reference_cache import ReferenceErrors
+from flowrl.trajectory import Conditioning, Metrics, Rollout
+
+Compared = Literal["image", "group", "update"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoints:
+    """N pictures with what they are worth, those of a group side by side.
+
+    x0: (N, *latent) in the dtype they were drawn in; prompt: (N,) long, index into `cond` (P rows);
+    group: (N,) long, the same numbers on every process; image: (N,) long, number in the rollout.
+    reward: (N,) fp32, the weighted sum, NaN where the objective made do with a part of the scores.
+    signal: (N,) fp32, what the objective made of it (a weight, an advantage or a label).
+    sigmas: (T+1,), the rollout's own.
+    draws: points on the way to noise at which each picture is looked at, a forward each.
+    compared: what the loss sees together: single pictures, whole groups, or all of an update.
+    seed: of these draws, which are functions of it and of the row's numbers: how rows are cut
+    into batches does not change them.
+    left_out: shares of all pictures of the rollout that nobody learns from, by reason.
+    known: as in `Rollout`; then draws come from its fixed pool.
+    """
+
+    x0: Tensor
+    prompt: Tensor
+    group: Tensor
+    image: Tensor
+    reward: Tensor
+    signal: Tensor
+    sigmas: Tensor
+    cond: Conditioning
+    draws: int
+    compared: Compared
+    seed: int
+    left_out: dict[str, float]
+    known: ReferenceErrors | None = None
+
+    def __len__(self) -> int:
+        return len(self.x0)
+
+    def take(self, rows: Tensor) -> "Endpoints":
+        """The pictures of `rows` (n,) long."""
+        names = ("x0", "prompt", "group", "image", "reward", "signal")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+    def metrics(self) -> Metrics:
+        shares = {f"endpoints/{why}": torch.tensor(share) for why, share in self.left_out.items()}
+        return shares | {"endpoints/pictures": torch.tensor(float(len(self)))}
+
+    def updates(self, count: int) -> list["Endpoints"]:
+        """`count` parts with whole groups each, dealt in turn, with draws of their own."""
+        return [
+            replace(self.take((self.group % count == i).nonzero().squeeze(1)), seed=self.seed + i)
+            for i in range(count)
+        ]
+
+    def chunks(self, size: int) -> Iterator["Endpoints"]:
+        """Consecutive parts of at most `size` forwards; what is compared is never cut, even if
+        it is larger."""
+        rows = torch.arange(len(self), device=self.x0.device)
+        for part in rows.split(self._lengths(size)) if len(self) else ():
+            yield self.take(part)
+
+    def _lengths(self, size: int) -> list[int]:
+        """How many pictures each part has."""
+        most = max(1, size // self.draws)
+        if self.compared == "update":
+            return [len(self)]
+        if self.compared == "image":
+            return [min(most, len(self) - start) for start in range(0, len(self), most)]
+        lengths: list[int] = []
+        for count in self.group.unique_consecutive(return_counts=True)[1].tolist():
+            if lengths and lengths[-1] + count <= most:
+                lengths[-1] += count
+            else:
+                lengths.append(count)
+        return lengths
+
+
+def endpoints(
+    rollout: Rollout, signal: Tensor, keep: Tensor, *, draws: int, compared: Compared
+) -> Endpoints:
+    """This process's pictures of a rollout that are kept, groups side by side.
+
+    signal: (G,) of all pictures of all processes; keep: (G,) bool. Raises ValueError when groups
+    are compared and one of them is not on one process, which `Needs.complete_groups` prevents.
+    """
+    tree = rollout.tree
+    leaves = len(tree.leaf)
+    keep, group = keep.cpu(), rollout.group.cpu()
+    image = (rollout.trees.cpu()[:, None] * leaves + torch.arange(leaves)).flatten()
+    rows = keep[image].nonzero().squeeze(1)
+    rows = rows[group[image[rows]].argsort(stable=True)]
+    image, device = image[rows], tree.x.device
+    if compared == "group" and int(torch.isin(group, group[image])[keep].sum()) != len(image):
+        raise ValueError(
+            "a group lies on several processes, and its pictures are compared: the objective must "
+            "declare Needs(complete_groups=True)"
+        )
+    return Endpoints(
+        x0=tree.leaves()[rows.to(device)],
+        prompt=tree.prompt_of_leaves()[rows.to(device)],
+        group=group[image].to(device),
+        image=image.to(device),
+        reward=rollout.reward.cpu()[image].float().to(device),
+        signal=signal.cpu()[image].float().to(device),
+        sigmas=tree.sigmas,
+        cond=rollout.cond,
+        draws=draws,
+        compared=compared,
+        seed=rollout.seed,
+        left_out=_left_out(rollout, keep),
+        known=rollout.known,
+    )
+
+
+def _left_out(rollout: Rollout, keep: Tensor) -> dict[str, float]:
+    """Shares of all pictures: without a reward, the only one of its prompt with one, of a prompt
+    whose rewards are all equal, or not needed by the objective."""
+    valid = rollout.valid.cpu()
+    lone, same = alone(rollout), tied(rollout)
+    reasons = {
+        "invalid": ~valid,
+        "alone": lone,
+        "tied": same & ~lone,
+        "unused": valid & ~lone & ~same,
+    }
+    return {why: (flags & ~keep).double().mean().item() for why, flags in reasons.items()}
+
+
+def alone(rollout: Rollout) -> Tensor:
+    """(G,) bool: pictures with a reward whose prompt has no other one."""
+    return lone(rollout.valid.cpu(), rollout.group.cpu())
+
+
+def tied(rollout: Rollout) -> Tensor:
+    """(G,) bool: pictures with a reward of prompts whose known rewards are all equal, or one."""
+    valid = rollout.valid.cpu()
+    found = torch.zeros_like(valid)
+    found[valid] = undecided(rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid])
+    return found

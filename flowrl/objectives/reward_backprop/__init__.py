@@ -1,0 +1,1 @@
+"""Objectives that follow the gradient of a differentiable reward."""

@@ -1,0 +1,150 @@
+"""The gradient of the trained reward at clean latents, through the decoder."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone
+from flowrl.errors import UserError
+from flowrl.objectives.base import RewardField
+from flowrl.scoring.combine import combine
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardResult, RewardSpec, trained
+from flowrl.scoring.transforms import rank
+from flowrl.trajectory import Rollout
+
+
+def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
+    """Raises UserError for the first trained reward that does not say `differentiable = True`, or
+    whose transform has no gradient."""
+    for spec in trained(specs):
+        if getattr(spec.reward, "differentiable", False) is not True:
+            raise UserError(
+                f"objective.kind {kind} follows the reward's gradient, and reward {spec.name!r} "
+                "does not say `differentiable = True`: take one that does, hold this one out with "
+                "held_out: true, or choose an objective that needs scores alone, such as grpo"
+            )
+        if spec.transform is rank:
+            raise UserError(
+                f"objective.kind {kind} follows the reward's gradient, and the transform of reward "
+                f"{spec.name!r} is rank, which has none: use affine, clip, sigmoid or null, or "
+                "choose an objective that needs scores alone, such as grpo"
+            )
+
+
+class RewardGradient:
+    """Makes the reward field of a rollout's prompts: rewards and their gradients at clean latents.
+
+    The weighted sum is that of training, held-out rewards left out. At most `batch_size` pictures
+    have a graph at any time, none when the field returns. Only the latents get a gradient: the
+    decoder's and the rewards' weights get none.
+    """
+
+    def __init__(self, backbone: Backbone, specs: Sequence[RewardSpec], batch_size: int):
+        self.backbone, self.specs, self.batch_size = backbone, trained(specs), batch_size
+
+    def __call__(self, rollout: Rollout) -> RewardField:
+        """A field over latents (B, *latent) and numbers of the rollout's prompts (B,) long.
+
+        A picture without an applicable score has reward and gradient NaN; a gradient that is not
+        finite is left as it is.
+        """
+
+        def field(x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
+            rewards, gradients = [], []
+            parts = zip(x0.split(self.batch_size), prompt.cpu().split(self.batch_size), strict=True)
+            for latents, numbers in parts:
+                texts = [rollout.prompts[i] for i in numbers.tolist()]
+                data = [rollout.metadata[i] for i in numbers.tolist()]
+                reward, gradient = self._part(latents, texts, data, words)
+                rewards.append(reward.to(x0.device))
+                gradients.append(gradient)
+            return torch.cat(rewards), torch.cat(gradients)
+
+        return field
+
+    @torch.enable_grad()
+    def _part(
+        self, x0: Tensor, prompts: list[str], metadata: list[dict], words: str
+    ) -> tuple[Tensor, Tensor]:
+        x = x0.detach().float().requires_grad_()
+        with torch.autocast(x.device.type, enabled=False):
+            images = self.backbone.decode(x)
+            reward, pixels = differentiate(
+                self.specs, images.detach().cpu(), prompts, metadata, words
+            )
+            invalid = reward.isnan().to(x.device)
+            (gradient,) = torch.autograd.grad(images, x, pixels.to(images))
+        return reward, gradient.masked_fill(invalid.view(-1, *[1] * (x.ndim - 1)), math.nan)
+
+
+@torch.enable_grad()
+def differentiate(
+    specs: Sequence[RewardSpec],
+    images: Tensor,
+    prompts: list[str],
+    metadata: list[dict],
+    words: str = "",
+) -> tuple[Tensor, Tensor]:
+    """Weighted sum of the rewards of pictures (L, 3, H, W) in [0, 1], and its gradient.
+
+    (L,) fp32, NaN where `combine` has NaN, transforms and stand-ins included; and like images, 0
+    there. One reward has a graph at a time. Pictures are not rounded to 8 bits, which has no
+    gradient. words: put before every prompt, after asking which rewards apply to it. Raises
+    RewardFailure for a reward that fails, or that gradients do not reach.
+    """
+    pairs = list(zip(prompts, metadata, strict=True))
+    fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
+    scores = torch.full(fits.shape, math.nan)
+    slopes = images.new_zeros(len(specs), *images.shape)
+    texts = [f"{words}. {prompt}" if words else prompt for prompt in prompts]
+    for column, spec in enumerate(specs):
+        index = fits[:, column].nonzero().flatten()
+        if len(index):
+            at = index.tolist()
+            scores[index, column], slopes[column, index] = _slope(
+                spec, images[index], [texts[i] for i in at], [metadata[i] for i in at]
+            )
+    names = tuple(spec.name for spec in specs)
+    leaf = scores.requires_grad_()
+    result = RewardResult(
+        scores=leaf, valid=scores.detach().isfinite(), applicable=fits, names=names
+    )
+    # Transforms that look at groups have no gradient and are refused before: one group will do.
+    reward, valid, _ = combine(specs, result, torch.zeros(len(images), dtype=torch.long))
+    (share,) = torch.autograd.grad(reward[valid].sum(), leaf)  # of each score in the reward
+    share = share.T.to(slopes)[:, :, None, None, None]
+    return reward.detach(), torch.where(share == 0, 0, share * slopes).sum(0)
+
+
+def _slope(
+    spec: RewardSpec, images: Tensor, prompts: list[str], metadata: list[dict]
+) -> tuple[Tensor, Tensor]:
+    """One reward's scores (B,) and their gradient, like images."""
+    pixels = images.detach().requires_grad_()
+    try:
+        answer = spec.reward(pixels, prompts, metadata)
+    except Exception as error:
+        raise RewardFailure(
+            f"reward {spec.name!r} failed while its gradient was taken: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    scores, reasons = answer if isinstance(answer, tuple) else (answer, None)
+    found = None
+    if isinstance(scores, Tensor) and scores.requires_grad:
+        (found,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)
+    if found is None:
+        raise RewardFailure(
+            f"reward {spec.name!r} says `differentiable = True`, but no gradient reaches the "
+            "pictures: it must compute a tensor from them by torch, without detach or no_grad"
+        )
+    if scores.shape != (len(images),):
+        raise RewardFailure(
+            f"reward {spec.name!r} answered with shape {tuple(scores.shape)} for {len(images)} "
+            f"pictures; expected ({len(images)},)"
+        )
+    known = scores.detach().float().cpu()
+    known[list(reasons or ())] = math.nan
+    return known, found

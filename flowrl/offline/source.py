@@ -1,0 +1,217 @@
+"""Rollouts that are read: groups of a store in place of new pictures."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.text_cache import TextCache
+from flowrl.errors import UserError
+from flowrl.functional.noise import keyed_uniform, noise_seed
+from flowrl.offline.format import Group, Store
+from flowrl.offline.shelf import shelve
+from flowrl.offline.store_index import open_store
+from flowrl.reference_cache import ReferenceErrors
+from flowrl.sampling.rollout import Stopwatch, occurrences
+from flowrl.sampling.source import learning_seed
+from flowrl.scoring.combine import train_weights
+from flowrl.scoring.spec import RewardSpec
+from flowrl.trajectory import Rollout, Tree
+from flowrl.utils.distributed import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refreshing:
+    """The policy replaces the store every `every` iterations; what it draws lies in `folder`.
+
+    draw: (iteration, folder of the new store) -> it; goes on with one that was begun. finished:
+    whether one is whole.
+    """
+
+    every: int
+    folder: Path
+    draw: Callable[[int, Path], Store]
+    finished: Callable[[Path], bool]
+
+    def path(self, iteration: int) -> Path:
+        return self.folder / f"step-{iteration:06d}"
+
+    def steps(self) -> list[int]:
+        """Iterations with a store, whole or not, ascending."""
+        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    """The reference's errors at `draws` points of each picture, kept in the file `path`.
+
+    key: of everything but the store that decides them: pipeline and how points are drawn.
+    """
+
+    draws: int
+    path: Path
+    key: str
+
+
+class StoredGroups:
+    """A source of rollouts: each iteration `prompts` groups, `group_size` pictures of each.
+
+    Groups come in seeded shuffles, one an epoch; a group with fewer pictures gives all it has.
+    What is read is a function of seed, iteration and store, not of the number of processes. A
+    rollout is a forest of bare roots: clean latents that nothing led to. skipped: groups that are
+    never read, since fewer than two of their pictures have a reward. Raises UserError when the
+    store has nothing to give, or when there are more processes than groups in an iteration.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        backbone: Backbone,
+        encode: TextCache,
+        specs: Sequence[RewardSpec],
+        runtime: Runtime,
+        prompts: int,
+        group_size: int,
+        seed: int,
+        balance: str | None = None,
+        refreshing: Refreshing | None = None,
+        caching: Caching | None = None,
+    ):
+        self.backbone, self.encode, self.specs, self.runtime = backbone, encode, specs, runtime
+        self.prompts, self.group_size, self.seed, self.balance = prompts, group_size, seed, balance
+        self.refreshing, self.caching = refreshing, caching
+        if prompts < runtime.world_size:
+            raise UserError(
+                f"rollout.prompts is {prompts}, but {runtime.world_size} processes take whole "
+                "groups: raise it, or start fewer processes"
+            )
+        self._started = False
+        self._take(store)
+
+    @property
+    def skipped(self) -> int:
+        return self.shelf.skipped
+
+    def _take(self, store: Store) -> None:
+        """Read from this store from now on."""
+        self.shelf = shelve(store, self.specs, self.prompts, self.seed, self.balance)
+        self.known: ReferenceErrors | None = None
+        if self.caching is not None:
+            key = f"{store.identity} {self.caching.key}"
+            self.known = ReferenceErrors.empty(len(store), self.caching.draws, key)
+            self.known.load(self.caching.path)
+
+    def keep(self) -> None:
+        """The reference's errors, for a later session; all processes call it together."""
+        if self.known is not None and self.caching is not None:
+            self.known.save(self.caching.path, self.runtime)
+
+    # --- refreshing -----------------------------------------------------------------------------
+
+    def _refresh(self, refreshing: Refreshing, iteration: int) -> None:
+        """Have the store of this iteration, drawn now if it is time."""
+        if not self._started:
+            self._started = True
+            self._forget(refreshing, iteration)
+            whole = [s for s in refreshing.steps() if refreshing.finished(refreshing.path(s))]
+            if whole:
+                self._take(open_store(refreshing.path(whole[-1])))
+        if iteration and iteration % refreshing.every == 0:
+            self._take(refreshing.draw(iteration, refreshing.path(iteration)))
+
+    def _forget(self, refreshing: Refreshing, iteration: int) -> None:
+        """Remove what a policy drew that this session, which begins here, does not have: all later
+        ones, and earlier ones that were not finished."""
+        if self.runtime.is_main:
+            for step in refreshing.steps():
+                folder = refreshing.path(step)
+                if step > iteration or (step < iteration and not refreshing.finished(folder)):
+                    shutil.rmtree(folder)
+        self.runtime.wait()
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
+        """This process's groups of an iteration, with the scores of all."""
+        if self.refreshing is not None:
+            self._refresh(self.refreshing, iteration)
+        shelf = self.shelf
+        records = shelf.order.at(iteration)
+        picked = [
+            _pick(shelf.groups[record.uid], self.group_size, self.seed, iteration, turn)
+            for record, turn in zip(records, occurrences(records), strict=True)
+        ]
+        group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
+        pictures = torch.cat(picked)
+        own = self.runtime.share(len(picked))
+        trees = torch.isin(group, own).nonzero().squeeze(1)
+        asked = [records[i] for i in own.tolist()]
+        tree = bare_roots(
+            shelf.store.latents(pictures[trees]).to(self.backbone.device),
+            (group[trees] - own[0]).to(self.backbone.device),
+            torch.tensor(shelf.store.about.sigmas, device=self.backbone.device),
+        )
+        rollout = Rollout(
+            tree=tree,
+            cond=self.encode(asked),
+            prompts=tuple(record.text for record in asked),
+            metadata=tuple(record.metadata for record in asked),
+            images=torch.empty(0, 3, *self.backbone.picture_size()),
+            trees=trees,
+            scores=shelf.scores[pictures],
+            applicable=shelf.applicable[pictures],
+            terms=shelf.terms[pictures],
+            names=tuple(spec.name for spec in self.specs),
+            weights=torch.tensor(train_weights(self.specs)),
+            reward=shelf.reward[pictures],
+            valid=shelf.valid[pictures],
+            group=group,
+            log_prob=torch.zeros(len(pictures), 1),
+            seed=learning_seed(self.seed, iteration),
+        )
+        watch.lap("time/rollout")
+        if self.known is None:
+            return rollout
+        return replace(rollout, known=self.known.view(pictures, shelf.number[pictures]))
+
+
+def _pick(group: Group, count: int, seed: int, iteration: int, turn: int) -> Tensor:
+    """`count` of a group's pictures, (n,) long ascending, none twice; `turn`: how often the group
+    stood before in this iteration."""
+    key = noise_seed(
+        seed=seed, iteration=iteration, prompt=group.key, root=turn, step=0, role="pick"
+    )
+    order = keyed_uniform([key], (len(group.pictures),))[0].argsort()
+    return torch.tensor(group.pictures)[order[:count].sort().values]
+
+
+def bare_roots(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
+    """R trees of one node each, clean latents x0 (R, *latent) that nothing led to.
+
+    prompt: (R,) long; sigmas: (T+1,), of the rollout that drew them.
+    """
+    rows, latent, device = len(x0), x0.shape[1:], x0.device
+
+    def index(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return Tree(
+        x=x0[:, None],
+        prompt=prompt,
+        log_prob=torch.zeros(rows, 1, device=device),
+        mean_old=torch.empty(rows, 0, *latent, device=device),
+        step=index(len(sigmas) - 1),
+        parent=index(-1),
+        move=index(-1),
+        g=torch.zeros(1, device=device),
+        leaf=index(0),
+        noisy=index(),
+        edge=index(),
+        sigmas=sigmas,
+        forwards=0,
+    )

@@ -1,1 +1,0 @@
-"""Do rewards work? Asked before anything learns from them, and by `flowrl reward-check`."""

@@ -1,1 +1,0 @@
-"""Lists of prompts to train on and held-out ones: what `flowrl prompts` writes."""

@@ -1,0 +1,1 @@
+"""Prompt lists made from templates: GenEval tasks and words to render."""

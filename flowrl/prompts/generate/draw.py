@@ -1,0 +1,166 @@
+"""Prompts drawn from combinations of parts, and a held-out set that shares no combination."""
+
+import json
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from flowrl.errors import UserError
+from flowrl.utils.files import write_text
+
+SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
+LISTED = 2**40  # of more combinations, the same index hardly comes twice
+
+NAMES = ("train", "test")
+
+Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Prompts of one kind: each of `combinations` can be said in `wordings` ways.
+
+    make: (combination, wording) -> row with its text under "prompt". key: of a combination; two
+    with one key, of whatever kinds, are the same.
+    """
+
+    name: str
+    combinations: int
+    wordings: int
+    make: Callable[[int, int], dict]
+    key: Callable[[int], Hashable]
+
+    def draw(
+        self, counts: Sequence[int], seed: int | str, taken: set[Hashable]
+    ) -> list[list[dict]]:
+        """Portions of that many prompts, no combination in two of them; a function of the seed.
+
+        A portion says a combination twice only when it has more prompts than there are. taken:
+        keys that are used already, to which those of this kind are added.
+        Raises UserError when there are not enough.
+        """
+        rng = random.Random(f"{seed}/{self.name}")
+        shares = self._shares(counts)
+        stream = self._distinct(rng, 2 * sum(shares) + SPARE, taken)
+        portions = []
+        for count, share in zip(counts, shares, strict=True):
+            chosen = list(islice(stream, share))
+            if len(chosen) * self.wordings < count:
+                raise self._too_few(counts)
+            portions.append(self._worded(chosen, count, rng))
+        return portions
+
+    def _shares(self, counts: Sequence[int]) -> list[int]:
+        """Combinations for each portion: as many as it has prompts, as far as there are."""
+        least = [-(-count // self.wordings) for count in counts]
+        spare = self.combinations - sum(least)
+        if spare < 0:
+            raise self._too_few(counts)
+        shares = []
+        for count, few in zip(counts, least, strict=True):
+            more = min(count - few, spare)
+            shares.append(few + more)
+            spare -= more
+        return shares
+
+    def _distinct(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
+        """Combinations in random order, each once; `most` are looked at."""
+        if self.combinations < LISTED:
+            indices = rng.sample(range(self.combinations), min(most, self.combinations))
+        else:
+            indices = [rng.randrange(self.combinations) for _ in range(most)]
+        for index in indices:
+            key = self.key(index)
+            if key not in taken:
+                taken.add(key)
+                yield index
+
+    def _worded(self, chosen: list[int], count: int, rng: random.Random) -> list[dict]:
+        first = [rng.randrange(self.wordings) for _ in chosen]
+        said = (
+            self.make(index, (start + lap) % self.wordings)
+            for lap in range(self.wordings)
+            for index, start in zip(chosen, first, strict=True)
+        )
+        return list(islice(said, count))
+
+    def _too_few(self, counts: Sequence[int]) -> UserError:
+        return UserError(
+            f"{sum(counts)} prompts of the kind {self.name} were asked for, and there are at most "
+            f"{self.combinations * self.wordings} ({self.combinations} combinations in "
+            f"{self.wordings} wordings): ask for fewer prompts, or for fewer of this kind"
+        )
+
+
+def draw_sets(
+    kinds: Sequence[Kind],
+    count: int,
+    held_out: int,
+    seed: int,
+    *,
+    ratio: Sequence[int],
+    test_ratio: Sequence[int],
+) -> Sets:
+    """`count` prompts to train on and `held_out` others, in the ratios of the kinds, shuffled.
+
+    Raises UserError when a kind has not enough.
+    """
+    names = [kind.name for kind in kinds]
+    train = apportion(count, names, ratio)
+    test = apportion(held_out, names, test_ratio)
+    taken: set[Hashable] = set()
+    portions = [kind.draw((test[kind.name], train[kind.name]), seed, taken) for kind in kinds]
+    return (
+        shuffled([row for _, rows in portions for row in rows], f"{seed}/train"),
+        shuffled([row for rows, _ in portions for row in rows], f"{seed}/test"),
+    )
+
+
+def apportion(count: int, names: Sequence[str], ratio: Sequence[int]) -> Mapping[str, int]:
+    """`count` in parts of that ratio, whole numbers that sum to it (largest remainders).
+
+    Raises UserError for a ratio of another length, a negative or only zero parts.
+    """
+    if len(ratio) != len(names) or min(ratio) < 0 or not sum(ratio):
+        raise UserError(
+            f"got the ratio {':'.join(map(str, ratio))}, expected {len(names)} numbers from 0 up, "
+            f"of {':'.join(names)}, not all 0"
+        )
+    parts = [count * share // sum(ratio) for share in ratio]
+    order = sorted(range(len(ratio)), key=lambda i: (-(count * ratio[i] % sum(ratio)), i))
+    for i in order[: count - sum(parts)]:
+        parts[i] += 1
+    return dict(zip(names, parts, strict=True))
+
+
+def shuffled(rows: list[dict], key: str) -> list[dict]:
+    random.Random(key).shuffle(rows)
+    return rows
+
+
+def write_sets(folder: Path, sets: Sets) -> list[Path]:
+    """train.jsonl and test.jsonl in the folder; an empty set is not written. -> their paths.
+
+    Raises UserError when one is there already.
+    """
+    files = {folder / f"{name}.jsonl": rows for name, rows in zip(NAMES, sets, strict=True) if rows}
+    for path in files:
+        if path.exists():
+            raise UserError(f"{path} is there already: name another folder, or remove it")
+    for path, rows in files.items():
+        write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return list(files)
+
+
+def read_list(path: Path) -> list[str]:
+    """The lines of a text file that are not empty, each once. Raises UserError without any."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    found = list(dict.fromkeys(" ".join(line.split()) for line in lines if line.strip()))
+    if not found:
+        raise UserError(f"{path} is empty, expected one entry a line")
+    return found

@@ -1,0 +1,163 @@
+"""Prompts: what they are, which are read, and which an iteration of training gets."""
+
+import functools
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+from flowrl.errors import UserError
+from flowrl.prompts.sources import read_rows
+
+OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all others are metadata
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptRecord:
+    """One prompt. `uid` depends on the content alone, so noise keyed by it survives reordering.
+
+    metadata: whatever rewards need, in GenEval's names: tag, include, exclude, ocr_text.
+    paraphrases: other wordings of the text; they are no part of the uid. wording: the one that the
+    network reads in place of the text, which rewards are given in any case; None is the text.
+    """
+
+    uid: str
+    text: str
+    negative: str | None = None
+    metadata: dict = field(default_factory=dict)
+    paraphrases: tuple[str, ...] = ()
+    wording: str | None = None
+
+    @property
+    def read(self) -> str:
+        """What the text encoders are given."""
+        return self.text if self.wording is None else self.wording
+
+
+def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
+    """The prompts of a .txt file (one a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
+
+    A JSONL row has "prompt" (or "text") and may have "negative" and "paraphrases", a list of
+    texts; its other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN" or a
+    local .parquet or .arrow file or folder, see `prompt_datasets`. KIND is one of the tiny
+    world's kinds, "geneval" (its six object kinds) or "all"; SPLIT is train or test; kinds take
+    turns, so a limit keeps some of each. A prompt that occurs several times keeps its place and
+    gets a uid of its own each time.
+    Raises UserError for a missing, malformed or empty source.
+    """
+    seen: Counter[str] = Counter()
+    records = [_record(row, seen) for row in islice(read_rows(source), limit)]
+    if not records:
+        raise UserError(f"{source} holds no prompts; expected at least one line that is not empty")
+    return records
+
+
+def prompt_uid(text: str, negative: str | None, metadata: dict, occurrence: int = 0) -> str:
+    """16 hex digits that identify a prompt by its content, the same on every machine."""
+    content = [text, negative, metadata, occurrence]
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return blake2b(canonical.encode(), digest_size=8).hexdigest()
+
+
+def _record(row: dict, seen: Counter[str]) -> PromptRecord:
+    text, negative = row["prompt"], row.get("negative")
+    metadata = {k: v for k, v in row.items() if k not in OWN_KEYS}
+    first = prompt_uid(text, negative, metadata)
+    uid = prompt_uid(text, negative, metadata, seen[first])
+    seen[first] += 1
+    return PromptRecord(
+        uid=uid,
+        text=text,
+        negative=negative,
+        metadata=metadata,
+        paraphrases=tuple(row.get("paraphrases", ())),
+    )
+
+
+def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:
+    """The prompt in the words of one of its paraphrases, which it must have; uid and text stay.
+
+    Turns 0, 1, ... go through seeded shuffles of the paraphrases, so that none comes twice before
+    all came once; a function of seed, iteration, uid and turn alone.
+    """
+    lap, place = divmod(turn, len(record.paraphrases))
+    key = f"{seed}/{iteration}/{record.uid}/{lap}"
+    index = _shuffled(len(record.paraphrases), key)[place]
+    return replace(record, wording=record.paraphrases[index])
+
+
+def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str) -> None:
+    """Raises UserError when `option` asks for paraphrases, and no prompt of `source` has any."""
+    if not any(prompt.paraphrases for prompt in prompts):
+        raise UserError(
+            f"{option} is set, but none of the {len(prompts)} prompts of {source} has paraphrases: "
+            'give them in a .jsonl file, as "paraphrases": ["...", ...] beside "prompt", or leave '
+            f"{option} out"
+        )
+
+
+class PromptSampler:
+    """Which prompts an iteration trains on; a function of the iteration number alone.
+
+    Prompts come in seeded shuffles, one an epoch, `per_iteration` at a time. With `balance`, the
+    name of a metadata key, its values take turns, each with epochs of its own, so that rare
+    kinds are seen as often as common ones. An iteration has no prompt twice unless it must.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRecord],
+        per_iteration: int,
+        seed: int,
+        *,
+        balance: str | None = None,
+    ):
+        self.per_iteration = per_iteration
+        self.seed = seed
+        if per_iteration < 1 or not prompts:
+            raise ValueError(
+                f"need prompts and per_iteration >= 1, got {len(prompts)} and {per_iteration}"
+            )
+        kinds: dict[str, list[PromptRecord]] = {}
+        for record in prompts:
+            if balance is not None and balance not in record.metadata:
+                raise UserError(
+                    f"prompts.balance is {balance!r}, but the prompt {record.text!r} "
+                    "has no such key in its metadata: set it to null"
+                )
+            kinds.setdefault(str(record.metadata[balance]) if balance else "", []).append(record)
+        self.kinds = dict(sorted(kinds.items()))
+
+    def at(self, iteration: int) -> list[PromptRecord]:
+        """The `per_iteration` prompts of one iteration, kinds in turn."""
+        first, count = iteration * self.per_iteration, len(self.kinds)
+        streams = [
+            self._stream(kind, -(-(first - i) // count)) for i, kind in enumerate(self.kinds)
+        ]
+        return [next(streams[turn % count]) for turn in range(first, first + self.per_iteration)]
+
+    def _stream(self, kind: str, start: int) -> Iterator[PromptRecord]:
+        """The prompts of one kind from its `start`-th on; none twice until all were given."""
+        records = self.kinds[kind]
+        given: set[int] = set()
+        position = start
+        while True:
+            epoch, place = divmod(position, len(records))
+            index = _shuffled(len(records), f"{self.seed}/{kind}/{epoch}")[place]
+            position += 1
+            if len(given) == len(records):
+                given.clear()
+            if index not in given:
+                given.add(index)
+                yield records[index]
+
+
+@functools.lru_cache(maxsize=64)
+def _shuffled(count: int, key: str) -> tuple[int, ...]:
+    order = list(range(count))
+    random.Random(key).shuffle(order)
+    return tuple(order)

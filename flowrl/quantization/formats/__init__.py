@@ -1,0 +1,1 @@
+"""Number formats with few bits, rounded exactly as the hardware rounds them."""

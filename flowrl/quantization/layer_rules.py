@@ -1,0 +1,284 @@
+"""Which layers of a network are computed in few bits, and why the others are not.
+
+The names and sizes are those of Sol-RL's released code (2604.06916), put into diffusers' words.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from flowrl.errors import UserError
+from flowrl.quantization.precision import option_name
+
+Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """What stays exact. keep: regular expressions searched in the dotted names of layers.
+
+    min_dim: the longer side of a weight must be above it, since small products gain nothing.
+    in_multiple, out_multiple: what the sides must be multiples of. pointwise: convolutions with
+    1x1 kernels count as linear layers, which they are at every pixel.
+    """
+
+    keep: tuple[str, ...]
+    min_dim: int
+    in_multiple: int = 32
+    out_multiple: int = 16
+    pointwise: bool = False
+
+
+# By the kind of network. FLUX's rules leave its last projection to be quantised: `^proj_out` keeps
+# it. SANA's self-attention is one layer, attn.qkv, there and three here; its cross-attention's keys
+# and values, one layer of twice the width there, are two here, and both too small for min_dim.
+RULES: dict[str, LayerRules] = {
+    "sd3": LayerRules(
+        keep=(
+            "pos_embed", "context_embedder", "time_text_embed", "norm_out", "norm1", "ff_context",
+        ),
+        min_dim=2432,
+    ),
+    "flux": LayerRules(
+        keep=("x_embedder", "context_embedder", "time_text_embed", "norm_out"),
+        min_dim=1000,
+    ),
+    "sana": LayerRules(
+        keep=(
+            "time_embed", "caption_projection", "patch_embed", "^proj_out",
+            r"attn1\.to_[qkv]$",
+        ),
+        min_dim=2240,
+        pointwise=True,
+    ),
+}  # fmt: skip
+
+NAMED, SMALL = "kept by name", "no side above"  # how reasons begin
+
+KINDS = {
+    "SD3Transformer2DModel": "sd3",
+    "FluxTransformer2DModel": "flux",
+    "SanaTransformer2DModel": "sana",
+}
+
+
+def rules_of(
+    network: nn.Module,
+    own: LayerRules | None = None,
+    *,
+    min_dim: int | None = None,
+    keep: Sequence[str] | None = None,
+    where: str = "",
+) -> LayerRules:
+    """The rules of a backbone, `own`, or those of a diffusers transformer.
+
+    A transformer without any takes what is given: see `choose_layers` for min_dim, keep and where.
+    Raises UserError where one of the two is missing.
+    """
+    name = type(network).__name__
+    if own is not None:
+        return own
+    if name in KINDS:
+        return RULES[KINDS[name]]
+    if min_dim is None or keep is None:
+        options = [option_name(where, o) for o in ("keep_layers" if where else "keep", "min_dim")]
+        raise UserError(
+            f"there are no layer rules for {name}, only for {', '.join(KINDS)}: set "
+            f"{' and '.join(options)}, or give its backbone the attribute layer_rules"
+        )
+    return LayerRules(keep=tuple(keep), min_dim=min_dim)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    """A layer's name without the marks of adapters, and what becomes of its weight.
+
+    shape: (out, in), a kernel being part of the input. format: None where it stays exact.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    format: str | None
+    reason: str
+
+    @property
+    def size(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def choose_layers(
+    network: nn.Module,
+    rules: LayerRules,
+    format: str,
+    *,
+    min_dim: int | None = None,
+    keep: Sequence[str] | None = None,
+    where: str = "",
+) -> tuple[LayerChoice, ...]:
+    """Every linear layer and convolution of the network, adapted or not, in the network's order.
+
+    min_dim, keep: in place of those of the rules; sides must be divisible in any case. where: the
+    options' section, for errors. Raises UserError for a pattern that is none or matches no layer,
+    and when nothing is to be quantised.
+    """
+    keep_layers = option_name(where, "keep_layers" if where else "keep")
+    patterns = _compiled(rules.keep if keep is None else keep, keep_layers)
+    least = rules.min_dim if min_dim is None else min_dim
+    layers = dict(matrices(network))
+    for pattern in patterns:
+        if not any(pattern.search(name) for name in layers):
+            raise UserError(
+                f"{keep_layers}: no layer of {type(network).__name__} has a name with "
+                f"{pattern.pattern!r}: its layers are named like {_example(layers)}"
+            )
+    choices = []
+    for name, layer in layers.items():
+        shape = matrix_shape(layer)
+        reason = (
+            _kept_as_kind(layer, rules)
+            or _kept_by_name(name, patterns)
+            or _kept_by_size(shape, rules, least)
+        )
+        choice = LayerChoice(
+            name=name,
+            shape=shape,
+            format=None if reason else format,
+            reason=reason or "large enough and divisible",
+        )
+        choices.append(choice)
+    if not any(choice.format for choice in choices):
+        name = type(network).__name__
+        why = _why_none(choices, rules, least, option_name(where, "min_dim"), keep_layers)
+        raise UserError(f"no layer of {name} is left to be quantised: {why}")
+    return tuple(choices)
+
+
+def _example(names: Iterable[str]) -> str:
+    """One of a transformer's block, of which there are most."""
+    names = list(names)
+    inside = [name for name in names if "blocks." in name]
+    return next(iter([*inside, *names]), "nothing: it has none")
+
+
+def _why_none(
+    choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str, keep: str
+) -> str:
+    """How many layers stay exact for which reason, and what can be done about it."""
+    by_name = [c for c in choices if c.reason.startswith(NAMED)]
+    by_size = [c for c in choices if c.reason.startswith(SMALL)]
+    others = len(choices) - len(by_name) - len(by_size)
+    found = (
+        f"of {len(choices)} layers {len(by_name)} are kept by name ({keep}), {len(by_size)} by "
+        f"size ({min_dim}: no side above {least}) and {others} as no kernel takes them"
+    )
+
+    def widest(some: Sequence[LayerChoice]) -> int:
+        return max((max(c.shape) for c in some if not _kept_by_size(c.shape, rules, 0)), default=0)
+
+    small, named = widest(by_size), widest(by_name)
+    if small:
+        return f"{found}; their longest side is {small}: set {min_dim} below that"
+    if named > least:
+        return f"{found}: keep fewer names"
+    if named:
+        return f"{found}; keep fewer names and set {min_dim} below {named}"
+    return f"{found}: draw without quantising, in bf16"
+
+
+def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    """Linear layers and convolutions by name; of an adapted one the layer below the adapter."""
+    from peft.tuners.lora import LoraLayer
+
+    inside: set[nn.Module] = set()
+    for name, module in network.named_modules():
+        if module in inside:
+            continue
+        if isinstance(module, LoraLayer):
+            inside.update(network.get_submodule(name).modules())
+            module = module.get_base_layer()
+        if isinstance(module, Matrix):
+            yield name, module
+
+
+def matrix_shape(layer: Matrix) -> tuple[int, int]:
+    """(out, in) of the weight; the input of a convolution is what its kernel sees."""
+    weight = layer.weight
+    return weight.shape[0], weight[0].numel()
+
+
+def is_pointwise(layer: nn.Module) -> bool:
+    """Whether it is a linear layer at every pixel: a 1x1 convolution, not a depthwise one."""
+    return (
+        isinstance(layer, nn.Conv2d)
+        and layer.groups == 1
+        and layer.kernel_size == layer.stride == (1, 1)
+        and not any(layer.padding)
+    )
+
+
+def _compiled(keep: Sequence[str], option: str) -> list[re.Pattern[str]]:
+    found = []
+    for text in keep:
+        try:
+            found.append(re.compile(text))
+        except re.error as error:
+            raise UserError(f"{option}: {text!r} is no regular expression: {error}") from error
+    return found
+
+
+def _kept_as_kind(layer: Matrix, rules: LayerRules) -> str | None:
+    if isinstance(layer, nn.Linear) or (rules.pointwise and is_pointwise(layer)):
+        return None
+    if layer.groups > 1:
+        return "a convolution in groups"
+    return f"a convolution with a {'x'.join(map(str, layer.kernel_size))} kernel"
+
+
+def _kept_by_name(name: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
+    for pattern in patterns:
+        if pattern.search(name):
+            return f"{NAMED}: {pattern.pattern}"
+    return None
+
+
+def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> str | None:
+    rows, columns = shape
+    if max(shape) <= min_dim:
+        return f"{SMALL} {min_dim}"
+    if columns % rules.in_multiple:
+        return f"inputs not a multiple of {rules.in_multiple}"
+    if rows % rules.out_multiple:
+        return f"outputs not a multiple of {rules.out_multiple}"
+    return None
+
+
+def quantised_share(choices: Sequence[LayerChoice]) -> float:
+    """Of the weights of all linear layers and convolutions, the share that is quantised."""
+    return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
+
+
+def layer_table(choices: Sequence[LayerChoice]) -> list[dict[str, object]]:
+    """Rows for people: layers of one shape, format and reason together, the largest part first.
+
+    layers: how many; share: of the weights of all layers. Numbers in names become `*`.
+    """
+    total = sum(c.size for c in choices)
+    groups: dict[tuple, list[LayerChoice]] = {}
+    for choice in choices:
+        groups.setdefault((choice.shape, choice.format, choice.reason), []).append(choice)
+    rows = []
+    for (shape, format, reason), members in groups.items():
+        names = Counter(re.sub(r"\b\d+\b", "*", c.name) for c in members)
+        row: dict[str, object] = {
+            "layers": len(members),
+            "out x in": f"{shape[0]} x {shape[1]}",
+            "format": format or "exact",
+            "share": f"{sum(c.size for c in members) / total:.1%}",
+            "reason": reason,
+            "names": ", ".join(names),
+        }
+        rows.append((sum(c.size for c in members), row))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -1,0 +1,1 @@
+"""Rollouts: the sampler that grows a tree, its images and scores, and two-stage rollouts."""

@@ -1,0 +1,217 @@
+"""From prompts to a scored rollout: noise by key, the sampler, the decoder, the rewards."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.offload import decoding
+from flowrl.functional.noise import keyed_noise, noise_seed
+from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.sampling.sampler import FrontierVelocity, grow
+from flowrl.sampling.schedule import Schedule
+from flowrl.scoring.scorer import Scoring
+from flowrl.scoring.spec import RewardResult
+from flowrl.trajectory import Conditioning, Tree
+from flowrl.trees.plan import TreePlan
+from flowrl.utils.distributed import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Trees to grow: `prompts` (P), and for each of R trees its prompt, group and root number.
+
+    prompt, group, root: (R,) long. Trees of one group are compared; they may have been asked for
+    in different words, hence by different prompts of one uid. A tree depends on (seed, iteration,
+    uid and words of its prompt, root), the plan and the network alone: neither on its batch, nor on
+    the process that grows it; its noise not even on the words. same_noise: all roots of a prompt
+    start from one noise.
+    """
+
+    prompts: Sequence[PromptRecord]
+    prompt: Tensor
+    group: Tensor
+    root: Tensor
+    seed: int
+    iteration: int
+    same_noise: bool = False
+
+    def only(self, rows: Tensor) -> "Request":
+        """The trees of `rows` (N,) long, of the same list of prompts."""
+        return replace(self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows])
+
+    def take(self, rows: Tensor) -> "Request":
+        """The trees of `rows` (N,) long, with the prompts they use."""
+        used, prompt = self.prompt[rows].unique(return_inverse=True)
+        prompts = [self.prompts[i] for i in used.tolist()]
+        return replace(self.only(rows), prompts=prompts, prompt=prompt)
+
+    def noise(self, path: tuple[int, ...], step: int, role: str, shape: Sequence[int]) -> Tensor:
+        """One draw a tree, (R, *shape) fp32 on the CPU; path: where in the tree."""
+        shared = role == "init" and self.same_noise
+        seeds = [
+            noise_seed(
+                seed=self.seed,
+                iteration=self.iteration,
+                prompt=self.prompts[p].uid,
+                root=0 if shared else r,
+                path=path,
+                step=step,
+                role=role,
+            )
+            for p, r in zip(self.prompt.tolist(), self.root.tolist(), strict=True)
+        ]
+        return keyed_noise(seeds, shape, device="cpu")
+
+
+def occurrences(prompts: Sequence[PromptRecord]) -> list[int]:
+    """For each prompt, how often it stood before: 0, or more for one that is repeated."""
+    seen: Counter[str] = Counter()
+    found = []
+    for prompt in prompts:
+        found.append(seen[prompt.uid])
+        seen[prompt.uid] += 1
+    return found
+
+
+def group_request(
+    prompts: Sequence[PromptRecord],
+    plan: TreePlan,
+    *,
+    seed: int,
+    iteration: int,
+    retained: int | None = None,
+) -> Request:
+    """The plan's trees for every prompt, those of one prompt side by side: its group.
+
+    A prompt that stands there twice is two groups, with roots of their own. retained: how many
+    trees of a group keep the prompt's own words, the first; the others are asked for in the words
+    of its paraphrases, where it has any. None is all. Their noise is the same either way.
+    """
+    if retained is not None and retained > plan.roots:
+        raise ValueError(f"retained is {retained}, but a group has {plan.roots} trees")
+    before = occurrences(prompts)
+    asked: list[PromptRecord] = []
+    place: dict[tuple[int, str | None], int] = {}  # in `asked`, by group and wording
+    prompt: list[int] = []
+    for group, record in enumerate(prompts):
+        own = plan.roots if retained is None or not record.paraphrases else retained
+        others = plan.roots - own
+        turns = range(before[group] * others, (before[group] + 1) * others)
+        words = [reworded(record, turn, seed=seed, iteration=iteration) for turn in turns]
+        for one in [*[record] * own, *words]:
+            if (group, one.wording) not in place:
+                place[group, one.wording] = len(asked)
+                asked.append(one)
+            prompt.append(place[group, one.wording])
+    first = torch.tensor(before) * plan.roots
+    return Request(
+        prompts=asked,
+        prompt=torch.tensor(prompt),
+        group=torch.arange(len(prompts)).repeat_interleave(plan.roots),
+        root=(first[:, None] + torch.arange(plan.roots)).flatten(),
+        seed=seed,
+        iteration=iteration,
+        same_noise=plan.same_noise,
+    )
+
+
+def draw(
+    backbone: Backbone,
+    velocity: VelocityField,
+    cond: Conditioning,
+    request: Request,
+    plan: TreePlan,
+    schedule: Schedule,
+    batch_size: int,
+) -> Tree:
+    """Grow the request's trees as one forest; the network sees at most `batch_size` rows.
+
+    cond: of the request's prompts, in their order.
+    """
+    shape, device = backbone.latent_shape(), backbone.device
+
+    def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
+        return request.noise(path, step, role, shape)
+
+    x = noise((), 0, "init").to(device, backbone.dtype)
+    prompt = request.prompt.to(device)
+    return grow(batched(velocity, cond, batch_size), x, prompt, plan, schedule, noise)
+
+
+def batched(velocity: VelocityField, cond: Conditioning, size: int) -> FrontierVelocity:
+    """A velocity field over frontiers of any length, `size` rows at a time.
+
+    The conditioning of a frontier is gathered once, however many steps it stays the same.
+    """
+    last: Tensor | None = None
+    parts: list[Conditioning] = []
+
+    def field(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+        nonlocal last, parts
+        if prompt is not last:
+            last, parts = prompt, [cond.take(rows) for rows in prompt.split(size)]
+        pieces = [velocity(xs, sigma, c) for xs, c in zip(x.split(size), parts, strict=True)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    return field
+
+
+@torch.no_grad()
+def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
+    """Clean latents (L, *latent) -> images (n, 3, H, W) fp32 in [0, 1] on the CPU, n at a time.
+
+    An autoencoder that is kept elsewhere is on the backbone's device in the meantime.
+    """
+    with decoding(backbone):
+        for part in x0.split(batch_size):
+            yield backbone.decode(part).cpu()
+
+
+def hand_in(scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int) -> Tensor:
+    """Pictures to the rewards as they come, `leaves` of each tree in the request's order.
+
+    -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for pictures that are not finite.
+    """
+    prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
+    found: list[Tensor] = []
+    start = 0
+    for part in images:
+        rows = slice(start, start + len(part))
+        asked = [request.prompts[i] for i in prompt[rows]]
+        scoring.add(part, [p.text for p in asked], [p.metadata for p in asked], group[rows])
+        found.append(part)
+        start += len(part)
+    return torch.cat(found)
+
+
+def gathered(result: RewardResult, runtime: Runtime) -> RewardResult:
+    """The scores of the pictures of all processes, in their order."""
+    if runtime.world_size == 1:
+        return result
+    tensors = {
+        name: runtime.gather(getattr(result, name)) for name in ("scores", "valid", "applicable")
+    }
+    return replace(result, **tensors, errors=runtime.merge(result.errors))
+
+
+class Stopwatch:
+    """Seconds spent in named parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Everything since the last lap was `name`."""
+        now = time.perf_counter()
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+    def note(self, seconds: dict[str, float]) -> None:
+        """What was measured elsewhere."""
+        self.seconds |= seconds

@@ -1,0 +1,187 @@
+"""Known scores of rewards, to see that another machine or version computes the same.
+
+A golden value is a score that was measured with the real weights on the pictures that
+`flowrl reward-check` uses. Nothing else is written down as one.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import flowrl
+from flowrl.errors import UserError
+from flowrl.findings import Finding
+from flowrl.scoring.executors.base import RewardFailure, ask, to_levels
+from flowrl.scoring.findings import failure
+from flowrl.scoring.pictures import trials_of
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
+from flowrl.utils.files import write_text
+
+PATH = Path(flowrl.__file__).parent.parent / "rewards" / "golden.json"
+PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow", "scikit-image")
+SHARE = 0.003  # of the largest score: far above rounding, below what other preprocessing changes
+REMEDY = (
+    "Record one with flowrl golden {name} --write --file JSON, where its scores are known to be "
+    "right."
+)
+
+Entry = Mapping[str, Any]  # version, trials of {prompt, pictures, scores}; tolerance, made_with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What became of one reward; `measured` is an entry for the golden file, None without one."""
+
+    finding: Finding
+    measured: Entry | None = None
+
+
+def compare_all(names: list[str], golden: Mapping[str, Entry]) -> list[Comparison]:
+    """Ask the named rewards and compare; with no names those that have golden values.
+
+    A reward without a golden value is "missing", never "ok"; one that cannot be asked here too.
+    With no names the other built-in rewards are listed as missing, and not asked.
+    """
+    compared = [compare_one(name, golden.get(name)) for name in names or golden]
+    rest = [] if names else [name for name in BUILT_IN if name not in golden]
+    return compared + [
+        Comparison(finding=Finding(topic=name, state="missing", detail="no golden value yet"))
+        for name in rest
+    ]
+
+
+def compare_one(name: str, entry: Entry | None) -> Comparison:
+    """Ask a reward, and compare its scores with those of its entry."""
+    try:
+        measured = measure(name)
+    except (UserError, ValueError) as error:
+        return Comparison(finding=failure(name, error))
+    return Comparison(finding=_judge(name, measured, entry), measured=measured)
+
+
+def measure(name: str) -> Entry:
+    """The scores of a reward with its default arguments on its fixtures, or on plain pictures.
+
+    Raises UserError when it cannot be asked or leaves a picture without a score.
+    """
+    reward = load_reward(name)
+    trials = trials_of(RewardSpec(name=name, reward=reward), reward, ())
+    if not trials:
+        raise RewardFailure(f"reward {name!r} has nothing to say to the pictures there are")
+    rows = []
+    for trial in trials:
+        pictures, count = quantise(trial.pictures), len(trial.pictures)
+        answer = ask(reward, name, pictures, [trial.prompt] * count, [trial.metadata] * count)
+        if answer.reasons:
+            raise RewardFailure(
+                f"reward {name!r} gave no score: {next(iter(answer.reasons.values()))}"
+            )
+        levels = to_levels(pictures).contiguous().numpy().tobytes()
+        rows.append(
+            {
+                "prompt": trial.prompt,
+                "pictures": hashlib.sha256(levels).hexdigest()[:16],
+                "scores": [float(f"{score:.7g}") for score in answer.scores.tolist()],
+            }
+        )
+    return {"version": str(getattr(reward, "version", "")), "trials": rows}
+
+
+def recorded(measured: Entry, share: float = SHARE) -> Entry:
+    """An entry for the golden file: what was measured, how near others must come, and by what."""
+    largest = max(abs(score) for row in measured["trials"] for score in row["scores"])
+    made_with = {package: found for package in PACKAGES if (found := _installed(package))}
+    return {
+        "version": measured["version"],
+        "tolerance": float(f"{share * largest:.2g}"),
+        "made_with": made_with,
+        "trials": measured["trials"],
+    }
+
+
+def read_golden(path: Path = PATH) -> dict[str, Entry]:
+    """The entries of a golden file by reward; none when there is no file. Raises UserError."""
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+        for entry in found.values():
+            _check(entry)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"{path} is no golden file ({type(error).__name__}: {error}): expected JSON as "
+            "flowrl golden NAME --write --file JSON makes it"
+        ) from error
+    return found
+
+
+def _check(entry: Entry) -> None:
+    """Raises KeyError, TypeError or ValueError for what is no entry."""
+    parts = [entry["tolerance"], *(score for row in entry["trials"] for score in row["scores"])]
+    if not all(math.isfinite(part) for part in parts):
+        raise ValueError("a number is not finite")
+    if not all(
+        isinstance(part, str) for key in ("version", "pictures") for part in _parts(entry, key)
+    ):
+        raise TypeError("a version is no text")
+
+
+def write_golden(path: Path, entries: Mapping[str, Entry]) -> None:
+    """Write all entries, atomically, by name."""
+    write_text(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
+
+
+def _judge(name: str, measured: Entry, entry: Entry | None) -> Finding:
+    if entry is None:
+        return _without(name, "no golden value yet, so nothing was compared")
+    for key, what in (("version", "of another version"), ("pictures", "of other pictures")):
+        here, there = _parts(measured, key), _parts(entry, key)
+        if here != there:
+            return _without(
+                name, f"no golden value yet: the one there is {what} ({there[0]}, not {here[0]})"
+            )
+    pairs = [
+        (row["prompt"], score, golden)
+        for row, known in zip(measured["trials"], entry["trials"], strict=True)
+        for score, golden in zip(row["scores"], known["scores"], strict=True)
+    ]
+    prompt, score, golden = max(pairs, key=lambda pair: _gap(*pair[1:]))
+    if _gap(score, golden) > entry["tolerance"]:
+        detail = f"{score:.6g} for {prompt!r}, expected {golden:.6g} within {entry['tolerance']:g}"
+        made = ", ".join(f"{k} {v}" for k, v in entry.get("made_with", {}).items())
+        return Finding(
+            topic=name,
+            state="problem",
+            detail=detail,
+            remedy=f"The golden value was made with {made}: look for what differs here.",
+        )
+    detail = f"{len(pairs)} scores agree, the largest difference is {_gap(score, golden):.2g}"
+    return Finding(topic=name, state="ok", detail=detail)
+
+
+def _parts(entry: Entry, key: str) -> list[str]:
+    if key == "version":
+        return [entry["version"]]
+    return [f"{row['pictures']} with {row['prompt']!r}" for row in entry["trials"]]
+
+
+def _gap(score: float, golden: float) -> float:
+    gap = abs(score - golden)
+    return gap if math.isfinite(gap) else math.inf
+
+
+def _without(name: str, detail: str) -> Finding:
+    return Finding(topic=name, state="missing", detail=detail, remedy=REMEDY.format(name=name))
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

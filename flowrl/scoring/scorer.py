@@ -1,0 +1,193 @@
+"""Rewards at work: pictures are rounded once, every reward is asked, what fails is missing.
+
+Pictures are handed in as they are decoded, so that rewards work while further ones are drawn.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import UserError
+from flowrl.scoring.executors.base import Answer, RewardFailure, failed, to_levels
+from flowrl.scoring.spec import RewardResult, RewardSpec
+
+TOLD = 3  # reasons that are told one by one
+HEARTBEAT = 15.0  # seconds
+LOG = logging.getLogger(__name__)
+
+
+class SamplerFailure(UserError):
+    """The pictures themselves are broken: no reward is to blame."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Rows that a reward was asked about together, and its answer to come."""
+
+    column: int
+    rows: list[int]
+    answer: "Future[Answer]"
+
+
+@dataclass(slots=True, kw_only=True)
+class Scoring:
+    """One batch of pictures on its way through `specs`; `add` some, in order, then `result`.
+
+    Rewards only see pictures that they apply to. One that compares whole groups is asked at the
+    end, a group at a time; a group of one picture has nothing to compare, so it does not apply.
+    """
+
+    specs: Sequence[RewardSpec]
+    _asked: list[_Asked] = field(init=False, default_factory=list)
+    _images: list[Tensor] = field(init=False, default_factory=list)
+    _prompts: list[str] = field(init=False, default_factory=list)
+    _metadata: list[dict] = field(init=False, default_factory=list)
+    _group: list[int] = field(init=False, default_factory=list)
+
+    def add(
+        self, images: Tensor, prompts: list[str], metadata: list[dict], group: Sequence[int] = ()
+    ) -> None:
+        """Pictures (L, 3, H, W) in [0, 1]; group: of each, none when nothing compares groups.
+
+        Raises SamplerFailure for pictures that are not finite.
+        """
+        rows = len(images)
+        if not len(prompts) == len(metadata) == rows:
+            raise ValueError(f"got {rows} images, {len(prompts)} prompts, {len(metadata)} metadata")
+        start = len(self._prompts)
+        images = quantise(images, prompts)
+        self._prompts += prompts
+        self._metadata += metadata
+        self._group += group or range(start, start + rows)
+        if any(spec.whole_groups for spec in self.specs):
+            self._images.append(images)
+        for column, spec in enumerate(self.specs):
+            if not spec.whole_groups:
+                fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
+                own = images if len(fits) == rows else images[fits]  # no copy where none is needed
+                self._ask(column, [start + i for i in fits], own)
+
+    def result(self) -> RewardResult:
+        """The scores of all pictures that were added, once every reward has answered.
+
+        Raises RewardFailure for what a reward says no picture can mend.
+        """
+        self._ask_groups()
+        rows = len(self._prompts)
+        scores = torch.full((rows, len(self.specs)), torch.nan)
+        applicable = torch.zeros(rows, len(self.specs), dtype=torch.bool)
+        reasons: dict[str, dict[int, str]] = {}
+        seconds: dict[str, float] = {}
+        for asked in self._asked:
+            spec = self.specs[asked.column]
+            answer = self._answer(asked, spec)
+            scores[asked.rows, asked.column] = answer.scores
+            applicable[asked.rows, asked.column] = True
+            for row, reason in answer.reasons.items():
+                reasons.setdefault(spec.name, {})[asked.rows[row]] = reason
+            seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
+        return RewardResult(
+            scores=scores,
+            valid=scores.isfinite(),
+            applicable=applicable,
+            names=tuple(spec.name for spec in self.specs),
+            errors={name: self._told(why) for name, why in reasons.items()},
+            seconds=seconds,
+        )
+
+    def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
+        """What stops a run when it is learned from, a watched reward only fails to score."""
+        try:
+            return self._wait(asked, spec.name)
+        except RewardFailure as error:
+            if spec.trained:
+                raise
+            return failed(len(asked.rows), str(error))
+
+    def _wait(self, asked: _Asked, name: str) -> Answer:
+        """An answer, with a word now and then on what takes so long; executors have deadlines."""
+        began = time.monotonic()
+        while True:
+            try:
+                return asked.answer.result(timeout=HEARTBEAT)
+            except TimeoutError:
+                if asked.answer.done():  # it is the reward's own
+                    raise
+                waiting = sum(len(a.rows) for a in self._asked if not a.answer.done())
+                LOG.warning(
+                    "waiting for reward %r for %.0f s, %d scores pending",
+                    name, time.monotonic() - began, waiting,
+                )  # fmt: skip
+
+    def _ask(self, column: int, rows: list[int], images: Tensor) -> None:
+        if not rows:
+            return
+        executor = self.specs[column].asked_by()
+        prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
+        answer = executor.submit(images, prompts, metadata)
+        self._asked.append(_Asked(column=column, rows=rows, answer=answer))
+
+    def _ask_groups(self) -> None:
+        """Rewards that compare whole groups, now that all pictures are there."""
+        columns = [c for c, spec in enumerate(self.specs) if spec.whole_groups]
+        if not columns or not self._images:
+            return
+        images = torch.cat(self._images)
+        self._images.clear()
+        members: dict[int, list[int]] = {}
+        for row, group in enumerate(self._group):
+            members.setdefault(group, []).append(row)
+        for rows in members.values():
+            for column in columns:
+                spec, first = self.specs[column], rows[0]
+                if len(rows) > 1 and spec.applies(self._prompts[first], self._metadata[first]):
+                    self._ask(column, rows, images[rows])
+
+    def _told(self, why: dict[int, str]) -> str:
+        """The reasons for people: each once, with the prompt of the first picture it concerns."""
+        first: dict[str, int] = {}
+        for row, reason in why.items():
+            first.setdefault(reason, row)
+        told = [f"{reason} (prompt {self._prompts[row]!r})" for reason, row in first.items()]
+        more = f", and {len(told) - TOLD} more reasons" if len(told) > TOLD else ""
+        return f"no score for {len(why)} of {len(self._prompts)} pictures: " + (
+            "; ".join(told[:TOLD]) + more
+        )
+
+
+def score(
+    specs: Sequence[RewardSpec],
+    images: Tensor,
+    prompts: list[str],
+    metadata: list[dict],
+    group: Sequence[int] = (),
+) -> RewardResult:
+    """Scores (L, 3, H, W) pictures in [0, 1] with every reward; as `Scoring`, at once."""
+    scoring = Scoring(specs=specs)
+    scoring.add(images, prompts, metadata, group)
+    return scoring.result()
+
+
+def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
+    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU.
+
+    Raises SamplerFailure for pictures that are not finite, with the first one's prompt.
+    """
+    broken: list[int] = []
+    # One quick pass: not finite pixels make a sum that is not either. A GPU waits for this.
+    if not images.sum(dtype=torch.float32).isfinite():
+        broken = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
+    if broken:
+        which = f" (the first for the prompt {prompts[broken[0]]!r})" if prompts else ""
+        raise SamplerFailure(
+            f"sampler failure: {len(broken)} of {len(images)} pictures hold NaN or infinite "
+            f"pixels{which}; look at the latents (learning rate, precision of the decoder), not at "
+            "the rewards"
+        )
+    # Divided on the CPU: other devices round k / 255 in other ways.
+    return to_levels(images).float().div_(255)

@@ -1,0 +1,202 @@
+"""Rewards: where they are found, what they are, and which prompts they have something to say to.
+
+A reward is a callable (images, prompts, metadata) -> scores, see the docstring of `rewards`. How it
+is asked is its executor's business (`flowrl.executors`), when is `flowrl.scoring.scorer`'s.
+"""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from flowrl.errors import UserError
+from flowrl.scoring.executors.base import Executor, Reward
+from flowrl.scoring.executors.inline import Inline
+from flowrl.utils.imports import load_callable
+
+BUILT_IN = {
+    "geneval": "rewards.geneval:GenEval",
+    "ocr": "rewards.ocr:OCR",
+    "compressibility": "rewards.jpeg:Compressibility",
+    "incompressibility": "rewards.jpeg:Incompressibility",
+    "brightness": "rewards.brightness:Brightness",
+    "pickscore": "rewards.pickscore:PickScore",
+    "clipscore": "rewards.clipscore:CLIPScore",
+    "hpsv2": "rewards.hpsv2:HPSv2",
+    "aesthetic": "rewards.aesthetic:Aesthetic",
+    "imagereward": "rewards.imagereward:ImageReward",
+    "hpsv3": "rewards.hpsv3:HPSv3",
+    "vlm_judge": "rewards.vlm_judge:VLMJudge",
+    "vlm_questions": "rewards.vlm_questions:VLMQuestions",
+    "unified_reward": "rewards.unified_reward:UnifiedReward",
+    "pairwise": "rewards.pairwise:PairwiseWinRate",
+    "similarity": "rewards.similarity:Similarity",
+    "diversity": "rewards.diversity:SetDiversity",
+    "preference": "rewards.preference:Preference",
+    "tiny_colors": "rewards.tiny_colors:TinyColors",
+    "tiny_quality": "rewards.tiny_quality:TinyQuality",
+}
+
+
+Transform = Callable[[Tensor, Tensor], Tensor]  # scores (L,), group (L,) -> (L,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """A reward with its name and part in a run; a held-out one is reported, never trained on.
+
+    executor: who asks it; None asks it in this process. transform: what becomes of its scores
+    before they are combined; None leaves them. applies_to: metadata keys and the values that a
+    prompt must have for this reward, for example {"tag": ("ocr",)}. on_failure: what a missing
+    score does: "mask" leaves the picture out, "raise" stops, a number stands in for it.
+    """
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    held_out: bool = False
+    executor: Executor | None = None
+    transform: Transform | None = None
+    applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    on_failure: Literal["mask", "raise"] | float = "mask"
+
+    def meant_for(self, metadata: dict) -> bool:
+        """Whether the recipe keeps it to prompts like this one: `applies_to`."""
+        return all(metadata.get(key) in values for key, values in self.applies_to.items())
+
+    def applies(self, prompt: str, metadata: dict) -> bool:
+        """Whether it is meant for a prompt and has something to say: its metadata are there, it
+        agrees. One that is only watched and cannot tell has nothing to say.
+
+        Raises UserError when a trained one cannot tell.
+        """
+        if not self.meant_for(metadata):
+            return False
+        try:
+            test = getattr(self.reward, "applies", None)
+            present = all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
+            return present and (test is None or bool(test(prompt, metadata)))
+        except Exception as error:
+            known = isinstance(error, UserError)
+            told = str(error) if known else (
+                f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
+                f"{type(error).__name__}: {error}"
+            )  # fmt: skip
+            if self.trained:
+                raise UserError(told) from error
+            warnings.warn(told, stacklevel=2)  # each text once
+            return False
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained on; a failure of one that is only watched never stops a run."""
+        return bool(self.weight) and not self.held_out
+
+    @property
+    def whole_groups(self) -> bool:
+        """Whether it compares all pictures of a prompt, which it must then get in one call."""
+        try:
+            return getattr(self.reward, "scope", "sample") == "group"
+        except UserError:  # a server that does not answer
+            if self.trained:
+                raise
+            return False
+
+    def asked_by(self) -> Executor:
+        return self.executor or Inline(self.reward, self.name)
+
+    def close(self) -> None:
+        """End the processes and threads of its executor."""
+        if self.executor is not None:
+            self.executor.close()
+
+
+@contextmanager
+def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
+    """Ends what their executors started, however the block ends."""
+    try:
+        yield
+    finally:
+        for spec in specs:
+            spec.close()
+
+
+def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
+    """Those that are learned: not held out, and with a weight."""
+    return [spec for spec in specs if spec.trained]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """Scores of L pictures by R rewards."""
+
+    scores: Tensor  # (L, R) float32, NaN = missing
+    valid: Tensor  # (L, R) bool, the score exists
+    applicable: Tensor  # (L, R) bool, the reward has something to say about this prompt
+    names: tuple[str, ...]
+    errors: dict[str, str] = field(default_factory=dict)  # reward name -> why scores are missing
+    seconds: dict[str, float] = field(default_factory=dict)  # reward name -> time it took
+
+    @staticmethod
+    def cat(parts: Sequence["RewardResult"]) -> "RewardResult":
+        """The pictures of several results of the same rewards, at least one."""
+        joined = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("scores", "valid", "applicable")
+        }
+        names = {name for part in parts for name in part.seconds}
+        return RewardResult(
+            **joined,
+            names=parts[0].names,
+            errors={name: text for part in reversed(parts) for name, text in part.errors.items()},
+            seconds={name: sum(part.seconds.get(name, 0.0) for part in parts) for name in names},
+        )
+
+
+class ArgumentsRefused(UserError):
+    """A reward does not take its arguments, or lacks some; the cause is what it raised."""
+
+
+def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
+    """The reward of that name in BUILT_IN, or of "module:attribute"; classes are called with args.
+
+    Modules are looked for where Python does, and last in the working directory.
+
+    Raises UserError when there is none, saying where Python looked, and for whatever its module
+    or its class raises; ArgumentsRefused when args do not fit.
+    """
+    target = BUILT_IN.get(name, name)
+    if ":" not in target:
+        known = ", ".join(BUILT_IN)
+        raise UserError(
+            f"unknown reward {name!r}: use one of {known}, or your own as 'module:attribute'"
+        )
+    try:
+        found = load_callable(target)
+    except Exception as error:  # a stranger's module may raise anything
+        raise UserError(f"cannot load reward {name!r} from {target}: {_told(error)}") from error
+    if not inspect.isclass(found):
+        return cast(Reward, functools.partial(found, **args) if args else found)
+    try:
+        return cast(Reward, found(**(args or {})))
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentsRefused(
+            f"reward {name!r} does not accept {dict(args or {})}: {error}"
+        ) from error
+    except Exception as error:
+        raise UserError(f"reward {name!r} cannot be made: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """One line of an exception: its class, unless it is how `load_callable` says what it found."""
+    text = " ".join(str(error).split())
+    plain = type(error) is LookupError and text
+    return text if plain else ": ".join(filter(None, (type(error).__name__, text)))

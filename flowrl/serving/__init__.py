@@ -1,1 +1,0 @@
-"""Rewards over HTTP: what `flowrl reward-serve` runs."""

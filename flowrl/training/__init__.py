@@ -1,0 +1,1 @@
+"""The loop, and what surrounds it: run folder, checkpoints, evaluation, metrics, trackers."""

@@ -1,0 +1,266 @@
+"""Is it better? The same held-out prompts and seeds before and after, scored and compared."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.text_cache import TextCache
+from flowrl.errors import UserError
+from flowrl.functional.stats import Interval, paired_bootstrap
+from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.sampling.rollout import Request, decode, draw, gathered, hand_in, occurrences
+from flowrl.sampling.schedule import Schedule
+from flowrl.scoring.combine import check_invalid, lacking
+from flowrl.scoring.executors.base import to_levels
+from flowrl.scoring.scorer import Scoring
+from flowrl.scoring.spec import RewardResult, RewardSpec
+from flowrl.training.hacking import corrected_score
+from flowrl.trees.plan import ode_plan
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import load_state, save_state
+
+NO_ITERATION = -1  # in the names of noise: no training iteration draws it
+QUALITY_BOUNDS = (1.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Scores of N images: scores (N, R), NaN where missing or not applicable, and the R names.
+
+    images: (n, 3, H, W) uint8, the first n of them; prompts, draws: of those n. key: the
+    evaluator's; only evaluations with one key can be compared. reworded: (N, R), scores of as many
+    pictures from the same noise and a paraphrase of the prompt, NaN where it has none; None when
+    they were not drawn.
+    """
+
+    scores: Tensor
+    names: tuple[str, ...]
+    images: Tensor
+    prompts: tuple[str, ...]
+    draws: tuple[int, ...]
+    key: str
+    reworded: Tensor | None = None
+
+    def mean(self, name: str) -> float:
+        """Mean of one reward over the images that have it; NaN when none has."""
+        return self.scores[:, self.names.index(name)].nanmean().item()
+
+    def measures(self, quality: str | None = None) -> dict[str, Tensor]:
+        """Everything that is measured, (N,) each with NaN where an image has none, by name.
+
+        The rewards under their names. With `quality`, the reward that tells how well made a
+        picture is on 1 to 5: corrected/<name>, what GDRO's correction makes of each other reward.
+        Of images that were also drawn from a paraphrase: paraphrase/<name>, the score then, and
+        paraphrase_gap/<name>, how far it lies below the score of the prompt's own words.
+        """
+        found = dict(zip(self.names, self.scores.unbind(1), strict=True))
+        columns = () if self.reworded is None else self.reworded.unbind(1)
+        others = dict(zip(self.names, columns, strict=False))  # none, or all
+        judged = None if quality is None else found.get(quality)
+        corrected = {
+            f"corrected/{name}": corrected_score(score, judged)
+            for name, score in found.items()
+            if judged is not None and name != quality
+        }
+        paraphrase = {f"paraphrase/{name}": score for name, score in others.items()}
+        gap = {f"paraphrase_gap/{name}": found[name] - score for name, score in others.items()}
+        return found | corrected | paraphrase | gap
+
+    def save(self, path: Path) -> None:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        save_state(path, fields)
+
+    @staticmethod
+    def load(path: Path) -> "Evaluation":
+        state = load_state(path)
+        for name in ("names", "prompts", "draws"):
+            state[name] = tuple(state[name])
+        return Evaluation(**state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One measure before and after, over the pairs that have both scores."""
+
+    name: str
+    before: float
+    after: float
+    change: Interval
+    pairs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
+
+    Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to
+    look at. `key` stands for everything that decides the pictures of the base and their scores.
+    quality: the reward on 1 to 5 that corrects the others. paraphrases: draw each picture whose
+    prompt has paraphrases a second time, from the same noise and one of them. Raises RewardFailure
+    when more than `max_invalid_fraction` of the pictures lack a score of a trained reward.
+    """
+
+    backbone: Backbone
+    encode: TextCache
+    prompts: Sequence[PromptRecord]
+    specs: Sequence[RewardSpec]
+    schedule: Schedule
+    seed: int
+    batch_size: int
+    decode_batch: int
+    key: str = ""
+    keep: int = 24
+    quality: str | None = None
+    paraphrases: bool = False
+    max_invalid_fraction: float = 1.0
+
+    def request(self) -> Request:
+        return Request(
+            prompts=self.prompts,
+            prompt=torch.arange(len(self.prompts)),
+            group=torch.arange(len(self.prompts)),
+            root=torch.tensor(occurrences(self.prompts)),
+            seed=self.seed,
+            iteration=NO_ITERATION,
+        )
+
+    def __call__(self, velocity: VelocityField, runtime: Runtime) -> Evaluation:
+        """Score the network behind `velocity`; every process gets the whole result."""
+        request = self.request()
+        scores, images = self._draw(velocity, runtime, request, keep=self.keep)
+        shown = range(min(self.keep, len(self.prompts)))
+        return Evaluation(
+            scores=scores,
+            names=tuple(spec.name for spec in self.specs),
+            images=images,
+            prompts=tuple(self.prompts[i].text for i in shown),
+            draws=tuple(request.root[: len(shown)].tolist()),
+            key=self.key,
+            reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
+        )
+
+    def _reworded(self, velocity: VelocityField, runtime: Runtime, request: Request) -> Tensor:
+        """The scores of all pictures when asked for in other words, (N, R)."""
+        has = torch.tensor([bool(p.paraphrases) for p in self.prompts])
+        rows = has.nonzero().squeeze(1)
+        scores = torch.full((len(has), len(self.specs)), torch.nan)
+        if not len(rows):
+            return scores
+        words = [
+            reworded(p, turn, seed=self.seed, iteration=NO_ITERATION) if p.paraphrases else p
+            for p, turn in zip(self.prompts, request.root.tolist(), strict=True)
+        ]
+        asked = replace(request, prompts=words).take(rows)
+        scores[rows] = self._draw(velocity, runtime, asked, keep=0)[0]
+        return scores
+
+    @torch.no_grad()
+    def _draw(
+        self, velocity: VelocityField, runtime: Runtime, request: Request, *, keep: int
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of all pictures (N, R), and the first `keep`; the same on every process.
+
+        Rewards work on a batch while the next is drawn; no more are kept waiting.
+        """
+        results, kept = [Scoring(specs=self.specs).result()], []
+        waiting: list[Scoring] = []
+        own = runtime.share(len(request.prompt))
+        with runtime.together():
+            # All at once, so that encoders that are elsewhere move once.
+            prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
+            self.encode.learn(prompts, self.batch_size)
+            for rows in own.split(self.batch_size) if len(own) else ():
+                scoring = Scoring(specs=self.specs)
+                with runtime.autocast():
+                    images = self._pictures(velocity, request.take(rows), scoring)
+                kept.append(to_levels(images[rows < keep]))
+                waiting.append(scoring)
+                if len(waiting) > 1:
+                    results.append(waiting.pop(0).result())
+            results += [scoring.result() for scoring in waiting]
+        result = gathered(RewardResult.cat(results), runtime)
+        self._check(result)
+        return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
+
+    def _check(self, result: RewardResult) -> None:
+        """Means over the few pictures that have a score would mislead. What is only measured may
+        be missing."""
+        known = ~lacking(self.specs, result)
+        check_invalid(known, max_fraction=self.max_invalid_fraction, errors=result.errors)
+
+    def _pictures(self, velocity: VelocityField, request: Request, scoring: Scoring) -> Tensor:
+        """Draw a batch and hand it to the rewards."""
+        plan, cond = ode_plan(len(self.schedule.sigmas) - 1), self.encode(request.prompts)
+        tree = draw(
+            self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
+        )  # fmt: skip
+        pictures = decode(self.backbone, tree.leaves(), self.decode_batch)
+        return hand_in(scoring, pictures, request, 1)
+
+    def _no_images(self) -> Tensor:
+        """(0, 3, H, W): what a process without a share adds to the others' pictures."""
+        latent = torch.zeros(1, *self.backbone.latent_shape(), device=self.backbone.device)
+        return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
+
+
+def compare(before: Evaluation, after: Evaluation, quality: str | None = None) -> list[Comparison]:
+    """What both evaluations measure, paired image by image, with a 95 % bootstrap interval.
+
+    quality: as in `Evaluation.measures`. A measure without a pair is left out.
+    """
+    rows = []
+    others = after.measures(quality)
+    for name, a in before.measures(quality).items():
+        b = others.get(name, torch.full_like(a, torch.nan))
+        both = a.isfinite() & b.isfinite()
+        if not bool(both.any()):
+            continue
+        a, b = a[both], b[both]
+        rows.append(
+            Comparison(
+                name=name,
+                before=a.mean().item(),
+                after=b.mean().item(),
+                change=paired_bootstrap(a, b),
+                pairs=len(a),
+            )
+        )
+    return rows
+
+
+def check_quality(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], name: str) -> None:
+    """Raises UserError unless evaluation.quality names a reward that goes from 1 to 5."""
+    spec = measured(specs, prompts, name, "evaluation.quality")
+    bounds = getattr(spec.reward, "bounds", None)
+    if bounds is None or tuple(bounds) != QUALITY_BOUNDS:
+        raise UserError(
+            f"evaluation.quality is {name!r}, whose bounds are {bounds}, but the corrected score "
+            "is made for a quality from 1 to 5: name a reward with bounds = (1.0, 5.0), for "
+            "example tiny_quality"
+        )
+
+
+def measured(
+    specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], name: str, option: str
+) -> RewardSpec:
+    """The reward that `option` names. Raises UserError when there is none, or when it applies to
+    none of the held-out prompts."""
+    spec = next((spec for spec in specs if spec.name == name), None)
+    if spec is None:
+        known = ", ".join(spec.name for spec in specs)
+        raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
+    if spec.whole_groups:
+        raise UserError(
+            f"{option} is {name!r}, which compares the pictures of a prompt, and evaluation draws "
+            "each prompt by itself: name a reward that looks at single pictures"
+        )
+    if not any(spec.applies(p.text, p.metadata) for p in prompts):
+        raise UserError(
+            f"{option} is {name!r}, but that reward applies to none of the {len(prompts)} held-out "
+            "prompts: give evaluation.prompts that it can judge, or set it to null"
+        )
+    return spec

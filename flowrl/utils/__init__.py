@@ -1,0 +1,1 @@
+"""Helpers that know nothing of flowrl: files, processes, progress, images, plots, templates."""

@@ -1,0 +1,99 @@
+"""How far a long job is: a live bar on a terminal, now and then a plain line elsewhere."""
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from flowrl.utils.templates import number
+
+
+class Steps:
+    """Counts the steps of a job for the reader; a context manager.
+
+    `start` steps are done already (a resumed run). Without a terminal a line is printed for the
+    first and the last step, and every `every` seconds between them.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        *,
+        start: int = 0,
+        console: Console | None = None,
+        every: float = 10.0,
+    ):
+        self.console = console or Console()
+        self._what, self._total, self._done, self._start = what, total, start, start
+        self._every, self._began, self._said = every, time.monotonic(), float("-inf")
+        self._bar = _bar(self.console) if self.console.is_terminal else None
+        self._task = self._bar and self._bar.add_task(what, total=total, completed=start, notes="")
+
+    def advance(self, values: Mapping[str, float | None] | None = None) -> None:
+        """One more step is done; `values` (reward, loss, ...) are shown beside it."""
+        self._done += 1
+        notes = " ".join(f"{name} {_note(value)}" for name, value in (values or {}).items())
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=self._done, notes=notes)
+            return
+        now = time.monotonic()
+        if now - self._said >= self._every or self._done == self._total:
+            self._said = now
+            self.console.print(
+                self._line(now, notes), highlight=False, markup=False, soft_wrap=True
+            )
+
+    def _line(self, now: float, notes: str) -> str:
+        spent = now - self._began
+        left = spent / max(1, self._done - self._start) * (self._total - self._done)
+        line = (
+            f"{self._what} {self._done}/{self._total} {clock(spent)} (left {clock(left)}) {notes}"
+        )
+        return line.rstrip()
+
+    def __enter__(self) -> "Steps":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _note(value: float | None) -> str:
+    return str(value) if isinstance(value, int) else number(value)
+
+
+def clock(seconds: float) -> str:
+    """125.4 -> '2:05', 7265 -> '2:01:05'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[notes]}", markup=False),
+        console=console,
+    )

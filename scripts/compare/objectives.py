@@ -1,0 +1,207 @@
+"""Compare objectives on the tiny world: each learns, and what it costs in pictures and time.
+
+    python -m scripts.compare.objectives
+
+Trains the built-in pipeline with each of METHODS on one thread, one run after the other, then
+writes gallery/objectives: tables, curves against pictures drawn and wall time, and their data. Some
+80 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --only NAME
+trains some methods alone (a second core can take others), --page writes the page of what is there.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from pathlib import Path
+
+import flowrl
+from flowrl.collecting import collect_groups
+from flowrl.config import Config
+from flowrl.training.checkpoint import CONFIG, claim
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import write_text
+from scripts.compare.methods import FAMILIES, METHODS, QUALITY, SHARED, Family, Method, Stored
+from scripts.compare.outcomes import outcome, table
+from scripts.compare.runs import Run, markdown, mean_curve, write_charts, write_table
+
+SPENT = "spent.json"  # beside a store: what collecting it took
+GOAL = "Flow-GRPO"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs/objectives"))
+    parser.add_argument("--output", type=Path, default=Path("gallery/objectives"))
+    parser.add_argument("--machine", default="one thread of a 2-core CPU", help="for the page")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train these alone")
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    for name in options.only:
+        if name not in names():
+            parser.error(f"no method is called {name!r}: {', '.join(names())}")
+    chosen = [m for m in METHODS if not options.page and m.name in (options.only or names())]
+    for seed in range(max(m.seeds for m in METHODS)):  # a disturbed hour disturbs all alike
+        for method in chosen:
+            if seed < method.seeds:
+                train(method, seed, options.runs)
+    write_page(options.runs, options.output, options.machine)
+
+
+def names() -> list[str]:
+    return [method.name for method in METHODS]
+
+
+def folder_of(method: Method, seed: int, runs: Path) -> Path:
+    name = method.name.replace(", ", "-").replace(" ", "-").lower()
+    return runs / f"{name}-{seed}"
+
+
+def store_of(stored: Stored, seed: int, runs: Path) -> Path:
+    return runs / f"store-{stored.name}-{seed}"
+
+
+def configuration(family: Family, seed: int, folder: Path, *changes: str) -> Config:
+    own = [f"run.seed={seed}", f"run.output_dir={folder}"]
+    return flowrl.load_config("quickstart", [*SHARED, *family.changes, *own, *changes])
+
+
+def train(method: Method, seed: int, runs: Path) -> None:
+    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
+    folder = folder_of(method, seed, runs)
+    if finished(method, folder):
+        return
+    changes = [
+        *method.changes,
+        f"run.iterations={method.iterations}",
+        f"evaluation.every={method.evaluate_every}",
+    ]
+    family = FAMILIES[method.family]
+    if method.store is not None:
+        store = store_of(method.store, seed, runs)
+        collect(method.store, family, seed, store)
+        changes.append(f"rollout.store.path={store}")
+    resume = "latest" if (folder / CONFIG).exists() else None
+    flowrl.align(configuration(family, seed, folder, *changes), resume=resume)
+    if not finished(method, folder):
+        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
+
+
+def finished(method: Method, folder: Path) -> bool:
+    done = read_metrics(folder)
+    return (
+        bool(done) and done[-1]["step"] == method.iterations and "eval/geneval_strict" in done[-1]
+    )
+
+
+def collect(stored: Stored, family: Family, seed: int, folder: Path) -> None:
+    """Draw the groups to learn from; one that was stopped begins anew, since its time is told."""
+    # Methods share stores: a second process must not begin what the first is at.
+    with claim(folder.with_name(folder.name + "-lock"), resume=None):
+        if (folder / SPENT).exists():
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        began = time.perf_counter()
+        config = configuration(family, seed, folder, *stored.changes)
+        (row,) = collect_groups(config, folder, groups=stored.groups)
+        spent = {"seconds": time.perf_counter() - began, "pictures": row["pictures"]}
+        write_text(folder / SPENT, json.dumps(spent))
+
+
+def read_run(method: Method, seed: int, runs: Path) -> Run:
+    spent = {"seconds": 0.0, "pictures": 0.0}
+    if method.store is not None:
+        spent = json.loads((store_of(method.store, seed, runs) / SPENT).read_text())
+    metrics = read_metrics(folder_of(method, seed, runs))
+    return Run(method=method.name, seed=seed, metrics=metrics, **spent)
+
+
+def write_page(runs: Path, output: Path, machine: str) -> None:
+    """Tables, charts and data of all methods whose runs are finished."""
+    done: dict[str, list[Run]] = {}
+    for method in METHODS:
+        seeds = [s for s in range(method.seeds) if finished(method, folder_of(method, s, runs))]
+        if len(seeds) == method.seeds:
+            done[method.name] = [read_run(method, s, runs) for s in seeds]
+    every = [run for found in done.values() for run in found]
+    write_table(output / "curves.csv", every)
+    parts = [f"# Objectives\n\n{INTRODUCTION.format(machine=machine, shared=' '.join(SHARED))}"]
+    for name, family in FAMILIES.items():
+        methods = [m for m in METHODS if m.family == name and m.name in done]
+        if methods:
+            parts.append(section(name, family, methods, done, runs, output))
+    write_text(output / "README.md", "\n".join(parts))
+
+
+def section(
+    name: str,
+    family: Family,
+    methods: list[Method],
+    done: dict[str, list[Run]],
+    runs: Path,
+    output: Path,
+) -> str:
+    """The part of the page for one family."""
+    goal = mean_curve(done[GOAL]) if family.against_goal and GOAL in done else None
+    level = goal[-1].scores[f"eval/{family.score}"] if goal else None
+    outcomes = [
+        outcome(
+            done[m.name],
+            [folder_of(m, s, runs) for s in range(m.seeds)],
+            family.score,
+            QUALITY,
+        )
+        for m in methods
+    ]
+    shown = [run for m in methods for run in done[m.name]]
+    axes = ("pictures", "wall-time")
+    write_charts(output, shown, f"eval/{family.score}", axes=axes, prefix=f"{name}-", level=level)
+    charts = "\n".join(f"![{family.score} against {axis}]({name}-{axis}.png)" for axis in axes)
+    recipes = "\n".join(
+        f"| {m.name} | {'; '.join(f'`{c}`' for c in m.changes) or 'none'}"
+        + (f"; a store of {m.store.groups} groups drawn with {told(m.store)}" if m.store else "")
+        + " |"
+        for m in methods
+    )
+    return FAMILY.format(
+        title=family.title,
+        text=family.text,
+        charts=charts,
+        table=markdown(table(outcomes, family.score, QUALITY, goal)),
+        changes=" ".join(f"`{c}`" for c in family.changes),
+        recipes=recipes,
+    )
+
+
+def told(stored: Stored) -> str:
+    return "; ".join(f"`{change}`" for change in stored.changes)
+
+
+INTRODUCTION = """`python -m scripts.compare.objectives`, on {machine}. The built-in pipeline
+learns with each objective from its base weights. Scores are those of 600 pictures of unseen
+prompts; a change is that of the last evaluation from the first, picture by picture, averaged over
+the seeds first, with its paired 95 % bootstrap interval. *quality* is `tiny_quality`, from 1 to 5
+against the drawing program's own pictures: a check on what the learned reward misses. *corrected*
+is GDRO's corrected score, score * (quality - 3) + 0.2. *pictures* are those drawn to learn from,
+*seconds* those of iterations without evaluations, both including what was spent on a store.
+
+All recipes are the `quickstart` preset with `{shared}`, the changes of their family and their own;
+they were tuned by hand, some more than others. `curves.csv` has every evaluation of every run.
+"""
+FAMILY = """## {title}
+
+{text}
+
+{charts}
+
+{table}
+
+Changes of this family: {changes}
+
+| method | its own changes |
+|---|---|
+{recipes}
+"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Compare two-stage rollouts on the tiny world: 24 of 96 candidates against 24 of 24.
+
+    python -m scripts.compare.solrl
+
+Trains the built-in pipeline with each of ARMS from three seeds on one thread, one run after the
+other, then writes gallery/solrl: tables, charts against iterations and wall time, and their data.
+Some 45 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --more
+adds the arms of MORE, which take longer still, --only NAME trains some arms alone (a second core
+can take others), --page writes the page of what is there. Options after --change hold for all arms:
+for a quick try, in other folders.
+"""
+
+import argparse
+import json
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import flowrl
+from flowrl.auditing import audit_previews, audited
+from flowrl.config import Config
+from flowrl.functional.stats import Interval
+from flowrl.sampling.audit_log import AuditEvent, AuditLog
+from flowrl.sampling.rank_audit import AuditReport
+from flowrl.training.checkpoint import CONFIG
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import write_text
+from scripts.compare.outcomes import differences, outcome, table
+from scripts.compare.runs import TIMES, Run, markdown, mean_curve, points, write_charts, write_table
+from scripts.compare.solrl_words import AUDITED, AUDITS, BASE, INTRODUCTION, RECIPES, TIME, TRIED
+
+PRESET = "tiny-sd3-solrl-geneval"
+SEEDS = (0, 1, 2)
+SCORES = {"geneval": "Partial", "geneval_strict": "Strict"}
+QUALITY = "tiny_quality"
+SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
+AXES = ("iterations", "wall-time")
+STEPS = (4, 5, 6, 7)  # of candidates, on the base pipeline
+AUDITED_PROMPTS = 12
+KINDS = (  # of candidates: their precision, and changes
+    ("bf16", ()),
+    ("nvfp4-emulated", ()),
+    ("nvfp4-emulated", ("rollout.explore.four_over_six=true",)),
+    ("nvfp4-emulated", ("rollout.explore.min_dim=0",)),
+)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A way to draw what is learned from, on top of the preset."""
+
+    name: str
+    changes: tuple[str, ...] = ()
+
+
+ARMS = (Arm("24 of 24", ("rollout.explore=null",)), Arm("24 of 96"))
+MORE = (
+    Arm("24 of 96, not quantised", ("rollout.explore.precision=bf16",)),
+    Arm("24 of 96, at random", ("rollout.explore.select=random",)),
+)
+NAMES = [arm.name for arm in (*ARMS, *MORE)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs lie, and the options that hold for all of them."""
+
+    runs: Path
+    changes: tuple[str, ...]
+
+    def folder(self, arm: Arm, seed: int) -> Path:
+        return self.runs / f"{arm.name.replace(',', '').replace(' ', '-')}-{seed}"
+
+    def folders(self, arm: Arm) -> list[Path]:
+        return [self.folder(arm, seed) for seed in SEEDS]
+
+    def configuration(self, arm: Arm, seed: int) -> Config:
+        own = [f"run.seed={seed}", f"run.output_dir={self.folder(arm, seed)}"]
+        return flowrl.load_config(PRESET, [*SHARED, *self.changes, *arm.changes, *own])
+
+    def ended(self, arm: Arm, seed: int) -> bool:
+        """Whether the last iteration was evaluated."""
+        evaluated = points(self.read(arm, seed))
+        iterations = self.configuration(arm, seed).run.iterations
+        return bool(evaluated) and evaluated[-1].step == iterations
+
+    def read(self, arm: Arm, seed: int) -> Run:
+        return Run(method=arm.name, seed=seed, metrics=read_metrics(self.folder(arm, seed)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, default=Path("runs/solrl"))
+    parser.add_argument("--output", type=Path, default=Path("gallery/solrl"))
+    parser.add_argument("--machine", default="one thread of a 2-core CPU", help="for the page")
+    parser.add_argument("--more", action="store_true", help="train the arms of MORE as well")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="train these alone")
+    parser.add_argument("--change", nargs="+", default=[], metavar="KEY=VALUE", help="of all arms")
+    parser.add_argument("--page", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    for name in options.only:
+        if name not in NAMES:
+            parser.error(f"no arm is called {name!r}: {', '.join(NAMES)}")
+    place = Place(options.runs, tuple(options.change))
+    wanted = options.only or [arm.name for arm in (*ARMS, *(MORE if options.more else ()))]
+    for seed in SEEDS:  # outermost, so that a disturbed hour disturbs all arms alike
+        for arm in () if options.page else (*ARMS, *MORE):
+            if arm.name in wanted:
+                train(place, arm, seed)
+    write_page(place, options.output, options.machine)
+
+
+def train(place: Place, arm: Arm, seed: int) -> None:
+    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
+    if place.ended(arm, seed):
+        return
+    folder = place.folder(arm, seed)
+    resume = "latest" if (folder / CONFIG).exists() else None
+    flowrl.align(place.configuration(arm, seed), resume=resume)
+    if not place.ended(arm, seed):
+        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
+
+
+def audit_base(place: Place) -> list[dict]:
+    """How candidates of all KINDS rank on the base pipeline; what was found before is read."""
+    path = place.runs / "base-audit.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    rows = []
+    for precision, changes in KINDS:
+        configs = audited(
+            PRESET, [*SHARED, *place.changes, *changes], prompts=AUDITED_PROMPTS, steps=STEPS
+        )
+        *found, exact, _ = audit_previews(configs, precisions=(precision,))
+        six = {"four over six": configs[0].rollout.explore.four_over_six}
+        rows += [row | six for row in found]
+    write_text(path, json.dumps([*rows, exact]))
+    return [*rows, exact]
+
+
+def base_section(place: Place) -> str:
+    explore = place.configuration(ARMS[1], SEEDS[0]).rollout.explore
+    assert explore is not None
+    rows = [
+        {
+            "steps": f"{row['steps']}",
+            "precision": row["precision"] + (" 4/6" if row.get("four over six") else ""),
+            "layers": f"{row['quantised']:.0%}",
+        }
+        | {name: f"{row[name]:.3f}" for name in ("tau", "rho", "pooled rho")}
+        | {"contrast": f"{row['retention']:.3f}"}
+        for row in audit_base(place)
+    ]
+    text = BASE.format(
+        preset=PRESET,
+        prompts=AUDITED_PROMPTS,
+        options=" ".join(f"--steps {n}" for n in STEPS),
+        candidates=explore.candidates,
+        steps=rows[-1]["steps"],
+    )
+    return f"## Which candidates rank well\n\n{wrapped(text)}\n\n{markdown(rows)}\n"
+
+
+def write_page(place: Place, output: Path, machine: str) -> None:
+    """Tables, charts and data of all arms whose seeds have all ended."""
+    done = [a for a in (*ARMS, *MORE) if all(place.ended(a, seed) for seed in SEEDS)]
+    if not done:
+        raise SystemExit(f"no arm has ended with all seeds in {place.runs}: nothing to show")
+    runs = {arm.name: [place.read(arm, seed) for seed in SEEDS] for arm in done}
+    every = [run for found in runs.values() for run in found]
+    write_table(output / "curves.csv", every)
+    parts = [introduction(place, machine)]
+    for score in SCORES:
+        write_charts(output, every, f"eval/{score}", axes=AXES, prefix=f"{score}-")
+        parts.append(score_section(place, done, runs, score))
+    parts.append(TIME.format(table=markdown(time_rows(runs))))
+    parts.append(base_section(place))
+    if any(events(place, arm, seed) for arm in done for seed in SEEDS):
+        parts.append(AUDITS.format(text=wrapped(AUDITED), table=markdown(audit_rows(place, done))))
+    parts.append(f"## What limits it\n\n{wrapped(TRIED)}\n")
+    told = [f"| {a.name} | {'; '.join(f'`{c}`' for c in a.changes) or 'none'} |" for a in done]
+    parts.append(RECIPES.format(preset=PRESET, recipes="\n".join(told)))
+    write_text(output / "README.md", "\n".join(parts))
+
+
+def introduction(place: Place, machine: str) -> str:
+    config = place.configuration(ARMS[1], SEEDS[0])
+    assert config.rollout.explore is not None
+    text = INTRODUCTION.format(
+        machine=machine,
+        rollout=config.rollout,
+        explore=config.rollout.explore,
+        best=config.rollout.group_size // 2,
+        worst=config.rollout.group_size - config.rollout.group_size // 2,
+        updates=config.optim.updates_per_rollout,
+        seeds=", ".join(map(str, SEEDS)),
+        iterations=config.run.iterations,
+        images=config.evaluation.images,
+    )
+    parts = text.split("\n\n")
+    if place.changes:
+        parts.append("Changed for all arms: " + " ".join(f"`{c}`" for c in place.changes))
+    return "\n\n".join(["# Two-stage rollouts", *map(wrapped, parts)]) + "\n"
+
+
+def score_section(place: Place, done: list[Arm], runs: dict[str, list[Run]], score: str) -> str:
+    """Charts, the table of all arms, and how far each lies above the first."""
+    outcomes = [outcome(runs[arm.name], place.folders(arm), score, QUALITY) for arm in done]
+    first = mean_curve(runs[done[0].name])
+    text = f"## {SCORES[score]} score\n\n"
+    text += "\n".join(f"![{score} against {axis}]({score}-{axis}.png)" for axis in AXES)
+    text += f"\n\n{markdown(table(outcomes, score, QUALITY, first))}\n"
+    above = [above_row(place, arm, done[0], first[-1].step, score) for arm in done[1:]]
+    return text + (f"\n{markdown(above)}\n" if above else "")
+
+
+def above_row(place: Place, arm: Arm, first: Arm, step: int, score: str) -> dict[str, str]:
+    found = differences(place.folders(arm), place.folders(first), step, score)
+    columns = [*(f"seed {seed}" for seed in SEEDS), "mean of the seeds"]
+    return {f"above {first.name} [95 %]": arm.name} | {
+        column: interval(one) for column, one in zip(columns, found, strict=True)
+    }
+
+
+def interval(found: Interval) -> str:
+    return f"{found.mean:+.3f} [{found.low:.3f}, {found.high:.3f}]"
+
+
+def time_rows(runs: dict[str, list[Run]]) -> list[dict[str, str]]:
+    """Seconds of an iteration by what they were spent on, the mean over seeds."""
+    rows = []
+    for name, found in runs.items():
+        lines = [line for run in found for line in run.metrics if "time/train" in line]
+        spent = {t: sum(line.get(t) or 0.0 for line in lines) / len(lines) for t in TIMES}
+        parts = {t.removeprefix("time/").replace("_", " "): f"{s:.2f}" for t, s in spent.items()}
+        rows.append({"arm": name} | parts | {"s / iteration": f"{sum(spent.values()):.2f}"})
+    return rows
+
+
+def events(place: Place, arm: Arm, seed: int) -> tuple[AuditEvent, ...]:
+    last = place.configuration(arm, seed).run.iterations
+    return AuditLog(place.folder(arm, seed)).before(last)
+
+
+def audit_rows(place: Place, done: list[Arm]) -> list[dict[str, str]]:
+    """A row an audit, its numbers the means over its prompts."""
+    return [
+        {"arm": arm.name, "seed": str(seed), "before iteration": str(event.iteration + 1)}
+        | audit_cells(event.report)
+        for arm in done
+        for seed in SEEDS
+        for event in events(place, arm, seed)
+    ]
+
+
+def audit_cells(report: AuditReport) -> dict[str, str]:
+    def ends(name: str, digits: int) -> str:
+        sides = (report.mean(f"{name}_{side}") for side in ("best", "worst"))
+        return " / ".join(f"{side:.{digits}f}" for side in sides)
+
+    return {
+        "tau": f"{report.mean('tau'):.3f}",
+        "rho": f"{report.rho:.3f}",
+        "pooled rho": f"{report.pooled_rho:.3f}",
+        "overlap": ends("overlap", 2),
+        "rank": ends("rank", 1),
+        "perfect": ends("perfect", 1),
+        "contrast": f"{report.mean('retention'):.3f}",
+        "no rho": f"{report.without_rho} of {len(report.prompts)}",
+    }
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Pretraining of the built-in tiny pipelines: `python -m scripts.pretrain_tiny --help`."""

@@ -1,0 +1,131 @@
+"""The tiny SANA: diffusers' own classes at a width that a laptop trains."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backbones.sana import stock_instruction
+from flowrl.tiny.vocab import gemma_tokenizer
+from scripts.pretrain_tiny.encoders import GEMMA_WIDTH, GEMMA_WINDOW, gemma_encoder
+
+LATENT_CHANNELS = 32
+WIDTH, LAYERS, HEADS = 128, 8, 4
+SHORT, LONG = 12, 300  # Gemma tokens: the presets' length, diffusers' default
+TAIL = 2 * GEMMA_WINDOW  # as far back as a state can depend on tokens
+SHIFT = 3.0  # of the sigma schedule, as in SANA
+
+
+def autoencoder():
+    """A 32-channel AutoencoderDC: 64x64 pixels <-> 4x4 latents."""
+    from diffusers import AutoencoderDC
+
+    widths, blocks = (16, 32, 64, 64, 64), ("ResBlock",) * 4 + ("EfficientViTBlock",)
+    return AutoencoderDC(
+        latent_channels=LATENT_CHANNELS,
+        attention_head_dim=16,
+        encoder_block_types=blocks,  # type: ignore[arg-type]
+        decoder_block_types=blocks,  # type: ignore[arg-type]
+        encoder_block_out_channels=widths,
+        decoder_block_out_channels=widths,
+        encoder_layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5,
+        encoder_qkv_multiscales=((),) * 5,
+        decoder_qkv_multiscales=((),) * 5,
+        downsample_block_type="conv",
+        upsample_block_type="interpolate",
+        scaling_factor=1.0,
+    )
+
+
+def transformer():
+    """A SanaTransformer2DModel over 16 image tokens."""
+    from diffusers import SanaTransformer2DModel
+
+    return SanaTransformer2DModel(
+        in_channels=LATENT_CHANNELS,
+        out_channels=LATENT_CHANNELS,
+        num_attention_heads=HEADS,
+        attention_head_dim=WIDTH // HEADS,
+        num_layers=LAYERS,
+        num_cross_attention_heads=HEADS,
+        cross_attention_head_dim=WIDTH // HEADS,
+        cross_attention_dim=WIDTH,
+        caption_channels=GEMMA_WIDTH,
+        mlp_ratio=2.5,
+        sample_size=4,
+        patch_size=1,
+    )
+
+
+class TinySana:
+    """Transformer and text encoder of the tiny SANA, trained together.
+
+    `velocity` builds the conditioning as `SanaPipeline.encode_prompt` does: the state of the first
+    token, then those of the prompt after SANA's instruction, of which only the last `TAIL` tokens
+    can reach it; "" comes without the instruction. What is padding is masked in the transformer.
+    """
+
+    short, long = SHORT, LONG
+
+    def __init__(self, folder: Path, *, compile: bool = False):
+        """`folder` receives the tokenizer's files, under the pipeline's own name.
+
+        `compile` compiles the transformer at the short length, where training spends its time.
+        """
+        self.tokenizer = gemma_tokenizer(folder / "tokenizer", "\n".join(stock_instruction()))
+        self.module = nn.ModuleDict(
+            {"transformer": transformer(), "text_encoder": gemma_encoder(self.tokenizer)}
+        )
+        plain = self.module["transformer"]
+        self.networks: dict[int, Any] = {SHORT: torch.compile(plain) if compile else plain}
+
+    def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
+        instruction = "\n".join(stock_instruction())
+        before = len(self.tokenizer.encode(instruction)) - 1  # as the pipeline counts
+        encoded = self.tokenizer(
+            [instruction + p.lower().strip() for p in prompts],
+            padding="max_length",
+            padding_side="right",
+            truncation=True,
+            max_length=before + LONG - 1,
+        )
+        ids, mask = (
+            torch.tensor(encoded[name])[:, before - TAIL :]
+            for name in ("input_ids", "attention_mask")
+        )
+        empty = torch.tensor([not p for p in prompts])
+        return {"ids": ids, "mask": mask.masked_fill(empty[:, None], 0)}
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        m: Any = self.module
+        start: Any = self.tokenizer.bos_token_id
+        first = m["text_encoder"](torch.full((1, 1), start, device=x.device))
+        text = m["text_encoder"](ids["ids"][:, : TAIL + length - 1])[0][:, TAIL:]
+        network = self.networks.get(length, m["transformer"])
+        return network(
+            x,
+            encoder_hidden_states=torch.cat([first[0].expand(len(x), -1, -1), text], 1),
+            encoder_attention_mask=nn.functional.pad(
+                ids["mask"][:, TAIL : TAIL + length - 1], (1, 0), value=1
+            ),
+            timestep=sigma * 1000,
+        ).sample
+
+    def pipeline(self, module: nn.ModuleDict, vae: Any):
+        """A SanaPipeline around the trained parts of `module` (for example the EMA)."""
+        from diffusers import DPMSolverMultistepScheduler, SanaPipeline
+
+        trained: dict[str, Any] = dict(module.items())
+        return SanaPipeline(
+            scheduler=DPMSolverMultistepScheduler(
+                prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
+            ),
+            vae=vae,
+            tokenizer=self.tokenizer,
+            **trained,
+        )
