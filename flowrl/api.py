@@ -1,25 +1,28 @@
 """What the commands do, as functions: train, evaluate, sample, score, compare."""
 
+import json
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from torch import Tensor
 
-from flowrl.backbones.calls import own_call
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import load_pipeline
-from flowrl.backbones.lora_files import load_lora
-from flowrl.build.backbone import of_family
-from flowrl.build.build_memory import Texts, build_pipeline, stored_texts
+from flowrl.backbones.loading import load_pipeline, own_call
+from flowrl.backbones.lora_files import load_lora, read_lora
+from flowrl.build.backbone import Texts, build_pipeline, needed_texts, of_family, stored_texts
 from flowrl.build.learner import (
     PRECISION,
     Given,
     all_texts,
     as_given,
+    build_backbone,
     build_evaluator,
     build_learner,
     build_run,
@@ -28,23 +31,36 @@ from flowrl.build.learner import (
     evaluation_prompts,
 )
 from flowrl.build.rewards import build_rewards
+from flowrl.build.rollout import Drawing, about, draft_stage, low_precision, plan_at
 from flowrl.config import Config, config_yaml, load_config, parse_config
+from flowrl.config.load import load_recipe
+from flowrl.config.rollout import Explore
 from flowrl.errors import UserError
 from flowrl.export.gallery import write_gallery
-from flowrl.export.hub import open_repository
-from flowrl.export.publish import publish
-from flowrl.export.summary import call_settings, hand_over, pairs, summary
-from flowrl.export.sweep import draw_sweep, write_sweep
-from flowrl.prompts.records import PromptRecord
-from flowrl.quantization.training import packed_within
+from flowrl.export.hub import open_repository, publish
+from flowrl.export.summary import call_settings, draw_sweep, hand_over, pairs, summary, write_sweep
+from flowrl.offline.format import PAIRS, About, Store, create, finished_shards, open_store
+from flowrl.offline.writer import REWARD, SHARD, fill, pairs_digest, read_pairs, write_pairs
+from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.quantization.backends import Capability, Resolved, capability_of, named, resolve
+from flowrl.quantization.layer_rules import quantised_share
+from flowrl.quantization.linear import packed_within
+from flowrl.sampling.rank_audit import audit
+from flowrl.sampling.rollout import Request, Stage, Stopwatch
+from flowrl.sampling.source import Sampler
+from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import preflight
-from flowrl.scoring.spec import RewardSpec, closing
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
 from flowrl.training.checkpoint import CONFIG, Checkpoints, claim, write_config
 from flowrl.training.evaluate import Comparison, compare
 from flowrl.training.loop import Learner, train
+from flowrl.trajectory import Rollout
+from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import write_bytes
-from flowrl.utils.images import png
+from flowrl.utils.images import png, to_tensor
+from flowrl.utils.progress import Steps
 
 LOG = logging.getLogger(__name__)
 
@@ -281,3 +297,521 @@ def _plain_recipe(base: str, lora: str | None, prompts: str) -> Config:
     return parse_config(
         {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
     )
+
+
+# --- What `flowrl collect` does: groups, drawn by a pipeline or given as pairs, into a store ---
+
+NAMED = 5  # lines of a file of pairs that are reported one by one
+
+
+def collect_groups(
+    config: Config,
+    folder: Path,
+    *,
+    groups: int,
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> list[dict[str, Any]]:
+    """Draw and score at least `groups` groups as the recipe's rollouts are, in whole iterations.
+
+    What the folder has already is kept. lora: a run or file, of the model that draws. pipeline,
+    rewards: objects to use in place of those that the recipe names. -> one row that sums up.
+    """
+    config = _without_store(as_given(config, pipeline))
+    shards = -(-groups // config.rollout.prompts)  # iterations, as many as are drawn
+    # What is written down about a rollout's stages belongs to the store.
+    run = config.run.model_copy(update={"output_dir": str(folder), "iterations": shards})
+    config = config.model_copy(update={"run": run})
+    if config.prompts.retained is not None:
+        raise UserError(
+            "prompts.retained asks for pictures in other words than the prompt's own, which a "
+            "store does not keep: set it to null"
+        )
+    if lora is not None:
+        config = with_lora(config, lora)
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    runtime = Runtime(
+        device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
+    )
+    given = Given(pipeline=pipeline, rewards=rewards)
+    texts = Texts(config, pipeline)
+    needed = needed_texts(config, drawn_prompts(config, given), ())
+    learner = build_learner(config, runtime, given, texts, needed)
+    sampler = learner.source
+    assert isinstance(sampler, Sampler)  # the recipe has no store
+    done = len(set(finished_shards(folder)) & set(range(shards)))
+    steps = Steps("collecting", shards, start=done) if runtime.is_main else None
+
+    def advance(rollout: Rollout) -> None:
+        if steps is not None:
+            steps.advance({"reward": rollout.reward.nanmean().item()})
+
+    packed = packed_within(learner.policy.network)
+    with closing(learner.specs), packed, steps or nullcontext():
+        with runtime.together():
+            try_rewards(learner, drawn_prompts(config, given))
+        texts.free(learner.policy.backbone.pipeline, needed, runtime)
+        store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
+    return collection_summary(store) if runtime.is_main else []
+
+
+def collect_pairs(
+    config: Config, source: Path, folder: Path, *, pipeline: Any = None
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Encode pairs of pictures with the recipe's pipeline: groups of two, scored 1 and 0.
+
+    What the folder has already is kept. -> one row that sums up, and why pairs were left out.
+    Raises UserError when no pair is left.
+    """
+    pairs = read_pairs(source)
+    config = as_given(config, pipeline)
+    p = config.pipeline
+    runtime = Runtime(device=p.device)
+    if runtime.world_size > 1:
+        raise UserError("pairs are encoded by one process: start this without a launcher")
+    if pipeline is None:
+        pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
+    backbone = build_backbone(config, pipeline, guidance=1.0)
+    create(
+        folder,
+        About(
+            pipeline=p.path,
+            backbone=p.backbone,
+            latent_shape=list(backbone.latent_shape()),
+            dtype="float32",
+            sigmas=backbone.sigmas(config.rollout.steps).tolist(),
+            rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
+            recipe={PAIRS: pairs_digest(source)},
+        ),
+    )
+    left_out: list[str] = []
+    shards = -(-len(pairs) // SHARD)
+    with Steps("encoding", shards) as steps:
+        for reasons in write_pairs(folder, pairs, backbone, batch_size=p.decode_batch):
+            left_out += reasons
+            steps.advance({"left out": len(left_out)})
+    if len(left_out) == len(pairs):
+        raise UserError(f"none of the {len(pairs)} pairs can be used; the first: {left_out[0]}")
+    return collection_summary(open_store(folder)), left_out
+
+
+def with_lora(config: Config, source: str) -> Config:
+    """The recipe on top of a LoRA: its rank and strength, and of a run also its layers."""
+    state, strength = read_lora(source)
+    rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
+    alpha = round(strength * rank, 6)  # as it was, before it was divided
+    saved = Path(source) / CONFIG
+    layers = load_config(saved).lora if saved.is_file() else config.lora
+    changes = {"rank": rank, "alpha": alpha, "init_from": source}
+    return config.model_copy(update={"lora": layers.model_copy(update=changes)})
+
+
+def _without_store(config: Config) -> Config:
+    """The recipe as it draws, whatever it would otherwise read."""
+    rollout = config.rollout.model_copy(update={"store": None})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def collection_summary(store: Store) -> list[dict[str, Any]]:
+    """One row: what is in a store, and the means of its scores."""
+    means = store.scores.nanmean(0).tolist()
+    return [
+        {"groups": len(store.groups), "pictures": len(store)}
+        | dict(zip(store.about.names, means, strict=True))
+    ]
+
+
+# --- What `flowrl score` does: scores of picture files -----------------------------------------
+
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+BATCH = 16  # pictures that are held at a time, where nothing compares them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """rows: of each picture its path, its prompt and a score for each reward, NaN where there is
+    none. missing: why, a line for each reward, and for each file that cannot be read."""
+
+    rows: list[dict[str, Any]]
+    missing: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    path: Path
+    prompt: str
+    metadata: dict
+    scores: dict[str, float] = field(default_factory=dict)
+
+
+class _Missing:
+    """Why scores are missing: of each reward the first reason, and how often it has none."""
+
+    def __init__(self):
+        self._told: dict[tuple[str, str], dict[object, str]] = {}
+
+    def add(self, source: str, unit: str, which: object, sentence: str) -> None:
+        """source: a reward or a file; unit: what `which` is one of, in the plural."""
+        self._told.setdefault((source, unit), {}).setdefault(which, sentence)
+
+    def lines(self) -> list[str]:
+        return [
+            next(iter(told.values()))
+            + (f"; {unit} without a score: {len(told)}" if len(told) > 1 else "")
+            for (_, unit), told in self._told.items()
+        ]
+
+
+def score_images(
+    pictures: Sequence[Path],
+    rewards: Sequence[str],
+    prompts: str | None,
+    args: Sequence[Mapping[str, Any] | None] = (),
+) -> Scored:
+    """Scores of files, or of the pictures in folders.
+
+    prompts: one prompt for all, or a file or built-in split with one for each picture in the
+    order of their names; pictures of one prompt are one group, for rewards that compare them.
+    args: for each reward, or none at all. Raises UserError when there are more prompts than
+    pictures or fewer, and for a reward that cannot be made.
+    """
+    paths = _picture_files(pictures)
+    records = _prompts_for(prompts or "", len(paths))
+    specs = [
+        RewardSpec(name=name, reward=load_reward(name, its))
+        for name, its in zip(rewards, args or [None] * len(rewards), strict=True)
+    ]
+    files = [
+        _File(path=path, prompt=text, metadata=metadata)
+        for path, (text, metadata) in zip(paths, records, strict=True)
+    ]
+    missing = _Missing()
+    for group in _by_prompt(files):
+        _score_group(specs, group, missing)
+    rows = [
+        {"picture": str(file.path), "prompt": file.prompt}
+        | {name: file.scores.get(name, math.nan) for name in rewards}
+        for file in files
+    ]
+    return Scored(rows=rows, missing=missing.lines())
+
+
+def _by_prompt(files: Sequence[_File]) -> list[list[_File]]:
+    groups: dict[str, list[_File]] = {}
+    for file in files:
+        key = json.dumps([file.prompt, file.metadata], sort_keys=True, default=repr)
+        groups.setdefault(key, []).append(file)
+    return list(groups.values())
+
+
+def _score_group(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing) -> None:
+    """Every reward, on all pictures of one prompt."""
+    fits = []
+    for spec in specs:
+        if why := _why_not(spec, group[0]):
+            _refuse(spec, group, why, missing)
+        else:
+            fits.append(spec)
+    if alone := [spec for spec in fits if not spec.whole_groups]:
+        for start in range(0, len(group), BATCH):
+            for part in _by_size(_read(group[start : start + BATCH], missing)):
+                for spec in alone:
+                    _ask(spec, part, missing)
+    if together := [spec for spec in fits if spec.whole_groups]:
+        _compare(together, group, missing)
+
+
+def _compare(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing) -> None:
+    parts = _by_size(_read(group, missing))
+    why = ""
+    if len(parts) > 1:
+        sizes = ", ".join("{} x {}".format(*part[0][1].size) for part in parts)
+        why = f"it compares pictures of one size, and these are {sizes}"
+    elif sum(map(len, parts)) < 2:
+        why = "it compares the pictures of a prompt: give two or more"
+    for spec in specs:
+        if why:
+            _refuse(spec, group, why, missing)
+        else:
+            _ask(spec, parts[0], missing)
+
+
+def _why_not(spec: RewardSpec, file: _File) -> str:
+    """Why a reward has no score for a prompt, "" if it may have one."""
+    try:
+        if spec.applies(file.prompt, file.metadata):
+            return ""
+    except UserError as error:
+        return _bare(spec, error)
+    needs = [k for k in getattr(spec.reward, "required_metadata", ()) if k not in file.metadata]
+    if needs:
+        return f"it needs {', '.join(needs)} in its metadata: give --prompts a file that has them"
+    return "there is nothing in it that it could judge"
+
+
+def _refuse(spec: RewardSpec, group: list[_File], why: str, missing: _Missing) -> None:
+    told = f"reward {spec.name!r} does not apply to the prompt {group[0].prompt!r}: {why}"
+    missing.add(spec.name, "prompts", group[0].path, told)
+
+
+def _ask(spec: RewardSpec, part: list[tuple[_File, Image.Image]], missing: _Missing) -> None:
+    """Scores of pictures of one prompt and one size."""
+    files, images = [file for file, _ in part], to_tensor([image for _, image in part])
+    prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
+    try:
+        answer = spec.asked_by().submit(quantise(images), prompts, metadata).result()
+    except UserError as error:
+        reasons = dict.fromkeys(range(len(files)), _bare(spec, error))
+    else:
+        reasons = answer.reasons
+        for file, value in zip(files, answer.scores.tolist(), strict=True):
+            file.scores[spec.name] = value
+    for row, reason in reasons.items():
+        file = files[row]
+        told = (
+            f"reward {spec.name!r} has no score for {file.path}, prompt {file.prompt!r}: {reason}"
+        )
+        missing.add(spec.name, "pictures", file.path, told)
+
+
+def _bare(spec: RewardSpec, error: UserError) -> str:
+    """What it says, without the name of the reward."""
+    return str(error).removeprefix(f"reward {spec.name!r}").lstrip(": ")
+
+
+def _read(files: Sequence[_File], missing: _Missing) -> Iterator[tuple[_File, Image.Image]]:
+    """Those that can be read, and what they show."""
+    for file in files:
+        try:
+            with Image.open(file.path) as image:
+                yield file, image.convert("RGB")
+        except Exception as error:  # Pillow has no common class for what it finds in broken files
+            missing.add(str(file.path), "", file.path, f"cannot read {file.path}: {error}")
+
+
+def _by_size(
+    read: Iterator[tuple[_File, Image.Image]],
+) -> list[list[tuple[_File, Image.Image]]]:
+    parts: dict[tuple[int, int], list[tuple[_File, Image.Image]]] = {}
+    for file, image in read:
+        parts.setdefault(image.size, []).append((file, image))
+    return list(parts.values())
+
+
+def _picture_files(sources: Sequence[Path]) -> list[Path]:
+    found: list[Path] = []
+    for source in sources:
+        if source.is_dir():
+            found += sorted(p for p in source.iterdir() if p.suffix.lower() in PICTURES)
+        elif source.is_file():
+            found.append(source)
+        else:
+            raise UserError(f"no picture at {source}")
+    if not found:
+        raise UserError(f"no pictures in {', '.join(map(str, sources))}: looked for {PICTURES}")
+    return found
+
+
+def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
+    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
+        return [(source, {})] * count
+    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
+    if len(records) != count:
+        raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
+    return [(record.text, record.metadata) for record in records]
+
+
+# --- What `flowrl audit` does ------------------------------------------------------------------
+
+Row = dict[str, Any]
+
+
+def audited(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: int,
+    candidates: int | None = None,
+    steps: Sequence[int] = (),
+) -> list[Config]:
+    """The recipe as it explores, once for each number of a candidate's steps.
+
+    prompts: how many; candidates: of each. None or empty: as `rollout.explore` has it, or its
+    defaults where the recipe has none; of a rollout that has fewer steps than the default, all but
+    one. Raises UserError for what cannot be drawn.
+    """
+    # Only pictures are drawn: what would be learned from them asks nothing of the rollout.
+    drawn = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
+    drawn += [f"rollout.prompts={prompts}", "rollout.explore={audit: {every: 0}}"]
+    if candidates is not None:
+        drawn.append(f"rollout.explore.candidates={candidates}")
+    steps = steps or _fewer(recipe, [*overrides, *drawn])
+    kinds = [[f"rollout.explore.steps={number}"] for number in dict.fromkeys(steps)] or [[]]
+    return [load_config(recipe, [*overrides, *drawn, *kind]) for kind in kinds]
+
+
+def _fewer(recipe: str | Path, overrides: Sequence[str]) -> list[int]:
+    """The rollout's steps less one, where a recipe sets no candidate's and the default is more."""
+    if "steps" in load_recipe(recipe, overrides)["rollout"]["explore"]:
+        return []
+    whole = load_config(recipe, [*overrides, "rollout.explore.steps=null"]).rollout.steps
+    return [max(2, whole - 1)] if whole < Explore.model_fields["steps"].default else []
+
+
+def audit_previews(
+    configs: Sequence[Config],
+    *,
+    precisions: Sequence[str] = (),
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> list[Row]:
+    """Draw all candidates of an iteration's prompts as previews of all kinds, and once exactly.
+
+    configs: see `audited`; they differ in `rollout.explore.steps` alone. precisions: of previews,
+    each with all these steps; none is the recipe's. lora: a run or file, of the model that draws.
+    pipeline, rewards: objects to use in place of those that the recipe names. -> a row for each
+    kind, then one of the exact pictures and one of choices at random. Raises UserError for a
+    precision that the device lacks, before anything is drawn.
+    """
+    configs = [as_given(config, pipeline) for config in configs]
+    if lora is not None:
+        configs = [with_lora(config, lora) for config in configs]
+    if configs[0].run.threads is not None:
+        torch.set_num_threads(configs[0].run.threads)
+    p = configs[0].pipeline
+    runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
+    resolved = _resolved(configs[0], precisions, capability_of(runtime.device))
+    given = Given(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(_not_exploring(configs[0]), runtime, given)
+    bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
+    packed = packed_within(learner.policy.network)
+    with closing(learner.specs), packed, bar or nullcontext():
+        for one in resolved:
+            low_precision(_drawing(configs[0], learner), one)  # told before anything is drawn
+        with runtime.together():
+            try_rewards(learner, drawn_prompts(configs[0], given))
+        exact = _exact(configs[0], learner, bar)
+        rows = [row for one in resolved for row in _rows(configs, learner, exact, one, bar)]
+    return [*rows, *_ends(configs[0], exact)] if runtime.is_main else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Exact:
+    """All candidates, drawn and scored as those that are learned from."""
+
+    request: Request
+    true: Tensor  # (P, N)
+    seconds: float  # a picture
+
+
+def _resolved(config: Config, precisions: Sequence[str], capability: Capability) -> list[Resolved]:
+    """What was asked for, or what the recipe explores in; each once."""
+    names = precisions or (_explore(config).precision,)
+    return [resolve(name, capability) for name in dict.fromkeys(names)]
+
+
+def _explore(config: Config) -> Explore:
+    explore = config.rollout.explore
+    assert explore is not None  # see `audited`
+    return explore
+
+
+def _not_exploring(config: Config) -> Config:
+    """The recipe as it draws exactly: its own precision is not what is asked about."""
+    rollout = config.rollout.model_copy(update={"explore": None})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _sampler(learner: Learner) -> Sampler:
+    assert isinstance(learner.source, Sampler)  # the recipe has no store
+    return learner.source
+
+
+def _exact(config: Config, learner: Learner, bar: Steps | None) -> _Exact:
+    explore, sampler = _explore(config), _sampler(learner)
+    plan = replace(plan_at(config.rollout.plan, config.run.seed, 0), roots=explore.candidates)
+    request = sampler.request(0, plan)
+    with torch.no_grad(), learner.runtime.autocast():
+        sampler.stage.encode(request.prompts)  # once for all: it is nobody's time
+    # Its rewards are those of the previews: what is only held out decides nothing here.
+    stage = replace(sampler.stage, specs=[spec for spec in learner.specs if spec.trained])
+    true, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
+    if bar is not None:
+        bar.advance({"s/picture": seconds})
+    return _Exact(request=request, true=true, seconds=seconds)
+
+
+def _rows(
+    configs: Sequence[Config],
+    learner: Learner,
+    exact: _Exact,
+    resolved: Resolved,
+    bar: Steps | None,
+) -> Iterator[Row]:
+    """Draw the candidates in one precision, with each number of steps, and compare."""
+    stage, share = _previews(configs[0], learner, resolved)
+    for config in configs:
+        steps = _explore(config).steps or config.rollout.steps
+        plan = plan_at(config.rollout.candidates, config.run.seed, 0)
+        compiled = config.rollout.compile
+        proxy, seconds = _timed(replace(stage, steps=steps), exact.request, plan, compiled=compiled)
+        found = _compared(config, proxy, exact.true)
+        if bar is not None:
+            bar.advance({"rho": found["rho"]})
+        yield (
+            {"steps": steps, "precision": named(resolved), "quantised": share}
+            | found
+            | {"s/picture": seconds, "to exact": seconds / exact.seconds}
+        )
+
+
+def _drawing(config: Config, learner: Learner) -> Drawing:
+    return Drawing(
+        config=config,
+        runtime=learner.runtime,
+        specs=learner.specs,
+        policy=learner.policy,
+        backbone=_sampler(learner).stage.backbone,
+        encode=_sampler(learner).stage.encode,
+        needs=learner.objective.needs,
+    )
+
+
+def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Stage, float]:
+    """What draws them, and the share of the network's weights that it quantises."""
+    drawing = _drawing(config, learner)
+    choices, backend = low_precision(drawing, resolved)
+    stage = draft_stage(drawing, _sampler(learner).stage, choices, backend)
+    return stage, quantised_share(choices) if choices else 0.0
+
+
+def _timed(
+    stage: Stage, request: Request, plan: TreePlan, *, compiled: bool
+) -> tuple[Tensor, float]:
+    """Scores (P, N), and the seconds that a picture took: drawn, decoded and scored."""
+    if compiled:
+        score_candidates(stage, request, plan, Stopwatch())  # compiling is nobody's time either
+    watch = Stopwatch()
+    scores = score_candidates(stage, request, plan, watch)
+    pictures = scores.shape[0] * count(plan).leaves
+    return scores, sum(watch.seconds.values()) / pictures
+
+
+def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
+    keep = config.rollout.plan(0, config.run.seed).roots
+    return audit(proxy, true, keep, _explore(config).select).summary()
+
+
+def _ends(config: Config, exact: _Exact) -> list[Row]:
+    """The best and the poorest that previews could do: choices by exact scores, and at random."""
+    found = _compared(config, exact.true, exact.true)
+    middle = (exact.true.isfinite().sum(1).double().mean().item() + 1) / 2
+    return [
+        {"steps": config.rollout.steps, "precision": "exact", "quantised": 0.0}
+        | found
+        | {"s/picture": exact.seconds, "to exact": 1.0},
+        {"precision": "random", "rank best": middle, "rank worst": middle},
+    ]

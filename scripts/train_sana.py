@@ -25,7 +25,7 @@ import sys
 from collections.abc import Sequence
 
 from flowrl.cli import explained
-from flowrl.cli.launching import launch
+from flowrl.cli.train import launch
 
 RECIPE = "sana-1.6b-grpo-fast-24gb"  # where the command line names none
 

@@ -8,17 +8,19 @@ from hypothesis import strategies as st
 
 from flowrl.scoring.combine import (
     FailureLimit,
+    affine,
     check_invalid,
+    clip,
     combine,
     lacking,
     mean_reward,
+    rank,
     train_weights,
     weighted_sum,
 )
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardResult, RewardSpec
-from flowrl.scoring.transforms import affine, clip, rank
 
 nan = math.nan
 ONE = torch.zeros(3).long()  # three pictures of one group

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.backbones import attention
-from flowrl.backbones.attention import set_attention
-from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones import loading as attention
+from flowrl.backbones.loading import load_pipeline, set_attention
 from flowrl.errors import UserError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

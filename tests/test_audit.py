@@ -7,8 +7,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from flowrl.sampling.rank_audit import AuditReport, audit
-from flowrl.sampling.ranking import spearman_rho
+from flowrl.sampling.rank_audit import AuditReport, audit, spearman_rho
 
 NAN = math.nan
 NUMBERS = ("tau", "rho", "overlap_best", "overlap_worst", "retention")

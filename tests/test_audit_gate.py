@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowrl.quantization.precision import Capability, resolve
-from flowrl.sampling.audit_gate import Verdict, named, replayed, verdict
-from flowrl.sampling.rank_audit import audit
+from flowrl.quantization.backends import Capability, resolve
+from flowrl.sampling.rank_audit import Verdict, audit, named, replayed, verdict
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.sampling.audit_log import FILE, AuditEvent, AuditLog
-from flowrl.sampling.rank_audit import audit
+from flowrl.sampling.rank_audit import FILE, AuditEvent, AuditLog, audit
 
 
 def event(iteration, next=None, seed=0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import typer
 
-from flowrl.auditing import audit_previews, audited
+from flowrl.api import audit_previews, audited
 from flowrl.backbones.lora_files import save_lora
 from flowrl.cli import explained
 from flowrl.cli._console import print_table

@@ -24,7 +24,7 @@ def run(capsys, monkeypatch):
         "flowrl.bench.two_stage.bench_solrl", lambda **a: asked.append(a) or dict(ROW)
     )
     monkeypatch.setattr(
-        "flowrl.bench.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [dict(ROW)]
+        "flowrl.bench.two_stage.bench_sizes", lambda **a: asked.append(a) or [dict(ROW)]
     )
 
     def call(*words):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flowrl.bench.bench_costs import (
+from flowrl.bench.two_stage import (
     LABELS,
     PUBLISHED,
     WIDER,

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flowrl.bench import iteration as bench
-from flowrl.bench.bench_phases import Phase
-from flowrl.bench.iteration import OF_PLANNED, SHARE, WORK, bench_iteration, work_of
+from flowrl.bench.iteration import OF_PLANNED, SHARE, WORK, Phase, bench_iteration, work_of
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import SIZES
 

@@ -25,7 +25,7 @@ def run(capsys, monkeypatch):
     monkeypatch.setattr(
         "flowrl.bench.iteration.bench_iteration", lambda **a: asked.append(a) or dict(ROW)
     )
-    monkeypatch.setattr("flowrl.bench.bench_sizes.bench_sizes", lambda **a: asked.append(a) or [])
+    monkeypatch.setattr("flowrl.bench.two_stage.bench_sizes", lambda **a: asked.append(a) or [])
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:

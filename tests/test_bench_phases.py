@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.bench import bench_phases
-from flowrl.bench.bench_phases import PHASES, Timeline
-from flowrl.bench.iteration import measure
+from flowrl.bench import iteration as bench_phases
+from flowrl.bench.iteration import PHASES, Timeline, measure
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 
 from flowrl.bench.reward import _job, _Question, _questions, bench_reward
 from flowrl.errors import UserError
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.spec import RewardSpec, load_reward
 
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench.bench_costs import PUBLISHED, WIDER, parse_counts
-from flowrl.bench.bench_sizes import bench_sizes
+from flowrl.bench.two_stage import PUBLISHED, WIDER, bench_sizes, parse_counts
 from flowrl.errors import UserError
-from flowrl.planning.sizes import SIZES
+from flowrl.planning.model_specs import SIZES
 
 NAME = "sd3.5-large"
 OPTIONS = {

@@ -2,10 +2,9 @@
 
 import pytest
 
-from flowrl.bench.bench_costs import PUBLISHED, parse_counts
-from flowrl.bench.two_stage import bench_solrl
+from flowrl.bench.two_stage import PUBLISHED, bench_solrl, parse_counts
 from flowrl.errors import UserError
-from flowrl.sampling.cost import two_stage_ratio
+from flowrl.sampling.two_stage import two_stage_ratio
 
 PARTS = [
     f"{stage}: {part}"

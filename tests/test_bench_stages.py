@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench.bench_stages import Clock, Watch, best_parts, clocked, full_batch, on_gpu
+from flowrl.bench.two_stage import Clock, Watch, best_parts, clocked, full_batch, on_gpu
 from flowrl.sampling.rollout import Stopwatch
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """What `flowrl bench tree` compares; how fast it is, is not a test's business."""
 
-from flowrl.bench.bench_tree import bench_tree
+from flowrl.bench.rollout import bench_tree
 
 
 def test_ratios_stand_beside_those_of_the_plans_own_counts(tiny_pipeline_path):

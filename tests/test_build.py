@@ -5,7 +5,7 @@ import pytest
 from flowrl.build.backbone import build_backbone
 from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
 from flowrl.errors import UserError
-from flowrl.training.stopping import StopRule
+from flowrl.training.run import StopRule
 from flowrl.utils.distributed import Runtime
 
 

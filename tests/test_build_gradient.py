@@ -4,8 +4,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from flowrl.build import build_gradient as build
-from flowrl.config import sections_gradient as sections
+from flowrl.build import objective as build
+from flowrl.config import objectives as sections
 from flowrl.errors import UserError
 from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
 from flowrl.objectives.reward_backprop.leap_align import DirichletPairs

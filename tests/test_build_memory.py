@@ -12,8 +12,8 @@ from flowrl.api import align
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.offload import are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build import build_memory
-from flowrl.build.build_memory import Texts, build_pipeline, needed_texts, rounded
+from flowrl.build import backbone as build_memory
+from flowrl.build.backbone import Texts, build_pipeline, needed_texts, rounded
 from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner, evaluation_key
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler

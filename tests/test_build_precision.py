@@ -8,12 +8,12 @@ from torch import nn
 
 from flowrl.api import align
 from flowrl.backbones.lora_files import load_lora
-from flowrl.build import build_precision
+from flowrl.build import backbone as build_precision
 from flowrl.build.learner import Given, build_evaluator
 from flowrl.build.rewards import build_rewards
 from flowrl.errors import UserError
-from flowrl.quantization import prepare
-from flowrl.quantization.training import exact, same_precision_layers
+from flowrl.quantization import rollout_model as prepare
+from flowrl.quantization.linear import exact, same_precision_layers
 from flowrl.sampling.rollout import Stopwatch
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.tracking import read_metrics

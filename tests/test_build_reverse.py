@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from flowrl.build.build_reverse import build_grpo, build_spo
-from flowrl.config.sections_reverse import Grpo, Spo, check_spo
+from flowrl.build.objective import build_grpo, build_spo
+from flowrl.config.objectives import Grpo, Spo, check_spo
 from flowrl.functional.sde import KERNELS
 from flowrl.trees.plan import Fan, Step, TreePlan
 

@@ -9,11 +9,11 @@ import torch
 from flowrl.build.rewards import build_limit, build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
+from flowrl.scoring.combine import rank
 from flowrl.scoring.executors import http as remote
 from flowrl.scoring.executors import pool
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.spec import RewardSpec
-from flowrl.scoring.transforms import rank
 
 SCORES, GROUP = torch.tensor([-4.0, 0.0, 4.0]), torch.zeros(3).long()
 

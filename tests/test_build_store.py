@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.build_store import REFERENCE, STORES, about, build_stored
-from flowrl.build.rollout import plan_at
-from flowrl.config.sections_store import Store
+from flowrl.build.rollout import REFERENCE, STORES, about, build_stored, plan_at
+from flowrl.config.rollout import Store
 from flowrl.errors import UserError
-from flowrl.offline.store_index import open_store
+from flowrl.offline.format import open_store
 from flowrl.offline.writer import fill
 from flowrl.sampling.rollout import Stopwatch
 

@@ -9,7 +9,7 @@ import yaml
 from PIL import Image
 
 from flowrl.export.gallery import GalleryPair, SummaryRow
-from flowrl.export.licences import Licence, licence_of
+from flowrl.export.hub import Licence, licence_of
 from flowrl.export.model_card import Card, write_card
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backbones.checkpointing import recompute_blocks
-from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.loading import load_pipeline, recompute_blocks
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import BACKBONES

@@ -46,7 +46,7 @@ def built(monkeypatch):
     for name in ("sample_images", "evaluate_model", "build_gallery"):
         setattr(module, name, record)
     module.score_images = score  # type: ignore[attr-defined]
-    for name in ("flowrl.api", "flowrl.score_files"):
+    for name in ("flowrl.api", "flowrl.api"):
         monkeypatch.setitem(sys.modules, name, module)
     return calls
 
@@ -247,7 +247,7 @@ def test_collect_says_both_ways_to_fill_a_store(run):
 
 def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
     seen = []
-    monkeypatch.setattr("flowrl.collecting.collect_groups", lambda *a, **k: seen.append(a[0]) or [])
+    monkeypatch.setattr("flowrl.api.collect_groups", lambda *a, **k: seen.append(a[0]) or [])
     options = ["objective={kind: dpo}", "rollout.store={path: groups, cache_draws: 64}"]
     code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
     assert not code, err

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowrl.backbones.policy import OLD, POLICY
-from flowrl.build.build_source import check_shares
+from flowrl.build.learner import check_shares
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowrl.api import collect_groups, with_lora
 from flowrl.backbones.lora_files import save_lora
-from flowrl.build import build_memory
-from flowrl.build.build_store import about
-from flowrl.collecting import collect_groups, with_lora
+from flowrl.build import backbone as build_memory
+from flowrl.build.rollout import about
 from flowrl.errors import UserError
-from flowrl.offline.format import latents_file, rows_file
+from flowrl.offline.format import latents_file, open_store, rows_file
 from flowrl.offline.source import StoredGroups
-from flowrl.offline.store_index import open_store
 from flowrl.offline.writer import Refresh, fill
 from flowrl.sampling.rollout import Stopwatch
 from flowrl.scoring.combine import FailureLimit

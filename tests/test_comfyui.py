@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backbones.fused_lora import delta
+from flowrl.backbones.lora_files import delta
 from flowrl.build.backbone import BACKBONES
 from flowrl.errors import UserError
-from flowrl.export.comfyui import PREFIX, comfyui_state, place
+from flowrl.export.formats import PREFIX, comfyui_state, place
 
 RANK, STRENGTH = 2, 1.5
 

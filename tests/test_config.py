@@ -8,10 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.config import Config, config_yaml, load_config, parse_config
-from flowrl.config.aliases import ALIASES, sort_arguments
 from flowrl.config.explain import explain
-from flowrl.config.load import load_yaml, merge, parse_overrides, preset_folder, preset_names
-from flowrl.config.schema import sections_in, walk
+from flowrl.config.load import (
+    ALIASES,
+    load_yaml,
+    merge,
+    parse_overrides,
+    preset_folder,
+    preset_names,
+    sort_arguments,
+)
+from flowrl.config.messages import sections_in, walk
 from flowrl.errors import UserError
 from flowrl.utils.fields import Section
 

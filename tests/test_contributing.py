@@ -12,12 +12,12 @@ import torch
 from flowrl.backbones.base import members
 from flowrl.build.backbone import backbone_class
 from flowrl.config import load_config
-from flowrl.config.aliases import sort_arguments
+from flowrl.config.load import sort_arguments
 from flowrl.config.trees import Custom
-from flowrl.scoring.named import check_named
+from flowrl.scoring.check import check_named
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
-from flowrl.trees.shape import count
+from flowrl.trees.plan import count
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

@@ -8,8 +8,8 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.config.aliases import sort_arguments
-from flowrl.export.licences import licence_of
+from flowrl.config.load import sort_arguments
+from flowrl.export.hub import licence_of
 
 PAGE = (Path(__file__).parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import Config, load_config
-from flowrl.config.aliases import sort_arguments
-from flowrl.config.sections_memory import Memory
+from flowrl.config.load import sort_arguments
+from flowrl.config.sections import Memory
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

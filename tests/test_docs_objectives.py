@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import get_args
 
 from flowrl.config import Config, load_config
+from flowrl.config.messages import walk
 from flowrl.config.objectives import Objective
-from flowrl.config.schema import walk
 
 PAGE = (Path(__file__).parents[1] / "docs" / "objectives.md").read_text(encoding="utf-8")
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from flowrl.config import Config, load_config
-from flowrl.config.aliases import sort_arguments
-from flowrl.config.load import preset_folder, preset_names
-from flowrl.config.schema import walk
+from flowrl.config.load import preset_folder, preset_names, sort_arguments
+from flowrl.config.messages import walk
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
 COMMANDS = [

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from typer.main import get_command
 
-from flowrl.cli.serving import reward_serve
+from flowrl.cli.rewards import reward_serve
 from flowrl.config.rewards import Reward
 from flowrl.scoring.executors.http import Remote
 from flowrl.scoring.protocol import Info, Request, Response

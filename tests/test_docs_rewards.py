@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from flowrl.cli import app
 from flowrl.config import Config, parse_config
-from flowrl.config.schema import walk
+from flowrl.config.messages import walk
 from flowrl.scoring.spec import BUILT_IN
 
 PAGE = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")

@@ -12,17 +12,22 @@ import yaml
 
 from flowrl.cli import app
 from flowrl.config import Config, load_config, parse_config
-from flowrl.config.aliases import sort_arguments
-from flowrl.config.schema import walk
+from flowrl.config.load import sort_arguments
+from flowrl.config.messages import walk
 from flowrl.errors import UserError
-from flowrl.planning.sizes import SIZES, build_transformer
-from flowrl.quantization.backends import Backend, FP8Dequantised, NVFP4Emulated
+from flowrl.planning.model_specs import SIZES, build_transformer
+from flowrl.quantization.backends import (
+    PRECISIONS,
+    Backend,
+    Capability,
+    FP8Dequantised,
+    NVFP4Emulated,
+    native_formats,
+    resolve,
+)
 from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of
-from flowrl.quantization.precision import PRECISIONS, Capability, native_formats, resolve
-from flowrl.sampling.audit_gate import OnMiss
-from flowrl.sampling.cost import break_even_gain, two_stage_ratio
-from flowrl.sampling.rank_audit import audit
-from flowrl.sampling.telling import MODES
+from flowrl.sampling.rank_audit import OnMiss, audit
+from flowrl.sampling.two_stage import MODES, break_even_gain, two_stage_ratio
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "sol-rl.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from PIL import Image
 from flowrl.build.learner import Given, build_learner
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.config.aliases import sort_arguments
+from flowrl.config.load import sort_arguments
 from flowrl.errors import UserError
 from flowrl.utils.distributed import Runtime
 

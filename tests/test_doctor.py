@@ -2,9 +2,9 @@ import socket
 
 import pytest
 
-from flowrl.cli import doctor
-from flowrl.cli.doctor import examine, healthy
-from flowrl.findings import Finding
+from flowrl.cli import info as doctor
+from flowrl.cli.info import examine, healthy
+from flowrl.errors import Finding
 
 
 @pytest.fixture

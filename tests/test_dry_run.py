@@ -10,8 +10,7 @@ from flowrl.api import align
 from flowrl.cli import main
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.planning.dry_rewards import KEY, StandIn
-from flowrl.planning.dry_run import FAMILIES, dry, rehearse
+from flowrl.planning.dry_run import FAMILIES, KEY, StandIn, dry, rehearse
 
 LARGE = {
     "pipeline": {

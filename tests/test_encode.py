@@ -9,9 +9,8 @@ from torch import nn
 from flowrl.backbones import offload
 from flowrl.backbones import text_cache as encode
 from flowrl.backbones.offload import visiting
-from flowrl.backbones.prompt_cache import PromptCache
-from flowrl.backbones.text_cache import TextCache
-from flowrl.build import build_memory
+from flowrl.backbones.text_cache import PromptCache, TextCache
+from flowrl.build import backbone as build_memory
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from flowrl.backbones.encoder_identity import by_files, by_weights, encoder_names, index_file
 from flowrl.backbones.loading import pipeline_path
+from flowrl.backbones.text_cache import by_files, by_weights, encoder_names, index_file
 
 
 @pytest.fixture

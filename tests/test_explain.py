@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.config import Config
 from flowrl.config.explain import explain
-from flowrl.config.schema import walk
+from flowrl.config.messages import walk
 from flowrl.errors import UserError
 
 

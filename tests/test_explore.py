@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-import flowrl.sampling.stage
-from flowrl.build.build_store import about
+import flowrl.sampling.rollout
+from flowrl.build.rollout import about
 from flowrl.errors import UserError
 from flowrl.offline.format import rows_file
 from flowrl.offline.writer import fill
@@ -40,9 +40,9 @@ def rollout_of(make_learner, explore, objective=NFT, rollout=ODE, **changes):
 def drawn(monkeypatch):
     """The forests of every draw, in order."""
     found = []
-    draw = flowrl.sampling.stage.draw
+    draw = flowrl.sampling.rollout.draw
     monkeypatch.setattr(
-        flowrl.sampling.stage, "draw", lambda *a: found.append(draw(*a)) or found[-1]
+        flowrl.sampling.rollout, "draw", lambda *a: found.append(draw(*a)) or found[-1]
     )
     return found
 

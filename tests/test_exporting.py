@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.backbones.fused_lora import delta
 from flowrl.backbones.lora_files import (
     FILE,
     check_header,
+    delta,
     layers_of,
     load_lora,
     merge_lora,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from flowrl.api import align
 from flowrl.errors import UserError
-from flowrl.sampling.audit_log import AuditLog
+from flowrl.sampling.rank_audit import AuditLog
 from flowrl.sampling.rollout import Stopwatch
 
 NFT = {"kind": "nft", "draws": {"count": 2}}

@@ -3,7 +3,7 @@ from importlib.metadata import version
 
 import pytest
 
-from flowrl.cli.golden import golden as command
+from flowrl.cli.rewards import golden as command
 from flowrl.errors import UserError
 from flowrl.scoring import golden
 from flowrl.scoring.golden import (

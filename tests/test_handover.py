@@ -10,9 +10,8 @@ from flowrl.build.learner import as_given
 from flowrl.config import Config
 from flowrl.export.model_card import front_matter
 from flowrl.export.summary import METHODS, OBJECTIVES, card, legend, method, precisions
-from flowrl.functional.stats import Interval
-from flowrl.sampling.audit_log import AuditEvent, AuditLog
-from flowrl.sampling.rank_audit import audit
+from flowrl.functional.groups import Interval
+from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit
 from flowrl.training.evaluate import Comparison
 
 

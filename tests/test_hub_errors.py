@@ -4,8 +4,7 @@ import errno
 
 import pytest
 
-from flowrl.backbones.hub_errors import sentence
-from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.loading import load_pipeline, sentence
 from flowrl.errors import UserError
 
 NAME = "black-forest-labs/FLUX.1-dev"

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "flowrl"
 # Each line may import itself and the lines above it. The unit is a package of `flowrl`, or one of
 # the few modules beside the packages.
 LAYERS = [
-    {"errors", "findings", "utils", "functional", "tiny"},
+    {"errors", "utils", "functional", "tiny"},
     {"prompts", "trees", "reference_cache", "trajectory"},
     {"config"},
     {"backbones"},
@@ -23,7 +23,7 @@ LAYERS = [
     {"training", "offline"},
     {"build"},
     {"export", "planning"},
-    {"bench", "api", "auditing", "collecting", "score_files"},
+    {"bench", "api"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

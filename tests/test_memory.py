@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from flowrl.build import build_source
+from flowrl.build import learner as build_source
 from flowrl.errors import UserError
 from flowrl.trees.memory import check_memory, free_bytes, rollout_bytes
 from flowrl.trees.plan import Step, TreePlan

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.training.metric_names import METRICS, meaning, page
+from flowrl.training.metrics import METRICS, meaning, page
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def test_the_page_of_metrics_is_up_to_date():
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    assert text == page(), "run `python -m flowrl.training.metric_names > docs/metrics.md`"
+    assert text == page(), "run `python -m flowrl.training.metrics > docs/metrics.md`"
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.api import collect_pairs
 from flowrl.backbones.sd3 import SD3
-from flowrl.collecting import collect_pairs
 from flowrl.errors import UserError
-from flowrl.offline.pairs import load_picture, read_pairs
-from flowrl.offline.store_index import open_store
+from flowrl.offline.format import open_store
+from flowrl.offline.writer import load_picture, read_pairs
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
 from flowrl.utils.images import to_tensor

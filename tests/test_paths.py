@@ -8,9 +8,8 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.paths import Paths, paths
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
+from flowrl.objectives.batches import Paths, paths
+from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Step, TreePlan
 

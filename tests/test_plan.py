@@ -12,9 +12,17 @@ from flowrl.config.rewards import Reward
 from flowrl.errors import UserError
 from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
-from flowrl.planning.plan import make_plan, memory_class, parse_memory
-from flowrl.planning.plan_rewards import CLIP_H, CLIP_L, DETECTORS, reward_bytes
-from flowrl.planning.plan_size import own_pixels, size_for
+from flowrl.planning.plan import (
+    CLIP_H,
+    CLIP_L,
+    DETECTORS,
+    make_plan,
+    memory_class,
+    own_pixels,
+    parse_memory,
+    reward_bytes,
+    size_for,
+)
 from flowrl.planning.suggestions import find_remedies
 
 
@@ -215,7 +223,7 @@ def test_an_own_backbone_says_its_layers_or_the_recipe_does(monkeypatch):
     class Mine:
         pass
 
-    monkeypatch.setattr("flowrl.planning.plan_setup.backbone_class", lambda name: Mine)
+    monkeypatch.setattr("flowrl.planning.plan.backbone_class", lambda name: Mine)
     with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
         make_plan(load_config("quickstart", ["lora.targets=null"]))
     assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases

@@ -7,8 +7,7 @@ from flowrl.build.objective import build_objective
 from flowrl.build.work_split import solve
 from flowrl.config import load_config
 from flowrl.functional.sde import KERNELS
-from flowrl.planning.plan import count_work
-from flowrl.planning.plan_counts import Work, doubles
+from flowrl.planning.plan import Work, count_work, doubles
 from flowrl.sampling.rollout import Stopwatch
 
 ODE = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}, "batch_size": 8}

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from flowrl.backbones.prompt_cache import PromptCache
+from flowrl.backbones.text_cache import PromptCache
 from flowrl.trajectory import Conditioning
 
 TEXT = ("a red circle", "")

@@ -2,8 +2,7 @@ import pytest
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.scoring.prompt_fit import check_evaluation, check_prompts
-from flowrl.scoring.spec import RewardSpec, load_reward
+from flowrl.scoring.spec import RewardSpec, check_evaluation, check_prompts, load_reward
 
 
 def constant(images, prompts, metadata):

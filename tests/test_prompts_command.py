@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from flowrl.cli.prompting import prompts
+from flowrl.cli.data import prompts
 from flowrl.errors import UserError
 from flowrl.prompts.generate.geneval import geneval_sets
 from flowrl.prompts.records import load_prompts

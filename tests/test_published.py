@@ -11,8 +11,13 @@ from flowrl.backbones.flux import Flux
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.planning.model_specs import SIZES, size_of_checkpoint
-from flowrl.planning.sizes import build_autoencoder, build_pipeline, build_text_encoders
+from flowrl.planning.model_specs import (
+    SIZES,
+    build_autoencoder,
+    build_pipeline,
+    build_text_encoders,
+    size_of_checkpoint,
+)
 
 BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
 META, CPU = torch.device("meta"), torch.device("cpu")

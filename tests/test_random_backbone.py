@@ -5,8 +5,8 @@ import torch
 
 from flowrl.bench.random_model import RandomBackbone
 from flowrl.errors import UserError
-from flowrl.planning.sizes import SIZES
-from flowrl.sampling.networks import with_network
+from flowrl.planning.model_specs import SIZES
+from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
 CPU = torch.device("cpu")

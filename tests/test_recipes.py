@@ -11,8 +11,7 @@ import yaml
 
 from flowrl.config import Config
 from flowrl.config import load_config as load
-from flowrl.config.aliases import sort_arguments
-from flowrl.config.load import MAX_PARENTS, preset_folder
+from flowrl.config.load import MAX_PARENTS, preset_folder, sort_arguments
 from flowrl.planning.model_specs import SIZES, size_of_checkpoint
 
 ROOT = Path(__file__).parents[1]

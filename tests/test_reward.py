@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward, trained
 
 GREY = torch.full((4, 3, 8, 8), 0.5)

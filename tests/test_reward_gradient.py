@@ -15,11 +15,10 @@ from flowrl.objectives.reward_backprop.decoder import (
     differentiate,
     trained,
 )
-from flowrl.scoring.combine import weighted_sum
+from flowrl.scoring.combine import affine, clip, rank, sigmoid, weighted_sum
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
-from flowrl.scoring.transforms import affine, clip, rank, sigmoid
 
 
 class Red:

@@ -12,7 +12,7 @@ from torch import Tensor
 import flowrl
 from flowrl.backbones.guidance import RLG
 from flowrl.errors import UserError
-from flowrl.functional.flow import extrapolate
+from flowrl.functional.sde import extrapolate
 
 STEPS = 3
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.backbones.guidance import RLG
 from flowrl.errors import UserError
-from flowrl.functional.flow import extrapolate
+from flowrl.functional.sde import extrapolate
 
 
 def inject(network: torch.nn.Module) -> None:

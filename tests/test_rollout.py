@@ -17,7 +17,7 @@ from flowrl.sampling.rollout import (
     hand_in,
     occurrences,
 )
-from flowrl.sampling.schedule import Schedule
+from flowrl.sampling.sampler import Schedule
 from flowrl.scoring.scorer import Scoring, score
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.plan import Step, TreePlan

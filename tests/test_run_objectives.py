@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.api import align
-from flowrl.collecting import collect_groups
+from flowrl.api import align, collect_groups
 from flowrl.training.tracking import read_metrics
 
 ODE = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8, "tree": {"kind": "ode"}}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flowrl.api import BATCH, score_images
 from flowrl.errors import UserError
-from flowrl.score_files import BATCH, score_images
 
 REWARDS = """
 class Bright:

@@ -6,8 +6,7 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.scoring import scorer as scoring
-from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Inline, RewardFailure
 from flowrl.scoring.scorer import SamplerFailure, quantise, score
 from flowrl.scoring.spec import RewardResult, RewardSpec
 

@@ -12,8 +12,7 @@ from PIL import Image
 
 from flowrl.cli import train as training
 from flowrl.config import load_config
-from flowrl.config.aliases import sort_arguments
-from flowrl.config.load import load_yaml
+from flowrl.config.load import load_yaml, sort_arguments
 from flowrl.errors import UserError
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"

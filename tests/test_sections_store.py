@@ -1,7 +1,7 @@
 import pytest
 from pydantic import ValidationError
 
-from flowrl.config.sections_store import Store
+from flowrl.config.rollout import Store
 
 
 def test_a_store_is_nothing_but_a_folder_unless_asked():

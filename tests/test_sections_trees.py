@@ -7,9 +7,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from flowrl.config.trees import PRESETS, DepthPruning, Tree
-from flowrl.trees import combs, presets
-from flowrl.trees.plan import Coupling, PlanError
-from flowrl.trees.shape import count
+from flowrl.trees import presets
+from flowrl.trees import presets as combs
+from flowrl.trees.plan import Coupling, PlanError, count
 
 ADAPTER = TypeAdapter(Tree)
 LEAVES = {"tree_grpo": 27, "b2_diffurl": 20, "tempflow": 114, "g2rpo": 36, "e_grpo": 24}

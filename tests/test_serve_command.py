@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from flowrl.cli import serving
-from flowrl.cli.serving import bound, listen, reward_serve
+from flowrl.cli import rewards as serving
+from flowrl.cli.rewards import bound, listen, reward_serve
 from flowrl.errors import UserError
 
 

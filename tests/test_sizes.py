@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.planning.sizes import (
+from flowrl.planning.model_specs import (
     SIZES,
     build_decoder,
     build_transformer,

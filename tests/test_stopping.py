@@ -15,8 +15,7 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, write_config
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
-from flowrl.training.run import Sheet
-from flowrl.training.stopping import StopRule, stop_rule
+from flowrl.training.run import Sheet, StopRule, stop_rule
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 

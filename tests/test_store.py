@@ -18,9 +18,9 @@ from flowrl.offline.format import (
     create,
     finished_shards,
     latents_file,
+    open_store,
     rows_file,
 )
-from flowrl.offline.store_index import open_store
 from flowrl.prompts.records import PromptRecord
 
 SHAPE = [3, 2, 2]

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.offline.format import About, Picture, append, create, rows_file
-from flowrl.offline.store_index import open_store
+from flowrl.offline.format import About, Picture, append, create, open_store, rows_file
 from flowrl.prompts.records import PromptRecord
 
 WRONG = [

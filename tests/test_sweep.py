@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowrl.build.learner import Given, build_evaluator
-from flowrl.export.sweep import draw_sweep, sweep_rows, sweep_summary
+from flowrl.export.summary import draw_sweep, sweep_rows, sweep_summary
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 from flowrl.utils.distributed import Runtime

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flowrl.trees import combs, presets
-from flowrl.trees.show import NOISY, PLAIN, TRAINED
-from flowrl.trees.treeplot import BOTTOM, LEFT, STYLE, TOP, draw_tree
+from flowrl.trees import presets
+from flowrl.trees import presets as combs
+from flowrl.trees.show import BOTTOM, LEFT, NOISY, PLAIN, STYLE, TOP, TRAINED, draw_tree
 
 
 def inked(plan, sign: str) -> np.ndarray:

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from flowrl.config import Config
-from flowrl.config.schema import walk
-from flowrl.training.metric_names import METRICS, meaning
+from flowrl.config.messages import walk
+from flowrl.training.metrics import METRICS, meaning
 
 PAGE = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 CODE = re.findall(r"`([^`\n]+)`", PAGE)

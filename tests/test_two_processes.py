@@ -21,7 +21,7 @@ import torch
 
 torch.set_num_threads(1)
 from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner
-from flowrl.build.build_memory import Texts
+from flowrl.build.backbone import Texts
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.backbones.offload import encoders_of

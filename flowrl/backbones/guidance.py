@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
-from flowrl.functional.flow import extrapolate
+from flowrl.functional.sde import extrapolate
 
 DENOISERS = ("transformer", "transformer_2", "unet")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")

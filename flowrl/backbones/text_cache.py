@@ -1,16 +1,109 @@
 """Text is encoded once: a memory of every prompt's conditioning."""
 
+import json
+import logging
+import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, uint8
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.offload import are_freed, encoders_of, visiting
-from flowrl.backbones.prompt_cache import PromptCache
+from flowrl.backbones.offload import ENCODER, are_freed, encoders_of, visiting
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
+from flowrl.utils.files import write_bytes
+
+# --- Encoded prompts on disk: one safetensors file a prompt, shared by runs and processes ------
+
+LOG = logging.getLogger(__name__)
+VERSION = 1  # of the files
+
+
+class PromptCache:
+    """Conditioning of single prompts below `folder`, under all that decides it.
+
+    key: everything but the texts, of what JSON has: pipeline, encoders, dtype, tokens, guidance.
+    Files are written whole or not at all, so that processes need no lock: two that write the
+    same prompt write the same. Nothing is unpickled. Nothing is ever removed.
+    """
+
+    def __init__(self, folder: Path, key: Mapping[str, Any]):
+        self.folder = Path(folder)
+        self.key = {"version": VERSION, **key}
+
+    def path(self, prompt: str, negative: str) -> Path:
+        name = _digest(_json({**self.key, "prompt": prompt, "negative": negative}).encode())
+        return self.folder / name[:2] / f"{name}.safetensors"
+
+    def has(self, prompt: str, negative: str) -> bool:
+        """Whether there is a file of the length that its header says; its content is not read."""
+        path = self.path(prompt, negative)
+        try:
+            with path.open("rb") as file:
+                length = os.fstat(file.fileno()).st_size
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(size, length)))
+            ends = [part["data_offsets"][1] for k, part in header.items() if k != "__metadata__"]
+            return length == 8 + size + max(ends)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return False
+
+    def load(self, prompt: str, negative: str) -> Conditioning | None:
+        """One row on the CPU, bit for bit as it was saved; None where there is none.
+
+        A file that is damaged, which is told, counts as none.
+        """
+        path = self.path(prompt, negative)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            tensors = load(data)
+            size = int.from_bytes(data[:8], "little")
+            wanted = json.loads(data[8 : 8 + size])["__metadata__"]["digest"]
+            intact = bool(tensors) and _content(tensors) == wanted
+        except (SafetensorError, ValueError, KeyError):
+            intact, tensors = False, {}
+        if not intact:
+            LOG.warning("the encoded prompt %s is damaged: it is made anew", path)
+            return None
+        return Conditioning(tensors=tensors)
+
+    def save(self, prompt: str, negative: str, cond: Conditioning) -> None:
+        """cond: one row."""
+        tensors = {name: t.detach().cpu().contiguous() for name, t in cond.tensors.items()}
+        notes = {"digest": _content(tensors), "prompt": prompt, "negative": negative}
+        write_bytes(self.path(prompt, negative), save(tensors, metadata=notes))
+
+
+def _content(tensors: Mapping[str, Tensor]) -> str:
+    """Of names and bytes; shapes are in the header that the lengths are checked against."""
+    parts = [name.encode() + _bytes(tensors[name]) for name in sorted(tensors)]
+    return _digest(b"".join(parts))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(uint8).numpy().tobytes()
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=True)
+
+
+# --- Text is encoded once: a memory of every prompt's conditioning -----------------------------
 
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
 Key = tuple[str, str]  # prompt and negative prompt
@@ -130,3 +223,54 @@ class TextCache:
     def _forget(self) -> None:
         while self.capacity is not None and len(self.known) > self.capacity:
             self.known.popitem(last=False)
+
+
+# --- Which text encoders a pipeline has, as far as its files or its weights tell: for caches ---
+
+INDEX = "model_index.json"
+READERS = (ENCODER, "tokenizer")  # how the names of what turns text into numbers begin
+SAMPLED = 64  # values of each weight
+
+
+def index_file(path: str, revision: str | None) -> Path | None:
+    """The index of a pipeline in a folder, or on the Hub as far as this machine has it already."""
+    if Path(path).is_dir():
+        file = Path(path) / INDEX
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, INDEX, revision=revision)
+    except HFValidationError:  # no name of the Hub either
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def encoder_names(index: Path) -> list[str]:
+    """The text encoders' places in the pipeline."""
+    return [name for name in json.loads(index.read_text()) if name.startswith(ENCODER)]
+
+
+def by_files(index: Path) -> dict[str, Any]:
+    """The commit of a pipeline from the Hub; of a folder the lengths and times of its files."""
+    folder = index.parent
+    if folder.parent.name == "snapshots":  # as the Hub's cache is laid out
+        return {"commit": folder.name}
+    parts = sorted(p for name in READERS for p in folder.glob(f"{name}*/**/*") if p.is_file())
+    stats = [(p.relative_to(folder).as_posix(), p.stat()) for p in parts]
+    return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
+
+
+@torch.no_grad()
+def by_weights(pipeline: Any) -> dict[str, Any]:
+    """A digest of some values of every weight of the text encoders, with names and shapes."""
+    digest = blake2b(digest_size=16)
+    for part in encoders_of(pipeline):
+        digest.update(type(part).__name__.encode())
+        for name, weight in part.named_parameters():
+            flat = weight.detach().flatten()
+            some = flat[:: max(1, flat.numel() // SAMPLED)].to("cpu", torch.float32)
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(some.numpy().tobytes())
+    return {"weights": digest.hexdigest()}

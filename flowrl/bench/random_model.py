@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
 from flowrl.build.backbone import BACKBONES
-from flowrl.planning.sizes import Size, build_pipeline, size_of
-from flowrl.sampling.networks import with_network
+from flowrl.planning.model_specs import Size, build_pipeline, size_of
+from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
 

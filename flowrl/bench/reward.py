@@ -15,8 +15,7 @@ from torch import Tensor
 from flowrl.bench.rollout import best_of
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.scoring.executors.base import Executor
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Executor, Inline
 from flowrl.scoring.executors.pool import Pool
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.tiny.draw import draw

@@ -9,10 +9,9 @@ from flowrl.config import Config
 from flowrl.config.rewards import Affine, Clip, HttpExecutor, PoolExecutor, Rank, Sigmoid
 from flowrl.config.rewards import Reward as RewardSection
 from flowrl.errors import UserError
-from flowrl.scoring import transforms
+from flowrl.scoring import combine as transforms
 from flowrl.scoring.combine import FailureLimit
-from flowrl.scoring.executors.base import Executor, Reward
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Executor, Inline, Reward
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, Transform, load_reward
 
 

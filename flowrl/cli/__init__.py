@@ -11,11 +11,13 @@ from flowrl import __version__
 from flowrl.cli import audit as auditing
 from flowrl.cli import bench as benching
 from flowrl.cli import data as collecting
+from flowrl.cli import data as prompting
 from flowrl.cli import export as exporting
-from flowrl.cli import golden, prompting, serving
 from flowrl.cli import info as looking
 from flowrl.cli import plan as planning
 from flowrl.cli import rewards as checking
+from flowrl.cli import rewards as golden
+from flowrl.cli import rewards as serving
 from flowrl.cli import sample as pictures
 from flowrl.cli import train as training
 from flowrl.cli import tree as trees

@@ -13,7 +13,7 @@ from rich.text import Text
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.findings import Finding
+    from flowrl.errors import Finding
 
 MARKS = {
     "ok": ("ok", "green"),

@@ -66,7 +66,7 @@ def audit(
       flowrl audit my_recipe.yaml --lora runs/mine --candidates 48 --prompts 8
     """
     from flowrl.cli._console import print_table
-    from flowrl.config.aliases import sort_arguments
+    from flowrl.config.load import sort_arguments
 
     request = sort_arguments(words or [])
     if not request.recipe:
@@ -74,7 +74,7 @@ def audit(
             "No recipe given: name a preset or a YAML file, as in "
             "flowrl audit tiny-sd3-solrl-geneval."
         )
-    from flowrl.auditing import audit_previews, audited
+    from flowrl.api import audit_previews, audited
 
     configs = audited(
         request.recipe,

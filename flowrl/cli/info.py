@@ -1,10 +1,23 @@
 """`flowrl explain` and `flowrl doctor`: commands that tell and change nothing."""
 
-from typing import Annotated
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from packaging.requirements import Requirement
 
-from flowrl.errors import UserError
+import flowrl
+from flowrl.config.load import preset_names
+from flowrl.errors import Finding, UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 def explain(
@@ -29,7 +42,6 @@ def doctor() -> None:
     Reaches no network. Exits with 1 if something that a run needs is missing.
     """
     from flowrl.cli._console import print_findings
-    from flowrl.cli.doctor import examine, healthy
 
     findings = examine()
     print_findings(findings, max(len(finding.topic) for finding in findings))
@@ -37,3 +49,188 @@ def doctor() -> None:
         raise UserError(
             "Something that a run needs is missing; the lines marked !! say what to do."
         )
+
+
+# --- A check-up --------------------------------------------------------------------------------
+
+DISTRIBUTION = "flowrl-diffusion"
+NEEDED = {
+    "torch": "the networks",
+    "diffusers": "pipelines, and loading the LoRA",
+    "transformers": "text encoders",
+    "accelerate": "devices and processes",
+    "peft": "LoRA adapters",
+    "safetensors": "files without pickle",
+    "pydantic": "checked configuration",
+    "open-clip-torch": "CLIP rewards",
+    "rapidocr": "the ocr reward",
+    "onnxruntime": "the ocr reward",
+    "opencv-python-headless": "the ocr reward and the tiny world's detector",
+    "tensorboard": "training curves",
+    "pebble": "rewards in processes of their own",
+    "httpx": "rewards on servers",
+    "tenacity": "rewards on servers",
+    "fastapi": "flowrl reward-serve",
+    "uvicorn": "flowrl reward-serve",
+    "python-multipart": "flowrl reward-serve",
+    "scikit-image": "the similarity reward",
+}
+OPTIONAL = {  # package: its extra, and what it is for
+    "openai": ("judge", "vision-language judges"),
+    "datasets": ("datasets", "prompts from Hugging Face data sets"),
+    "xformers": ("xformers", "memory-efficient attention on CUDA"),
+    "bitsandbytes": ("bitsandbytes", "memory.base_bits 8 or 4 on GPUs"),
+    "torchao": ("torchao", "memory.base_bits 8 with memory.base_library torchao"),
+    "wandb": ("wandb", "run.trackers=[wandb]"),
+    "trackio": ("trackio", "run.trackers=[trackio]"),
+}
+
+
+def examine() -> list[Finding]:
+    """Look at everything a run depends on. Imports torch, reaches no network."""
+    return [*_basics(), *_packages(), *_optional(), *_shadows(), *_device(), *_data()]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """True when nothing that a run needs is missing or wrong."""
+    return all(finding.state != "problem" for finding in findings)
+
+
+def _basics() -> Iterator[Finding]:
+    yield Finding(topic="flowrl", state="ok", detail=flowrl.__version__)
+    old = sys.version_info < (3, 11)
+    yield Finding(
+        topic="python",
+        state="problem" if old else "ok",
+        detail=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        remedy="Use Python 3.11 or newer." if old else "",
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _ranges() -> dict[str, Requirement]:
+    try:
+        wanted = [Requirement(text) for text in requires(DISTRIBUTION) or []]
+    except PackageNotFoundError:  # a checkout on PYTHONPATH has no metadata
+        return {}
+    return {r.name: r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
+
+
+def _packages() -> Iterator[Finding]:
+    ranges = _ranges()
+    for package, use in NEEDED.items():
+        found, wanted = _installed(package), ranges.get(package)
+        if found is None:
+            remedy = f'pip install "{wanted or package}"'
+            yield Finding(
+                topic=package, state="problem", detail=f"not installed: {use}", remedy=remedy
+            )
+        elif wanted and not wanted.specifier.contains(found, prereleases=True):
+            yield Finding(
+                topic=package,
+                state="problem",
+                detail=f"{found}, expected {wanted.specifier}",
+                remedy=f'pip install "{wanted}"',
+            )
+        else:
+            yield Finding(topic=package, state="ok", detail=found)
+
+
+def _optional() -> Iterator[Finding]:
+    for package, (extra, use) in OPTIONAL.items():
+        found = _installed(package)
+        yield Finding(
+            topic=package,
+            state="ok" if found else "missing",
+            detail=found or f"optional: {use}",
+            remedy="" if found else f'From a clone of the project: pip install ".[{extra}]"',
+        )
+
+
+def _shadows() -> Iterator[Finding]:
+    """Packages of the same name hide ours, and two OpenCV builds overwrite each other."""
+    ours = Path(flowrl.__file__).parent.parent / "rewards"
+    spec = importlib.util.find_spec("rewards")
+    found = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
+    hidden = found is None or found.resolve() != ours.resolve()
+    yield Finding(
+        topic="rewards",
+        state="problem" if hidden else "ok",
+        detail=f"found at {found}, expected {ours}" if hidden else "flowrl's own",
+        remedy="Rename that folder, or use the flowrl command from another one." if hidden else "",
+    )
+    builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
+    if builds and _installed("opencv-python-headless"):
+        yield Finding(
+            topic="opencv",
+            state="problem",
+            detail=f"{builds[0]} and opencv-python-headless share the folder cv2",
+            remedy=f"pip uninstall {builds[0]}, then pip install --force-reinstall --no-deps "
+            "opencv-python-headless",
+        )
+
+
+def _device() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    threads, cores = torch.get_num_threads(), os.cpu_count()
+    yield Finding(
+        topic="cpu",
+        state="ok",
+        detail=f"{cores} cores, {threads} threads in use",
+        remedy="" if threads == 1 else "Set run.threads=1 if other jobs share this machine.",
+    )
+    if torch.cuda.is_available():
+        card = torch.cuda.get_device_properties(0)
+        detail = (
+            f"{torch.cuda.device_count()} x {card.name}, {card.total_memory / 2**30:.0f} GB, "
+            f"bf16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
+        )
+        yield Finding(topic="cuda", state="ok", detail=detail)
+    else:
+        yield Finding(
+            topic="cuda",
+            state="missing",
+            detail=f"torch {torch.__version__} sees no CUDA device",
+            remedy="The tiny presets need none; the others do.",
+        )
+    yield _precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if torch.backends.mps.is_available():
+        yield Finding(topic="mps", state="ok", detail="available; without float64")
+
+
+def _precisions(device: "torch.device") -> Finding:
+    from flowrl.quantization.backends import capability_of, native_formats
+
+    formats = ", ".join(native_formats(capability_of(device)))
+    return Finding(
+        topic="precisions",
+        state="ok",
+        detail=f"{formats}; nvfp4-emulated has nvfp4's numbers anywhere, not its speed",
+    )
+
+
+def _data() -> Iterator[Finding]:
+    pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
+    names = ", ".join(path.parent.name for path in pipelines)
+    yield Finding(
+        topic="tiny pipelines",
+        state="ok" if pipelines else "problem",
+        detail=names or "none in the package",
+        remedy="" if pipelines else "From a clone: pip install --force-reinstall --no-deps .",
+    )
+    yield Finding(topic="presets", state="ok", detail=", ".join(preset_names()))
+    offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+    yield Finding(
+        topic="hub",
+        state="ok",
+        detail="offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named",
+    )

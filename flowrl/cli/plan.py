@@ -42,7 +42,7 @@ def plan(
       flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
     """
     from flowrl.config import load_config
-    from flowrl.config.aliases import sort_arguments
+    from flowrl.config.load import sort_arguments
     from flowrl.planning.plan import make_plan, memory_class, parse_memory
 
     request = sort_arguments(words or [])

@@ -1,6 +1,13 @@
 """`flowrl reward-check`: does a reward work, before anything learns from it?"""
 
-from dataclasses import replace
+import importlib
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -8,8 +15,11 @@ import typer
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.findings import Finding
+    from flowrl.errors import Finding
     from flowrl.scoring.check import Checked
+    from flowrl.scoring.executors.base import Executor
+    from flowrl.scoring.protocol import Codec
+    from flowrl.scoring.spec import RewardSpec
 
 
 def reward_check(
@@ -68,7 +78,7 @@ def reward_check(
         token_of,
     )
     from flowrl.prompts.records import load_prompts
-    from flowrl.scoring.named import check_named
+    from flowrl.scoring.check import check_named
 
     given = arguments_of(chosen, [args] if args is not None else None)
     token = token_of(token_env)
@@ -132,3 +142,277 @@ def _timed(checked: "Checked", finding: "Finding") -> "Finding":
     times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} pictures/s"
     version = f"; {checked.version}" if checked.version else ""
     return replace(finding, detail=finding.detail + times + version)
+
+
+# --- `flowrl reward-serve`: rewards for runs on other machines, or in another environment ------
+
+
+PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
+FOR_POOLS = {"pebble": "pebble"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """What --workers, --timeout and --micro-batch say; without workers there is none."""
+
+    workers: int
+    timeout: float
+    micro_batch: int
+
+
+def reward_serve(
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME", help="Built-in, or your own as module:attribute."),
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option(metavar="YAML", help="Arguments, as in '{mode: strict}'; one for each NAME."),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8400,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Variable with the token to ask for.")
+    ] = None,
+    max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most pictures in a request.")] = 64,
+    workers: Annotated[
+        int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
+    ] = 0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Seconds for one question to a process, then it is replaced.",
+            show_default="60",
+        ),
+    ] = None,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most pictures in one question to a process.", show_default="8"),
+    ] = None,
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, or jpeg (lossy)."),
+    ] = None,
+) -> None:
+    """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
+
+    Each that has fixtures is loaded and scores one before the address is printed.
+    Listens to this machine alone; --host with another address needs --token-env. Stop with Ctrl-C.
+
+    Examples:
+
+      flowrl reward-serve ocr geneval
+
+      flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
+
+      flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
+    """
+    token = _token(host, token_env)
+    codecs = _codecs(codec)
+    if not workers and (timeout or micro_batch):
+        raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
+    from flowrl.cli._console import arguments_of
+
+    given = arguments_of(names, args)
+    _need(PACKAGES | FOR_POOLS if workers else PACKAGES)
+    from flowrl.scoring.server import make_app
+
+    with bound(host, port) as listening:
+        pool = _Pool(workers=workers, timeout=timeout or 60.0, micro_batch=micro_batch or 8)
+        specs = [_spec(name, its, pool) for name, its in zip(names, given, strict=True)]
+        try:
+            app = make_app(
+                specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
+            )
+            late = _warm_up(specs)
+            listen(listening)
+        except BaseException:
+            for spec in specs:
+                spec.asked_by().close()
+            raise
+        try:
+            _serve(app, listening, host, names, late)
+        finally:  # the application has closed the rewards
+            if hangs := app.state.service.hangs:
+                print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
+                os._exit(1)
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """The address is this server's from now on; nobody gets through to it before `listen`.
+
+    Raises UserError where it cannot be had.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        if os.name == "posix":  # elsewhere it would let two servers listen
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+    return made
+
+
+def listen(listening: socket.socket) -> None:
+    """Let clients in. Raises UserError when another server was faster."""
+    try:
+        listening.listen()
+    except OSError as error:
+        host, port = listening.getsockname()[:2]
+        raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
+
+
+def _need(packages: dict[str, str]) -> None:
+    """Raises UserError for modules that cannot be imported, of packages by module."""
+    absent: dict[str, ImportError] = {}
+    for module, package in packages.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            absent[package] = error
+    if absent:
+        why = "; ".join(map(str, absent.values()))
+        raise UserError(
+            f"flowrl reward-serve needs {', '.join(absent)} ({why}): pip install {' '.join(absent)}"
+        )
+
+
+def _warm_up(specs: "Sequence[RewardSpec]") -> list[str]:
+    """Load what can be loaded now. -> the names of the others."""
+    from flowrl.scoring.server import warm_up
+
+    return [spec.name for spec in specs if not warm_up(spec)]
+
+
+def _token(host: str, variable: str | None) -> str | None:
+    from flowrl.cli._console import token_of
+
+    if variable is None and not _loopback(host):
+        raise UserError(
+            f"--host {host} lets other machines in: name the variable with a token that they must "
+            "send, as in --token-env REWARD_TOKEN."
+        )
+    return token_of(variable)
+
+
+def _loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
+    from flowrl.scoring.protocol import CODECS, LOSSLESS
+
+    if unknown := set(chosen or ()) - set(CODECS):
+        raise UserError(f"--codec is one of {', '.join(CODECS)}, not {', '.join(sorted(unknown))}.")
+    return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
+
+
+def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
+    from flowrl.scoring.spec import RewardSpec, load_reward
+
+    spec = RewardSpec(name=name, reward=load_reward(name, args))
+    return replace(spec, executor=_executor(spec, args, pool))
+
+
+def _executor(spec: "RewardSpec", args: dict | None, pool: _Pool) -> "Executor":
+    if not pool.workers:
+        from flowrl.scoring.executors.base import Inline
+
+        return Inline(spec.reward, spec.name, background=True)
+    from flowrl.scoring.executors.pool import Pool
+    from flowrl.scoring.spec import BUILT_IN
+
+    return Pool(
+        BUILT_IN.get(spec.name, spec.name),
+        args,
+        spec.name,
+        workers=pool.workers,
+        timeout=pool.timeout,
+        micro_batch=None if spec.whole_groups else pool.micro_batch,
+    )
+
+
+def _serve(app, listening: socket.socket, host: str, names: list[str], late: list[str]) -> None:
+    import uvicorn
+
+    shown = f"[{host}]" if ":" in host else host
+    # Who reads this through a pipe waits for it.
+    print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
+    if late:
+        print(f"not tried yet, loads at the first question: {', '.join(late)}", flush=True)
+    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+# --- `flowrl golden`: do rewards score here as they did where they were measured? --------------
+
+
+def golden(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with golden values."),
+    ] = None,
+    write: Annotated[
+        bool, typer.Option("--write", help="Record what these rewards score here.")
+    ] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option(metavar="JSON", help="Golden values; flowrl's own unless --write is given."),
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
+    ] = 0.003,
+) -> None:
+    """Compare the scores of rewards with golden values, measured with the real weights.
+
+    Shows that another machine, another version or a change of the code gives the same scores. A
+    reward without a golden value is shown as such and never as passed: those that download weights
+    have none until they are measured with --write, which adds them to the file that --file names.
+
+    ok agrees, !! does not, -- was not compared: no golden value yet, or weights are missing.
+    Exits with 1 after a !!, and after a -- of a reward that was named.
+
+    Examples:
+
+      flowrl golden
+
+      flowrl golden pickscore hpsv2
+
+      flowrl golden pickscore --write --file golden.json
+    """
+    chosen = list(dict.fromkeys(names or []))
+    if write and not (chosen and file):
+        raise UserError(
+            "--write records the rewards that are named, in the file that --file names: give both, "
+            "as in flowrl golden ocr --write --file golden.json."
+        )
+    from flowrl.cli._console import print_findings, stop_unless_fine
+    from flowrl.scoring.golden import PATH, compare_all, read_golden, recorded, write_golden
+
+    path = file or PATH
+    if file and not write and not file.exists():
+        raise UserError(f"There is no file {file}; flowrl golden NAME --write --file makes one.")
+    entries = read_golden(path)
+    compared = compare_all(chosen, entries)
+    if write:
+        new = {c.finding.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
+        write_golden(path, entries | new)
+        for name in new:
+            typer.echo(f"recorded {name} in {path}")
+        compared = [c for c in compared if not c.measured]
+    print_findings(
+        [c.finding for c in compared], max((len(c.finding.topic) for c in compared), default=0)
+    )
+    stop_unless_fine(
+        {c.finding.topic: {c.finding.state} for c in compared},
+        wrong="These rewards do not score as recorded",
+        absent="These rewards were not compared" if chosen else None,
+    )

@@ -128,8 +128,8 @@ def score(
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
     if twice := next((name for name in reward if reward.count(name) > 1), None):
         raise UserError(f"--reward {twice} is given twice, expected each once: score them in turn.")
+    from flowrl.api import score_images
     from flowrl.cli._console import arguments_of, print_table
-    from flowrl.score_files import score_images
 
     scored = score_images(pictures, reward, prompts or prompt or None, arguments_of(reward, args))
     print_table(scored.rows, as_json=as_json)

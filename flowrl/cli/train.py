@@ -1,5 +1,6 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,7 +67,7 @@ def train(
     Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
     """
     from flowrl.config import config_yaml, load_config
-    from flowrl.config.aliases import sort_arguments
+    from flowrl.config.load import sort_arguments
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
@@ -137,7 +138,7 @@ def evaluate(
     """
     from flowrl.cli._console import print_table
     from flowrl.config import load_config
-    from flowrl.config.aliases import sort_arguments
+    from flowrl.config.load import sort_arguments
 
     request = sort_arguments(words or [])
     if not request.recipe:
@@ -148,3 +149,37 @@ def evaluate(
     from flowrl.api import evaluate_model
 
     print_table(evaluate_model(config, lora=lora), as_json=as_json)
+
+
+# --- What the training scripts of the families do, on each process that accelerate starts ------
+
+FLAGS = ("--dry-run", "--print-config")  # of `flowrl train`
+
+
+def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
+    """`flowrl train` with `recipe` where the words name none, for one family of pipelines.
+
+    words: of the command line. Raises UserError for a recipe of another family.
+    """
+    from flowrl.config import load_config
+    from flowrl.config.load import sort_arguments
+
+    flags = [word.replace("_", "-") in FLAGS for word in words]
+    rest = [word for word, is_flag in zip(words, flags, strict=True) if not is_flag]
+    request = sort_arguments(rest)
+    if not request.recipe and request.resume in (None, "latest"):
+        rest, request = [recipe, *rest], sort_arguments([recipe, *rest])
+    config = load_config(request.recipe or saved_recipe(request.resume), request.overrides)
+    found = config.pipeline.backbone
+    if found != family:
+        raise UserError(
+            f"{request.recipe or request.resume} is a recipe for {found}, but this script trains "
+            f"{family}: take {script_of(found)}, or a recipe such as {recipe}"
+        )
+    asked = {word.replace("_", "-") for word, is_flag in zip(words, flags, strict=True) if is_flag}
+    train(rest, dry_run="--dry-run" in asked, print_config="--print-config" in asked)
+
+
+def script_of(family: str) -> str:
+    """Where another family is trained; somebody's own backbone, with any recipe's command."""
+    return "flowrl train" if ":" in family else f"scripts/train_{family}.py"

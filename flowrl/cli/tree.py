@@ -161,7 +161,7 @@ def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budge
 def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
     from dataclasses import asdict
 
-    from flowrl.trees.shape import count
+    from flowrl.trees.plan import count
 
     total = count(plan).times(prompts)
     saving = total.sequential_forwards / total.forwards
@@ -199,7 +199,7 @@ def _show_recipe(section: Any, plan: "TreePlan") -> None:
     import yaml
 
     from flowrl.config.trees import PUBLISHED_CREDIT
-    from flowrl.trees.shape import count
+    from flowrl.trees.plan import count
 
     options = yaml.safe_dump(
         section.model_dump(mode="json"), default_flow_style=True, sort_keys=False, width=10_000
@@ -230,7 +230,7 @@ def _show(plan: "TreePlan", prompts: int) -> None:
 
 
 def _save(plan: "TreePlan", picture: Path) -> None:
-    from flowrl.trees.treeplot import draw_tree
+    from flowrl.trees.show import draw_tree
     from flowrl.utils.files import write_bytes
     from flowrl.utils.images import png
 

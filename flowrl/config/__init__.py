@@ -8,20 +8,19 @@ from pydantic import ValidationError, model_validator
 
 from flowrl.config.load import dump_yaml, load_recipe
 from flowrl.config.messages import complain
-from flowrl.config.objectives import Objective
+from flowrl.config.objectives import Grpo, Objective
 from flowrl.config.rewards import Failures, Reward, check_rewards
 from flowrl.config.rollout import Ema, Optim, Rollout
 from flowrl.config.sections import (
     Evaluation,
     Lora,
+    Memory,
     Pipeline,
     Prompts,
     Run,
     check_retained,
     check_stopping,
 )
-from flowrl.config.sections_memory import Memory
-from flowrl.config.sections_reverse import Grpo
 from flowrl.config.validate import (
     check_base_bits,
     check_explore,

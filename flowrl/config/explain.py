@@ -3,9 +3,8 @@
 import difflib
 
 from flowrl.config import Config
-from flowrl.config.aliases import ALIASES
-from flowrl.config.messages import show
-from flowrl.config.schema import Option, walk
+from flowrl.config.load import ALIASES
+from flowrl.config.messages import Option, show, walk
 from flowrl.errors import UserError
 from flowrl.utils.fields import Section
 

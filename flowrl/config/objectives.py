@@ -4,20 +4,736 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from flowrl.config.sections_forward import Awm, Dgpo, Dpo, Gdro, Kto, Lair, Nft, Rwr, Sft
-from flowrl.config.sections_gradient import (
-    AlignProp,
-    Draft,
-    DraftLv,
-    FlowbpBridge,
-    FlowbpLagrange,
-    FlowbpSparse,
-    LeapAlign,
-    Refl,
-    Srpo,
+from flowrl.trees.plan import TreePlan, count
+from flowrl.utils.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    Text,
+    Whole,
+    option,
 )
-from flowrl.config.sections_reverse import Grpo, Spo
-from flowrl.utils.fields import Section, Text, option
+
+# --- The options of objectives on the forward process: they learn from clean pictures ----------
+
+UnitInterval = Annotated[NonNegative, Field(le=1)]
+
+NFT = "DiffusionNFT, arXiv 2509.16117"
+DPO = "Diffusion-DPO, arXiv 2311.12908"
+GDRO = "GDRO, arXiv 2601.02036"
+AWM = "AWM, arXiv 2509.25050"
+KTO = "Diffusion-KTO, arXiv 2404.04465"
+DGPO = "DGPO, arXiv 2510.08425"
+LAIR = "Diffusion-LAIR, arXiv 2605.26491"
+
+
+class UniformTimes(Section):
+    kind: Literal["uniform"] = option("uniform", "All noise levels alike.")
+    shift: Positive = option(1.0, "Moves them towards noise above 1, as a schedule's shift does.")
+
+
+class LogitNormalTimes(Section):
+    kind: Literal["logit_normal"] = option(
+        "logit_normal", "The logistic function of a normal number.", "SD3's pretraining"
+    )
+    mean: Number = option(0.0, "Of the normal number; above 0 means more noise.")
+    std: Positive = option(1.0, "Of the normal number.")
+
+
+class ScheduleTimes(Section):
+    kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
+    fraction: Annotated[Positive, Field(le=1)] = option(
+        1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM's code"
+    )
+    skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
+
+
+Times = Annotated[UniformTimes | LogitNormalTimes | ScheduleTimes, Field(discriminator="kind")]
+
+
+class Draws(Section):
+    """Where pictures are looked at on their way to noise."""
+
+    count: Count = option(
+        1, "Points for each picture, a forward each; averaged before pictures are compared."
+    )
+    share: Literal["group", "image"] = option(
+        "group",
+        "Whether pictures of a prompt get the same time and noise, which then cancel when they are "
+        "compared, or each picture its own.",
+    )
+    stratified: Flag = option(
+        False, "One point from each of `count` equal parts of the noise levels."
+    )
+    times: Times = option(UniformTimes(), "Noise levels; kind: uniform, logit_normal, schedule.")
+
+
+class Advantage(Section):
+    """From the rewards of a prompt's pictures to their advantages."""
+
+    rewards: Literal["sum", "gdpo"] = option(
+        "sum",
+        "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
+        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "scores is left out of a sum; under gdpo that reward alone counts 0.",
+        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
+    )
+    center: Literal["mean", "median"] = option("mean", "What is subtracted.")
+    scale: Literal["auto", "std", "mad", "none", "global"] = option(
+        "auto", "What divides: as under a step's credit.", "global in DiffusionNFT, std in most"
+    )
+    ddof: Literal[0, 1] = option(0, "0 for the population's standard deviation, 1 the sample's.")
+    floor: Positive = option(1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO and DiffusionNFT")
+    clip: Positive = option(5.0, "Largest advantage, either sign.", "Flow-GRPO, DiffusionNFT, AWM")
+
+
+class FixedAnchor(Section):
+    kind: Literal["base"] = option("base", "The frozen network, throughout.")
+
+
+class MovingAnchor(Section):
+    kind: Literal["moving"] = option(
+        "moving", "The policy of some iterations ago, which then also draws the pictures."
+    )
+    every: Count = option(
+        40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
+    )
+
+
+Anchor = Annotated[FixedAnchor | MovingAnchor, Field(discriminator="kind")]
+IMPLICIT_BETA = (
+    "Scale of the implicit reward -implicit_beta (error - anchor's error), errors averaged over "
+    "the latent."
+)
+
+
+class Compared(Section):
+    """What objectives have in common that compare the policy's errors with an anchor's."""
+
+    states: ClassVar[str] = "endpoints"
+    weighting: Literal["uniform", "elbo", "eps"] = option(
+        "uniform",
+        "Weight of a point: uniform, elbo (the one of the likelihood, (1 - t) / t) or eps (the "
+        "noise's error, (1 - t)^2).",
+    )
+    anchor: Anchor = option(
+        FixedAnchor(),
+        "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
+    )
+    kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
+    draws: Draws = option(Draws(), "Where pictures are looked at.")
+
+
+class OldDecay(Section):
+    """How slowly the old policy follows: the share of it that stays at each iteration."""
+
+    start: Whole = option(0, "Iterations before the share begins to rise.", "75 for OCR in NFT")
+    rate: NonNegative | None = option(
+        0.001, "How much it rises an iteration; null is to its limit at once.", f"0.001 in {NFT}"
+    )
+    limit: UnitInterval = option(
+        0.5, "The share at which it stays; 0 is a copy at each iteration.", f"0.5 in {NFT}"
+    )
+
+
+class Nft(Section):
+    """DiffusionNFT: towards pictures with a high reward, away from those with a low one."""
+
+    states: ClassVar[str] = "endpoints"
+    kind: Literal["nft"] = option("nft", "Negative-aware fine-tuning.", NFT)
+    nft_mix: Positive = option(
+        1.0, "How far the policy's part of both velocities goes; smaller is bolder.", f"{NFT}"
+    )
+    pred_space: Literal["x0", "velocity"] = option(
+        "x0", "Where errors are measured.", "x0 in DiffusionNFT's code, velocity in its paper"
+    )
+    adaptive_weight: Flag = option(
+        True, "Divide each error by its mean absolute value.", "DiffusionNFT's code"
+    )
+    r_map: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = option(
+        "all", "Which advantages count, and how they become a number in [0, 1].", NFT
+    )
+    advantage: Advantage = option(Advantage(scale="global"), "From rewards to advantages.", NFT)
+    kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
+    draws: Draws = option(
+        Draws(share="image", times=ScheduleTimes(), count=4),
+        "Where pictures are looked at.",
+        "9 of the 10 steps in DiffusionNFT's settings",
+    )
+    old_decay: OldDecay = option(OldDecay(), "How the policy that draws follows.", NFT)
+
+
+class Dpo(Compared):
+    """Diffusion-DPO: the best picture of a prompt against the worst, or stored pairs."""
+
+    kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
+    implicit_beta: Positive = option(
+        100.0, IMPLICIT_BETA, "100 in Flow-GRPO's online DPO, 2000 to 5000 for SD1.5"
+    )
+    sft_coef: NonNegative = option(
+        0.0, "Weight of the winner's own error, against both errors rising together."
+    )
+    draws: Draws = option(
+        Draws(times=LogitNormalTimes()), "Where pictures are looked at.", "Flow-GRPO's code"
+    )
+
+
+class Gdro(Compared):
+    """GDRO: the ranking of a group's implicit rewards learns that of its rewards."""
+
+    kind: Literal["gdro"] = option("gdro", "Group-level direct reward optimisation.", GDRO)
+    implicit_beta: Positive = option(6.0, IMPLICIT_BETA, f"6 for GenEval, 12 for OCR in {GDRO}")
+    tau: NonNegative = option(
+        0.05, "Temperature of the rewards; 0 counts their order alone.", f"{GDRO}"
+    )
+    form: Literal["suffixes", "top1"] = option(
+        "suffixes",
+        "Compare all pictures, then all but the best, and so on; or all pictures once, which does "
+        "not depend on the order of ties.",
+        "equations 7 and 6",
+    )
+    top1_coef: NonNegative = option(
+        1.0, "Weight of the best picture's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
+    )
+
+
+class Sft(Section):
+    """Fine-tuning on each prompt's best pictures."""
+
+    states: ClassVar[str] = "endpoints"
+    kind: Literal["sft"] = option("sft", "Fine-tuning on the best pictures.")
+    winners: Literal["all", "one"] = option(
+        "all",
+        "All of a prompt's pictures that share the highest reward, or one of them by lot "
+        "(best-of-n). A prompt whose pictures are all alike is left out.",
+    )
+    draws: Draws = option(Draws(share="image", times=LogitNormalTimes()), "Where to look.")
+
+
+class Rwr(Section):
+    """Reward-weighted regression."""
+
+    states: ClassVar[str] = "endpoints"
+    kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
+    rwr_lambda: Positive = option(0.2, "Temperature: a picture's weight is exp(reward / it).")
+    normalise: Flag = option(
+        True, "Divide by the mean weight of the prompt's pictures: then a constant added to all "
+        "rewards changes nothing."
+    )  # fmt: skip
+    draws: Draws = option(Draws(share="image", times=LogitNormalTimes()), "Where to look.")
+
+
+class Awm(Section):
+    """AWM: flow matching weighted by advantages, with a clipped ratio."""
+
+    states: ClassVar[str] = "endpoints"
+    kind: Literal["awm"] = option("awm", "Advantage-weighted matching.", AWM)
+    likelihood: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
+        "ghuber", "How a picture's error becomes a log-likelihood.", AWM
+    )
+    clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
+    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+    advantage_max: Positive = option(1.0, "Advantages are scaled to this bound.", AWM)
+    kl_coef: NonNegative = option(1e-3, "Weight of the pull to the base model's velocity.", AWM)
+    old_kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the old policy's velocity.", f"1.0, to an average, in {AWM}"
+    )
+    old_decay: OldDecay = option(OldDecay(rate=None, limit=0.0), "How the old policy follows.")
+    draws: Draws = option(
+        Draws(
+            count=4,
+            share="image",
+            stratified=True,
+            times=ScheduleTimes(fraction=0.9, skip_first=True),
+        ),
+        "Where to look.",
+        "6 strata of 14 steps in AWM",
+    )
+
+
+class Kto(Compared):
+    """Diffusion-KTO: pictures that are liked or not, without pairs."""
+
+    kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
+    implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
+    like_above: Number | None = option(
+        None, "Reward above which a picture is liked; null is the mean of its prompt's pictures."
+    )
+    dislike_weight: Positive = option(1.0, "Weight of pictures that are not liked, against 1.", KTO)
+    utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
+        "sigmoid", "The shape of what is gained.", KTO
+    )
+    draws: Draws = option(Draws(share="image"), "Where pictures are looked at.", KTO)
+
+
+class Dgpo(Compared):
+    """DGPO, which is GDPO-SR: a preference between the two halves of a group."""
+
+    kind: Literal["dgpo"] = option("dgpo", "Direct group preference optimisation.", DGPO)
+    implicit_beta: Positive = option(
+        100.0,
+        IMPLICIT_BETA,
+        f"10 to 100 with the base model in {DGPO}; 2500 group sizes in GDPO-SR",
+    )
+    form: Literal["logistic", "linear"] = option(
+        "logistic", "The loss of the preference, or its first order.", "linear: GDPO-SR, 2603.16769"
+    )
+    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+
+
+class Lair(Compared):
+    """Diffusion-LAIR: regress implicit rewards on advantages."""
+
+    kind: Literal["lair"] = option("lair", "Listwise regression of implicit rewards.", LAIR)
+    implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
+    kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
+    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+
+
+def check_draws(draws: Draws, steps: int, pool: int | None = None) -> None:
+    """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
+
+    pool: rollout.store.cache_draws, where errors of the base are kept.
+    """
+    if draws.times.kind != "schedule":
+        return
+    left = int(steps * draws.times.fraction + 1e-9) - draws.times.skip_first
+    name, count = ("objective.draws.count", draws.count)
+    if pool is not None:
+        name, count = ("rollout.store.cache_draws", pool)
+    if count > left:
+        raise ValueError(
+            f"{name} is {count}, but objective.draws.times leaves {left} of "
+            f"the rollout's {steps} noise levels to choose from: the nearest that works is "
+            f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
+        )
+
+
+# --- The options of objectives that follow the gradient of a differentiable reward -------------
+
+REFL = "ImageReward, arXiv 2304.05977"
+DRAFT = "DRaFT, arXiv 2309.17400"
+ALIGNPROP = "AlignProp, arXiv 2310.03739"
+SRPO = "SRPO, arXiv 2509.06942"
+FLOWBP = "FlowBP, arXiv 2606.11075"
+
+Share = Annotated[Positive, Field(le=1)]
+
+ACTIVE = "Steps of each chain that the gradient reaches, a forward each."
+BIAS = "Steps are drawn with weights (i + 1)^bias, i = 0 being the noisiest; 0 is all alike."
+GAIN = (
+    "How far the steps that are reached stand for all others: their gradient is multiplied by 1 + "
+    "this * (length of all steps / their length - 1)."
+)
+NESTED = (
+    "How much of the gradient is kept that goes through the input of the second part's first "
+    "velocity; 0 drops it, 1 keeps it whole."
+)
+FLOOR = (
+    "A picture's loss is divided by the sum of its two leaps' mean absolute distances from the "
+    "states of the rollout; none counts as smaller than this."
+)
+
+
+class Ascending(Section):
+    """What objectives have in common that follow the reward's gradient."""
+
+    states: ClassVar[str] = "path"
+    hinge: Number | None = option(
+        None,
+        "Reward beyond which a picture is good enough and has no gradient: the loss is relu(hinge "
+        "- reward); null is minus the reward. In units of the weighted reward.",
+        "2.0 for ImageReward in ReFL, 0.55 for HPSv2.1 in FlowBP, 0.7 in SRPO",
+    )
+    kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the base model's velocity, against pictures that cheat."
+    )
+
+
+class Refl(Ascending):
+    """ReFL: the reward of what one late step predicts."""
+
+    kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
+    window: Share = option(
+        0.25,
+        "Share of the steps, the last ones, of which one is drawn for each picture.",
+        f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
+    )
+
+
+class Draft(Ascending):
+    """DRaFT-K: back-propagation through the last steps."""
+
+    kind: Literal["draft"] = option("draft", "Direct reward fine-tuning.", DRAFT)
+    steps: Count = option(
+        1,
+        "The last steps that the gradient goes back through, one after the other; as many as the "
+        "rollout has is full back-propagation.",
+        f"1 to 10 in {DRAFT}",
+    )
+
+
+class DraftLv(Ascending):
+    """DRaFT-LV: the last step, from several noises."""
+
+    kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
+    copies: Count = option(2, "Noises for each picture, a forward and a reward each.", DRAFT)
+
+
+class UniformTruncation(Section):
+    kind: Literal["uniform"] = option("uniform", "Any number of steps alike.")
+
+
+class GaussianTruncation(Section):
+    kind: Literal["gaussian"] = option("gaussian", "A normal number, rounded.")
+    mean: Share = option(0.16, "Share of the steps.", "8 of 50 in AlignProp's code")
+    std: Positive = option(0.1, "The same.", "5 of 50 in AlignProp's code")
+
+
+Truncation = Annotated[UniformTruncation | GaussianTruncation, Field(discriminator="kind")]
+
+
+class AlignProp(Ascending):
+    """AlignProp: back-propagation through a random number of last steps."""
+
+    kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
+    truncation: Truncation = option(
+        GaussianTruncation(),
+        "How many last steps the gradient goes back through, drawn for each picture; kind: "
+        "uniform, gaussian.",
+        ALIGNPROP,
+    )
+
+
+class Srpo(Ascending):
+    """SRPO: one step with known noise, and a reward relative to other words."""
+
+    kind: Literal["srpo"] = option("srpo", "Semantic relative preference optimisation.", SRPO)
+    positive_words: str = option(
+        "",
+        "Put before the prompt for the better of two rewards, such as Realistic photo. Give both "
+        "or neither: without words the reward itself is raised, which invites cheating. Only for "
+        "rewards that read prompts, and each likes other words.",
+        SRPO,
+    )
+    negative_words: str = option("", "Put before the prompt for the worse, such as CG render.")
+    denoise_k: tuple[NonNegative, NonNegative] = option(
+        (0.1, 0.25),
+        "Extra weight of the first reward at the step towards the picture: near noise, near the "
+        "picture.",
+        "SRPO's code",
+    )
+    inversion_k: tuple[NonNegative, NonNegative] = option(
+        (0.3, 0.01), "The same at the step towards noise.", "SRPO's code"
+    )
+    gap: Share = option(0.1, "How far a step goes, in sigma.", "about 0.1 in SRPO's code")
+    lowest: Share = option(0.1, "Least of the step's noisier sigmas; at least gap.")
+    highest: Share = option(
+        0.99, "Largest of them; towards 1 the error of the step to noise grows without bound."
+    )
+    inversion: Flag = option(
+        True, "Also learn from the step towards noise, with the roles of the words exchanged.", SRPO
+    )
+    noise: Literal["initial", "fresh"] = option(
+        "initial", "The noise that the picture was drawn from, or another.", "SRPO's code"
+    )
+
+
+class LeapAlign(Ascending):
+    """LeapAlign: two leaps between states of the chain."""
+
+    kind: Literal["leap_align"] = option("leap_align", "Two-leap alignment.", FLOWBP)
+    nested_coef: UnitInterval = option(0.3, NESTED, f"LeapAlign's in {FLOWBP}")
+    distance_floor: Positive = option(0.1, FLOOR, f"LeapAlign's in {FLOWBP}")
+
+
+class FlowbpSparse(Ascending):
+    """FlowBP-Sparse: a few steps, each on its own."""
+
+    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "Sparse Euler surrogate.", FLOWBP)
+    steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
+    spacing: Literal["late", "even"] = option(
+        "late",
+        "Drawn by bias, or in even strides from a random start; even and gain_coef 0 is DRTune "
+        "without its early stop.",
+        FLOWBP,
+    )
+    bias: NonNegative = option(1.0, BIAS, FLOWBP)
+    gain_coef: UnitInterval = option(0.5, GAIN, FLOWBP)
+
+
+class FlowbpBridge(Ascending):
+    """FlowBP-Bridge: a few steps on both sides of a state that connects them."""
+
+    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "Bridged surrogate.", FLOWBP)
+    steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
+    bias: NonNegative = option(4.0, BIAS, FLOWBP)
+    gain_coef: UnitInterval = option(0.0, GAIN, f"0 in the code of {FLOWBP}")
+    nested_coef: UnitInterval = option(0.5, NESTED, FLOWBP)
+
+
+class FlowbpLagrange(Ascending):
+    """FlowBP-Lagrange: two leaps of higher order."""
+
+    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Lagrange surrogate.", FLOWBP)
+    supports: Annotated[Count, Field(le=6)] = option(
+        3,
+        "Velocities of the chain, at most, that a leap is integrated from; with fewer than about "
+        "10 steps take 1.",
+        FLOWBP,
+    )
+    active: Count = option(2, "How many of them, from the leap's start, get a gradient.", FLOWBP)
+    support_coef: UnitInterval = option(
+        0.25, "How much of the gradient those after the first keep.", FLOWBP
+    )
+    nested_coef: UnitInterval = option(0.1, NESTED, FLOWBP)
+    distance_floor: Positive = option(0.2, FLOOR, FLOWBP)
+    concentration: tuple[Positive, Positive, Positive] = option(
+        (2.0, 6.0, 2.5),
+        "Of the Dirichlet law that cuts a chain into the steps before, between and after the two "
+        "states that leaps begin at.",
+        "SD3.5's settings in the code of FlowBP",
+    )
+    latest: Share = option(
+        0.4, "Largest share of the steps that the last leap spans.", "10 of 25 in FlowBP's code"
+    )
+
+
+# --- The options of credit ---------------------------------------------------------------------
+
+BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+
+
+class KeepAll(Section):
+    """Learn from every picture."""
+
+    kind: Literal["all"] = option("all", "Nothing is left out.")
+
+
+class ParentTop1(Section):
+    """Width pruning: learn from the better child of each node of the last split."""
+
+    kind: Literal["parent_top1"] = option(
+        "parent_top1", "The best picture below each node of the last split.", BRANCH_GRPO
+    )
+
+
+class Extreme(Section):
+    """Width pruning: learn from a prompt's best and worst pictures."""
+
+    kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
+    count: Count = option(2, "How many of the best, and as many of the worst.")
+
+
+class MaxVariance(Section):
+    """Learn from the pictures of a prompt whose rewards differ most."""
+
+    kind: Literal["max_variance"] = option(
+        "max_variance", "The pictures of a prompt with the largest variance.", "D3S, 2509.22115"
+    )
+    count: Count = option(..., "How many pictures of a prompt are kept.")
+
+
+class B2Pairs(Section):
+    """Learn from the best and the worst child of a branch, where they stand out."""
+
+    kind: Literal["b2_pairs"] = option(
+        "b2_pairs", "The best and the worst child of each branch.", "B2-DiffuRL, arXiv 2503.11240"
+    )
+    threshold: NonNegative = option(
+        0.5, "Advantage that a best child needs, and a worst one below 0.", "B2-DiffuRL's code"
+    )
+
+
+Keep = Annotated[
+    KeepAll | ParentTop1 | Extreme | MaxVariance | B2Pairs, Field(discriminator="kind")
+]
+
+
+class Credit(Section):
+    """How much each denoising step is to blame or praise for the pictures below it."""
+
+    rewards: Literal["sum", "gdpo"] = option(
+        "sum",
+        "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
+        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "scores is left out of a sum; under gdpo that reward alone counts 0.",
+        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
+    )
+    fusion: Literal["uniform", "path", "local"] = option(
+        "uniform",
+        "A node's value: the mean of the pictures below it, or weighted by how probable the way to "
+        "each of them was, all the way down (path) or child by child (local).",
+        "uniform: BranchGRPO's code; path: its equation 3; local: TreeGRPO, arXiv 2512.08153",
+    )
+    path_coef: NonNegative = option(
+        1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
+    )
+    edges: Literal["node", "sibling", "path", "fan"] = option(
+        "node",
+        "What a step gets: the advantage of the node it leads to (node), the gain over the node it "
+        "comes from (sibling), the sum over the pictures below (path), or that sum with pictures "
+        "compared only within their own fan (fan).",
+        "node: BranchGRPO; fan: TempFlow-GRPO, arXiv 2508.04324",
+    )
+    scope: Literal["prompt", "leaf", "depth", "sibling", "joint"] = option(
+        "prompt",
+        "What a value is compared with: the pictures of its prompt, those of its own tree (leaf), "
+        "the nodes of its tree at the same step (depth), its siblings, or all stochastic steps of "
+        "its prompt (joint).",
+        "prompt: TreeGRPO; depth: BranchGRPO; joint: Stepwise-Flow-GRPO, arXiv 2603.28718",
+    )
+    center: Literal["mean", "median"] = option(
+        "mean", "What is subtracted.", "median: MC-GRPO, arXiv 2601.22582, with odd groups"
+    )
+    scale: Literal["auto", "std", "mad", "none", "global"] = option(
+        "auto",
+        "What divides: the standard deviation, the median absolute deviation, nothing, or the "
+        "standard deviation over all pictures of the iteration (global). auto is global for gdpo, "
+        "whose last step it is, and std for a sum.",
+        "global in Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
+    )
+    ddof: Literal[0, 1] = option(
+        0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
+    )
+    floor: Positive = option(
+        1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO, 1e-8 in BranchGRPO, 1e-3 in MC-GRPO"
+    )
+    clip: Positive = option(
+        5.0, "Largest advantage, either sign.", "Flow-GRPO's published settings"
+    )
+    keep: Keep = option(
+        KeepAll(),
+        "Which pictures are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "
+        "What is left out still counts in every comparison.",
+    )
+
+
+def check_credit(credit: Credit, plan: TreePlan) -> None:
+    """The comparison that is asked for exists in the trees, and means something."""
+    if count(plan).leaves == plan.roots:
+        for name, value, instead in (
+            ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
+            ("edges", credit.edges == "sibling", "node"),
+            ("keep", credit.keep.kind == "parent_top1", "extreme or max_variance"),
+        ):
+            if value:
+                raise ValueError(
+                    f"objective.credit.{name} compares pictures of one tree, but each tree of "
+                    f"rollout.tree has one picture: use {instead}"
+                )
+    if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, which measures a node and the one it comes "
+            "from by different comparisons, and edges: sibling subtracts them: use prompt, leaf or "
+            "joint"
+        )
+    if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, but fans are compared within their tree "
+            "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
+        )
+
+
+# --- The options of objectives on the reverse process: they learn from denoising steps ---------
+
+FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+SPO = "SPO, arXiv 2406.04314"
+
+
+class Grpo(Section):
+    """Group-relative policy optimisation with a clipped ratio."""
+
+    states: ClassVar[str] = "transitions"
+    kind: Literal["grpo"] = option("grpo", "The objective.", FLOW_GRPO)
+    ratio: Literal["gaussian", "normalised"] = option(
+        "gaussian",
+        "The ratio that is clipped: of the two Gaussians, whose mean sinks below 1 as the policy "
+        "moves and whose gradient is largest where a step has little noise, or freed of both.",
+        "normalised: GRPO-Guard, arXiv 2510.22319, in a form that also holds for cps",
+    )
+    clip_nats: Positive | None = option(
+        6.5,
+        "How far one step's log-probability, summed over the latent, may move before its gradient "
+        "is cut, in nats; does not depend on the latent's size.",
+        "1e-4 times the 65,536 latent elements of SD3.5 at 512 px, Flow-GRPO's published clip",
+    )
+    clip_eps: Positive | None = option(
+        None,
+        "The clip as papers give it, on the ratio of latent-mean log-probabilities; set clip_nats "
+        "to null to use it.",
+        "published: 1e-4 or 1e-5, and 2e-6 or 4e-6 with ratio: normalised, which mean something "
+        "else at another resolution",
+    )
+    step_weight: Literal["none", "noise", "equal"] = option(
+        "none",
+        "What a step's loss is multiplied by, 1 on average over the trained steps: nothing; the "
+        "standard deviation of its noise, which ratio: normalised contains already; or what makes "
+        "all steps pull the velocity alike.",
+        "noise: TempFlow-GRPO, arXiv 2508.04324; equal: GRPO-Guard, which divides by the step's "
+        "length, the same for flow_sde after its first step",
+    )
+    kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the base model; 0 is none.", "published: 0.01 to 0.04, or 0"
+    )
+    kl_form: Literal["velocity", "latent_dt", "latent_no_dt"] = option(
+        "velocity",
+        "What that pull measures: squared velocity difference, the exact Gaussian KL per latent "
+        "element, or the published code's form without the step length.",
+        "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
+    )
+    credit: Credit = option(Credit(), "From the rewards of pictures to the advantages of steps.")
+
+
+class Spo(Section):
+    """SPO: at every split, the child that leads to better pictures against the one to worse."""
+
+    states: ClassVar[str] = "transitions"
+    kind: Literal["spo"] = option("spo", "Step-aware preference optimisation.", SPO)
+    logratio_beta: Positive = option(
+        10.0, "Scale of the log-ratio to the base model, averaged over the latent.", f"10 in {SPO}"
+    )
+    clip: Annotated[Positive, Field(lt=1)] = option(
+        0.1,
+        "How far the ratio to the base model may be from 1 before a child pulls no further, "
+        "either way.",
+        f"0.1 in {SPO}",
+    )
+    min_gap: Annotated[NonNegative, Field(lt=1)] = option(
+        0.3,
+        "How clearly the best child must be preferred to the worst: tanh((best - worst) / "
+        "(2 tau)), the difference of the softmax of the two.",
+        f"0.3 in {SPO}",
+    )
+    tau: Positive = option(
+        0.1,
+        "What rewards are divided by before that softmax.",
+        f"1 in {SPO}, whose scores are logits of preferences; rewards in [0, 1] need less",
+    )
+    fusion: Literal["uniform", "path", "local"] = option(
+        "uniform",
+        "A child's value: as under a step's credit.",
+        f"{SPO} has a preference model that reads noisy latents",
+    )
+    path_coef: NonNegative = option(
+        1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
+    )
+
+
+def check_spo(plan: TreePlan) -> None:
+    """Raise ValueError for a tree in which nothing is learned from that has a sibling."""
+    if not any(move.train and move.branch > 1 for move in plan.moves):
+        raise ValueError(
+            "objective.kind is spo, which compares the children of one latent, but no step that "
+            "rollout.tree trains has more than one child: use a tree that branches where it "
+            "trains, such as branch_grpo, tree_grpo or tempflow, or the objective grpo"
+        )
+
+
+# --- The objectives by their kind, and how one of your own is named ----------------------------
 
 
 class CustomObjective(Section):

@@ -4,25 +4,329 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from flowrl.config.sections_forests import (
-    SIBLINGS,
-    SIMPLEX,
-    B2DiffuRL,
-    BranchGrpo,
-    BranchGrpoMix,
-    Coupling,
-    DanceGrpo,
-    DynamicTree,
-    FlowGrpo,
-    FlowGrpoFast,
-    MixGrpo,
-    Ode,
-    TreeGrpo,
-)
-from flowrl.config.sections_windows import BRANCH_GRPO
-from flowrl.trees import combs, custom, presets, windows
-from flowrl.trees.plan import PlanError, TreePlan
-from flowrl.utils.fields import Count, Section, Text, Whole, option
+from flowrl.trees import presets, windows
+from flowrl.trees import presets as combs
+from flowrl.trees import presets as custom
+from flowrl.trees.plan import Coupling as PlanCoupling
+from flowrl.trees.plan import CouplingKind, PlanError, TreePlan
+from flowrl.utils.fields import Count, Flag, NonNegative, Number, Section, Text, Whole, option
+
+# --- The options of windows: which steps are stochastic or trained, as training goes on --------
+
+FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+MIX_GRPO = "MixGRPO, arXiv 2507.21802"
+TREE_GRPO = "TreeGRPO, arXiv 2512.08153"
+BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+SIZE = "How many steps the window covers."
+
+
+class AllSteps(Section):
+    """Every step but the last."""
+
+    kind: Literal["all"] = option("all", "Every step but the last.", FLOW_GRPO)
+
+
+class FixedWindow(Section):
+    """The same steps in every rollout."""
+
+    kind: Literal["fixed"] = option(
+        "fixed", "The window never moves.", "MixGRPO-Flash*, 2507.21802"
+    )
+    size: Count = option(..., SIZE)
+    start: Whole = option(0, "First step of the window, counted from 0 at pure noise.")
+
+
+class RandomWindow(Section):
+    """A stretch that is drawn anew for every rollout."""
+
+    kind: Literal["random"] = option(
+        "random", "The window is drawn for every rollout.", "Flow-GRPO-Fast, second version"
+    )
+    size: Count = option(..., SIZE, "published: 2 or 3")
+    start: Whole = option(0, "First step that the window may cover.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is steps - 1, since the last step has no noise.",
+        "published: half of the steps",
+    )
+
+
+class ProgressiveWindow(Section):
+    """A stretch that moves from pure noise towards the picture."""
+
+    kind: Literal["progressive"] = option(
+        "progressive", "The window moves on as training goes.", MIX_GRPO
+    )
+    size: Count = option(4, SIZE, MIX_GRPO)
+    period: Count = option(25, "Iterations between two moves by one step.", MIX_GRPO)
+    start: Whole = option(0, "Where the window begins, and begins again after the end.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is steps - 1.",
+        "MixGRPO lets it shrink; here not",
+    )
+
+
+class GeometricWindow(Section):
+    """A stretch drawn anew for every rollout, early ones more often."""
+
+    kind: Literal["geometric"] = option(
+        "geometric", "The window's first step is drawn, with less chance the later.", TREE_GRPO
+    )
+    size: Count = option(3, SIZE, TREE_GRPO)
+    ratio: Annotated[Number, Field(gt=0, le=1)] = option(
+        0.5,
+        "Chance of a first step divided by that of the step before; 1 is uniform.",
+        "TreeGRPO: 0.5; 0.3 favours aesthetics, 0.7 agreement with the text",
+    )
+
+
+Window = Annotated[
+    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow | GeometricWindow,
+    Field(discriminator="kind"),
+]
+
+
+def window_at(
+    window: Window, *, iteration: int, steps: int, seed: int, path: str = "rollout.tree.window"
+) -> range:
+    """The steps that a window covers; path: of the window among the options.
+
+    Raises PlanError with the option's name for what cannot work.
+    """
+    _check(window, steps, path)
+    match window:
+        case FixedWindow():
+            found = windows.FixedWindow(size=window.size, start=window.start)
+        case RandomWindow():
+            found = windows.RandomWindow(
+                size=window.size, start=window.start, stop=window.stop, seed=seed
+            )
+        case ProgressiveWindow():
+            found = windows.ProgressiveWindow(
+                size=window.size, period=window.period, start=window.start, stop=window.stop
+            )
+        case GeometricWindow():
+            found = windows.GeometricWindow(size=window.size, ratio=window.ratio, seed=seed)
+        case _:
+            found = windows.all_steps
+    return found(iteration, steps)
+
+
+def _check(window: Window, steps: int, path: str) -> None:
+    """The last step has no noise and is never trained, so windows end at steps - 1."""
+    last = steps - 1
+    if last < 1:
+        raise PlanError(
+            f"rollout.steps is {steps}, expected at least 2: the last step has no noise"
+        )
+    if isinstance(window, AllSteps):
+        return
+    start = 0 if isinstance(window, GeometricWindow) else window.start
+    given = window.stop if isinstance(window, (RandomWindow, ProgressiveWindow)) else None
+    stop = last if given is None else given
+    if stop > last:
+        raise PlanError(
+            f"{path}.stop is {stop}, but the window must end before the last of {steps} steps: the "
+            f"nearest valid value is {last}"
+        )
+    if start >= stop:
+        raise PlanError(
+            f"{path}.start is {start}, but the window must end at step {stop}: the nearest valid "
+            f"value is {max(stop - window.size, 0)}"
+        )
+    if window.size > stop - start:
+        raise PlanError(
+            f"{path}.size is {window.size}, but {stop - start} is all there is from step {start} "
+            f"to {stop} (the last of {steps} steps has no noise): the nearest valid value is "
+            f"{stop - start}"
+        )
+
+
+# --- The options of forests: one section a published algorithm, each of which makes a plan -----
+
+DANCE_GRPO = "DanceGRPO, arXiv 2505.07818"
+DYNAMIC_TREE = "Dynamic-TreeRPO, arXiv 2509.23352"
+B2_DIFFURL = "B2-DiffuRL, arXiv 2503.11240"
+INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, progressive, geometric."
+
+Share = Annotated[Number, Field(gt=0, le=1)]
+
+
+class Coupling(Section):
+    """How the noises of siblings depend on each other."""
+
+    kind: CouplingKind = option(
+        "independent",
+        "independent; shared: a common part; simplex: as different as possible, with the same law "
+        "of each; antithetic: in opposite pairs; scaled: a multiple of the noise.",
+    )
+    strength: NonNegative = option(
+        1.0,
+        "shared: weight of a sibling's own part beside the common one; scaled: the factor.",
+        "BranchGRPO: 4",
+    )
+
+    def plan(self) -> PlanCoupling:
+        return PlanCoupling(self.kind, self.strength)
+
+
+SIBLINGS = "How the noises of siblings depend on each other: {kind, strength}."
+SHARED = Coupling(kind=presets.BRANCH_COUPLING.kind, strength=presets.BRANCH_COUPLING.strength)
+SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
+
+
+class Ode(Section):
+    """Independent chains without noise: the pipeline's own sampler."""
+
+    kind: Literal["ode"] = option(
+        "ode", "Independent chains without noise, for objectives that learn from pictures."
+    )
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        return presets.ode(steps, leaves)
+
+
+class FlowGrpo(Section):
+    """Independent chains with noise in every step but the last."""
+
+    kind: Literal["flow_grpo"] = option("flow_grpo", "Independent chains.", FLOW_GRPO)
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        return presets.flow_grpo(steps, leaves)
+
+
+class FlowGrpoFast(Section):
+    """Independent chains, stochastic in a window only."""
+
+    kind: Literal["flow_grpo_fast"] = option(
+        "flow_grpo_fast", "Independent chains, stochastic in a window.", "Flow-GRPO-Fast"
+    )
+    window: Window = option(RandomWindow(size=2), INSIDE, "Flow-GRPO-Fast, second version")
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
+        return presets.flow_grpo_fast(steps, leaves, window)
+
+
+class DanceGrpo(Section):
+    """Chains from one initial noise, of which a random share of steps is trained."""
+
+    kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
+    trained_share: Share = option(
+        0.6, "Share of the stochastic steps that is trained, drawn for every rollout.", DANCE_GRPO
+    )
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        trained = windows.step_subset(steps, self.trained_share, seed, iteration)
+        return presets.dance_grpo(steps, leaves, trained)
+
+
+class MixGrpo(Section):
+    """Chains from one initial noise, stochastic in a moving window only."""
+
+    kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
+    window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
+    shared_prefix: Flag = option(
+        True, "Draw the steps before the window once, since all pictures of a prompt share them."
+    )
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
+        return presets.mix_grpo(steps, leaves, window, self.shared_prefix)
+
+
+class BranchGrpo(Section):
+    """Trees with noise in every step but the last, which branch at chosen steps."""
+
+    kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
+    branch: Annotated[Count, Field(ge=2)] = option(2, "Children at a split.", BRANCH_GRPO)
+    splits: list[Whole] = option([0, 3, 6, 9], "Steps at which to branch.", f"{BRANCH_GRPO}: dense")
+    coupling: Coupling = option(SHARED, SIBLINGS, BRANCH_GRPO)
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        coupling = self.coupling.plan()
+        return presets.branch_grpo(steps, leaves, self.branch, self.splits, coupling)
+
+
+class BranchGrpoMix(Section):
+    """Trees with noise at the splits and in a moving window only."""
+
+    kind: Literal["branch_grpo_mix"] = option(
+        "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
+    )
+    branch: Annotated[Count, Field(ge=2)] = option(2, "Children at a split.", BRANCH_GRPO)
+    splits: list[Whole] = option([0, 3, 6, 9], "Steps at which to branch.", f"{BRANCH_GRPO}: dense")
+    window: Window = option(
+        ProgressiveWindow(size=4, period=30),
+        "Which steps are stochastic beside the splits.",
+        BRANCH_GRPO,
+    )
+    coupling: Coupling = option(SHARED, SIBLINGS, BRANCH_GRPO)
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
+        coupling = self.coupling.plan()
+        return presets.branch_grpo_mix(steps, leaves, self.branch, self.splits, window, coupling)
+
+
+class TreeGrpo(Section):
+    """Trees that branch at each step of a window, ODE elsewhere."""
+
+    kind: Literal["tree_grpo"] = option("tree_grpo", "Trees in a window.", TREE_GRPO)
+    branch: Annotated[Count, Field(ge=2)] = option(3, "Children at a step.", TREE_GRPO)
+    window: Window = option(GeometricWindow(size=3, ratio=0.5), "Which steps branch.", TREE_GRPO)
+    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
+        return presets.tree_grpo(steps, leaves, self.branch, window, self.coupling.plan())
+
+
+class DynamicTree(Section):
+    """Binary trees in a window whose noise grows with the depth."""
+
+    kind: Literal["dynamic_tree"] = option("dynamic_tree", "Binary trees.", DYNAMIC_TREE)
+    window: Window = option(
+        ProgressiveWindow(size=4, period=25), "Which steps branch.", DYNAMIC_TREE
+    )
+    gain_growth: NonNegative = option(
+        0.0,
+        "Growth b of the noise: its strength is multiplied by 1 + b k / size at depth k of the "
+        "window.",
+        "Dynamic-TreeRPO: linear; its exact formula and value could not be compared",
+    )
+    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
+        coupling = self.coupling.plan()
+        return presets.dynamic_tree(steps, leaves, window, self.gain_growth, coupling)
+
+
+class B2DiffuRL(Section):
+    """A stochastic trunk and continuations, whose trained part grows backwards."""
+
+    kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
+    branch: Annotated[Count, Field(ge=2)] = option(5, "Continuations of a trunk.", B2_DIFFURL)
+    first: Share = option(0.7, "Share of the steps that is trained at first.", "14 of 20 steps")
+    last: Share = option(1.0, "Share of the steps that is trained at the end.", "20 of 20 steps")
+    period: Count = option(
+        100, "Iterations in which it grows from the first to the last.", B2_DIFFURL
+    )
+
+    def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
+        if self.first > self.last:
+            raise PlanError(
+                f"rollout.tree.first is {self.first}, but the trained part grows to "
+                f"rollout.tree.last, {self.last}: the nearest that works is {self.last}"
+            )
+        ends = [max(2, round(share * steps)) for share in (self.first, self.last)]
+        trained = presets.b2_stage(iteration, self.period, *ends)
+        return presets.b2_diffurl(steps, leaves, self.branch, trained)
+
+
+# --- The options of a rollout's trees: forests and combs by their kind, and depth pruning ------
 
 TEMPFLOW = "TempFlow-GRPO, arXiv 2508.04324"
 G2RPO = "G2RPO, arXiv 2510.01982"

@@ -2,16 +2,19 @@
 
 from collections.abc import Mapping
 
-from flowrl.config.objectives import Objective
-from flowrl.config.rollout import Optim, Rollout
-from flowrl.config.sections import Pipeline
-from flowrl.config.sections_credit import check_credit
-from flowrl.config.sections_forward import Compared, Draws, check_draws
-from flowrl.config.sections_memory import Memory
-from flowrl.config.sections_reverse import Grpo, Spo, check_spo
-from flowrl.config.sections_store import Store
-from flowrl.trees.plan import TreePlan
-from flowrl.trees.shape import count
+from flowrl.config.objectives import (
+    Compared,
+    Draws,
+    Grpo,
+    Objective,
+    Spo,
+    check_credit,
+    check_draws,
+    check_spo,
+)
+from flowrl.config.rollout import Optim, Rollout, Store
+from flowrl.config.sections import Memory, Pipeline
+from flowrl.trees.plan import TreePlan, count
 
 
 def check_plans(

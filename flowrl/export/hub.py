@@ -5,16 +5,19 @@ an argument, so that none ends up in a configuration, a card or a shell's histor
 """
 
 import inspect
+import logging
 import re
 import shlex
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from flowrl.backbones.hub_errors import is_offline
+from flowrl.backbones.loading import is_offline
 from flowrl.backbones.lora_files import FILE
 from flowrl.config.load import dump_yaml, load_yaml
 from flowrl.errors import UserError
+from flowrl.training.run import Run
 
 CARD, CONFIG = "README.md", "config.yaml"
 PUBLIC = [FILE, CARD, CONFIG, "card/*.png"]
@@ -166,3 +169,65 @@ def _public_text(text: str) -> str:
 def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+# --- The end of a run that goes to the Hub -----------------------------------------------------
+
+LOG = logging.getLogger(__name__)
+
+
+def publish(run: Run, repository: str | None) -> None:
+    """Upload what the run has for everybody; all processes call it, one with a repository.
+
+    What goes wrong is told and not raised: the run is whole, and can be pushed later. So can one
+    that was interrupted, whose weights nobody has looked at, or that its stop rule has ended,
+    whose best weights are those of an earlier checkpoint.
+    """
+    interrupted = run.interrupted  # which all processes ask together
+    if repository is None:
+        return
+    ended = "was interrupted" if interrupted else "was ended by run.stop_when_hacking"
+    if interrupted or run.stopped:
+        LOG.warning("the run %s and is not uploaded; %s", ended, push_later(run.folder, repository))
+        return
+    try:
+        LOG.info("uploaded to %s", push(run.folder, repository))
+    except UserError as error:
+        LOG.warning("%s", error)
+
+
+# --- Under which terms the weights are that a LoRA was trained on: a LoRA inherits them --------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Licence:
+    """As a model card's header has it: name and link only where `id` is "other"."""
+
+    id: str  # the Hub's identifier
+    name: str = ""
+    link: str = ""
+
+    def header(self) -> dict[str, str]:
+        found = {"license": self.id, "license_name": self.name, "license_link": self.link}
+        return {key: value for key, value in found.items() if value}
+
+
+def _other(name: str, base: str, file: str) -> Licence:
+    return Licence(id="other", name=name, link=f"https://huggingface.co/{base}/blob/main/{file}")
+
+
+# As the cards of these repositories say, by how their names begin. SANA's card has no identifier
+# and says "NSCL v2-custom" in its text.
+_STABILITY = ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md")
+_FLUX_DEV = ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md")
+_SANA = ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt")
+
+
+def licence_of(base_model: str) -> Licence | None:
+    """Of a pipeline's weights by its name on the Hub; None where it is not known."""
+    if base_model == "black-forest-labs/FLUX.1-schnell":
+        return Licence(id="apache-2.0")
+    for start, name, file in (_STABILITY, _FLUX_DEV, _SANA):
+        if base_model.startswith(start):
+            return _other(name, base_model, file)
+    return None

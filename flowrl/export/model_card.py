@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from flowrl.export.gallery import GalleryPair, SummaryRow, pair_grid
-from flowrl.export.licences import Licence
+from flowrl.export.hub import Licence
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import fit, png
 from flowrl.utils.plots import Points, draw_curves

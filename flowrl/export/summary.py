@@ -1,25 +1,27 @@
 """The end of a run: the proof that it got better, as table, gallery and model card."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from flowrl.backbones.calls import own_call
-from flowrl.backbones.loading import TINY
+from flowrl.backbones.guidance import RLG
+from flowrl.backbones.loading import TINY, own_call
 from flowrl.backbones.policy import EMA
-from flowrl.build.build_precision import FILE as TRAINING
+from flowrl.build.backbone import FILE as TRAINING
 from flowrl.config import Config, config_yaml
-from flowrl.export.gallery import GalleryPair, SummaryRow, write_gallery
-from flowrl.export.hub import is_hub_name, public, public_config
-from flowrl.export.licences import Licence, licence_of
+from flowrl.export.gallery import GalleryPair, GallerySweep, SummaryRow, write_gallery
+from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, write_card
-from flowrl.quantization.report import read_precision
-from flowrl.sampling.audit_log import AuditLog
-from flowrl.sampling.telling import Mode
-from flowrl.training.evaluate import Comparison, Evaluation, compare
+from flowrl.quantization.rollout_model import read_precision
+from flowrl.sampling.rank_audit import AuditLog
+from flowrl.sampling.two_stage import Mode
+from flowrl.training.evaluate import Comparison, Evaluation, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
+from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_pil
 from flowrl.utils.plots import reward_curves
 
@@ -246,3 +248,69 @@ def card(
 
 def _number(value: Tensor) -> float | None:
     return None if bool(value.isnan()) else float(value)
+
+
+# --- One LoRA at several strengths -------------------------------------------------------------
+
+NOTE = "RLG 0 is the base, 1 the LoRA as it was trained; other strengths are a heuristic."
+
+
+def draw_sweep(
+    evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
+) -> dict[float, Evaluation]:
+    """What the evaluator's pipeline, with its LoRA loaded, draws at each strength of RLG.
+
+    In the order given; a strength that is named twice is drawn once.
+    """
+    found = {}
+    for strength in dict.fromkeys(strengths):
+        with RLG(evaluator.backbone.pipeline, strength):
+            found[strength] = evaluator(evaluator.backbone.velocity, runtime)
+    return found
+
+
+def write_sweep(
+    folder: Path, base: Evaluation, at_each: dict[float, Evaluation], *, title: str, caption: str
+) -> Path:
+    """Write the gallery with a column for the base and for each strength -> its page.
+
+    The table has a row for each reward and strength: both means and the paired change.
+    """
+    columns = [f"RLG {strength:g}" for strength in at_each]
+    page, _ = write_gallery(
+        folder,
+        sweep_rows(base, list(at_each.values())),
+        title=title,
+        summary=sweep_summary(base, dict(zip(columns, at_each.values(), strict=True))),
+        caption=f"{caption}. {NOTE}",
+        columns=("base", *columns),
+    )
+    return page
+
+
+def sweep_rows(base: Evaluation, others: Sequence[Evaluation]) -> list[GallerySweep]:
+    """The kept pictures of all evaluations by prompt and noise, with their scores."""
+    return [
+        GallerySweep(
+            prompt=same[0].prompt,
+            draw=same[0].draw,
+            pictures=(same[0].base, *(pair.aligned for pair in same)),
+            scores={
+                name: (first, *(pair.scores[name][1] for pair in same))
+                for name, (first, _) in same[0].scores.items()
+            },
+        )
+        for same in zip(*(pairs(base, other) for other in others), strict=True)
+    ]
+
+
+def sweep_summary(base: Evaluation, others: dict[str, Evaluation]) -> list[SummaryRow]:
+    """Every reward at every strength, by reward. others: by the name of their column."""
+    found = {column: summary(compare(base, other)) for column, other in others.items()}
+    return [
+        replace(row, name=f"{reward}, {column}")
+        for reward in base.names
+        for column, rows in found.items()
+        for row in rows
+        if row.name == reward
+    ]

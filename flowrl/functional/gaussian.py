@@ -9,7 +9,7 @@ import math
 
 from torch import Tensor
 
-from flowrl.functional.flow import lift
+from flowrl.functional.sde import lift
 
 
 def log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -7,13 +7,70 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
-from flowrl.objectives.advantage import Advantages
-from flowrl.objectives.awm_maths import awm_loss, rescale_advantage
+from flowrl.objectives.advantage import Advantages, clip_advantage
 from flowrl.objectives.base import Needs, Old
 from flowrl.objectives.batches import Endpoints, endpoints
-from flowrl.objectives.forward import velocity_error
-from flowrl.objectives.noising import Draws
+from flowrl.objectives.grpo import clipped_surrogate
+from flowrl.objectives.noising import Draws, velocity_error
 from flowrl.trajectory import Metrics, Rollout
+
+# --- Advantage weighted matching (2509.25050): PPO with matching errors as log-likelihoods -----
+
+FLOOR = 1e-10  # the published one: the slope of a root at 0 is infinite
+
+
+def uniform_likelihood(err: Tensor, sigma: Tensor) -> Tensor:
+    """-err."""
+    return -err
+
+
+def t_likelihood(err: Tensor, sigma: Tensor) -> Tensor:
+    """-sigma err."""
+    return -sigma * err
+
+
+def t2_likelihood(err: Tensor, sigma: Tensor) -> Tensor:
+    """-sigma^2 err, minus the error of the predicted x0."""
+    return -(sigma**2) * err
+
+
+def ghuber_likelihood(err: Tensor, sigma: Tensor, power: float = 0.25) -> Tensor:
+    """-(sigma / p) [(err + 1e-10)^p - 1e-10^p]: slope -sigma (err + 1e-10)^(p - 1)."""
+    return -sigma / power * ((err + FLOOR) ** power - FLOOR**power)
+
+
+def huber_likelihood(err: Tensor, sigma: Tensor) -> Tensor:
+    """-sigma [sqrt(err + 1e-10) - 1e-5]: half of `ghuber_likelihood` at p = 1/2."""
+    return ghuber_likelihood(err, sigma, 0.5) / 2
+
+
+LIKELIHOODS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "uniform": uniform_likelihood,
+    "t": t_likelihood,
+    "t2": t2_likelihood,
+    "huber": huber_likelihood,
+    "ghuber": ghuber_likelihood,
+}
+
+
+def awm_loss(
+    likelihood: Tensor, likelihood_old: Tensor, advantage: Tensor, clip: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """max(-A ratio, -A clip(ratio, 1 +- clip)), ratio = exp(l - l_old). All (N,).
+
+    -> loss (N,), and clipped (N,) bool. For the published `sum_first` give sums over the sigmas
+    of an image, for `exp_first` each of them. Coefficient of err with l' = dl / d err:
+    -A ratio l', 0 where clipped.
+    """
+    return clipped_surrogate(likelihood - likelihood_old.detach(), advantage, clip, clip)
+
+
+def rescale_advantage(advantage: Tensor, clip: float = 5.0, advantage_max: float = 1.0) -> Tensor:
+    """Advantages bounded to [-clip, clip], then scaled to [-advantage_max, advantage_max]. (N,)"""
+    return clip_advantage(advantage, clip) * (advantage_max / clip)
+
+
+# --- AWM (2509.25050): flow matching weighted by advantages, as PPO would have it --------------
 
 Likelihood = Callable[[Tensor, Tensor], Tensor]  # errors, sigmas -> log-likelihoods
 

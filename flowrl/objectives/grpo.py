@@ -13,16 +13,91 @@ from flowrl.functional.gaussian import (
     ratio_norm,
     velocity_kl,
 )
-from flowrl.functional.sde import StepKernel
+from flowrl.functional.sde import Step, StepKernel
 from flowrl.objectives.base import Needs
-from flowrl.objectives.step_weight import equal_weight, noise_weight, velocity_gain
-from flowrl.objectives.surrogate import (
-    clip_from_nats,
-    clipped_surrogate,
-    ratio_norm_clip_from_nats,
-)
 from flowrl.objectives.tree_credit import Credit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
+
+# --- The clipped policy objective, and clip ranges that mean the same for any latent size ------
+
+
+def clipped_surrogate(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: float | Tensor,
+    clip_high: float | Tensor,
+) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic bound -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (1707.06347).
+
+    log_ratio, advantage: (N,); clips: numbers, or (N,) where they depend on the step.
+    -> loss (N,), and clipped (N,) bool: True where the bound holds and the gradient is 0.
+    """
+    # r - 1, not r: published clips (1e-6) are near the distance of fp32 numbers around 1.
+    excess = log_ratio.expm1()
+    bounded = excess.clamp(min=-clip_low).clamp(max=clip_high)
+    gain = torch.minimum(excess * advantage, bounded * advantage)
+    return -advantage - gain, bounded * advantage < excess * advantage
+
+
+def clip_from_nats(nats: float, latent_elements: int) -> float:
+    """Clip on the mean ratio that bounds the log-ratio of the whole latent to about `nats`."""
+    return nats / latent_elements
+
+
+def ratio_norm_clip_from_nats(nats: float, latent_elements: int, std: Tensor) -> Tensor:
+    """The same for `ratio_norm`, where it bounds log-ratio + KL; one value per step. (B,)
+
+    GRPO-Guard's published eps of 2e-6 and 4e-6 bound `ratio_norm` itself, alike at every step:
+    eps D / std nats, with 2e-6 and 65,536 elements 0.13 nats at std 1 and 0.66 at std 0.2.
+    """
+    return std * clip_from_nats(nats, latent_elements)
+
+
+def cps_raw_clip_from_nats(nats: float, latent_elements: int, std: Tensor) -> Tensor:
+    """The same for `cps_raw_log_ratio`, which is 2 std^2 times the Gaussian one. (B,)"""
+    return 2 * std**2 * clip_from_nats(nats, latent_elements)
+
+
+# --- What each denoising step counts: weights of edges whose mean over the trained steps is 1 --
+
+
+def velocity_gain(step: Step, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> Tensor:
+    """d mean / d velocity of a step, one number for all elements of a latent. (E,)
+
+    sigma, sigma_next, g: (E,). Read off the kernel, whose mean is linear in the velocity; negative,
+    since denoising walks against it.
+    """
+    x = torch.zeros_like(sigma)[:, None]
+    (there, _), (here, _) = (step(x, v, sigma, sigma_next, g) for v in (x + 1, x))
+    return (there - here).squeeze(1)
+
+
+def noise_weight(std: Tensor, move: Tensor) -> Tensor:
+    """std / its mean: the noise-level weight of TempFlow-GRPO (2508.04324). (E,)
+
+    std: (E,); move: (E,) long. Its code has 2.25 sigma_t sqrt|dt|, and 2.25 is 1 / mean for ten
+    steps of SD3 at level 0.7 alone. With it a Gaussian ratio pulls by the gain of its step, as
+    `ratio_norm` does without.
+    """
+    return _mean_one(std, move)
+
+
+def equal_weight(pull: Tensor, move: Tensor) -> Tensor:
+    """1 / pull over its mean, so that all steps pull the velocity alike. (E,)
+
+    pull: (E,) size of the gradient of a step's ratio on the velocity, |gain| / std of a Gaussian
+    one, |gain| of `ratio_norm`; move: (E,) long. GRPO-Guard (2510.22319) divides by |dt| instead,
+    which for Flow-SDE is the same but in the step from sigma = 1, and for CPS is not.
+    """
+    return _mean_one(1 / pull, move)
+
+
+def _mean_one(weight: Tensor, move: Tensor) -> Tensor:
+    _, number, size = move.unique(return_inverse=True, return_counts=True)
+    return weight / ((weight / size[number]).sum() / len(size))
+
+
+# --- GRPO on the denoising steps of a flow: Flow-GRPO (2505.05470) and what was built on it ----
 
 KlForm = Literal["velocity", "latent_dt", "latent_no_dt"]
 RatioForm = Literal["gaussian", "normalised"]
@@ -36,7 +111,7 @@ class GRPO:
     centred and does not grow where a step has little noise. clip_nats: bound on one step's
     log-ratio summed over the latent; clip_eps: the same on the ratio of latent means, as papers
     give it. Exactly one is not None. step_weight: of each step's loss, see
-    `flowrl.objectives.step_weight`. kl_coef, kl_form: pull to the frozen network, never weighted;
+    `flowrl.objectives.grpo`. kl_coef, kl_form: pull to the frozen network, never weighted;
     velocity is UniGRPO's (2603.23500).
     """
 

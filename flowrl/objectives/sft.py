@@ -10,8 +10,7 @@ from flowrl.functional.groups import best_and_worst, best_of_group
 from flowrl.objectives.advantage import lots
 from flowrl.objectives.base import Needs
 from flowrl.objectives.batches import Endpoints, alone, endpoints, tied
-from flowrl.objectives.forward import exp_weight, normalised_exp_weight
-from flowrl.objectives.noising import Draws
+from flowrl.objectives.noising import Draws, exp_weight, normalised_exp_weight
 from flowrl.trajectory import Metrics, Rollout
 
 Weights = Callable[[Rollout], Tensor]  # -> (G,), 0 for what is left out

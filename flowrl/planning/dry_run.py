@@ -4,22 +4,233 @@ Tree, objective, kernel, credit, exploring and the rewards' names, weights and t
 recipe's own, and so are prompts where they can be read. What is replaced is said line by line.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from flowrl.backbones.loading import pipeline_path
 from flowrl.build.objective import build_objective
 from flowrl.config import Config, parse_config
+from flowrl.config.rewards import HttpExecutor
+from flowrl.config.rewards import Reward as RewardSection
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.planning.dry_prompts import choose
-from flowrl.planning.dry_rewards import Told, tell
-from flowrl.trees.plan import PlanError
-from flowrl.trees.shape import count
+from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
+from flowrl.prompts.sources import HUB, TINY
+from flowrl.scoring.spec import BUILT_IN, RewardSpec, check_evaluation, check_prompts, load_reward
+from flowrl.trees.plan import PlanError, count
+from flowrl.utils.files import write_text
+from flowrl.utils.imports import load_callable
+
+# --- Rewards of a rehearsal: the names and properties of the real ones, at no cost -------------
+
+STAND_IN = "flowrl.planning.dry_run:StandIn"
+WAVES = 300.0  # radians from black to white: tiny pictures of one prompt differ by hundredths
+KEY = "judged in rehearsal by"  # in a prompt's metadata: names of the rewards that apply to it
+
+
+class StandIn:
+    """A wave over the brightness, between bounds; its mixture of colours depends on the name.
+
+    The wave is short, so that the pictures of a prompt get scores that differ. The same picture
+    always gets the same score, and gradients reach it. It applies to a prompt as the real reward
+    was found to, which stands in the metadata.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        differentiable: bool = False,
+        scope: str = "sample",
+        low: float = 0.0,
+        high: float = 1.0,
+    ):
+        self.name, self.differentiable, self.scope = name, differentiable, scope
+        self.bounds = low, high
+        self.version = f"stand-in of {name}"
+        digits = blake2b(name.encode(), digest_size=3).digest()
+        shares = torch.tensor([1.0 + digit for digit in digits])
+        self.shares = shares / shares.sum()
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
+        """(B, 3, H, W) in [0, 1] -> (B,) fp32 between the bounds."""
+        low, high = self.bounds
+        bright = (images.float().mean((2, 3)) * self.shares.to(images.device)).sum(1)
+        return low + (high - low) * (0.5 + 0.5 * (WAVES * bright).sin())
+
+    def applies(self, prompt: str, metadata: dict) -> bool:
+        """As the real reward said of this prompt; to all where nobody asked it."""
+        return self.name in metadata.get(KEY, (self.name,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What could be learned of a reward without its weights or its server.
+
+    name: in reports. reward: made, but for its weights; or its class or function; None where only
+    a server has it.
+    """
+
+    name: str
+    reward: Any
+    entry: RewardSection
+
+    def spec(self) -> RewardSpec | None:
+        """The real one as far as it can be asked about prompts; None where it cannot."""
+        if self.reward is None or isinstance(self.reward, type):
+            return None
+        given = {key: tuple(values) for key, values in self.entry.applies_to.items()}
+        e = self.entry
+        return RewardSpec(
+            name=self.name, reward=self.reward, weight=e.weight, held_out=e.held_out,
+            applies_to=given,
+        )  # fmt: skip
+
+    def applies(self, prompt: str, metadata: dict) -> bool:
+        """What the real one says of a prompt, or only the names of the metadata it needs."""
+        spec = self.spec()
+        if spec is not None:
+            return spec.applies(prompt, metadata)
+        return all(key in metadata for key in getattr(self.reward, "required_metadata", ()))
+
+    def stand_in(self) -> dict[str, Any]:
+        """The recipe's entry with the real scoring replaced; all else stays."""
+        low, high = [
+            other if bound is None else float(bound)
+            for bound, other in zip(
+                getattr(self.reward, "bounds", (0.0, 1.0)), (0.0, 1.0), strict=True
+            )
+        ]
+        args = {
+            "name": self.name,
+            "differentiable": getattr(self.reward, "differentiable", False) is True,
+            "scope": getattr(self.reward, "scope", "sample"),
+            "low": low,
+            "high": high if high > low else low + 1,
+        }
+        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label"})
+        return kept | {"name": STAND_IN, "args": args, "label": self.name}
+
+
+def tell(entry: RewardSection) -> Told:
+    """What a recipe's entry names. Raises UserError for a reward that is not there, or that does
+    not take its arguments; weights and servers are not asked for."""
+    if isinstance(entry.executor, HttpExecutor):
+        return Told(name=entry.label or entry.name, reward=None, entry=entry)
+    reward = _made(entry.name, entry.args) if entry.name in BUILT_IN else _found(entry.name)
+    name = entry.label or getattr(reward, "name", entry.name)
+    # The name of a class may be a property, which only its objects have.
+    return Told(name=name if isinstance(name, str) else entry.name, reward=reward, entry=entry)
+
+
+def _made(name: str, args: Mapping[str, Any]) -> Any:
+    """A built-in reward, which loads its weights when it is first asked; or its class, where a
+    package that it needs is missing."""
+    try:
+        return load_reward(name, args)
+    except UserError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        return _found(BUILT_IN[name])
+
+
+def _found(target: str) -> Any:
+    """One's own reward is not made, which may load weights; only found."""
+    if ":" not in target:
+        load_reward(target)  # raises the sentence with the known names
+    try:
+        return load_callable(target)
+    except LookupError as error:
+        raise UserError(f"cannot load reward {target!r}: {error.args[0]}") from error
+
+
+# --- Prompts of a rehearsal --------------------------------------------------------------------
+
+COUNT = 6
+FALLBACK = "tiny:geneval:train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """A file of a few prompts that stands for `source`, and a sentence on which they are."""
+
+    path: Path
+    note: str
+
+
+def choose(
+    path: Path, source: str, told: Sequence[Told], *, balance: str | None, held_out: bool = False
+) -> Chosen:
+    """Write COUNT prompts for a rehearsal to `path`, with what the rewards say of them.
+
+    held_out: they are those of evaluation. All of the user's prompts are read and shown to the
+    rewards, as far as these can be asked. Raises UserError for what is wrong with them.
+    """
+    if not _there(source):
+        return _made_up(path, source, told, balance=balance)
+    records = load_prompts(source)
+    specs = [spec for spec in (t.spec() for t in told) if spec is not None]
+    if len(specs) == len(told):
+        (check_evaluation if held_out else check_prompts)(specs, records)
+    PromptSampler(records, 1, 0, balance=balance)  # raises for prompts without the key
+    judges = [[t.name for t in told if t.applies(r.text, r.metadata)] for r in records]
+    rows = _varied(judges, told)
+    _write(path, [_row(records[i], judges[i]) for i in rows])
+    return Chosen(path=path, note=f"{len(rows)} of the {len(records)} prompts of {source}")
+
+
+def _there(source: str) -> bool:
+    """Whether the prompts can be read without a network."""
+    return source.startswith(TINY) or (not source.startswith(HUB) and Path(source).exists())
+
+
+def _varied(judges: Sequence[Sequence[str]], told: Sequence[Told]) -> list[int]:
+    """Places of a few prompts, among which each reward finds one if there is any."""
+    first = [next((i for i, names in enumerate(judges) if t.name in names), None) for t in told]
+    found = dict.fromkeys([*(i for i in first if i is not None), *range(len(judges))])
+    return sorted(list(found)[: max(COUNT, len(told))])
+
+
+def _row(record: PromptRecord, judges: Sequence[str]) -> dict[str, Any]:
+    row = {"prompt": record.text, KEY: list(judges)} | record.metadata
+    row |= {"negative": record.negative} if record.negative is not None else {}
+    return row | ({"paraphrases": list(record.paraphrases)} if record.paraphrases else {})
+
+
+def _made_up(path: Path, source: str, told: Sequence[Told], *, balance: str | None) -> Chosen:
+    """Prompts of the tiny world, which every reward takes for its own."""
+    records = load_prompts(FALLBACK, limit=max(COUNT, len(told)))
+    learned = [t for t in told if t.entry.weight and not t.entry.held_out]
+    rows = []
+    for i, record in enumerate(records):
+        # Of rewards that are kept to some prompts each gets its own, and so does what is learned.
+        chosen = [*told, *learned][i % (len(told) + len(learned))]
+        kept = {key: values[0] for key, values in chosen.entry.applies_to.items()}
+        metadata = record.metadata | ({balance: str(i % 2)} if balance else {}) | kept
+        row = _row(record, [t.name for t in told]) | metadata
+        rows.append(row | {"paraphrases": [f"{record.text}, please", f"draw {record.text}"]})
+    _write(path, rows)
+    what = "is looked up in training only" if source.startswith(HUB) else "is not there"
+    return Chosen(path=path, note=f"{source} {what}: {len(rows)} prompts of the tiny world")
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    try:
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+    except TypeError as error:  # of a data set with pictures in its columns
+        raise UserError(f"a prompt's metadata cannot be written as JSON: {error}") from error
+    write_text(path, text)
+
+
+# --- A recipe rehearsed on the tiny pipeline of its family -------------------------------------
 
 FAMILIES = {"sd3": "tiny-sd3", "flux": "tiny-flux", "sana": "tiny-sana"}
 ITERATIONS, PROMPTS, ROWS, RANK, TOKENS, IMAGES = 2, 2, 16, 4, 16, 4

@@ -5,12 +5,95 @@ What a step costs depends on shapes alone. Sources: the repositories' own `confi
 convert_flux_to_diffusers.py, convert_sana_to_diffusers.py), and the sizes of the files on the Hub.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from flowrl.errors import UserError
-from flowrl.planning.text_encoders import CLIP_G, CLIP_L, CLIP_L_BARE, GEMMA, T5_XXL, TextEncoder
+
+# --- The text encoders of the published pipelines: configurations of transformers' classes -----
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextEncoder:
+    """A text encoder as a class of transformers, its configuration's class, and its values.
+
+    parameters: numbers in it, of the part that the pipeline loads. wide: of them, those that
+    transformers keeps in fp32 where the rest is loaded in fp16 (`_keep_in_fp32_modules`).
+    """
+
+    name: str
+    model: str
+    config_class: str
+    config: Mapping[str, Any]
+    parameters: int
+    wide: int = 0
+
+    def nbytes(self, dtype: torch.dtype) -> int:
+        """Of its weights, loaded in a dtype."""
+        wide = self.wide if dtype == torch.float16 else 0
+        return self.parameters * dtype.itemsize + wide * (4 - dtype.itemsize)
+
+
+def _clip(name: str, model: str, width: int, layers: int, act: str, parameters: int) -> TextEncoder:
+    """CLIP's text part (2103.00020): heads of 64, 77 tokens of 49,408."""
+    config = {
+        "vocab_size": 49_408,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "projection_dim": width,
+        "max_position_embeddings": 77,
+        "hidden_act": act,
+    }
+    return TextEncoder(
+        name=name, model=model, config_class="CLIPTextConfig", config=config, parameters=parameters
+    )
+
+
+_PROJECTED = "CLIPTextModelWithProjection"
+CLIP_L = _clip("CLIP ViT-L", _PROJECTED, 768, 12, "quick_gelu", 123_650_304)
+CLIP_L_BARE = _clip("CLIP ViT-L", "CLIPTextModel", 768, 12, "quick_gelu", 123_060_480)
+CLIP_G = _clip("OpenCLIP ViT-bigG", _PROJECTED, 1280, 32, "gelu", 694_659_840)
+T5_XXL = TextEncoder(
+    name="T5 v1.1 XXL",
+    model="T5EncoderModel",
+    config_class="T5Config",
+    config={
+        "vocab_size": 32_128,
+        "d_model": 4096,
+        "d_ff": 10_240,
+        "d_kv": 64,
+        "num_heads": 64,
+        "num_layers": 24,
+        "feed_forward_proj": "gated-gelu",
+    },
+    parameters=4_762_310_656,
+    wide=24 * 4096 * 10_240,  # `wo` of every layer, whose products leave fp16's range
+)
+GEMMA = TextEncoder(
+    name="Gemma 2 2B",
+    model="Gemma2Model",
+    config_class="Gemma2Config",
+    config={
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+    parameters=2_614_341_888,
+)
+
+
+# --- What is published of four text-to-image pipelines -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,3 +319,182 @@ def size_of_checkpoint(name: str) -> str | None:
         if name in (published.checkpoint, *published.also):
             return size
     return None
+
+
+# --- Networks of published sizes, without weights on the meta device or with random ones -------
+
+__all__ = [
+    "SIZES",
+    "Size",
+    "build_autoencoder",
+    "build_decoder",
+    "build_pipeline",
+    "build_scheduler",
+    "build_text_encoders",
+    "build_transformer",
+    "randomise",
+    "shortened",
+    "size_of",
+    "size_of_checkpoint",
+]
+
+
+def build_transformer(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """The transformer of a size with random weights, made on the device; frozen, in eval mode.
+
+    layers: blocks of each kind, to be quick where only the way is tested; None is all of them.
+    Raises UserError for an unknown name.
+    """
+    size = size_of(name)
+    return _build(size.transformer, shortened(size.config, layers), device, dtype, seed)
+
+
+def build_autoencoder(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    encoder: bool = True,
+    seed: int = 0,
+) -> nn.Module:
+    """The autoencoder of a size; without its encoder where pictures are only made.
+
+    Raises UserError for an unknown name.
+    """
+    size = size_of(name)
+    return _build(size.autoencoder, size.autoencoder_config, device, dtype, seed, encoder=encoder)
+
+
+def build_decoder(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+) -> nn.Module:
+    """The autoencoder of a size without its encoder, random; `.decode` is what it is for.
+
+    Raises UserError for an unknown name.
+    """
+    return build_autoencoder(name, device=device, dtype=dtype, encoder=False, seed=seed)
+
+
+def build_text_encoders(name: str, *, dtype: torch.dtype = torch.bfloat16) -> list[nn.Module]:
+    """All text encoders of a size, on the meta device. Raises UserError for an unknown name."""
+    import transformers
+
+    modules: list[nn.Module] = []
+    for encoder in size_of(name).text_encoders:
+        config = getattr(transformers, encoder.config_class)(**encoder.config)
+        with torch.device("meta"):
+            module = getattr(transformers, encoder.model)(config)
+        modules.append(nn.Module.to(module, dtype).requires_grad_(False).eval())
+    return modules
+
+
+def build_scheduler(name: str) -> Any:
+    """The scheduler that the size's repository names, as configured there.
+
+    Raises UserError for an unknown name.
+    """
+    import diffusers
+
+    size = size_of(name)
+    return getattr(diffusers, size.scheduler)(**size.scheduler_config)
+
+
+def build_pipeline(
+    name: str,
+    *,
+    device: str | torch.device = "meta",
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    encoder: bool = False,
+    seed: int = 0,
+) -> Any:
+    """The size's own pipeline of diffusers around random networks, without text encoders.
+
+    layers: as `build_transformer` has it; encoder: as `build_autoencoder` has it. Raises UserError
+    for an unknown name.
+    """
+    import diffusers
+
+    made = getattr(diffusers, size_of(name).pipeline)
+    parts = dict.fromkeys(inspect.signature(made.__init__).parameters)
+    del parts["self"]
+    return made(
+        **parts
+        | {
+            "transformer": build_transformer(
+                name, device=device, dtype=dtype, layers=layers, seed=seed
+            ),
+            "vae": build_autoencoder(name, device=device, dtype=dtype, encoder=encoder, seed=seed),
+            "scheduler": build_scheduler(name),
+        }
+    )
+
+
+def shortened(config: Mapping[str, Any], layers: int | None) -> dict[str, Any]:
+    """A transformer's configuration with at most `layers` blocks of each kind, as wide as ever."""
+    config = dict(config)
+    if layers is None:
+        return config
+    if layers < 2:  # the last block of SD3 lacks layers that the others have
+        raise UserError(f"layers is {layers}, expected 2 or more")
+    for kind in ("num_layers", "num_single_layers"):
+        if kind in config:
+            config[kind] = min(config[kind], layers)
+    if "dual_attention_layers" in config:
+        config["dual_attention_layers"] = tuple(
+            i for i in config["dual_attention_layers"] if i < config["num_layers"]
+        )
+    return config
+
+
+def _build(
+    name: str,
+    config: Mapping[str, Any],
+    device: str | torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    encoder: bool = True,
+) -> nn.Module:
+    import diffusers
+
+    made = getattr(diffusers, name)
+    unknown = set(config) - set(inspect.signature(made.__init__).parameters)
+    assert not unknown, f"{name} of this diffusers does not know {sorted(unknown)}"
+    with torch.device("meta"):
+        module: nn.Module = made(**config)
+    if not encoder:
+        module.encoder = nn.Identity()
+    # Not diffusers' own `to`, which speaks up about layers that loading would leave in fp32.
+    nn.Module.to(module, dtype).requires_grad_(False).eval()
+    if torch.device(device).type != "meta":
+        module.to_empty(device=device)
+        randomise(module, seed)
+    return module
+
+
+@torch.no_grad()
+def randomise(module: nn.Module, seed: int) -> None:
+    """Weights that keep the scale of what goes through them, in place and where they lie.
+
+    Matrices and kernels are normal with variance 1 / fan-in, factors of norms 1, biases 0.
+    """
+    tensors: dict[str, Tensor] = dict(module.named_parameters()) | dict(module.named_buffers())
+    device = next(iter(tensors.values())).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, tensor in tensors.items():
+        if tensor.ndim < 2:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            tensor.normal_(0, tensor[0].numel() ** -0.5, generator=generator)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.quantization.precision import option_name
+from flowrl.quantization.backends import option_name
 
 Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 

@@ -5,8 +5,12 @@ there, or as a path beside the packed base, Q(W) x + s B (A x).
 """
 
 import copy
+import json
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,11 +19,89 @@ from torch import Tensor, nn
 from flowrl.backbones.policy import POLICY, Policy, merged_weight
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
-from flowrl.quantization.backends import Backend, Plain, State
-from flowrl.quantization.compiling import compile_network
-from flowrl.quantization.layer_rules import LayerChoice, is_pointwise
-from flowrl.quantization.linear import RolloutLinear
-from flowrl.quantization.training import SamePrecisionLinear
+from flowrl.quantization.backends import (
+    Backend,
+    Plain,
+    Resolved,
+    State,
+    backend_of,
+    check_kernels,
+    named,
+    shown,
+)
+from flowrl.quantization.layer_rules import (
+    LayerChoice,
+    LayerRules,
+    choose_layers,
+    is_pointwise,
+    layer_table,
+    quantised_share,
+    rules_of,
+)
+from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
+from flowrl.utils.files import write_text
+
+# --- torch.compile for networks whose weights change in place, and whether that compiled anew --
+
+GRAPHS = 64  # of one class of networks, at least; torch's own limit is 8
+# By the names of torch's older versions too.
+LIMIT = ("recompile_limit", "cache_size_limit")
+FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
+ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+
+
+def compile_network(network: nn.Module, backend: str = "inductor") -> nn.Module:
+    """The same module, compiled at its first call for each shape it is given (dynamic=False).
+
+    Names, attributes and addresses stay, so that weights can be written in place afterwards.
+    backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
+    Sets torch's limit of graphs in this process to GRAPHS at least, and has it stop there.
+    """
+    _limit_graphs()
+    network.compile(dynamic=False, backend=backend)
+    return network
+
+
+def recompilations() -> int:
+    """Graphs compiled in this process so far.
+
+    Two equal readings, the first after the network has seen each of its shapes: nothing was
+    compiled in between. What torch would not compile any more for its limit of graphs, and computes
+    without, is not among them; that raises an error, see `within_limit`.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def within_limit() -> Iterator[None]:
+    """Where compiled networks are called: more graphs than torch's limit are a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ERRORS:
+            raise
+        raise UserError(
+            "the network was compiled for as many shapes of batches as torch allows: choose a "
+            "rollout.batch_size that all numbers of pictures are multiples of, or set "
+            "rollout.compile to false"
+        ) from error
+
+
+def _limit_graphs() -> None:
+    """All networks of a class share the limit, twins of one policy too. Beyond it torch computes
+    without compiling and only logs that, unless it is told to fail."""
+    from torch._dynamo import config
+
+    limit = next(name for name in LIMIT if hasattr(config, name))
+    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
+    fail = next((name for name in FAIL if hasattr(config, name)), None)
+    if fail is not None and not config.suppress_errors:  # torch refuses both at once
+        setattr(config, fail, True)
+
+
+# --- A second network for rollouts that shares the policy's frozen weights and follows its ad --
 
 
 class Twin:
@@ -180,3 +262,112 @@ def _factors(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
 def _tensors(network: nn.Module) -> Iterator[Tensor]:
     yield from network.parameters()
     yield from network.buffers()
+
+
+# --- A precision on a network ------------------------------------------------------------------
+
+
+def prepare(
+    network: nn.Module,
+    resolved: Resolved,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    rules: LayerRules | None = None,
+    min_dim: int | None,
+    keep: Sequence[str] | None = None,
+    four_over_six: bool = False,
+    convolutions: bool = True,
+    where: str = "",
+) -> tuple[tuple[LayerChoice, ...], Backend]:
+    """The network's layers with those that a precision quantises, none for bf16, and how.
+
+    dtype: the network's own. rules: the backbone's own, None for those of the network's class.
+    min_dim, keep, where: see `choose_layers`. convolutions: False keeps SANA's 1x1 ones exact,
+    which can be drawn with in few bits, and not learned through. Raises UserError where no layer
+    can be quantised or nothing says which, and for a kernel that computes otherwise than its
+    emulation does.
+    """
+    backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
+    if resolved.format == "bf16":
+        return (), backend
+    rules = rules_of(network, rules, min_dim=min_dim, keep=keep, where=where)
+    rules = rules if convolutions else replace(rules, pointwise=False)
+    choices = choose_layers(
+        network, rules, resolved.format, min_dim=min_dim, keep=keep, where=where
+    )
+    shapes = {choice.shape for choice in choices if choice.format}
+    check_kernels(backend, shapes, device, dtype)
+    return choices, backend
+
+
+# --- What a run computes in, for people and for the run's folder -------------------------------
+
+FILE = "precision.json"
+LOG = logging.getLogger(__name__)
+
+
+def write_precision(
+    folder: Path,
+    resolved: Resolved,
+    choices: Sequence[LayerChoice],
+    *,
+    dtype: torch.dtype,
+    what: str = "candidates",
+    since: int = 0,
+    lora: str = "merge",
+    four_over_six: bool = False,
+    file: str = FILE,
+) -> None:
+    """Tell what `what` are drawn in, and write it with all layers to a file of the folder.
+
+    choices: none where nothing is quantised. dtype: the network's own. since: the iteration, from
+    0, before which it began.
+    """
+    LOG.info("%s", told(resolved, choices, dtype=dtype, what=what))
+    content = {
+        "what": what,
+        "since_iteration": since,
+        "precision": shown(resolved, dtype_name(dtype)),
+        "dtype": dtype_name(dtype),
+        **asdict(resolved),
+        "format": None if resolved.format == "bf16" else resolved.format,
+        "lora": lora,
+        "four_over_six": four_over_six,
+        "quantised_share": quantised_share(choices) if choices else 0.0,
+        "layers": layer_table(choices),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / file, json.dumps(content, indent=2) + "\n")
+
+
+def read_precision(folder: Path, file: str = FILE) -> str | None:
+    """The precision as people write it; None where the folder's file does not say."""
+    path = folder / file
+    return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None
+
+
+def told(
+    resolved: Resolved,
+    choices: Sequence[LayerChoice],
+    *,
+    dtype: torch.dtype,
+    what: str = "candidates",
+) -> str:
+    """One sentence on the precision and its back end."""
+    if resolved.format == "bf16":
+        text = f"{what} are {shown(resolved, dtype_name(dtype))}"
+        return text if resolved.requested == "bf16" else f"{text}: {resolved.reason}"
+    text = f"{what} are computed in {named(resolved)} by {resolved.backend}: {resolved.reason}"
+    if not choices:
+        return text
+    layers = sum(c.format is not None for c in choices)
+    return (
+        f"{text}; {layers} of {len(choices)} layers are quantised, "
+        f"{quantised_share(choices):.0%} of their weights"
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As in float32."""
+    return str(dtype).removeprefix("torch.")

@@ -8,8 +8,7 @@ import torch
 
 from flowrl.functional.noise import noise_seed
 from flowrl.prompts.records import PromptSampler
-from flowrl.sampling.rollout import Request, Stopwatch, group_request
-from flowrl.sampling.stage import Stage
+from flowrl.sampling.rollout import Request, Stage, Stopwatch, group_request
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.combine import train_weights
 from flowrl.trajectory import Rollout, Tree

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.errors import UserError
-from flowrl.findings import Finding
+from flowrl.errors import Finding, UserError
+from flowrl.scoring.check import failure, trials_of
 from flowrl.scoring.executors.base import RewardFailure, ask, to_levels
-from flowrl.scoring.findings import failure
-from flowrl.scoring.pictures import trials_of
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 from flowrl.utils.files import write_text

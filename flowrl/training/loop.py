@@ -10,8 +10,7 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.objectives.base import Batch, Objective, RewardField
-from flowrl.objectives.pieces import in_pieces
+from flowrl.objectives.base import Batch, Objective, RewardField, in_pieces
 from flowrl.sampling.rollout import Stopwatch
 from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec

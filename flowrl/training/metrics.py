@@ -1,11 +1,285 @@
 """What an iteration is measured by: its rewards, pictures and trees, and means over its rows."""
 
-import torch
+import re
+from collections import defaultdict
 
-from flowrl.objectives.advantage_maths import group_stats
-from flowrl.sampling.ranking import regenerated_rank
-from flowrl.training.diversity import common_ancestor, pairwise_distance_by_ancestor
+import torch
+from torch import Tensor
+
+from flowrl.objectives.advantage import group_stats
+from flowrl.objectives.tree_credit import leaves_below
+from flowrl.sampling.rank_audit import regenerated_rank
 from flowrl.trajectory import Metrics, Rollout
+
+# --- What each logged metric means -------------------------------------------------------------
+
+METRICS: dict[str, str] = {
+    "reward/mean": "Mean weighted reward of the rollout's valid pictures: what training raises.",
+    "reward/<name>": (
+        "Mean raw score of one reward, held-out ones included, before its weight, over the "
+        "pictures it could score."
+    ),
+    "reward/std_in_group": (
+        "Mean over groups of the reward's standard deviation among the pictures of one prompt. "
+        "Without spread there is nothing to learn from."
+    ),
+    "reward/invalid": (
+        "Share of pictures that lack a score of a trained reward; they are left out, under gdpo "
+        "only of what that reward says."
+    ),
+    "reward/missing/<name>": "Share of the pictures a reward applies to that it did not score.",
+    "reward/stand_in": (
+        "Share of pictures with a number of `on_failure` in the place of a missing score."
+    ),
+    "groups/no_signal": (
+        "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
+        "their advantages are 0."
+    ),
+    "explore/candidates": (
+        "Trees that are only chosen by, with `rollout.explore`: nothing of them is learned."
+    ),
+    "explore/forwards": "Velocities computed for them; those of audits are not counted.",
+    "explore/missing": "Share of them without a score: they are kept only to make up the number.",
+    "explore/unranked": "Share of those kept that were kept without a score.",
+    "explore/mean": "Mean score of the candidates, over the rewards that are trained.",
+    "explore/spread": (
+        "Standard deviation of the candidates' scores of a prompt, the mean over prompts."
+    ),
+    "explore/spread_kept": (
+        "The same of those that are kept, by their candidates' scores; `reward/std_in_group` is "
+        "that of their exact ones."
+    ),
+    "explore/rho_kept": (
+        "Spearman's rank correlation of candidates' and exact scores within a prompt, over those "
+        "that are kept, mean over prompts. Only extremes were kept, so that it is not that of all "
+        "candidates: watch how it drifts, and decide by `explore/audit/rho`."
+    ),
+    "explore/audit/rho": (
+        "At audits, the same over all candidates of some prompts, which are drawn exactly for it. "
+        "`rollout.explore.audit.min_rho` is compared with it."
+    ),
+    "explore/audit/tau": "At audits, Kendall's tau-b instead of Spearman's rho.",
+    "explore/audit/pooled_rho": (
+        "At audits, Spearman's over the candidates of all prompts together. It also sees that some "
+        "prompts score higher, which no choice within a prompt can use."
+    ),
+    "explore/audit/contrast": (
+        "At audits, the difference of exact scores between the best and the worst half of the "
+        "choice, as a share of that of a choice by exact scores."
+    ),
+    "tree/forwards": "Velocities computed for the rollout, one a node that has children.",
+    "tree/nodes": "Latents of the rollout's trees, the initial noise included.",
+    "tree/edges": "Denoising steps between them, stochastic or not.",
+    "tree/leaves": "Pictures of the rollout.",
+    "tree/trained_edges": "Stochastic steps that the plan trains, before any is dropped.",
+    "tree/train_forwards": (
+        "Forwards, each with a backward, of one pass over what is learned from: steps from one "
+        "latent share it."
+    ),
+    "tree/no_advantage": (
+        "Share of the trained steps whose advantage is 0: they teach nothing, and are dropped "
+        "unless a pull to the base model needs them."
+    ),
+    "tree/distance/step_<i>": (
+        "Mean distance, per latent element, of pictures whose ways parted at denoising step i."
+    ),
+    "tree/distance/roots": "The same for pictures of one prompt from different roots.",
+    "endpoints/pictures": "Clean pictures that are learned from, of this process.",
+    "endpoints/<reason>": (
+        "Share of the rollout's pictures that nobody learns from, by reason: `invalid` (no "
+        "reward), `alone` (the only one of its prompt with a reward), `tied` (all of the prompt's "
+        "rewards equal) or `unused` (not chosen by the objective, as between best and worst)."
+    ),
+    "path/chains": "Chains without noise whose gradient is followed, of this process.",
+    "path/invalid": "Share of the rollout's pictures without a reward, which are left out.",
+    "path/dropped": (
+        "Share of chains whose reward or gradient is not finite: they count 0 in the mean."
+    ),
+    "path/satisfied": "Share of pictures at or past `objective.hinge`, which have no gradient.",
+    "path/reward": (
+        "Mean reward where the loss takes it: at the picture, or at the estimate of it that the "
+        "objective makes."
+    ),
+    "path/gradient_norm": "Root mean square of the reward's gradient at the clean latents.",
+    "path/leap_distance": "Mean distance of the leaps' ends from the states of the rollout.",
+    "path/leap_weight": "Mean weight of a picture's loss, one over that distance.",
+    "path/word_gap": "Reward with SRPO's better words minus that with the worse ones.",
+    "policy/error": (
+        "Mean squared distance of the policy's velocity from the pictures' own, where they are "
+        "looked at in training, with the objective's weighting."
+    ),
+    "policy/error_best": (
+        "The same of each prompt's best picture. It should not rise: a policy can rank it first "
+        "and yet draw it less often."
+    ),
+    "policy/error_worst": "The same of each prompt's worst picture, where pairs are compared.",
+    "policy/ranked_right": (
+        "Share of pairs whose better picture (or step) has gained more on the anchor than the "
+        "worse one. 0 at the anchor itself."
+    ),
+    "policy/log_ratio_best": (
+        "Mean log-ratio to the base, in nats, of the steps that SPO prefers."
+    ),
+    "policy/log_ratio_worst": (
+        "The same of those it rejects. Both falling together means that good steps become rarer, "
+        "too."
+    ),
+    "policy/implicit_reward_std": (
+        "Standard deviation of the implicit rewards -implicit_beta (error - anchor's error). Far "
+        "above that of what they learn (rewards / tau, advantages), the objective saturates."
+    ),
+    "policy/liked": "Share of pictures that are liked, for objectives on likes and dislikes.",
+    "policy/weight_max": "Largest weight of a picture, for weighted regression.",
+    "policy/moved": (
+        "Mean squared distance of the policy's velocity from the old policy's, before the update."
+    ),
+    "policy/ratio_mean": (
+        "Mean of the probability ratio between the policy and the one that drew the rollout. "
+        "1 in the first pass over a rollout."
+    ),
+    "policy/ratio_std": "Standard deviation of that ratio: how far the update moved the policy.",
+    "policy/ratio_std/step_<i>": "The same, for denoising step i alone.",
+    "policy/ratio_error_max": (
+        "Largest distance from 0 of a log-ratio summed over the latent, in nats, in the "
+        "iteration. In the first pass it is 0 up to rounding: beyond `optim.ratio_tolerance` "
+        "training stops."
+    ),
+    "policy/clip_share": (
+        "Share of transitions whose ratio left the clip range, so that they pull no further. "
+        "0 with one update a rollout. SPO measures it from the base."
+    ),
+    "policy/clip_share/step_<i>": "The same, for denoising step i alone.",
+    "policy/kl": (
+        "Distance of the policy from the base pipeline, in the form that `objective.kl_form` "
+        "names, before its coefficient."
+    ),
+    "loss": "Mean of the objective's loss. Near 0 by construction: watch the rewards instead.",
+    "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
+    "latent/norm": (
+        "Root mean square of the clean latents. It drifts away from its first value when "
+        "pictures lose their natural range, often before the eye sees it."
+    ),
+    "image/brightness": "Mean of the pictures' values, 0 black to 1 white.",
+    "image/contrast": "Mean over pictures of the standard deviation of their values.",
+    "eval/<name>": "Mean score of one reward over the held-out pictures, at steps that evaluate.",
+    "eval/corrected/<name>": (
+        "Mean over held-out pictures of score * (quality - 3) + 0.2, with the reward that "
+        "`evaluation.quality` names: it falls when a score is bought with quality. Its constants "
+        "are a convention: read it beside `eval/<name>` of both."
+    ),
+    "eval/paraphrase/<name>": (
+        "Mean score of held-out pictures drawn from a paraphrase of the prompt, from the same "
+        "noise; rewards are given the prompt's own words."
+    ),
+    "eval/paraphrase_gap/<name>": (
+        "Score with the prompt's own words minus score with a paraphrase, over prompts that have "
+        "one. It grows when the policy learns wordings."
+    ),
+    "time/audit": (
+        "Seconds of an audit, where one was due, and of making the network that explores, where it "
+        "is a new one."
+    ),
+    "time/explore": "Seconds to draw the candidates.",
+    "time/explore_reward": "Seconds after drawing them until all their scores are there.",
+    "time/rollout": "Seconds to draw the pictures, rewards left out.",
+    "time/reward": (
+        "Seconds after drawing until all scores are there: pools, servers and background rewards "
+        "work during `time/rollout` already."
+    ),
+    "time/reward/<name>": (
+        "Seconds from asking one reward to its answers, added up over all that it was asked; "
+        "questions that wait for each other overlap."
+    ),
+    "time/train": "Seconds for all updates on them.",
+}
+
+_PAGE = """# Metrics
+
+Every run writes them to `metrics.jsonl`, one line an iteration, and to the trackers that
+`run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
+[troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
+
+With several processes, `reward/*`, `groups/*`, `explore/*` and `eval/*` are over the pictures of
+all of them, the others over those of the main one.
+
+This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
+
+| metric | meaning |
+|---|---|
+"""
+
+
+def meaning(name: str) -> str | None:
+    """The meaning of a logged metric, None when it is not documented; plain names win."""
+    if name in METRICS:
+        return METRICS[name]
+    return next((text for form, text in METRICS.items() if _pattern(form).fullmatch(name)), None)
+
+
+def page() -> str:
+    """The text of docs/metrics.md."""
+    return _PAGE + "".join(f"| `{name}` | {text} |\n" for name, text in METRICS.items())
+
+
+def _pattern(form: str) -> re.Pattern[str]:
+    """`<i>` is a whole number, any other name in angle brackets whatever a reward is called."""
+    text = re.escape(form).replace("<i>", r"\d+")
+    return re.compile(re.sub(r"<\w+>", r"[^/]+", text))
+
+
+if __name__ == "__main__":
+    print(page(), end="")
+
+
+# --- How far apart the pictures of a rollout are, by when their paths parted -------------------
+
+
+def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:
+    """Step at which two leaves of a tree were last one node; a leaf's own on the diagonal.
+
+    parent, step: (n,) long, parents before children; leaf: (l,) long -> (l, l) long
+    """
+    below = leaves_below(parent, leaf)
+    above_both = below[:, :, None] & below[:, None, :]
+    # Steps grow along a path, so that of all common ancestors the last has the largest.
+    return torch.where(above_both, step[:, None, None], -1).amax(0)
+
+
+def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -> dict[int, float]:
+    """Mean over pairs of leaves of their root mean squared distance per latent element.
+
+    x0: (R, l, *latent), the leaves of R trees of one shape; ancestor: (l, l) long, as
+    `common_ancestor` has it; group: (R,) long, prompt of a tree. Keyed by the step at which the
+    pair parted, ascending, with -1 for leaves of different trees of one prompt. Steps at which no
+    pair parted are left out.
+    """
+    sums: dict[int, float] = defaultdict(float)
+    pairs: dict[int, int] = defaultdict(int)
+    for name in group.unique():
+        rows = x0[group == name]
+        trees, leaves = rows.shape[:2]
+        parted = torch.full((trees, leaves, trees, leaves), -1)
+        own = torch.arange(trees)
+        parted[own, :, own] = ancestor.cpu()
+        each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
+        distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
+        parted = parted.view(trees * leaves, -1)[each[0], each[1]]
+        for key in parted.unique().tolist():
+            sums[key] += distance[parted == key].sum().item()
+            pairs[key] += int((parted == key).sum())
+    return {key: sums[key] / pairs[key] for key in sorted(sums)}
+
+
+def _distances(x: Tensor) -> Tensor:
+    """Root mean squared differences of rows by their Gram matrix. (m, D) -> (m, m) float64"""
+    exact = x.detach().cpu().double()
+    exact = exact - exact.mean(0)  # or what all have in common would be cancelled, and its digits
+    gram = exact @ exact.T
+    square = gram.diagonal()
+    return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
+
+
+# --- What an iteration is measured by ----------------------------------------------------------
 
 
 class RowMeans:

@@ -3,8 +3,7 @@
 import torch
 
 from flowrl.errors import UserError
-from flowrl.trees.plan import TreePlan
-from flowrl.trees.shape import count
+from flowrl.trees.plan import TreePlan, count
 
 STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean, noise, result
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import flowrl
-from flowrl.collecting import collect_groups
+from flowrl.api import collect_groups
 from flowrl.config import Config
 from flowrl.training.checkpoint import CONFIG, claim
 from flowrl.training.tracking import read_metrics

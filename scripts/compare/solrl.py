@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flowrl
-from flowrl.auditing import audit_previews, audited
+from flowrl.api import audit_previews, audited
 from flowrl.config import Config
-from flowrl.functional.stats import Interval
-from flowrl.sampling.audit_log import AuditEvent, AuditLog
-from flowrl.sampling.rank_audit import AuditReport
+from flowrl.functional.groups import Interval
+from flowrl.sampling.rank_audit import AuditEvent, AuditLog, AuditReport
 from flowrl.training.checkpoint import CONFIG
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text

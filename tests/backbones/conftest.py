@@ -13,7 +13,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
 from flowrl.sampling.rollout import Request, draw
-from flowrl.sampling.schedule import Schedule
+from flowrl.sampling.sampler import Schedule
 from flowrl.tiny.draw import draw as draw_tiny
 from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan

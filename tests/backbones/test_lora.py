@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.backbones.calls import own_call
+from flowrl.backbones.loading import own_call
 from flowrl.backbones.lora_files import count_layers, load_lora, read_lora, save_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl.training.loop import Learner
-from flowrl.training.metric_names import meaning
+from flowrl.training.metrics import meaning
 
 FAMILIES = ("sd3", "flux", "sana")
 # Where SD3 is tried elsewhere in the same way.

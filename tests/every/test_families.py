@@ -4,7 +4,7 @@ import pytest
 from families import OTHERS, assert_learns, on_every, pipeline_of
 
 from flowrl.errors import UserError
-from flowrl.quantization.training import same_precision_layers
+from flowrl.quantization.linear import same_precision_layers
 from flowrl.sampling.rollout import Stopwatch
 
 ROLLOUT = {"prompts": 1, "group_size": 4, "steps": 3, "tree": {"kind": "flow_grpo"}}

@@ -9,8 +9,8 @@ from families import FAMILIES, OTHERS, pipeline_of
 from PIL import Image
 
 from flowrl.api import align, build_gallery, evaluate_model, sample_images
-from flowrl.backbones.calls import own_call
 from flowrl.backbones.guidance import RLG
+from flowrl.backbones.loading import own_call
 from flowrl.build.learner import build_backbone
 from flowrl.config import load_config
 from flowrl.errors import UserError

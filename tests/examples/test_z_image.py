@@ -15,7 +15,7 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Request, decode, draw
-from flowrl.sampling.schedule import Schedule
+from flowrl.sampling.sampler import Schedule
 from flowrl.training.tracking import read_metrics
 from flowrl.trajectory import Conditioning
 from flowrl.trees.plan import ode_plan

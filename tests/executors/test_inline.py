@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.executors.base import Answer, RewardFailure
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Answer, Inline, RewardFailure
 
 
 class Counting:

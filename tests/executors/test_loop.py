@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from flowrl.scoring.executors.loop import EventLoop
+from flowrl.scoring.executors.http import EventLoop
 
 
 async def nothing() -> None:

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.scoring.executors.base import Answer, RewardFailure
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Answer, Inline, RewardFailure
 from flowrl.scoring.executors.pool import Pool
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import load_reward

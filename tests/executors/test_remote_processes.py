@@ -17,8 +17,8 @@ from faulty import PATIENCE, pictures
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.executors.http import Remote
-from flowrl.scoring.executors.inline import Inline
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.functional.flow import lift
 from flowrl.functional.schedule import flux_mu, flux_sigmas, linear_shifted_sigmas, sd3_sigmas
-from flowrl.functional.sde import KERNELS, StepKernel, ode_step
+from flowrl.functional.sde import KERNELS, StepKernel, lift, ode_step
 
 F64 = torch.float64
 

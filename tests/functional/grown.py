@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from flowrl.objectives.credit import fuse_local, fuse_path, fuse_uniform, leaves_below
-from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
-from flowrl.trees.shape import shape_of
+from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform, leaves_below
+from flowrl.trees.plan import Coupling, Fan, Step, TreePlan, shape_of
 
 F64 = torch.float64
 

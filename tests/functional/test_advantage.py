@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.objectives.advantage_maths import clip_advantage, group_stats
-from flowrl.objectives.credit import fuse_uniform
-from flowrl.objectives.normalise import normalise, population
+from flowrl.objectives.advantage import clip_advantage, group_stats, normalise, population
+from flowrl.objectives.tree_credit import fuse_uniform
 
 F64 = torch.float64
 scopes = pytest.mark.parametrize("scope", ["group", "global"])

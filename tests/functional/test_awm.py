@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from worlds import F64, f64
 
-from flowrl.objectives.awm_maths import (
+from flowrl.objectives.awm import (
     LIKELIHOODS,
     awm_loss,
     ghuber_likelihood,

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.objectives.forward import noised
-from flowrl.objectives.reward_backprop.backprop import (
+from flowrl.objectives.noising import noised
+from flowrl.objectives.reward_backprop.base import (
     clean_given_noise,
     even_supports,
     lagrange_weights,

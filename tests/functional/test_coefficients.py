@@ -14,8 +14,11 @@ from torch.testing import assert_close
 from worlds import F64, f64
 
 from flowrl.functional.groups import best_and_worst, best_of_group
-from flowrl.objectives.awm_maths import LIKELIHOODS, awm_loss
-from flowrl.objectives.forward import (
+from flowrl.objectives.awm import LIKELIHOODS, awm_loss
+from flowrl.objectives.dpo import dgpo_loss, dpo_loss, gdpo_sr_loss, kto_anchor, kto_loss
+from flowrl.objectives.gdro import best_error, lair_loss, suffix_loss, top1_loss
+from flowrl.objectives.nft import nft_loss
+from flowrl.objectives.noising import (
     elbo_weight,
     exp_weight,
     implicit_reward,
@@ -23,9 +26,6 @@ from flowrl.objectives.forward import (
     velocity_error,
     velocity_target,
 )
-from flowrl.objectives.listwise import best_error, lair_loss, suffix_loss, top1_loss
-from flowrl.objectives.nft_maths import nft_loss
-from flowrl.objectives.preference import dgpo_loss, dpo_loss, gdpo_sr_loss, kto_anchor, kto_loss
 
 ROWS, BETA, TAU, TOP1, KAPPA, CLIP = 6, 3.0, 0.4, 0.5, 0.7, 0.05
 GROUP = torch.tensor([5, 1, 5, 5, 1, 5])

@@ -9,8 +9,8 @@ from coupled import correlation, gradient_factor
 from grown import F64, branching, from_plan, randn
 from torch.testing import assert_close
 
-from flowrl.functional.coupling import COUPLINGS, NEEDS_SHARED
 from flowrl.functional.gaussian import log_prob, log_ratio
+from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED
 from flowrl.trees.plan import Coupling
 
 KEEPING = [

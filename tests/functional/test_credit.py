@@ -22,13 +22,13 @@ from grown import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.objectives.credit import (
+from flowrl.objectives.advantage import class_population, normalise, population
+from flowrl.objectives.tree_credit import (
     credit_edges,
     fuse_path,
     fuse_uniform,
     leaves_below,
 )
-from flowrl.objectives.normalise import class_population, normalise, population
 
 nan = math.nan
 

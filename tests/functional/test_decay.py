@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl.objectives.decay import ramp, renewed, stepped
+from flowrl.objectives.nft import ramp, renewed, stepped
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from grown import BALANCED, LOPSIDED, branching, comb, from_plan, randn, trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.diversity import common_ancestor, pairwise_distance_by_ancestor
+from flowrl.training.metrics import common_ancestor, pairwise_distance_by_ancestor
 
 
 def ancestors(tree):

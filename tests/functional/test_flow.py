@@ -3,7 +3,7 @@ from gaussian_flow import F64, GaussianFlow
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.flow import (
+from flowrl.functional.sde import (
     lift,
     noise_from_velocity,
     score_from_velocity,

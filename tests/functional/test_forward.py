@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from worlds import F64, W2, W4, Mixture, f64, grid, normal_nodes, unit_nodes
 
 from flowrl.functional.groups import best_of_group
-from flowrl.objectives.forward import (
+from flowrl.objectives.noising import (
     WEIGHTINGS,
     elbo_weight,
     eps_weight,

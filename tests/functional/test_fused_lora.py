@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.backbones.fused_lora import delta, stack_outputs, swap_halves
+from flowrl.backbones.lora_files import delta, stack_outputs, swap_halves
 
 
 def factors(rank: int, rows: int, columns: int = 3):

@@ -17,7 +17,7 @@ from grown import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.objectives.credit import (
+from flowrl.objectives.tree_credit import (
     fuse_local,
     fuse_path,
     fuse_uniform,

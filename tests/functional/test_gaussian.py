@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.distributions import Independent, Normal, kl_divergence
 from torch.testing import assert_close
 
-from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import (
     cps_raw_log_ratio,
     kl_sum,
@@ -21,7 +20,7 @@ from flowrl.functional.gaussian import (
     ratio_norm,
     velocity_kl,
 )
-from flowrl.functional.sde import KERNELS, cps_step, renoise_step, sde_step
+from flowrl.functional.sde import KERNELS, cps_step, lift, renoise_step, sde_step
 
 SHAPE = (3, 2, 2)
 D = math.prod(SHAPE)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.objectives.advantage import Advantages
-from flowrl.scoring.composite import Z_FLOOR, combine_gdpo, share_weights, z_scores
+from flowrl.scoring.combine import Z_FLOOR, combine_gdpo, share_weights, z_scores
 
 nan = math.nan
 REAL = st.floats(-9, 9, width=16)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.training.hacking import corrected_score, is_hacking
+from flowrl.training.evaluate import corrected_score, is_hacking
 
 NAN = math.nan
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from worlds import F64, f64
 
-from flowrl.objectives.forward import implicit_reward
-from flowrl.objectives.listwise import best_error, lair_loss, suffix_loss, top1_loss
-from flowrl.objectives.preference import dpo_loss
+from flowrl.objectives.dpo import dpo_loss
+from flowrl.objectives.gdro import best_error, lair_loss, suffix_loss, top1_loss
+from flowrl.objectives.noising import implicit_reward
 
 TAU = 0.3
 REWARD = f64(0.1, 0.9, 0.4, 0.7, 0.2, 0.5)

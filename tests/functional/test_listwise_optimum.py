@@ -5,16 +5,16 @@ import torch
 from torch.testing import assert_close
 from worlds import F64, W3, bisect, f64, gaussian, grid, normal_nodes
 
-from flowrl.objectives.forward import (
+from flowrl.objectives.gdro import suffix_loss, top1_loss
+from flowrl.objectives.noising import (
     WEIGHTINGS,
     elbo_weight,
     implicit_reward,
     noised,
+    stratified,
     velocity_error,
     velocity_target,
 )
-from flowrl.objectives.listwise import suffix_loss, top1_loss
-from flowrl.objectives.timesteps import stratified
 
 BETA = 4.0
 

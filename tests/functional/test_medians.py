@@ -6,7 +6,7 @@ from grown import F64, assert_exact
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.objectives.normalise import normalise, population
+from flowrl.objectives.advantage import normalise, population
 
 SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
 

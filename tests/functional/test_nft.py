@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from worlds import F64, W4, f64
 
-from flowrl.objectives.forward import noised, velocity_error, velocity_target
-from flowrl.objectives.nft_maths import R_MAPS, nft_loss, reward_to_unit
+from flowrl.objectives.nft import R_MAPS, nft_loss, reward_to_unit
+from flowrl.objectives.noising import noised, velocity_error, velocity_target
 
 ROWS, MIX, A_MAX = 5, 0.4, 5.0
 R = f64(0.0, 0.2, 0.5, 0.9, 1.0)

@@ -9,8 +9,8 @@ from grown import BALANCED, F64, LOPSIDED, assert_exact, branching, from_plan, r
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowrl.objectives.credit import fuse_uniform
-from flowrl.objectives.normalise import class_population, normalise, population
+from flowrl.objectives.advantage import class_population, normalise, population
+from flowrl.objectives.tree_credit import fuse_uniform
 
 nan = math.nan
 SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node

@@ -7,9 +7,9 @@ from worlds import f64, gaussian, grid, normal_nodes, unit_nodes
 
 from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.sde import sde_step
-from flowrl.objectives.awm_maths import awm_loss
-from flowrl.objectives.forward import elbo_weight, noised, velocity_error, velocity_target
-from flowrl.objectives.surrogate import clipped_surrogate
+from flowrl.objectives.awm import awm_loss
+from flowrl.objectives.grpo import clipped_surrogate
+from flowrl.objectives.noising import elbo_weight, noised, velocity_error, velocity_target
 
 NODES, WEIGHT = normal_nodes(12)
 TIMES, LENGTH = unit_nodes(60)

@@ -6,8 +6,7 @@ from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 from worlds import F64, f64, gaussian
 
-from flowrl.objectives.forward import noised, velocity_error, velocity_target
-from flowrl.objectives.preference import (
+from flowrl.objectives.dpo import (
     UTILITIES,
     dgpo_loss,
     dpo_loss,
@@ -19,6 +18,7 @@ from flowrl.objectives.preference import (
     risk_seeking_utility,
     sigmoid_utility,
 )
+from flowrl.objectives.noising import noised, velocity_error, velocity_target
 
 ERR_REF = f64(0.4, 0.9, 0.2, 0.7, 0.5)
 DELTA = f64(0.01, -0.03, 0.02, 0.005, -0.01)

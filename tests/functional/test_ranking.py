@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.ranking import (
+from flowrl.sampling.rank_audit import (
     contrast_retention,
     halves,
     kendall_tau,
@@ -19,7 +19,7 @@ from flowrl.sampling.ranking import (
     regenerated_rank,
     spearman_rho,
 )
-from flowrl.sampling.telling import telling
+from flowrl.sampling.two_stage import telling
 
 NAN, INF = math.nan, math.inf
 few = st.integers(0, 4)  # many ties

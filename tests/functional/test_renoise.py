@@ -5,8 +5,7 @@ import torch
 from gaussian_flow import FLOWS, RENOISE, SCHEDULES, GaussianFlow, extract, moments, uniform_sigmas
 from torch.testing import assert_close
 
-from flowrl.functional.flow import lift
-from flowrl.functional.sde import KERNELS, cps_step, renoise_noise, renoise_step
+from flowrl.functional.sde import KERNELS, cps_step, lift, renoise_noise, renoise_step
 
 F64 = torch.float64
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.backbones.base import guided
-from flowrl.functional.flow import extrapolate
+from flowrl.functional.sde import extrapolate
 
 REF = GaussianFlow(0.0, 1.0)
 STRENGTHS = [-1.5, -0.5, 0.0, 0.3, 1.0, 1.5, 3.0]

@@ -9,12 +9,13 @@ from grown import BALANCED, F64, LOPSIDED, branching, comb, from_plan, randn, re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.objectives.credit import credit_edges, fuse_uniform
-from flowrl.objectives.normalise import normalise, population
-from flowrl.objectives.selection import (
+from flowrl.objectives.advantage import normalise, population
+from flowrl.objectives.tree_credit import (
     b2_pairs,
+    credit_edges,
     edges_above,
     extreme,
+    fuse_uniform,
     last_split,
     max_variance,
     parent_top1,

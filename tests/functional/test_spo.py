@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.objectives.spo_maths import softmax_gap, spo_loss
+from flowrl.objectives.spo import softmax_gap, spo_loss
 
 F64 = torch.float64
 numbers = st.floats(-3, 3)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flowrl.functional.stats import paired_bootstrap
+from flowrl.functional.groups import paired_bootstrap
 
 
 def scores(n, seed=0):

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import log_ratio, ratio_norm
 from flowrl.functional.schedule import sd3_sigmas
-from flowrl.functional.sde import KERNELS, flow_sde_noise, sde_step
-from flowrl.objectives.step_weight import equal_weight, noise_weight, velocity_gain
+from flowrl.functional.sde import KERNELS, flow_sde_noise, lift, sde_step
+from flowrl.objectives.grpo import equal_weight, noise_weight, velocity_gain
 
 SHAPE = (2, 3)
 D = math.prod(SHAPE)

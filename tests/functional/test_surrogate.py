@@ -4,15 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.flow import lift
 from flowrl.functional.gaussian import cps_raw_log_ratio, kl_sum, log_ratio, ratio_norm
-from flowrl.functional.sde import KERNELS
-from flowrl.objectives.step_weight import velocity_gain
-from flowrl.objectives.surrogate import (
+from flowrl.functional.sde import KERNELS, lift
+from flowrl.objectives.grpo import (
     clip_from_nats,
     clipped_surrogate,
     cps_raw_clip_from_nats,
     ratio_norm_clip_from_nats,
+    velocity_gain,
 )
 
 F64 = torch.float64

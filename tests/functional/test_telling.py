@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.telling import MODES, best_and_worst, telling
+from flowrl.sampling.two_stage import MODES, best_and_worst, telling
 
 SCORES = st.lists(
     st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, math.inf]) | st.floats(-3, 3, width=32),

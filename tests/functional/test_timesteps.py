@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from worlds import F64, f64, unit_nodes
 
 from flowrl.functional.schedule import sd3_sigmas
-from flowrl.objectives.timesteps import (
+from flowrl.objectives.noising import (
     from_schedule,
     logit_normal,
     noisiest,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.stats import rankdata
 from torch.testing import assert_close
 
-from flowrl.scoring.transforms import affine, clip, rank, sigmoid
+from flowrl.scoring.combine import affine, clip, rank, sigmoid
 
 nan = math.nan
 ELEMENTWISE = {

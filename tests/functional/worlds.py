@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.functional.flow import lift
+from flowrl.functional.sde import lift
 
 F64 = torch.float64
 

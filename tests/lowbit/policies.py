@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from flowrl.backbones.policy import Policy
 from flowrl.quantization.rollout_model import Twin
-from flowrl.sampling.networks import with_network
+from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
 RANK, ALPHA = 4, 6

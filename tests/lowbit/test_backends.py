@@ -11,16 +11,19 @@ from software_nvfp4 import block_scales, scaled_mm, values
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flowrl.quantization.backends import (
+    Capability,
     FP8Dequantised,
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
     Plain,
     backend_of,
+    capability_of,
+    native_formats,
+    resolve,
 )
 from flowrl.quantization.formats import fp8, nvfp4
-from flowrl.quantization.per_row import PerRow
-from flowrl.quantization.precision import Capability, capability_of, native_formats, resolve
+from flowrl.quantization.linear import PerRow
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = [NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise(), FP8Dequantised()]

@@ -12,10 +12,15 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import NVFP4Emulated, Plain
-from flowrl.quantization.compiling import GRAPHS, compile_network, recompilations, within_limit
 from flowrl.quantization.layer_rules import RULES, choose_layers
 from flowrl.quantization.linear import RolloutLinear
-from flowrl.quantization.rollout_model import Twin
+from flowrl.quantization.rollout_model import (
+    GRAPHS,
+    Twin,
+    compile_network,
+    recompilations,
+    within_limit,
+)
 
 compiler = pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None,

@@ -5,9 +5,18 @@ import torch
 from software_nvfp4 import SoftwareNVFP4
 
 from flowrl.errors import UserError
-from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, NVFP4Native, Plain, backend_of
-from flowrl.quantization.kernel_check import LIMIT, check_kernels
-from flowrl.quantization.precision import capability_of, native_formats, resolve
+from flowrl.quantization.backends import (
+    LIMIT,
+    FP8Rowwise,
+    NVFP4Emulated,
+    NVFP4Native,
+    Plain,
+    backend_of,
+    capability_of,
+    check_kernels,
+    native_formats,
+    resolve,
+)
 
 CPU = torch.device("cpu")
 SHAPES = [(48, 64), (32, 96), (48, 64), (144, 32)]

@@ -16,9 +16,11 @@ from flowrl.quantization.backends import (
     NVFP4Native,
     Plain,
     backend_of,
+    capability_of,
+    native_formats,
+    resolve,
 )
 from flowrl.quantization.linear import RolloutLinear
-from flowrl.quantization.precision import capability_of, native_formats, resolve
 
 FP32 = Plain(torch.float32)
 RUNNING = [FP32, NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise()]

@@ -10,7 +10,7 @@ from flowrl.quantization.backends import (
     NVFP4Native,
     Plain,
 )
-from flowrl.quantization.per_row import PerRow
+from flowrl.quantization.linear import PerRow
 
 OUT, IN = 48, 64
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.quantization.precision import (
+from flowrl.quantization.backends import (
     PRECISIONS,
     Capability,
     Resolved,
@@ -151,7 +151,7 @@ def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):
 
 
 def test_resolving_needs_no_torch():
-    code = "import sys, flowrl.quantization.precision; sys.exit('torch' in sys.modules)"
+    code = "import sys, flowrl.quantization.backends; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

@@ -5,10 +5,9 @@ import torch
 from policies import SmallFlux
 
 from flowrl.errors import UserError
-from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
+from flowrl.quantization.backends import Capability, FP8Rowwise, NVFP4Emulated, Plain, resolve
 from flowrl.quantization.layer_rules import RULES, choose_layers
-from flowrl.quantization.precision import Capability, resolve
-from flowrl.quantization.prepare import prepare
+from flowrl.quantization.rollout_model import prepare
 
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "min_dim": 0}

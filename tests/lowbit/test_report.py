@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.quantization.backends import Capability, next_lower, resolve
 from flowrl.quantization.layer_rules import LayerRules, choose_layers
-from flowrl.quantization.precision import Capability, next_lower, resolve
-from flowrl.quantization.report import read_precision, told, write_precision
+from flowrl.quantization.rollout_model import read_precision, told, write_precision
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 EMULATED, PLAIN = resolve("nvfp4-emulated", CPU), resolve("bf16", CPU)

@@ -6,7 +6,7 @@ from torch import nn
 
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.planning.sizes import SIZES, build_transformer
+from flowrl.planning.model_specs import SIZES, build_transformer
 from flowrl.quantization.layer_rules import (
     RULES,
     LayerRules,

@@ -9,8 +9,8 @@ from torch import nn
 from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated
 from flowrl.quantization.layer_rules import LayerChoice
-from flowrl.quantization.per_row import PerRow
-from flowrl.quantization.training import (
+from flowrl.quantization.linear import (
+    PerRow,
     SamePrecisionLinear,
     exact,
     put_back,

@@ -19,9 +19,8 @@ from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import RULES, LayerRules, choose_layers
-from flowrl.quantization.linear import RolloutLinear
+from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear, quantise_base
 from flowrl.quantization.rollout_model import Twin
-from flowrl.quantization.training import SamePrecisionLinear, quantise_base
 
 EMULATED = NVFP4Emulated()
 EXACT = Plain(torch.float32)
@@ -151,7 +150,7 @@ def test_candidates_may_have_another_precision_than_training(trained):
     twin = Twin(policy, everything, FP8Rowwise())
     assert not any(isinstance(m, SamePrecisionLinear) for m in twin.network.modules())
     # Packed from the exact weights: nearer to the policy with these than to the policy itself.
-    from flowrl.quantization.training import exact
+    from flowrl.quantization.linear import exact
 
     with exact(policy.network), torch.no_grad():
         nearer = policy.velocity(*inputs)

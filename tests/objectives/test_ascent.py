@@ -7,7 +7,7 @@ import pytest
 import torch
 from toy_chains import N, Toy, assert_same, chains, field, gradient, loss_of, no_network, with_seed
 
-from flowrl.objectives.pieces import in_pieces
+from flowrl.objectives.base import in_pieces
 from flowrl.objectives.reward_backprop.base import Ascent, chances, fresh_noise
 from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
 from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, drawn_pairs

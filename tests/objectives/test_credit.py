@@ -15,9 +15,8 @@ from flowrl.objectives.tree_credit import (
     keep_max_variance,
     keep_parent_top1,
 )
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
-from flowrl.scoring.composite import combine_gdpo
+from flowrl.sampling.sampler import Schedule, grow
+from flowrl.scoring.combine import combine_gdpo
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Fan, Step, TreePlan
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from toy_pictures import OBJECTIVES, SIGMAS, anchored, draws, pictures
 from toy_policy import Toy
 
-from flowrl.objectives import timesteps
+from flowrl.objectives import noising as timesteps
 from flowrl.objectives.noising import Draws
 from flowrl.reference_cache import ReferenceErrors
 

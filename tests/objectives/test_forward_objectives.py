@@ -18,14 +18,10 @@ from toy_pictures import (
 from toy_policy import Toy, gradient
 
 from flowrl.objectives.advantage import Advantages
-from flowrl.objectives.dgpo import DGPO
-from flowrl.objectives.dpo import DPO, pairs
-from flowrl.objectives.gdro import GDRO
-from flowrl.objectives.kto import KTO
-from flowrl.objectives.lair import LAIR
+from flowrl.objectives.base import in_pieces
+from flowrl.objectives.dpo import DGPO, DPO, KTO, pairs, sigmoid_utility
+from flowrl.objectives.gdro import GDRO, LAIR
 from flowrl.objectives.nft import NFT
-from flowrl.objectives.pieces import in_pieces
-from flowrl.objectives.preference import sigmoid_utility
 
 every_objective = pytest.mark.parametrize("name", OBJECTIVES)
 
@@ -128,7 +124,7 @@ def test_pictures_that_are_not_liked_may_weigh_more():
 
 def test_a_moving_anchor_is_the_old_policy_and_draws():
     from flowrl.objectives.base import Old
-    from flowrl.objectives.decay import renewed
+    from flowrl.objectives.nft import renewed
 
     old = Old(keep=renewed(3), samples=True)
     objective = DPO(errors=anchored(anchor=old), implicit_beta=5.0)

@@ -17,8 +17,7 @@ from toy_chains import (
     worth,
 )
 
-from flowrl.objectives.reward_backprop.backprop import even_supports, lagrange_weights
-from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.base import Ascent, even_supports, lagrange_weights
 from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
 from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
 

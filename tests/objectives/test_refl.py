@@ -4,8 +4,8 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, velocity, worth
 
-from flowrl.objectives.forward import noised
-from flowrl.objectives.paths import Paths
+from flowrl.objectives.batches import Paths
+from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import Ascent, fresh_noise
 from flowrl.objectives.reward_backprop.draft import DRaFT, fixed
 from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL

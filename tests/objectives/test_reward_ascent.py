@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.build_gradient import (
+from flowrl.build.objective import (
     build_align_prop,
     build_draft,
     build_draft_lv,
@@ -16,7 +16,7 @@ from flowrl.build.build_gradient import (
     build_refl,
     build_srpo,
 )
-from flowrl.config.sections_gradient import (
+from flowrl.config.objectives import (
     AlignProp,
     Draft,
     DraftLv,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.noise import noise_seed
-from flowrl.objectives.paths import Paths
-from flowrl.objectives.reward_backprop.backprop import tangent
+from flowrl.objectives.batches import Paths
+from flowrl.objectives.reward_backprop.base import tangent
 from flowrl.trajectory import Conditioning
 
 D, T, N, PROMPTS = 3, 5, 6, 2

@@ -5,21 +5,15 @@ import functools
 import torch
 from toy_policy import D, Toy, cond, no_network
 
-from flowrl.objectives import timesteps
+from flowrl.objectives import noising as timesteps
 from flowrl.objectives.advantage import Advantages
-from flowrl.objectives.awm import AWM
-from flowrl.objectives.awm_maths import LIKELIHOODS
+from flowrl.objectives.awm import AWM, LIKELIHOODS
 from flowrl.objectives.base import Old
-from flowrl.objectives.decay import stepped
-from flowrl.objectives.dgpo import DGPO
-from flowrl.objectives.dpo import DPO
-from flowrl.objectives.forward import WEIGHTINGS
-from flowrl.objectives.gdro import GDRO
+from flowrl.objectives.dpo import DGPO, DPO, KTO
+from flowrl.objectives.gdro import GDRO, LAIR
 from flowrl.objectives.implicit_reward import Anchored
-from flowrl.objectives.kto import KTO
-from flowrl.objectives.lair import LAIR
-from flowrl.objectives.nft import NFT
-from flowrl.objectives.noising import Draws
+from flowrl.objectives.nft import NFT, stepped
+from flowrl.objectives.noising import WEIGHTINGS, Draws
 from flowrl.objectives.sft import WeightedRegression, all_winners, exponential, one_winner
 from flowrl.offline.source import bare_roots
 from flowrl.trajectory import Rollout

@@ -6,8 +6,7 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
+from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
 from flowrl.trees.plan import Step, TreePlan
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.backbones import flux, sana, sd3
+from flowrl.planning.memory import Setup
 from flowrl.planning.model_specs import SIZES, Size
-from flowrl.planning.setup import Setup
 from flowrl.trees import presets
 
 TARGETS = {"sd3": sd3.LORA_TARGETS, "flux": flux.LORA_TARGETS, "sana": sana.LORA_TARGETS}

@@ -3,9 +3,16 @@ import torch
 from small_sizes import TARGETS, small
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.planning.activations import forward_peak, training_peak
-from flowrl.planning.network import add_adapter, as_module, build, inputs, shapes_of
-from flowrl.planning.tracking import LiveBytes
+from flowrl.planning.activations import (
+    LiveBytes,
+    add_adapter,
+    as_module,
+    build,
+    forward_peak,
+    inputs,
+    shapes_of,
+    training_peak,
+)
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
 # Each further family takes seconds.

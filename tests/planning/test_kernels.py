@@ -10,9 +10,16 @@ from small_sizes import TARGETS, small
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flowrl.planning.kernels import AsOnGPU, fused_attention
-from flowrl.planning.network import add_adapter, as_module, build, inputs, shapes_of
-from flowrl.planning.tracking import LiveBytes
+from flowrl.planning.activations import (
+    AsOnGPU,
+    LiveBytes,
+    add_adapter,
+    as_module,
+    build,
+    fused_attention,
+    inputs,
+    shapes_of,
+)
 
 BF16 = torch.bfloat16
 

@@ -7,13 +7,9 @@ from hypothesis import strategies as st
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
-from flowrl.planning.memory import CONTEXT, PHASES, _Planner, footprints, peak
-from flowrl.planning.model_specs import SIZES
-from flowrl.planning.network import adapter_parameters
-from flowrl.planning.pictures import encode_peak, keep_wide
-from flowrl.planning.setup import Copy
-from flowrl.planning.text_encoders import T5_XXL, TextEncoder
-from flowrl.planning.weights import network_of
+from flowrl.planning.activations import adapter_parameters, encode_peak, keep_wide
+from flowrl.planning.memory import CONTEXT, PHASES, Copy, _Planner, footprints, network_of, peak
+from flowrl.planning.model_specs import SIZES, T5_XXL, TextEncoder
 from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import ode_plan

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flowrl.planning.tracking import BLOCK, LiveBytes, nbytes
+from flowrl.planning.activations import BLOCK, LiveBytes, nbytes
 
 
 def test_a_multilayer_perceptron_is_counted_as_by_hand():

@@ -5,19 +5,18 @@ from hypothesis import strategies as st
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import SIZES
-from flowrl.planning.network import (
+from flowrl.planning.activations import (
     adapter_parameters,
     add_adapter,
     as_module,
     build,
     depths,
+    nbytes,
     of_depths,
 )
-from flowrl.planning.setup import Copy
-from flowrl.planning.tracking import nbytes
-from flowrl.planning.weights import (
+from flowrl.planning.memory import (
     BACKENDS,
+    Copy,
     adapted_bytes,
     copy_bytes,
     few_bits_bytes,
@@ -26,6 +25,7 @@ from flowrl.planning.weights import (
     packed_layers,
     transformer_bytes,
 )
+from flowrl.planning.model_specs import SIZES
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]

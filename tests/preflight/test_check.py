@@ -10,8 +10,7 @@ import torch
 
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_reward, preflight
-from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring.executors.base import Inline, RewardFailure
 from flowrl.scoring.spec import RewardSpec, load_reward
 from rewards.fixtures import blank, fixture, square
 

@@ -7,7 +7,7 @@ import pytest
 import uvicorn
 import yaml
 
-from flowrl.scoring.named import check_named
+from flowrl.scoring.check import check_named
 from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import BUILT_IN, load_reward
 

@@ -4,13 +4,10 @@ import pytest
 import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
-from flowrl.functional.flow import lift
-from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
+from flowrl.functional.sde import KERNELS, lift
+from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import transitions
-from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, Step, TreePlan, ode_plan
-from flowrl.trees.shape import count
+from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, Step, TreePlan, count, ode_plan
 
 T = 6
 NOISY = Step(noise=True, train=True)
@@ -109,7 +106,7 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain(plan):
 @couplings
 def test_replaying_one_leaf_with_its_recorded_noise_is_exact(coupling):
     """The noises by name, coupled as its siblings' were: the chain's latent to the last bit."""
-    from flowrl.functional.coupling import COUPLINGS
+    from flowrl.functional.noise import COUPLINGS
 
     tree = grown(branching(0, 2, branch=2, coupling=coupling))
     noise, noises, path = named_noise([0, 1]), {}, ()

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
-from flowrl.training.diversity import common_ancestor
+from flowrl.sampling.sampler import Schedule, grow
+from flowrl.training.metrics import common_ancestor
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
 

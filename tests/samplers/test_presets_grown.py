@@ -7,7 +7,7 @@ from toy_forest import Counting, grown, schedule, velocity
 from flowrl.config.trees import PRESETS
 from flowrl.functional.sde import KERNELS
 from flowrl.trajectory import transitions
-from flowrl.trees.shape import count
+from flowrl.trees.plan import count
 
 T = 8
 # Options, and pictures of a prompt: two trees of each where trees have a size of their own.

@@ -5,10 +5,8 @@ import hashlib
 import torch
 from torch import Tensor
 
-from flowrl.functional.flow import lift
-from flowrl.functional.sde import KERNELS, StepKernel, ode_step
-from flowrl.sampling.sampler import grow
-from flowrl.sampling.schedule import Schedule
+from flowrl.functional.sde import KERNELS, StepKernel, lift, ode_step
+from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import TreePlan
 

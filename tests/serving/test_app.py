@@ -18,11 +18,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flowrl.errors import UserError
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.executors.http import Remote
-from flowrl.scoring.executors.inline import Inline
 from flowrl.scoring.protocol import LOSSLESS, encode
-from flowrl.scoring.request_body import MAX_UPLOADS
-from flowrl.scoring.server import make_app
+from flowrl.scoring.server import MAX_UPLOADS, make_app
 from flowrl.scoring.spec import load_reward
 
 PICTURE = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)

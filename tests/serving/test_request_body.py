@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from starlette.requests import Request as Asked
 
-from flowrl.scoring import request_body
-from flowrl.scoring.request_body import MAX_UPLOADS, Refused, Uploads
+from flowrl.scoring import server as request_body
+from flowrl.scoring.server import MAX_UPLOADS, Refused, Uploads
 
 
 def arriving(*events: asyncio.Event) -> Asked:

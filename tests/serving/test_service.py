@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.scoring import service
-from flowrl.scoring.executors.inline import Inline
+from flowrl.scoring import server as service
+from flowrl.scoring.executors.base import Inline
 from flowrl.scoring.protocol import LOSSLESS, PROTOCOL, Item, Request, encode
 from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import RewardSpec

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.scoring.executors.inline import Inline
-from flowrl.scoring.pictures import GENERIC
+from flowrl.scoring.check import GENERIC
+from flowrl.scoring.executors.base import Inline
+from flowrl.scoring.server import warm_up
 from flowrl.scoring.spec import RewardSpec
-from flowrl.scoring.warm_up import warm_up
 from rewards.fixtures import fixture
 
 IMAGES = torch.zeros(3, 3, 8, 8)

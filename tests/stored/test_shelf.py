@@ -23,9 +23,9 @@ from toy_store import (
 )
 
 from flowrl.errors import UserError
-from flowrl.offline.shelf import check_store
+from flowrl.offline.source import check_store
+from flowrl.scoring.combine import affine, rank
 from flowrl.scoring.spec import RewardSpec
-from flowrl.scoring.transforms import affine, rank
 
 
 def test_pictures_without_a_reward_are_never_read_and_groups_of_one_are_skipped(tmp_path):

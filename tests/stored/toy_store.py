@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from flowrl.backbones.text_cache import TextCache
-from flowrl.offline.format import About, Picture, append, create
+from flowrl.offline.format import About, Picture, append, create, open_store
 from flowrl.offline.source import StoredGroups
-from flowrl.offline.store_index import open_store
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Stopwatch
 from flowrl.scoring.spec import RewardSpec

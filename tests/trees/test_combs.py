@@ -7,9 +7,8 @@ from any_plan import nearest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees import combs
-from flowrl.trees.plan import PlanError
-from flowrl.trees.shape import count, shape_of
+from flowrl.trees import presets as combs
+from flowrl.trees.plan import PlanError, count, shape_of
 
 SETS = st.sets(st.integers(0, 8), min_size=1, max_size=4).map(sorted)
 

@@ -3,8 +3,8 @@
 import pytest
 from any_plan import nearest
 
-from flowrl.trees.custom import custom_plan
 from flowrl.trees.plan import PlanError
+from flowrl.trees.presets import custom_plan
 
 SOURCE = """
 from flowrl.trees.plan import Step, TreePlan

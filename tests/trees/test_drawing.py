@@ -5,9 +5,9 @@ from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees import combs, presets
-from flowrl.trees.plan import Step, TreePlan
-from flowrl.trees.shape import count, shape_of
+from flowrl.trees import presets
+from flowrl.trees import presets as combs
+from flowrl.trees.plan import Step, TreePlan, count, shape_of
 from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import INDEPENDENT, Coupling, PlanError, TreePlan
-from flowrl.trees.shape import count, shape_of
+from flowrl.trees.plan import INDEPENDENT, Coupling, PlanError, TreePlan, count, shape_of
 
 
 def noisy(plan: TreePlan) -> list[int]:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import Fan, Step, TreePlan
-from flowrl.trees.shape import Counts, count, levels, shape_of, widths
+from flowrl.trees.plan import Counts, Fan, Step, TreePlan, count, levels, shape_of, widths
 
 EXAMPLE = presets.branch_grpo(20, 16, 2, [0, 3, 6, 9])
 

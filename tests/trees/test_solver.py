@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.trees.optimal import best_splits
-from flowrl.trees.plan import PlanError, Step, TreePlan
-from flowrl.trees.shape import count
+from flowrl.trees.plan import PlanError, Step, TreePlan, count
 
 
 def forest(steps: int, roots: int, branch: int, splits) -> TreePlan:

@@ -9,10 +9,9 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
 from flowrl.objectives.base import RewardField
-from flowrl.scoring.combine import combine
+from flowrl.scoring.combine import combine, rank
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
-from flowrl.scoring.transforms import rank
 from flowrl.trajectory import Rollout
 
 

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.paths import Paths, paths
-from flowrl.objectives.reward_backprop.backprop import tangent
-from flowrl.objectives.reward_backprop.base import Ascent, chances, no_reward
+from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.reward_backprop.base import Ascent, chances, no_reward, tangent
 from flowrl.trajectory import Metrics, Rollout
 
 # (u (N,) uniform in [0, 1), T) -> how many of its last steps each chain is followed, (N,) in [1, T]

@@ -6,12 +6,19 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.functional.flow import lift
+from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.paths import Paths, paths
-from flowrl.objectives.reward_backprop.backprop import sparse_gain, tangent, weighted_choice
-from flowrl.objectives.reward_backprop.base import Ascent, Velocities, chances, no_reward
-from flowrl.objectives.timesteps import from_schedule
+from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.noising import from_schedule
+from flowrl.objectives.reward_backprop.base import (
+    Ascent,
+    Velocities,
+    chances,
+    no_reward,
+    sparse_gain,
+    tangent,
+    weighted_choice,
+)
 from flowrl.trajectory import Metrics, Rollout
 
 

@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.functional.flow import lift
+from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.paths import Paths, paths
-from flowrl.objectives.reward_backprop.backprop import even_supports, lagrange_weights, tangent
-from flowrl.objectives.reward_backprop.base import Ascent, Velocities, no_reward, seeds
+from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.reward_backprop.base import (
+    Ascent,
+    Velocities,
+    even_supports,
+    lagrange_weights,
+    no_reward,
+    seeds,
+    tangent,
+)
 from flowrl.trajectory import Metrics, Rollout
 
 Pairs = Callable[[Paths], tuple[Tensor, Tensor]]  # -> steps k < j of each chain, (N,), (N,) long

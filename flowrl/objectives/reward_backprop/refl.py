@@ -4,12 +4,18 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
-from flowrl.functional.flow import lift, x0_from_velocity
+from flowrl.functional.sde import lift, x0_from_velocity
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.forward import noised
-from flowrl.objectives.paths import Paths, paths
-from flowrl.objectives.reward_backprop.backprop import tangent
-from flowrl.objectives.reward_backprop.base import Ascent, chances, fresh_noise, later, no_reward
+from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.noising import noised
+from flowrl.objectives.reward_backprop.base import (
+    Ascent,
+    chances,
+    fresh_noise,
+    later,
+    no_reward,
+    tangent,
+)
 from flowrl.trajectory import Metrics, Rollout
 
 

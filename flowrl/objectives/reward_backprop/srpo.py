@@ -5,12 +5,19 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.errors import UserError
-from flowrl.functional.flow import lift
+from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.forward import noised
-from flowrl.objectives.paths import Paths, paths, widened
-from flowrl.objectives.reward_backprop.backprop import clean_given_noise, tangent
-from flowrl.objectives.reward_backprop.base import Ascent, chances, fresh_noise, later, no_reward
+from flowrl.objectives.batches import Paths, paths, widened
+from flowrl.objectives.noising import noised
+from flowrl.objectives.reward_backprop.base import (
+    Ascent,
+    chances,
+    clean_given_noise,
+    fresh_noise,
+    later,
+    no_reward,
+    tangent,
+)
 from flowrl.trajectory import Metrics, Rollout
 
 

@@ -84,7 +84,7 @@ def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_when_missing(tmp_
 
 
 def test_what_is_missing_is_said_in_a_line_that_is_shown_whole():
-    from flowrl.scoring.findings import line
+    from flowrl.scoring.check import line
 
     with pytest.raises(FileNotFoundError) as caught:
         weights_file("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")
