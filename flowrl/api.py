@@ -19,7 +19,7 @@ from flowrl.backbones.lora_files import load_lora, read_lora
 from flowrl.build.backbone import Texts, build_pipeline, needed_texts, of_family, stored_texts
 from flowrl.build.learner import (
     PRECISION,
-    Given,
+    ProvidedObjects,
     all_texts,
     as_given,
     build_backbone,
@@ -34,26 +34,33 @@ from flowrl.build.rewards import build_rewards
 from flowrl.build.rollout import Drawing, about, draft_stage, low_precision, plan_at
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.config.load import load_recipe
-from flowrl.config.rollout import Explore
+from flowrl.config.rollout import ExploreOptions
 from flowrl.errors import UserError
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import call_settings, draw_sweep, hand_over, pairs, summary, write_sweep
-from flowrl.offline.format import PAIRS, About, Store, create, finished_shards, open_store
+from flowrl.offline.format import (
+    PAIRS,
+    DatasetMetadata,
+    OfflineDataset,
+    create,
+    finished_shards,
+    open_store,
+)
 from flowrl.offline.writer import REWARD, SHARD, fill, pairs_digest, read_pairs, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.quantization.backends import Capability, Resolved, capability_of, named, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import packed_within
 from flowrl.sampling.rank_audit import audit
-from flowrl.sampling.rollout import Request, Stage, Stopwatch
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import preflight
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
 from flowrl.training.checkpoint import CONFIG, Checkpoints, claim, write_config
-from flowrl.training.evaluate import Comparison, compare
+from flowrl.training.evaluate import EvaluationComparison, compare
 from flowrl.training.loop import Learner, train
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
@@ -73,7 +80,7 @@ def align(
     evaluation_prompts: Sequence[str] | None = None,
     rewards: dict[str, Any] | None = None,
     resume: str | None = None,
-) -> list[Comparison]:
+) -> list[EvaluationComparison]:
     """Train as configured; -> each reward before and after on the held-out prompts, if any.
 
     pipeline, prompts, rewards: a loaded diffusers pipeline, texts and callables by name, used
@@ -85,7 +92,7 @@ def align(
     config = as_given(config, pipeline)
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    given = Given(
+    given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
     folder = Path(config.run.output_dir)
@@ -140,13 +147,13 @@ def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str,
 
     Raises UserError when there are none, or what `evaluation` asks of them cannot be had.
     """
-    specs, held_out = build_rewards(config), evaluation_prompts(config, Given())
+    specs, held_out = build_rewards(config), evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_measures(_without_training(config), specs, (), held_out)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
-    evaluator = build_evaluator(config, pipeline, specs, Given())
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
     assert evaluator is not None  # there are prompts
     with closing(specs):
         base = evaluator(evaluator.backbone.velocity, runtime)
@@ -165,7 +172,7 @@ def _without_training(config: Config) -> Config:
     return config.model_copy(update={"prompts": prompts, "run": run})
 
 
-def table(rows: Sequence[Comparison]) -> list[dict[str, Any]]:
+def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
     """A comparison as rows for people."""
     return [
         {
@@ -257,7 +264,7 @@ def build_gallery(
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
     config = config if run else of_family(config, pipeline)
-    evaluator = build_evaluator(config, pipeline, rewards, Given())
+    evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
@@ -335,7 +342,7 @@ def collect_groups(
     runtime = Runtime(
         device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
     )
-    given = Given(pipeline=pipeline, rewards=rewards)
+    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = Texts(config, pipeline)
     needed = needed_texts(config, drawn_prompts(config, given), ())
     learner = build_learner(config, runtime, given, texts, needed)
@@ -376,7 +383,7 @@ def collect_pairs(
     backbone = build_backbone(config, pipeline, guidance=1.0)
     create(
         folder,
-        About(
+        DatasetMetadata(
             pipeline=p.path,
             backbone=p.backbone,
             latent_shape=list(backbone.latent_shape()),
@@ -414,7 +421,7 @@ def _without_store(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def collection_summary(store: Store) -> list[dict[str, Any]]:
+def collection_summary(store: OfflineDataset) -> list[dict[str, Any]]:
     """One row: what is in a store, and the means of its scores."""
     means = store.scores.nanmean(0).tolist()
     return [
@@ -430,7 +437,7 @@ BATCH = 16  # pictures that are held at a time, where nothing compares them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredFile:
     """rows: of each picture its path, its prompt and a score for each reward, NaN where there is
     none. missing: why, a line for each reward, and for each file that cannot be read."""
 
@@ -469,7 +476,7 @@ def score_images(
     rewards: Sequence[str],
     prompts: str | None,
     args: Sequence[Mapping[str, Any] | None] = (),
-) -> Scored:
+) -> ScoredFile:
     """Scores of files, or of the pictures in folders.
 
     prompts: one prompt for all, or a file or built-in split with one for each picture in the
@@ -495,7 +502,7 @@ def score_images(
         | {name: file.scores.get(name, math.nan) for name in rewards}
         for file in files
     ]
-    return Scored(rows=rows, missing=missing.lines())
+    return ScoredFile(rows=rows, missing=missing.lines())
 
 
 def _by_prompt(files: Sequence[_File]) -> list[list[_File]]:
@@ -657,7 +664,7 @@ def _fewer(recipe: str | Path, overrides: Sequence[str]) -> list[int]:
     if "steps" in load_recipe(recipe, overrides)["rollout"]["explore"]:
         return []
     whole = load_config(recipe, [*overrides, "rollout.explore.steps=null"]).rollout.steps
-    return [max(2, whole - 1)] if whole < Explore.model_fields["steps"].default else []
+    return [max(2, whole - 1)] if whole < ExploreOptions.model_fields["steps"].default else []
 
 
 def audit_previews(
@@ -684,7 +691,7 @@ def audit_previews(
     p = configs[0].pipeline
     runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
     resolved = _resolved(configs[0], precisions, capability_of(runtime.device))
-    given = Given(pipeline=pipeline, rewards=rewards)
+    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     learner = build_learner(_not_exploring(configs[0]), runtime, given)
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     packed = packed_within(learner.policy.network)
@@ -699,10 +706,10 @@ def audit_previews(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Exact:
+class _ExactSamples:
     """All candidates, drawn and scored as those that are learned from."""
 
-    request: Request
+    request: RolloutRequest
     true: Tensor  # (P, N)
     seconds: float  # a picture
 
@@ -713,7 +720,7 @@ def _resolved(config: Config, precisions: Sequence[str], capability: Capability)
     return [resolve(name, capability) for name in dict.fromkeys(names)]
 
 
-def _explore(config: Config) -> Explore:
+def _explore(config: Config) -> ExploreOptions:
     explore = config.rollout.explore
     assert explore is not None  # see `audited`
     return explore
@@ -730,7 +737,7 @@ def _sampler(learner: Learner) -> Sampler:
     return learner.source
 
 
-def _exact(config: Config, learner: Learner, bar: Steps | None) -> _Exact:
+def _exact(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples:
     explore, sampler = _explore(config), _sampler(learner)
     plan = replace(plan_at(config.rollout.plan, config.run.seed, 0), roots=explore.candidates)
     request = sampler.request(0, plan)
@@ -741,13 +748,13 @@ def _exact(config: Config, learner: Learner, bar: Steps | None) -> _Exact:
     true, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
     if bar is not None:
         bar.advance({"s/picture": seconds})
-    return _Exact(request=request, true=true, seconds=seconds)
+    return _ExactSamples(request=request, true=true, seconds=seconds)
 
 
 def _rows(
     configs: Sequence[Config],
     learner: Learner,
-    exact: _Exact,
+    exact: _ExactSamples,
     resolved: Resolved,
     bar: Steps | None,
 ) -> Iterator[Row]:
@@ -780,7 +787,9 @@ def _drawing(config: Config, learner: Learner) -> Drawing:
     )
 
 
-def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Stage, float]:
+def _previews(
+    config: Config, learner: Learner, resolved: Resolved
+) -> tuple[RolloutGenerator, float]:
     """What draws them, and the share of the network's weights that it quantises."""
     drawing = _drawing(config, learner)
     choices, backend = low_precision(drawing, resolved)
@@ -789,7 +798,7 @@ def _previews(config: Config, learner: Learner, resolved: Resolved) -> tuple[Sta
 
 
 def _timed(
-    stage: Stage, request: Request, plan: TreePlan, *, compiled: bool
+    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
 ) -> tuple[Tensor, float]:
     """Scores (P, N), and the seconds that a picture took: drawn, decoded and scored."""
     if compiled:
@@ -805,7 +814,7 @@ def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
     return audit(proxy, true, keep, _explore(config).select).summary()
 
 
-def _ends(config: Config, exact: _Exact) -> list[Row]:
+def _ends(config: Config, exact: _ExactSamples) -> list[Row]:
     """The best and the poorest that previews could do: choices by exact scores, and at random."""
     found = _compared(config, exact.true, exact.true)
     middle = (exact.true.isfinite().sum(1).double().mean().item() + 1) / 2

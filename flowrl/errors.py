@@ -12,7 +12,7 @@ class UserError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """One line of a check-up; `remedy` says what to do, "" where nothing is to be done.
 
     "warning" is what people should look at and that stops nothing.

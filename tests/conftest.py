@@ -151,7 +151,7 @@ def make_learner(
     tiny_config: Callable[..., Config], load_tiny: Callable[..., Any]
 ) -> Callable[..., Learner]:
     """A learner on a fresh tiny pipeline, changed as `tiny_config` is."""
-    from flowrl.build.learner import Given, build_learner
+    from flowrl.build.learner import ProvidedObjects, build_learner
     from flowrl.utils.distributed import Runtime
 
     def make(
@@ -159,7 +159,7 @@ def make_learner(
     ) -> Learner:
         """rewards: callables by name; specs: the configuration's section, instead."""
         config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
-        given = Given(
+        given = ProvidedObjects(
             pipeline=load_tiny(config.pipeline.dtype, config.pipeline.backbone), rewards=rewards
         )
         return build_learner(config, Runtime(device="cpu"), given)

@@ -21,11 +21,11 @@ from flowrl.backbones.quantized_base import (
 )
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import BACKBONES
-from flowrl.build.learner import Given, build_learner
+from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import Plain
-from flowrl.quantization.rollout_model import Twin
+from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.utils.distributed import Runtime
 
 needs_torchao = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_weights_rounded_while_loading_take_half_of_bf16_and_compute_nearly_the_
 def learner(tiny_config):
     pytest.importorskip("torchao")
     torch.manual_seed(0)
-    return build_learner(tiny_config(memory=EIGHT), Runtime(device="cpu"), Given())
+    return build_learner(tiny_config(memory=EIGHT), Runtime(device="cpu"), ProvidedObjects())
 
 
 def test_adapters_above_rounded_weights_stay_exact_and_train(learner):
@@ -100,7 +100,7 @@ def test_nothing_is_folded_into_rounded_weights(learner):
         with learner.policy.merged():
             pass
     with pytest.raises(UserError, match="cannot be folded"):
-        Twin(learner.policy, (), Plain(torch.float32), lora="side")
+        RolloutModel(learner.policy, (), Plain(torch.float32), lora="side")
     after = [layer.base_layer.weight.data.qdata for layer in layers]
     assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -9,7 +9,7 @@ from flowrl.bench.two_stage import (
     PUBLISHED,
     WIDER,
     Costs,
-    Counts,
+    MeasuredCounts,
     labelled,
     own_words,
     parse_counts,
@@ -97,7 +97,9 @@ def test_a_bench_names_its_own_option_where_no_layer_is_left():
 
 
 def test_scaled_counts_keep_their_proportion():
-    assert PUBLISHED.scaled(0.25) == Counts(keep=6, candidates=24, preview_steps=6, steps=10)
+    assert PUBLISHED.scaled(0.25) == MeasuredCounts(
+        keep=6, candidates=24, preview_steps=6, steps=10
+    )
     assert PUBLISHED.scaled(0.125).ratio(2.0, 0.2) == PUBLISHED.ratio(2.0, 0.2)
     for factor in (0.1, 0.01, 0.0):
         with pytest.raises(UserError, match="whole numbers are expected"):

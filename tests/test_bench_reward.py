@@ -5,7 +5,7 @@ import torch
 
 from flowrl.bench.reward import _job, _Question, _questions, bench_reward
 from flowrl.errors import UserError
-from flowrl.scoring.executors.base import Inline
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import RewardSpec, load_reward
 
 
@@ -54,7 +54,7 @@ def test_a_picture_without_a_score_is_told():
     def blind(images, prompts, metadata):
         raise RuntimeError("nothing to see")
 
-    image, executor = torch.zeros(1, 3, 8, 8), Inline(blind, "blind")
+    image, executor = torch.zeros(1, 3, 8, 8), InlineExecutor(blind, "blind")
     question = _Question(images=image, prompts=["p"], metadata=[{}])
     with pytest.raises(UserError, match="no score, so there is no speed.*nothing to see"):
         _job(executor, [question])()

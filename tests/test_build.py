@@ -3,7 +3,7 @@
 import pytest
 
 from flowrl.build.backbone import build_backbone
-from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.errors import UserError
 from flowrl.training.run import StopRule
 from flowrl.utils.distributed import Runtime
@@ -59,9 +59,9 @@ def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_t
         evaluation={"prompts": "tiny:colors:test", "every": 1, "quality": "tiny_quality"},
         run={"stop_when_hacking": rule, "output_dir": str(tmp_path)},
     )
-    learner = build_learner(config, Runtime(device="cpu"), Given(pipeline=load_tiny()))
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
     pipeline = learner.policy.backbone.pipeline
-    evaluator = build_evaluator(config, pipeline, learner.specs, Given())
+    evaluator = build_evaluator(config, pipeline, learner.specs, ProvidedObjects())
     assert evaluator is not None
     assert (evaluator.quality, evaluator.paraphrases) == ("tiny_quality", False)
     run = build_run(config, learner, evaluator, None, resumed=False)

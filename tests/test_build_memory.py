@@ -14,7 +14,13 @@ from flowrl.backbones.offload import are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build import backbone as build_memory
 from flowrl.build.backbone import Texts, build_pipeline, needed_texts, rounded
-from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner, evaluation_key
+from flowrl.build.learner import (
+    ProvidedObjects,
+    all_texts,
+    build_evaluator,
+    build_learner,
+    evaluation_key,
+)
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning
@@ -89,7 +95,7 @@ def test_freed_and_cached_prompts_give_the_same_lora(run, loads, monkeypatch, tm
 
 def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config, prompts, tmp_path):
     config = tiny_config(memory={"prompt_cache": str(tmp_path)}, prompts=prompts)
-    learner = build_learner(config, Runtime(device="cpu"), Given())
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects())
     backbone = learner.policy.backbone
     records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
     fresh = TextCache(backbone)(records)
@@ -128,7 +134,7 @@ def test_every_wording_that_a_run_may_ask_for_is_needed(tiny_config):
 
 def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_config, load_tiny):
     config = tiny_config(evaluation=EVALUATION)
-    given = Given(pipeline=load_tiny())
+    given = ProvidedObjects(pipeline=load_tiny())
     texts = Texts(config, given.pipeline)
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     pipeline = learner.policy.backbone.pipeline
@@ -144,10 +150,12 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
     config = tiny_config(memory={"text_encoders": "free"})
     pipeline = load_tiny()
     texts = Texts(config, pipeline)
-    learner = build_learner(config, Runtime(device="cpu"), Given(pipeline=pipeline), texts)
+    learner = build_learner(
+        config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline), texts
+    )
     monkeypatch.setattr(build_memory, "free_bytes", lambda device: 2**14)
     with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
-        texts.free(pipeline, all_texts(config, Given()), learner.runtime)
+        texts.free(pipeline, all_texts(config, ProvidedObjects()), learner.runtime)
     assert not are_freed(pipeline)
     build_memory._check_room(2**10, 10)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
@@ -158,7 +166,7 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
 def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
     memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
     config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts": 3})
-    texts, given = Texts(config), Given()
+    texts, given = Texts(config), ProvidedObjects()
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     second = SimpleNamespace(
         rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
@@ -204,7 +212,7 @@ def test_the_commit_is_loaded_whose_encoders_are_left_out(tiny_config, monkeypat
     for without in (["text_encoder"], []):
         monkeypatch.setattr(Texts, "unneeded", lambda self, needed, names=without: names)
         with pytest.raises(UserError, match="far enough"):
-            build_learner(tiny_config(), Runtime(device="cpu"), Given())
+            build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
     assert asked == [("bbb", ["text_encoder"]), (None, [])]
 
 

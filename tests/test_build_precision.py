@@ -9,7 +9,7 @@ from torch import nn
 from flowrl.api import align
 from flowrl.backbones.lora_files import load_lora
 from flowrl.build import backbone as build_precision
-from flowrl.build.learner import Given, build_evaluator
+from flowrl.build.learner import ProvidedObjects, build_evaluator
 from flowrl.build.rewards import build_rewards
 from flowrl.errors import UserError
 from flowrl.quantization import rollout_model as prepare
@@ -144,7 +144,7 @@ def evaluation(folder, step):
 
 def pictures(config, pipeline):
     specs, runtime = build_rewards(config), Runtime(device="cpu")
-    evaluator = build_evaluator(config, pipeline, specs, Given())
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
     assert evaluator is not None
     return evaluator(evaluator.backbone.velocity, runtime)
 

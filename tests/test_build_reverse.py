@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 
 from flowrl.build.objective import build_grpo, build_spo
-from flowrl.config.objectives import Grpo, Spo, check_spo
+from flowrl.config.objectives import GRPOOptions, SPOOptions, check_spo
 from flowrl.functional.sde import KERNELS
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 KERNEL = KERNELS["cps"]
 CHANGED = {
-    build_grpo: Grpo(
+    build_grpo: GRPOOptions(
         ratio="normalised",
         clip_nats=None,
         clip_eps=2e-6,
@@ -19,7 +19,9 @@ CHANGED = {
         kl_coef=0.1,
         kl_form="latent_dt",
     ),
-    build_spo: Spo(logratio_beta=5.0, clip=0.2, min_gap=0.1, tau=0.5, fusion="path", path_coef=2.0),
+    build_spo: SPOOptions(
+        logratio_beta=5.0, clip=0.2, min_gap=0.1, tau=0.5, fusion="path", path_coef=2.0
+    ),
 }
 ODE, NOISY = Step(), Step(noise=True, train=True)
 TWICE = replace(NOISY, branch=2)

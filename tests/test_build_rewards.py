@@ -12,7 +12,7 @@ from flowrl.errors import UserError
 from flowrl.scoring.combine import rank
 from flowrl.scoring.executors import http as remote
 from flowrl.scoring.executors import pool
-from flowrl.scoring.executors.base import Inline
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import RewardSpec
 
 SCORES, GROUP = torch.tensor([-4.0, 0.0, 4.0]), torch.zeros(3).long()
@@ -44,7 +44,7 @@ def build(**entry) -> RewardSpec:
 def test_a_plain_entry_is_a_reward_of_that_name_computed_here():
     spec = build(weight=-2.0)
     assert (spec.name, spec.weight, spec.held_out) == ("brightness", -2.0, False)
-    assert isinstance(spec.executor, Inline) and spec.executor.reward is spec.reward
+    assert isinstance(spec.executor, InlineExecutor) and spec.executor.reward is spec.reward
     assert spec.executor.micro_batch is None and spec.transform is None
     assert spec.on_failure == "mask" and dict(spec.applies_to) == {}
 
@@ -78,7 +78,7 @@ def test_what_else_an_entry_says_reaches_the_reward():
     )
     assert spec.applies("p", {"tag": "ocr"}) and not spec.applies("p", {"tag": "counting"})
     assert spec.on_failure == 0.5
-    assert isinstance(spec.executor, Inline) and spec.executor.micro_batch == 4
+    assert isinstance(spec.executor, InlineExecutor) and spec.executor.micro_batch == 4
     images = torch.rand(6, 3, 4, 4)
     answer = spec.executor.submit(images, ["p"] * 6, [{}] * 6).result(10)
     spec.executor.close()
@@ -89,7 +89,7 @@ def test_rewards_that_compare_groups_are_never_asked_in_parts():
     inline = {"kind": "inline", "micro_batch": 4}
     spec = build(name=f"{__name__}:Rivals", args={"factor": 3.0}, executor=inline)
     assert spec.name == "rivals" and spec.whole_groups
-    assert isinstance(spec.executor, Inline) and spec.executor.micro_batch is None
+    assert isinstance(spec.executor, InlineExecutor) and spec.executor.micro_batch is None
 
 
 class Recorded:

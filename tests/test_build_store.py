@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowrl.build.rollout import REFERENCE, STORES, about, build_stored, plan_at
-from flowrl.config.rollout import Store
+from flowrl.config.rollout import StoreOptions
 from flowrl.errors import UserError
 from flowrl.offline.format import open_store
 from flowrl.offline.writer import fill
@@ -37,7 +37,7 @@ def prepare(make_learner, tiny_config, stored, tmp_path):
         }
         learner = make_learner(**changes | ({"specs": specs} if specs else {}))
         config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
-        section = Store(path=str(stored.folder), **options)
+        section = StoreOptions(path=str(stored.folder), **options)
         rollout = config.rollout.model_copy(update={"store": section})
         config = config.model_copy(update={"rollout": rollout})
         sampler = learner.source

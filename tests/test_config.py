@@ -20,7 +20,7 @@ from flowrl.config.load import (
 )
 from flowrl.config.messages import sections_in, walk
 from flowrl.errors import UserError
-from flowrl.utils.fields import Section
+from flowrl.utils.fields import Options
 
 SMALLEST = {"prompts": {"train": "prompts.txt"}, "rewards": [{"name": "ocr"}]}
 
@@ -208,7 +208,7 @@ def test_every_option_is_read_where_the_run_is_built():
     assert not unread
 
 
-def owned_options(model: type[Section]) -> set[tuple[type, str]]:
+def owned_options(model: type[Options]) -> set[tuple[type, str]]:
     """Every option below `model` that is no section, with the class that declares it."""
     found = set()
     for name, field in model.model_fields.items():

@@ -13,7 +13,7 @@ from flowrl.backbones.base import members
 from flowrl.build.backbone import backbone_class
 from flowrl.config import load_config
 from flowrl.config.load import sort_arguments
-from flowrl.config.trees import Custom
+from flowrl.config.trees import CustomTreeOptions
 from flowrl.scoring.check import check_named
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
@@ -59,7 +59,7 @@ def test_the_plan_of_the_guide_is_found_by_its_path(tmp_path, monkeypatch, itera
     (tmp_path / "my_plans.py").write_text(example("plan"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    section = Custom(kind="custom", function="my_plans:widening")
+    section = CustomTreeOptions(kind="custom", function="my_plans:widening")
     plan = section.plan(iteration=iteration, steps=8, leaves=4, seed=0)
     assert [step.train for step in plan.steps] == [True] * trained + [False] * (8 - trained)
     assert count(plan).leaves == 4

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.config import Config, load_config
 from flowrl.config.load import sort_arguments
-from flowrl.config.sections import Memory
+from flowrl.config.sections import MemoryOptions
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def test_every_option_exists_and_all_of_the_section_are_told():
     options = {pair for pair in OPTIONS if pair[0] != "flowrl"}
     assert options <= known
     told = {name for section, name in options if section == "memory"} | {"base_library"}
-    assert told == set(Memory.model_fields)
+    assert told == set(MemoryOptions.model_fields)
 
 
 def test_the_extras_exist():

@@ -19,9 +19,9 @@ from PIL import Image
 from typer.main import get_command
 
 from flowrl.cli.rewards import reward_serve
-from flowrl.config.rewards import Reward
-from flowrl.scoring.executors.http import Remote
-from flowrl.scoring.protocol import Info, Request, Response
+from flowrl.config.rewards import RewardOptions
+from flowrl.scoring.executors.http import HTTPExecutor
+from flowrl.scoring.protocol import Info, Response, ScoreRequest
 from flowrl.scoring.spec import load_reward
 from rewards import geneval_rules as rules
 
@@ -73,7 +73,7 @@ def url(tmp_path_factory):
 
 
 def test_the_server_scores_a_run(url):
-    remote = Remote("imagereward", [url], micro_batch=4, timeout=5.0, deadline=10.0)
+    remote = HTTPExecutor("imagereward", [url], micro_batch=4, timeout=5.0, deadline=10.0)
     images = torch.rand(10, 3, 6, 7, generator=torch.Generator().manual_seed(0))
     images = images.mul(255).round() / 255
     scores, reasons = remote(images, ["p"] * 10, [{"a": [1]}] * 10)
@@ -83,7 +83,7 @@ def test_the_server_scores_a_run(url):
 
 
 def test_the_server_tells_what_is_missing_and_lives_on(url):
-    remote = Remote("imagereward", [url], micro_batch=1, timeout=5.0, deadline=10.0)
+    remote = HTTPExecutor("imagereward", [url], micro_batch=1, timeout=5.0, deadline=10.0)
     scores, reasons = remote(torch.ones(3, 3, 4, 4), ["bad", "none", "p"], [{}] * 3)
     remote.close()
     assert scores.isnan().tolist() == [True, True, False] and scores[2] == 1.0
@@ -150,14 +150,14 @@ def test_deqa_is_asked_about_pictures_and_scaled_to_1():
 
 def test_the_recipe_is_valid():
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    rewards = [Reward.model_validate(entry) for entry in yaml.safe_load(text)["rewards"]]
+    rewards = [RewardOptions.model_validate(entry) for entry in yaml.safe_load(text)["rewards"]]
     assert [reward.executor.kind for reward in rewards] == ["http", "http"]
 
 
 def test_the_messages_are_those_that_travel():
     info, request, response = map(json.loads, re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL))
     assert Info.model_validate(info).model_dump(mode="json") == info
-    assert Request.model_validate(request).model_dump(mode="json") == request
+    assert ScoreRequest.model_validate(request).model_dump(mode="json") == request
     assert Response.model_validate(response).model_dump(mode="json") == response
 
 
@@ -184,7 +184,7 @@ def test_every_command_has_the_options_it_names(line):
 
 
 def test_every_option_of_executors_is_explained():
-    from flowrl.config.rewards import HttpExecutor
+    from flowrl.config.rewards import HTTPOptions
 
-    for name in set(HttpExecutor.model_fields) - {"kind"}:
+    for name in set(HTTPOptions.model_fields) - {"kind"}:
         assert f"| `{name}` |" in PAGE

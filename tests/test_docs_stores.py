@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowrl.build.learner import Given, build_learner
+from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.load import sort_arguments
@@ -55,7 +55,7 @@ def pairs(tmp_path, monkeypatch, tiny_pipeline_path):
 def test_pairs_are_collected_and_learned_from(pairs, load_tiny, capsys):
     request = sort_arguments(next(words for words in TRAINING if any("pairs" in w for w in words)))
     config = load_config(request.recipe, [*request.overrides, *pairs])
-    given = Given(pipeline=load_tiny())
+    given = ProvidedObjects(pipeline=load_tiny())
     learner = build_learner(config, Runtime(device="cpu"), given)
     before = [p.detach().clone() for p in learner.policy.parameters()]
     rollout, metrics = learner.iterate(0)

@@ -4,7 +4,7 @@ import pytest
 
 from flowrl.cli import info as doctor
 from flowrl.cli.info import examine, healthy
-from flowrl.errors import Finding
+from flowrl.errors import CheckResult
 
 
 @pytest.fixture
@@ -72,6 +72,6 @@ def test_two_builds_of_opencv_are_a_problem(monkeypatch):
 
 
 def test_only_problems_make_a_machine_unfit():
-    fine = Finding(topic="a", state="missing", detail="")
+    fine = CheckResult(topic="a", state="missing", detail="")
     assert healthy([fine])
-    assert not healthy([fine, Finding(topic="b", state="problem", detail="")])
+    assert not healthy([fine, CheckResult(topic="b", state="problem", detail="")])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import Given, build_evaluator
+from flowrl.build.learner import ProvidedObjects, build_evaluator
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.scoring.executors.base import RewardFailure
@@ -23,7 +23,7 @@ def evaluator(tiny_config, load_tiny):
     ]
     settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2, "batch_size": 2}
     config = tiny_config(evaluation=settings)
-    return replace(build_evaluator(config, load_tiny(), specs, Given()), keep=3)
+    return replace(build_evaluator(config, load_tiny(), specs, ProvidedObjects()), keep=3)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_the_key_changes_with_whatever_changes_the_base_pictures(
 
     def key(**changes):
         changes["evaluation"] = settings | changes.get("evaluation", {})
-        return build_evaluator(tiny_config(**changes), load_tiny(), specs, Given()).key
+        return build_evaluator(tiny_config(**changes), load_tiny(), specs, ProvidedObjects()).key
 
     assert (key(**change) == key()) is same
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowrl.build.work_split import (
-    Load,
+    IterationWork,
     check,
     deal,
     micro_batches,
@@ -23,15 +23,17 @@ from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
-BASE = Load(prompts=8, roots=6, forwards=10, rows=1, row_forwards=4, micro_batch=16, updates=2)
+BASE = IterationWork(
+    prompts=8, roots=6, forwards=10, rows=1, row_forwards=4, micro_batch=16, updates=2
+)
 
 
 @st.composite
-def loads(draw) -> Load:
+def loads(draw) -> IterationWork:
     updates = draw(st.integers(1, 3))
     roots = draw(st.integers(1, 6))
     whole = draw(st.booleans())
-    return Load(
+    return IterationWork(
         prompts=updates * draw(st.integers(1, 6)),
         roots=roots,
         leaves=draw(st.integers(1, 3)),

@@ -12,7 +12,7 @@ from flowrl.export.model_card import front_matter
 from flowrl.export.summary import METHODS, OBJECTIVES, card, legend, method, precisions
 from flowrl.functional.groups import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit
-from flowrl.training.evaluate import Comparison
+from flowrl.training.evaluate import EvaluationComparison
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_the_card_tells_the_precision_of_training(tiny_config, tmp_path):
     assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
 
 
-def row(name: str) -> Comparison:
+def row(name: str) -> EvaluationComparison:
     change = Interval(mean=0.0, low=0.0, high=0.0)
-    return Comparison(name=name, before=0.0, after=0.0, change=change, pairs=1)
+    return EvaluationComparison(name=name, before=0.0, after=0.0, change=change, pairs=1)
 
 
 def test_only_rows_that_are_more_than_a_score_are_explained():

@@ -8,7 +8,7 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.batches import Trajectories, paths
 from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Step, TreePlan
@@ -95,7 +95,7 @@ def test_chunks_hold_whole_chains_up_to_the_forwards():
 def test_updates_deal_whole_groups():
     parts = paths(rollout()).updates(2)
     assert [p.group.tolist() for p in parts] == [[0, 0, 2, 2], [1, 1]]
-    assert all(isinstance(p, Paths) and p.seed == 5 for p in parts)
+    assert all(isinstance(p, Trajectories) and p.seed == 5 for p in parts)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.config.rewards import Reward
+from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
 from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
@@ -89,17 +89,21 @@ def test_an_unknown_checkpoint_gets_one_sentence_and_its_work_all_the_same(run):
 
 
 def test_rewards_on_servers_and_on_the_cpu_cost_nothing():
-    assert reward_bytes(Reward(name="pickscore")) == 4 * CLIP_H
-    assert reward_bytes(Reward(name="pickscore", args={"dtype": "bf16"})) == 2 * CLIP_H
-    assert reward_bytes(Reward(name="pickscore", args={"device": "cpu"})) == 0
+    assert reward_bytes(RewardOptions(name="pickscore")) == 4 * CLIP_H
+    assert reward_bytes(RewardOptions(name="pickscore", args={"dtype": "bf16"})) == 2 * CLIP_H
+    assert reward_bytes(RewardOptions(name="pickscore", args={"device": "cpu"})) == 0
     pool = {"kind": "pool", "workers": 2}
-    assert reward_bytes(Reward(name="clipscore", executor=pool)) == 8 * CLIP_L  # type: ignore[arg-type]
+    assert reward_bytes(RewardOptions(name="clipscore", executor=pool)) == 8 * CLIP_L  # type: ignore[arg-type]
     http = {"kind": "http", "urls": ["http://127.0.0.1:1"]}
-    assert reward_bytes(Reward(name="hpsv3", executor=http)) == 0  # type: ignore[arg-type]
-    found = reward_bytes(Reward(name="geneval", args={"detector": "owlv2", "colors": "clip"}))
+    assert reward_bytes(RewardOptions(name="hpsv3", executor=http)) == 0  # type: ignore[arg-type]
+    found = reward_bytes(
+        RewardOptions(name="geneval", args={"detector": "owlv2", "colors": "clip"})
+    )
     assert found == 4 * (DETECTORS["owlv2"] + CLIP_L)
-    assert reward_bytes(Reward(name="ocr")) == reward_bytes(Reward(name="geneval")) == 0
-    assert reward_bytes(Reward(name="mine:Reward")) is None
+    assert (
+        reward_bytes(RewardOptions(name="ocr")) == reward_bytes(RewardOptions(name="geneval")) == 0
+    )
+    assert reward_bytes(RewardOptions(name="mine:Reward")) is None
 
 
 GIB = 10**9

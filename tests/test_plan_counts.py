@@ -7,7 +7,7 @@ from flowrl.build.objective import build_objective
 from flowrl.build.work_split import solve
 from flowrl.config import load_config
 from flowrl.functional.sde import KERNELS
-from flowrl.planning.plan import Work, count_work, doubles
+from flowrl.planning.plan import UpdateWork, count_work, doubles
 from flowrl.sampling.rollout import Stopwatch
 
 ODE = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}, "batch_size": 8}
@@ -23,7 +23,7 @@ CASES = {
 }
 
 
-def of(config) -> Work:
+def of(config) -> UpdateWork:
     needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
     return count_work(config, needs).first
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.scoring.executors.base import Inline
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward, trained
 
 GREY = torch.full((4, 3, 8, 8), 0.5)
@@ -57,8 +57,8 @@ def test_rewards_say_whether_they_compare_groups_and_are_asked_here_by_default()
     plain, rivals = (RewardSpec(name="r", reward=r) for r in (constant, Rivals()))
     assert rivals.whole_groups and not plain.whole_groups
     asked = plain.asked_by()
-    assert isinstance(asked, Inline) and asked.reward is constant
-    own = Inline(constant, "own")
+    assert isinstance(asked, InlineExecutor) and asked.reward is constant
+    own = InlineExecutor(constant, "own")
     assert RewardSpec(name="r", reward=constant, executor=own).asked_by() is own
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from flowrl.api import align
 from flowrl.backbones.lora_files import FILE, read_lora
-from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import STATE, write_config
@@ -232,8 +232,10 @@ def test_a_folder_with_a_run_is_refused_and_left_alone(whole, config_for):
 
 
 def build(config, **given):
-    learner = build_learner(config, Runtime(device="cpu"), Given(**given))
-    evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, Given())
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(**given))
+    evaluator = build_evaluator(
+        config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+    )
     return learner, evaluator
 
 
@@ -270,12 +272,16 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
     base = Evaluation.load(run.evaluation_path(0))
     plain, _ = build(config, pipeline=load_tiny())
     with plain.policy.disabled():
-        expected = build_evaluator(config, plain.policy.backbone.pipeline, learner.specs, Given())
+        expected = build_evaluator(
+            config, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+        )
         assert expected is not None
         scores = expected(expected.backbone.velocity, run.runtime).scores
     assert torch.equal(base.scores, scores)
     unguided = config_for(tmp_path)
-    other = build_evaluator(unguided, plain.policy.backbone.pipeline, learner.specs, Given())
+    other = build_evaluator(
+        unguided, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+    )
     assert other is not None
     with plain.policy.disabled():
         assert not torch.equal(other(other.backbone.velocity, run.runtime).scores, scores)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.build.learner import Given, build_evaluator, build_learner, build_run
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
@@ -31,9 +31,11 @@ def make_run(tiny_config, load_tiny, tmp_path):
         run = {"iterations": 4, "checkpoint_every": 100, "output_dir": str(tmp_path / "run")}
         run |= {"trackers": [], "sample_every": 0}
         config = tiny_config(**SMALL | changes, run=run)
-        learner = build_learner(config, Runtime(device="cpu"), Given(pipeline=load_tiny()))
+        learner = build_learner(
+            config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny())
+        )
         evaluator = build_evaluator(
-            config, learner.policy.backbone.pipeline, learner.specs, Given()
+            config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
         )
         built = build_run(config, learner, evaluator, resume, resumed=resume is not None)
         write_config(Path(config.run.output_dir), config_yaml(config))

@@ -6,7 +6,7 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.scoring import scorer as scoring
-from flowrl.scoring.executors.base import Inline, RewardFailure
+from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
 from flowrl.scoring.scorer import SamplerFailure, quantise, score
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
@@ -165,7 +165,7 @@ def test_a_wait_is_told_now_and_then(monkeypatch, caplog):
         time.sleep(0.2)
         return [1.0] * len(images)
 
-    executor = Inline(late, "late", background=True)
+    executor = InlineExecutor(late, "late", background=True)
     score([RewardSpec(name="late", reward=late, executor=executor)], GREY, PROMPTS, PLAIN)
     executor.close()
     assert "waiting for reward 'late' for 0 s, 4 scores pending" in caplog.text

@@ -8,14 +8,14 @@ from flowrl.config import config_yaml, parse_config
 from flowrl.config.explain import explain
 from flowrl.config.load import load_yaml, merge, parse_overrides
 from flowrl.config.rewards import (
-    Failures,
-    HttpExecutor,
-    InlineExecutor,
-    PoolExecutor,
-    Rank,
+    FailureOptions,
+    HTTPOptions,
+    InlineOptions,
+    PoolOptions,
+    RankOptions,
     check_rewards,
 )
-from flowrl.config.rewards import Reward as Section
+from flowrl.config.rewards import RewardOptions as Section
 from flowrl.errors import UserError
 from flowrl.scoring.protocol import Codec
 
@@ -28,9 +28,9 @@ def parse(*overrides):
 
 def test_a_reward_is_computed_here_as_it_is_unless_something_is_said():
     reward = parse().rewards[0]
-    assert reward.executor == InlineExecutor() and reward.transform is None
+    assert reward.executor == InlineOptions() and reward.transform is None
     assert (reward.applies_to, reward.on_failure) == ({}, "mask")
-    assert parse().failures == Failures(max_invalid_fraction=0.1, max_streak=None)
+    assert parse().failures == FailureOptions(max_invalid_fraction=0.1, max_streak=None)
 
 
 WHOLE = [
@@ -55,8 +55,8 @@ def test_everything_that_can_be_said_reads_back_from_the_resolved_form():
     config = parse_config(SMALLEST | {"rewards": WHOLE, "failures": {"max_streak": 3}})
     assert parse_config(load_yaml(config_yaml(config))) == config
     first, *_, last = config.rewards
-    assert isinstance(first.executor, PoolExecutor) and first.executor.micro_batch is None
-    assert isinstance(last.executor, HttpExecutor) and isinstance(last.transform, Rank)
+    assert isinstance(first.executor, PoolOptions) and first.executor.micro_batch is None
+    assert isinstance(last.executor, HTTPOptions) and isinstance(last.transform, RankOptions)
     assert first.applies_to["tag"] == ["ocr", 3, True] and first.on_failure == -1.5
 
 
@@ -64,7 +64,7 @@ def test_a_recipe_can_be_changed_in_one_place():
     reward = parse("rewards.0.executor={kind: pool, workers: 4}", "rewards.0.on_failure=0").rewards[
         0
     ]
-    assert isinstance(reward.executor, PoolExecutor) and reward.executor.workers == 4
+    assert isinstance(reward.executor, PoolOptions) and reward.executor.workers == 4
     assert reward.on_failure == 0
 
 
@@ -131,7 +131,7 @@ def test_something_is_learned_and_nothing_twice():
 
 
 def test_pictures_travel_in_the_forms_that_servers_read():
-    field = HttpExecutor.model_fields["codec"]
+    field = HTTPOptions.model_fields["codec"]
     assert set(get_args(field.annotation)) == set(get_args(Codec))
 
 

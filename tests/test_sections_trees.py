@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from flowrl.config.trees import PRESETS, DepthPruning, Tree
 from flowrl.trees import presets
 from flowrl.trees import presets as combs
-from flowrl.trees.plan import Coupling, PlanError, count
+from flowrl.trees.plan import NoiseCoupling, PlanError, count
 
 ADAPTER = TypeAdapter(Tree)
 LEAVES = {"tree_grpo": 27, "b2_diffurl": 20, "tempflow": 114, "g2rpo": 36, "e_grpo": 24}
@@ -58,7 +58,7 @@ def test_what_is_drawn_depends_on_the_seed(kind):
         ),
         (
             plan("branch_grpo", branch=4, splits=[2, 5], coupling={"kind": "simplex"}),
-            presets.branch_grpo(20, 16, 4, [2, 5], Coupling("simplex")),
+            presets.branch_grpo(20, 16, 4, [2, 5], NoiseCoupling("simplex")),
         ),
         (
             plan("branch_grpo_mix", iteration=30, splits=[2]),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import Given, build_learner, build_run
+from flowrl.build.learner import ProvidedObjects, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.export.summary import card
@@ -15,7 +15,7 @@ from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import Checkpoints, write_config
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
-from flowrl.training.run import Sheet, StopRule, stop_rule
+from flowrl.training.run import SampleGrid, StopRule, stop_rule
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 
@@ -123,7 +123,9 @@ def make_run(tiny_config, load_tiny, tmp_path):
             evaluation={"prompts": "tiny:colors:test", "images": 1, "every": 1},
             run=settings | {"output_dir": str(tmp_path / "run")} | run,
         )
-        learner = build_learner(config, Runtime(device="cpu"), Given(pipeline=load_tiny()))
+        learner = build_learner(
+            config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny())
+        )
         evaluator = Scripted(learner.policy.backbone)
         made = build_run(config, learner, evaluator, resume, resumed=resume is not None)
         evaluator.run, made.stop = made, rule
@@ -241,7 +243,7 @@ def test_a_rollout_without_pictures_has_no_sample_sheet(make_run):
     rollout, metrics = learner.iterate(0)
     with run.session():
         run.begin(learner.policy, learner.optimizer)
-        run.after(0, Sheet.of(replace(rollout, images=torch.empty(0))), metrics)
+        run.after(0, SampleGrid.of(replace(rollout, images=torch.empty(0))), metrics)
         assert not (run.folder / "samples").exists()
-        run.after(0, Sheet.of(rollout), metrics)
+        run.after(0, SampleGrid.of(rollout), metrics)
     assert len(list((run.folder / "samples").iterdir())) == 1

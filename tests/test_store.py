@@ -12,8 +12,8 @@ from flowrl.errors import UserError
 from flowrl.offline.format import (
     COLUMNS,
     README,
-    About,
-    Picture,
+    DatasetMetadata,
+    StoredImage,
     append,
     create,
     finished_shards,
@@ -32,8 +32,8 @@ HOSTILE = [
 ]
 
 
-def about(**changes) -> About:
-    made = About(
+def about(**changes) -> DatasetMetadata:
+    made = DatasetMetadata(
         pipeline="models/one",
         backbone="sd3",
         latent_shape=SHAPE,
@@ -52,7 +52,7 @@ def record(text: str, **options) -> PromptRecord:
 def pictures(count=4, *, shard=0, scores=None, records=None):
     """Groups of two."""
     return [
-        Picture(
+        StoredImage(
             record=(records or [record("a star"), record("a ring")])[i // 2],
             group=shard * 2 + i // 2,
             image=i % 2,
@@ -236,7 +236,10 @@ def test_a_store_whose_beginning_was_killed_can_be_begun_again(tmp_path, monkeyp
         create(tmp_path, about())
     monkeypatch.undo()
     create(tmp_path, about())
-    assert About.read(tmp_path) == about() and "reward/ocr" in (tmp_path / README).read_text()
+    assert (
+        DatasetMetadata.read(tmp_path) == about()
+        and "reward/ocr" in (tmp_path / README).read_text()
+    )
 
 
 def test_a_card_that_is_lost_is_written_again_and_one_that_was_there_is_kept(folder, tmp_path):

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from flowrl.errors import UserError
-from flowrl.offline.format import About, Picture, append, create, open_store, rows_file
+from flowrl.offline.format import (
+    DatasetMetadata,
+    StoredImage,
+    append,
+    create,
+    open_store,
+    rows_file,
+)
 from flowrl.prompts.records import PromptRecord
 
 WRONG = [
@@ -23,7 +30,7 @@ def rows(tmp_path):
     """The file with the rows of a group of two."""
     create(
         tmp_path,
-        About(
+        DatasetMetadata(
             pipeline="models/one",
             backbone="sd3",
             latent_shape=[2],
@@ -35,7 +42,7 @@ def rows(tmp_path):
     )
     record = PromptRecord(uid="a", text="a star", metadata={"tag": "colors"})
     pictures = [
-        Picture(
+        StoredImage(
             record=record, group=0, image=i, valid=True, scores=[1.0], seed=0, iteration=0, root=i
         )
         for i in range(2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import Given, build_evaluator
+from flowrl.build.learner import ProvidedObjects, build_evaluator
 from flowrl.export.summary import draw_sweep, sweep_rows, sweep_summary
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
@@ -60,7 +60,10 @@ def drawn(tiny_config, load_tiny):
 
     specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
     config = tiny_config(evaluation={"prompts": "tiny:colors:test", "images": 3, "steps": 2})
-    evaluator, runtime = build_evaluator(config, load_tiny(), specs, Given()), Runtime(device="cpu")
+    evaluator, runtime = (
+        build_evaluator(config, load_tiny(), specs, ProvidedObjects()),
+        Runtime(device="cpu"),
+    )
     assert evaluator is not None
     evaluator = replace(evaluator, keep=3)
     base = evaluator(evaluator.backbone.velocity, runtime)

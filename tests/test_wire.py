@@ -18,9 +18,9 @@ from pydantic import ValidationError
 from flowrl.scoring.protocol import (
     CODECS,
     LOSSLESS,
-    Request,
     Response,
     Result,
+    ScoreRequest,
     complaint,
     decode,
     encode,
@@ -171,8 +171,8 @@ def test_scores_travel_exactly(score):
     ],
 )
 def test_a_wrong_question_is_explained_in_one_sentence(change, says):
-    assert Request.model_validate(QUESTION).items[0].metadata == {}
+    assert ScoreRequest.model_validate(QUESTION).items[0].metadata == {}
     with pytest.raises(ValidationError) as caught:
-        Request.model_validate(QUESTION | change)
+        ScoreRequest.model_validate(QUESTION | change)
     sentence = complaint(caught.value)
     assert says in sentence and "\n" not in sentence

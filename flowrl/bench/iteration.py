@@ -18,7 +18,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import random_text
 from flowrl.bench.rollout import with_random_rewards
 from flowrl.bench.two_stage import device_name, move, on_gpu
-from flowrl.build.learner import PRECISION, Given, build_learner
+from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.build.objective import build_objective
 from flowrl.build.work_split import solve
 from flowrl.config import Config, parse_config
@@ -193,7 +193,7 @@ OF_PLANNED = 0.1  # how far the peak may be from the plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class MeasuredWork:
     """What an iteration draws and learns from, and in which portions.
 
     guidance: classifier-free, or FLUX.1's input. kl_coef: above 0 the frozen network is asked too.
@@ -213,20 +213,20 @@ class Work:
 # not train, the steps of Sol-RL (2604.06916) and the pipeline's own guidance. Fewer prompts and
 # smaller groups, to be done in minutes; portions that a GPU of 80 GB or more is to hold.
 WORK = {
-    "sd3": Work(
+    "sd3": MeasuredWork(
         prompts=4, group_size=8, steps=10, guidance=4.5, kl_coef=0.04, batch=8, micro_batch=4
     ),
-    "flux": Work(
+    "flux": MeasuredWork(
         prompts=2, group_size=8, steps=6, guidance=3.5, kl_coef=0.0, batch=8, micro_batch=2
     ),
-    "sana": Work(
+    "sana": MeasuredWork(
         prompts=4, group_size=8, steps=10, guidance=4.5, kl_coef=0.0, batch=8, micro_batch=4
     ),
 }
 PIXELS = {"sd3": 512, "flux": 512, "sana": 1024}
 
 
-def work_of(name: str, changes: Mapping[str, int]) -> Work:
+def work_of(name: str, changes: Mapping[str, int]) -> MeasuredWork:
     """The default work of a size, with changes. Raises UserError for an unknown name."""
     return replace(WORK[size_of(name).family], **changes)
 
@@ -234,7 +234,7 @@ def work_of(name: str, changes: Mapping[str, int]) -> Work:
 def bench_iteration(
     *,
     name: str,
-    work: Work | None = None,
+    work: MeasuredWork | None = None,
     pixels: int | None = None,
     layers: int | None = None,
     dtype: str = "bf16",
@@ -278,7 +278,7 @@ def bench_iteration(
 
 def _config(
     size: Size,
-    work: Work,
+    work: MeasuredWork,
     pixels: int,
     *,
     dtype: str,
@@ -316,7 +316,7 @@ def _config(
 
 
 def _learner(
-    config: Config, runtime: Runtime, name: str, work: Work, layers: int | None
+    config: Config, runtime: Runtime, name: str, work: MeasuredWork, layers: int | None
 ) -> Learner:
     """Training's own, around random networks; the text is noise, and any ratio is taken."""
     pipeline = build_pipeline(
@@ -327,7 +327,7 @@ def _learner(
         encoder=True,
     )
     prompts = [f"prompt {i}" for i in range(work.prompts)]
-    learner = build_learner(config, runtime, Given(pipeline=pipeline, prompts=prompts))
+    learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
     assert isinstance(learner.source, Sampler)  # no store here
     stage = learner.source.stage
@@ -389,7 +389,7 @@ def _where(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _settings(config: Config, work: Work) -> dict[str, Any]:
+def _settings(config: Config, work: MeasuredWork) -> dict[str, Any]:
     p = config.pipeline
     found = {"dtype": p.dtype, "precision": p.precision or p.dtype, "pixels": p.height}
     found |= {"rank": RANK, "pictures": work.prompts * work.group_size} | asdict(work)

@@ -15,8 +15,8 @@ from torch import Tensor
 from flowrl.bench.rollout import best_of
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.scoring.executors.base import Executor, Inline
-from flowrl.scoring.executors.pool import Pool
+from flowrl.scoring.executors.base import Executor, InlineExecutor
+from flowrl.scoring.executors.pool import PoolExecutor
 from flowrl.scoring.spec import RewardSpec, load_reward
 from flowrl.tiny.draw import draw
 from flowrl.utils.imports import load_callable
@@ -58,10 +58,12 @@ def bench_reward(
     reward = load_reward(name, args)
     spec = RewardSpec(name=name, reward=reward)
     questions = _questions(spec, pictures, sizes)
-    executors: dict[str, Executor] = {HERE: Inline(reward, name, micro_batch=micro_batch)}
+    executors: dict[str, Executor] = {HERE: InlineExecutor(reward, name, micro_batch=micro_batch)}
     with contextlib.ExitStack() as closing:
         for count in workers:
-            pool = Pool(name, args, name, workers=count, timeout=600.0, micro_batch=micro_batch)
+            pool = PoolExecutor(
+                name, args, name, workers=count, timeout=600.0, micro_batch=micro_batch
+            )
             executors[_pool(count)] = pool
             closing.callback(pool.close)
         jobs = {job: _job(executor, questions) for job, executor in executors.items()}

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from flowrl.build.learner import Given, build_learner
+from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Stopwatch, draw
 from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout, Transitions
-from flowrl.trees.plan import Counts, count
+from flowrl.trees.plan import PlanCounts, count
 from flowrl.utils.distributed import Runtime
 
 GROUP = 8
@@ -82,7 +82,7 @@ def bench_learner(model: str, device: str, batch: int, rollout: dict[str, Any]) 
             "optim": {"micro_batch": batch},
         }
     )
-    return build_learner(config, Runtime(device=device), Given())
+    return build_learner(config, Runtime(device=device), ProvidedObjects())
 
 
 def with_random_rewards(rollout: Rollout) -> Rollout:
@@ -185,7 +185,7 @@ def bench_tree(
 
 
 def _row(
-    seconds: dict[str, float], counts: dict[str, Counts], job: str, other: str
+    seconds: dict[str, float], counts: dict[str, PlanCounts], job: str, other: str
 ) -> dict[str, Any]:
     def forwards(name: str) -> int:
         what, plan = name.split()

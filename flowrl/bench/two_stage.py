@@ -16,7 +16,7 @@ from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import RandomBackbone
-from flowrl.build.learner import Given, build_learner
+from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.build.rollout import EXPLORING
 from flowrl.config import parse_config
 from flowrl.errors import UserError
@@ -25,10 +25,10 @@ from flowrl.planning.model_specs import size_of
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.quantization.backends import Plain, Resolved, capability_of, named, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
-from flowrl.quantization.rollout_model import Twin, prepare, recompilations
+from flowrl.quantization.rollout_model import RolloutModel, prepare, recompilations
 from flowrl.sampling.rollout import (
-    Request,
-    Stage,
+    RolloutGenerator,
+    RolloutRequest,
     Stopwatch,
     decode,
     draw,
@@ -106,7 +106,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class MeasuredCounts:
     """How many of how many pictures of a prompt are kept, and steps to explore and regenerate.
 
     Raises UserError for counts the cost model does not know.
@@ -132,7 +132,7 @@ class Counts:
         """By the cost model, see `two_stage_ratio`."""
         return two_stage_ratio(**asdict(self), gain=gain, fixed=fixed)
 
-    def scaled(self, factor: float) -> "Counts":
+    def scaled(self, factor: float) -> "MeasuredCounts":
         """Fewer pictures in the same proportion. Raises UserError where they are not whole."""
         keep, candidates = self.keep * factor, self.candidates * factor
         if keep < 1 or keep != int(keep) or candidates != int(candidates):
@@ -147,11 +147,11 @@ class Counts:
 
 
 # Sol-RL's own (2604.06916), and a wider first stage of fewer steps.
-PUBLISHED = Counts(keep=24, candidates=96, preview_steps=6, steps=10)
-WIDER = Counts(keep=16, candidates=128, preview_steps=4, steps=10)
+PUBLISHED = MeasuredCounts(keep=24, candidates=96, preview_steps=6, steps=10)
+WIDER = MeasuredCounts(keep=16, candidates=128, preview_steps=4, steps=10)
 
 
-def parse_counts(text: str) -> Counts:
+def parse_counts(text: str) -> MeasuredCounts:
     """24/96@6/10: kept / candidates @ steps of a candidate / of a kept one. Raises UserError."""
     try:
         kept, taken = text.split("@")
@@ -161,7 +161,9 @@ def parse_counts(text: str) -> Counts:
             f"the counts are {text!r}, expected kept/candidates@steps of a candidate/steps of a "
             "kept picture such as 24/96@6/10"
         ) from error
-    return Counts(keep=keep, candidates=candidates, preview_steps=preview_steps, steps=steps)
+    return MeasuredCounts(
+        keep=keep, candidates=candidates, preview_steps=preview_steps, steps=steps
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,7 @@ class Costs:
 
     device: str
     prompts: int
-    counts: Counts
+    counts: MeasuredCounts
     batch: int
     single: float
     two: float
@@ -266,7 +268,9 @@ def full_batch(most: int, *counts: int) -> int:
     return max(size for size in range(1, min(most, common) + 1) if common % size == 0)
 
 
-def measure(source: Sampler, peft: Stage, learn: Callable[[], None], *, repeats: int) -> Costs:
+def measure(
+    source: Sampler, peft: RolloutGenerator, learn: Callable[[], None], *, repeats: int
+) -> Costs:
     """Rounds of every job in turn, so that a busy machine disturbs all alike; the best counts.
 
     source: explores and draws exactly, as it trains; without audits. peft: the stage that draws
@@ -297,7 +301,7 @@ def measure(source: Sampler, peft: Stage, learn: Callable[[], None], *, repeats:
     return Costs(
         device=device_name(exact.backbone.device),
         prompts=len(candidates.prompt) // preview.roots,
-        counts=Counts(
+        counts=MeasuredCounts(
             keep=plan.roots, candidates=preview.roots, preview_steps=low.steps, steps=exact.steps
         ),
         batch=exact.batch_size,
@@ -349,7 +353,7 @@ def on_gpu(device: str) -> bool:
 # --- jobs ---------------------------------------------------------------------------------------
 
 
-def _collect(source: Sampler, low: Stage | None) -> Seconds:
+def _collect(source: Sampler, low: RolloutGenerator | None) -> Seconds:
     """A whole rollout as training draws it. low: the stage that explores; None explores nothing."""
     clock = Clock(source.stage.backbone.device)
     watch = Watch(clock)
@@ -373,7 +377,9 @@ def _collect(source: Sampler, low: Stage | None) -> Seconds:
 
 
 @torch.no_grad()
-def _batch(stage: Stage, request: Request, plan: TreePlan, *, finish: bool = False) -> Seconds:
+def _batch(
+    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, finish: bool = False
+) -> Seconds:
     """One full batch, by picture: a "step" of drawing it, and to "finish" it, decoding and scoring,
     where asked for. New weights are in place before."""
     part = request.take(torch.arange(min(stage.batch_size, len(request.prompt))))
@@ -451,7 +457,7 @@ class Watch(Stopwatch):
         self._last = now
 
 
-def clocked(stage: Stage, clock: Clock, part: str) -> Stage:
+def clocked(stage: RolloutGenerator, clock: Clock, part: str) -> RolloutGenerator:
     """The same stage; the clock learns what new weights, "sync", and decoding take of it."""
     backbone, own = copy.copy(stage.backbone), stage.backbone
 
@@ -481,7 +487,7 @@ TINY_MIN_DIM = 128
 def bench_solrl(
     *,
     model: str,
-    counts: Counts,
+    counts: MeasuredCounts,
     prompts: int,
     precision: str,
     min_dim: int | None,
@@ -533,7 +539,7 @@ def bench_solrl(
     return what | costs.row()
 
 
-def peft_stage(learner: Learner, exact: Stage) -> Stage:
+def peft_stage(learner: Learner, exact: RolloutGenerator) -> RolloutGenerator:
     """The stage that draws with the network as it is trained: the adapter beside the weights."""
     backbone = learner.policy.backbone
     network = functools.partial(
@@ -568,7 +574,7 @@ def _learner(model: str, runtime: Runtime, rollout: dict[str, Any]) -> Iterator[
             }
         )
         with own_words():
-            learner = build_learner(config, runtime, Given())
+            learner = build_learner(config, runtime, ProvidedObjects())
         yield learner
 
 
@@ -587,8 +593,8 @@ class Networks:
     runtime: Runtime
     resolved: Resolved
     choices: Sequence[LayerChoice]
-    exact: Twin
-    low: Twin
+    exact: RolloutModel
+    low: RolloutModel
     compiled: bool
 
 
@@ -596,7 +602,7 @@ def bench_sizes(
     *,
     name: str,
     precision: str,
-    plans: Sequence[Counts],
+    plans: Sequence[MeasuredCounts],
     prompts: int,
     batch: int,
     decode_batch: int,
@@ -659,14 +665,14 @@ def build_networks(
         runtime=runtime,
         resolved=resolved,
         choices=choices,
-        exact=Twin(policy, (), Plain(backbone.dtype), compile=compile),
-        low=Twin(policy, choices, backend, compile=compile),
+        exact=RolloutModel(policy, (), Plain(backbone.dtype), compile=compile),
+        low=RolloutModel(policy, choices, backend, compile=compile),
         compiled=compile,
     )
 
 
 def sampler_of(
-    networks: Networks, plan: Counts, prompts: int, batch: int, decode_batch: int
+    networks: Networks, plan: MeasuredCounts, prompts: int, batch: int, decode_batch: int
 ) -> Sampler:
     """Draws and explores as training does; brightness is its reward, the text is noise."""
     records = [PromptRecord(uid=str(i), text=f"prompt {i}") for i in range(prompts)]
@@ -688,9 +694,11 @@ def sampler_of(
     )
 
 
-def _stage(networks: Networks, twin: Twin, steps: int, batch: int, decode_batch: int) -> Stage:
+def _stage(
+    networks: Networks, twin: RolloutModel, steps: int, batch: int, decode_batch: int
+) -> RolloutGenerator:
     backbone = with_network(networks.backbone, twin.network)
-    return Stage(
+    return RolloutGenerator(
         backbone=backbone,
         network=functools.partial(of_twin, twin, backbone, POLICY, runtime=networks.runtime),
         encode=TextCache(networks.backbone),
@@ -707,7 +715,7 @@ def _stage(networks: Networks, twin: Twin, steps: int, batch: int, decode_batch:
 
 
 def _row(
-    networks: Networks, plan: Counts, source: Sampler, repeats: int, layers: int | None
+    networks: Networks, plan: MeasuredCounts, source: Sampler, repeats: int, layers: int | None
 ) -> dict[str, Any]:
     network = functools.partial(
         policys_own, networks.policy, networks.backbone, POLICY,

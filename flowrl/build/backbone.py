@@ -41,7 +41,7 @@ from flowrl.backbones.text_cache import (
     index_file,
 )
 from flowrl.config import Config
-from flowrl.config.sections import Lora
+from flowrl.config.sections import LoRAOptions
 from flowrl.errors import UserError
 from flowrl.offline.source import StoredGroups
 from flowrl.prompts.records import PromptRecord, PromptSampler
@@ -116,7 +116,7 @@ def of_family(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def adapted_layers(lora: Lora, backbone: Backbone) -> tuple[str, ...]:
+def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
     """Name endings of the adapted layers. Raises UserError for dual attention where is none."""
     targets = tuple(lora.targets or backbone.lora_targets)
     if not lora.dual_attention:

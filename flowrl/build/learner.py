@@ -152,7 +152,7 @@ PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class ProvidedObjects:
     """Objects that a Python caller has already; None where the configuration decides."""
 
     pipeline: Any = None
@@ -170,7 +170,7 @@ def as_given(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def drawn_prompts(config: Config, given: Given) -> list[PromptRecord]:
+def drawn_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """The prompts that training draws: none where it only reads a store."""
     store = config.rollout.store
     read = store is not None and store.path is not None and store.refresh_every is None
@@ -208,7 +208,7 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
 def build_learner(
     config: Config,
     runtime: Runtime,
-    given: Given,
+    given: ProvidedObjects,
     texts: Texts | None = None,
     needed: Needed | None = None,
 ) -> Learner:
@@ -267,7 +267,7 @@ def _update_settings(config: Config) -> UpdateSettings:
     )
 
 
-def all_texts(config: Config, given: Given, first: int = 0) -> Needed:
+def all_texts(config: Config, given: ProvidedObjects, first: int = 0) -> Needed:
     """What training from iteration `first` on and evaluation ask the text encoders, but for what
     is read from a store. Nothing where the encoders stay: nobody needs to know it then."""
     if config.memory.text_encoders != "free":
@@ -315,7 +315,7 @@ def build_evaluator(
     config: Config,
     pipeline: Any,
     specs: Sequence[RewardSpec],
-    given: Given,
+    given: ProvidedObjects,
     texts: Texts | None = None,
 ) -> Evaluator | None:
     e = config.evaluation
@@ -339,7 +339,7 @@ def build_evaluator(
     )
 
 
-def evaluation_prompts(config: Config, given: Given) -> list[PromptRecord]:
+def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """The held-out prompts; none when the configuration and the caller name none."""
     source, texts = config.evaluation.prompts, given.evaluation_prompts
     return [] if source is None and texts is None else build_prompts(source or "", texts)

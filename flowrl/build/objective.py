@@ -7,59 +7,59 @@ from typing import Any, cast
 from torch import Tensor
 
 from flowrl.config.objectives import (
-    Advantage,
-    AlignProp,
+    AdvantageOptions,
+    AlignPropOptions,
     Anchor,
-    Ascending,
-    Awm,
-    Compared,
-    CustomObjective,
-    Dgpo,
-    Dpo,
-    Draft,
-    DraftLv,
-    FlowbpBridge,
-    FlowbpLagrange,
-    FlowbpSparse,
-    Gdro,
-    Grpo,
-    Kto,
-    Lair,
-    LeapAlign,
-    Nft,
-    OldDecay,
-    Refl,
-    Rwr,
-    Sft,
-    Spo,
-    Srpo,
+    AWMOptions,
+    ComparedOptions,
+    CustomObjectiveOptions,
+    DGPOOptions,
+    DPOOptions,
+    DRaFTLVOptions,
+    DRaFTOptions,
+    FlowBPBridgeOptions,
+    FlowBPLagrangeOptions,
+    FlowBPSparseOptions,
+    GDROOptions,
+    GRPOOptions,
+    KTOOptions,
+    LAIROptions,
+    LeapAlignOptions,
+    NFTOptions,
+    OldDecayOptions,
+    ReFLOptions,
+    RewardBackpropOptions,
+    RWROptions,
+    SFTOptions,
+    SPOOptions,
+    SRPOOptions,
     Times,
-    UniformTruncation,
+    UniformTruncationOptions,
 )
-from flowrl.config.objectives import Credit as CreditSection
-from flowrl.config.objectives import Draws as DrawsSection
+from flowrl.config.objectives import CreditOptions as CreditSection
 from flowrl.config.objectives import Keep as KeepSection
+from flowrl.config.objectives import NoisingOptions as DrawsSection
 from flowrl.errors import UserError
 from flowrl.functional.sde import StepKernel
 from flowrl.objectives import nft as decay
 from flowrl.objectives import noising as timesteps
 from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM, LIKELIHOODS
-from flowrl.objectives.base import Needs, Objective, Old
+from flowrl.objectives.base import Needs, Objective, OldPolicy
 from flowrl.objectives.dpo import DGPO, DPO, KTO, UTILITIES
 from flowrl.objectives.gdro import GDRO, LAIR
 from flowrl.objectives.grpo import GRPO
-from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.objectives.nft import NFT
-from flowrl.objectives.noising import WEIGHTINGS, Draws, TimeSampler
+from flowrl.objectives.noising import WEIGHTINGS, Noising, TimeSampler
 from flowrl.objectives.reward_backprop import draft, flowbp, refl, srpo
 from flowrl.objectives.reward_backprop import leap_align as leap
-from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.base import RewardBackprop
 from flowrl.objectives.sft import WeightedRegression, all_winners, exponential, one_winner
 from flowrl.objectives.spo import SPO
 from flowrl.objectives.tree_credit import (
-    Credit,
     Keep,
+    TreeCredit,
     keep_all,
     keep_b2_pairs,
     keep_extreme,
@@ -73,11 +73,11 @@ from flowrl.utils.imports import load_callable
 LEAST_SIGMA = 1e-3
 
 
-def build_nft(section: Nft) -> Objective:
+def build_nft(section: NFTOptions) -> Objective:
     return NFT(
         draws=_draws(section.draws),
         advantages=_advantages(section.advantage),
-        old=Old(keep=_decay(section.old_decay), samples=True),
+        old=OldPolicy(keep=_decay(section.old_decay), samples=True),
         nft_mix=section.nft_mix,
         pred_space=section.pred_space,
         adaptive_weight=section.adaptive_weight,
@@ -86,7 +86,7 @@ def build_nft(section: Nft) -> Objective:
     )
 
 
-def build_dpo(section: Dpo) -> Objective:
+def build_dpo(section: DPOOptions) -> Objective:
     return DPO(
         errors=_errors(section),
         implicit_beta=section.implicit_beta,
@@ -94,7 +94,7 @@ def build_dpo(section: Dpo) -> Objective:
     )
 
 
-def build_gdro(section: Gdro) -> Objective:
+def build_gdro(section: GDROOptions) -> Objective:
     return GDRO(
         errors=_errors(section),
         implicit_beta=section.implicit_beta,
@@ -104,24 +104,24 @@ def build_gdro(section: Gdro) -> Objective:
     )
 
 
-def build_sft(section: Sft) -> Objective:
+def build_sft(section: SFTOptions) -> Objective:
     weights = {"all": all_winners, "one": one_winner}[section.winners]
     return WeightedRegression(draws=_draws(section.draws), weights=weights)
 
 
-def build_rwr(section: Rwr) -> Objective:
+def build_rwr(section: RWROptions) -> Objective:
     weights = functools.partial(
         exponential, rwr_lambda=section.rwr_lambda, normalise=section.normalise
     )
     return WeightedRegression(draws=_draws(section.draws), weights=weights)
 
 
-def build_awm(section: Awm) -> Objective:
+def build_awm(section: AWMOptions) -> Objective:
     return AWM(
         draws=_draws(section.draws),
         advantages=_advantages(section.advantage),
         likelihood=LIKELIHOODS[section.likelihood],
-        old=Old(keep=_decay(section.old_decay)),
+        old=OldPolicy(keep=_decay(section.old_decay)),
         clip=section.clip,
         advantage_max=section.advantage_max,
         kl_coef=section.kl_coef,
@@ -129,7 +129,7 @@ def build_awm(section: Awm) -> Objective:
     )
 
 
-def build_kto(section: Kto) -> Objective:
+def build_kto(section: KTOOptions) -> Objective:
     return KTO(
         errors=_errors(section),
         implicit_beta=section.implicit_beta,
@@ -139,7 +139,7 @@ def build_kto(section: Kto) -> Objective:
     )
 
 
-def build_dgpo(section: Dgpo) -> Objective:
+def build_dgpo(section: DGPOOptions) -> Objective:
     return DGPO(
         errors=_errors(section),
         advantages=_advantages(section.advantage),
@@ -148,7 +148,7 @@ def build_dgpo(section: Dgpo) -> Objective:
     )
 
 
-def build_lair(section: Lair) -> Objective:
+def build_lair(section: LAIROptions) -> Objective:
     return LAIR(
         errors=_errors(section),
         advantages=_advantages(section.advantage),
@@ -157,8 +157,8 @@ def build_lair(section: Lair) -> Objective:
     )
 
 
-def _errors(section: Compared) -> Anchored:
-    return Anchored(
+def _errors(section: ComparedOptions) -> ImplicitReward:
+    return ImplicitReward(
         draws=_draws(section.draws),
         weighting=WEIGHTINGS[section.weighting],
         anchor=_anchor(section.anchor),
@@ -166,19 +166,19 @@ def _errors(section: Compared) -> Anchored:
     )
 
 
-def _anchor(section: Anchor) -> Old | None:
+def _anchor(section: Anchor) -> OldPolicy | None:
     if section.kind == "base":
         return None
-    return Old(keep=decay.renewed(section.every), samples=True)
+    return OldPolicy(keep=decay.renewed(section.every), samples=True)
 
 
-def _decay(section: OldDecay) -> Callable[[int], float]:
+def _decay(section: OldDecayOptions) -> Callable[[int], float]:
     if section.rate is None:
         return decay.stepped(limit=section.limit, start=section.start)
     return decay.ramp(rate=section.rate, limit=section.limit, start=section.start)
 
 
-def _advantages(section: Advantage) -> Advantages:
+def _advantages(section: AdvantageOptions) -> Advantages:
     return Advantages(
         rewards=section.rewards,
         center=section.center,
@@ -189,8 +189,8 @@ def _advantages(section: Advantage) -> Advantages:
     )
 
 
-def _draws(section: DrawsSection) -> Draws:
-    return Draws(times=_times(section.times, section.stratified), count=section.count,
+def _draws(section: DrawsSection) -> Noising:
+    return Noising(times=_times(section.times, section.stratified), count=section.count,
                  share=section.share)  # fmt: skip
 
 
@@ -216,28 +216,28 @@ def _times(section: Times, stratified: bool) -> TimeSampler:
 # --- From options to objectives that follow the reward's gradient ------------------------------
 
 
-def build_refl(section: Refl) -> Objective:
+def build_refl(section: ReFLOptions) -> Objective:
     return refl.ReFL(ascent=_ascent(section), window=section.window)
 
 
-def build_draft(section: Draft) -> Objective:
+def build_draft(section: DRaFTOptions) -> Objective:
     return draft.DRaFT(ascent=_ascent(section), depth=draft.fixed(section.steps))
 
 
-def build_draft_lv(section: DraftLv) -> Objective:
+def build_draft_lv(section: DRaFTLVOptions) -> Objective:
     return refl.DRaFTLV(ascent=_ascent(section), copies=section.copies)
 
 
-def build_align_prop(section: AlignProp) -> Objective:
+def build_align_prop(section: AlignPropOptions) -> Objective:
     how = section.truncation
-    if isinstance(how, UniformTruncation):
+    if isinstance(how, UniformTruncationOptions):
         depth = draft.uniform()
     else:
         depth = draft.gaussian(how.mean, how.std)
     return draft.DRaFT(ascent=_ascent(section), depth=depth)
 
 
-def build_srpo(section: Srpo) -> Objective:
+def build_srpo(section: SRPOOptions) -> Objective:
     try:
         return srpo.SRPO(
             ascent=_ascent(section),
@@ -255,7 +255,7 @@ def build_srpo(section: Srpo) -> Objective:
         raise UserError(f"objective srpo: {error}") from error
 
 
-def build_leap_align(section: LeapAlign) -> Objective:
+def build_leap_align(section: LeapAlignOptions) -> Objective:
     return leap.Leaps(
         ascent=_ascent(section),
         pairs=flowbp.drawn_pairs,
@@ -264,7 +264,7 @@ def build_leap_align(section: LeapAlign) -> Objective:
     )
 
 
-def build_flowbp_sparse(section: FlowbpSparse) -> Objective:
+def build_flowbp_sparse(section: FlowBPSparseOptions) -> Objective:
     return flowbp.Sparse(
         ascent=_ascent(section),
         steps=section.steps,
@@ -274,7 +274,7 @@ def build_flowbp_sparse(section: FlowbpSparse) -> Objective:
     )
 
 
-def build_flowbp_bridge(section: FlowbpBridge) -> Objective:
+def build_flowbp_bridge(section: FlowBPBridgeOptions) -> Objective:
     return flowbp.Bridge(
         ascent=_ascent(section),
         steps=section.steps,
@@ -284,7 +284,7 @@ def build_flowbp_bridge(section: FlowbpBridge) -> Objective:
     )
 
 
-def build_flowbp_lagrange(section: FlowbpLagrange) -> Objective:
+def build_flowbp_lagrange(section: FlowBPLagrangeOptions) -> Objective:
     before, between, after = section.concentration
     pairs = leap.DirichletPairs(before=before, between=between, after=after, latest=section.latest)
     return leap.Leaps(
@@ -298,15 +298,15 @@ def build_flowbp_lagrange(section: FlowbpLagrange) -> Objective:
     )
 
 
-def _ascent(section: Ascending) -> Ascent:
-    return Ascent(hinge=section.hinge, kl_coef=section.kl_coef)
+def _ascent(section: RewardBackpropOptions) -> RewardBackprop:
+    return RewardBackprop(hinge=section.hinge, kl_coef=section.kl_coef)
 
 
 # --- From the options of credit to its object --------------------------------------------------
 
 
-def build_credit(section: CreditSection) -> Credit:
-    return Credit(
+def build_credit(section: CreditSection) -> TreeCredit:
+    return TreeCredit(
         rewards=section.rewards,
         fusion=section.fusion,
         path_coef=section.path_coef,
@@ -336,7 +336,7 @@ def _keep(section: KeepSection) -> Keep:
 # --- From options to objectives on the reverse process -----------------------------------------
 
 
-def build_grpo(section: Grpo, kernel: StepKernel) -> GRPO:
+def build_grpo(section: GRPOOptions, kernel: StepKernel) -> GRPO:
     return GRPO(
         kernel=kernel,
         credit=build_credit(section.credit),
@@ -349,7 +349,7 @@ def build_grpo(section: Grpo, kernel: StepKernel) -> GRPO:
     )
 
 
-def build_spo(section: Spo, kernel: StepKernel) -> SPO:
+def build_spo(section: SPOOptions, kernel: StepKernel) -> SPO:
     return SPO(
         kernel=kernel,
         logratio_beta=section.logratio_beta,
@@ -400,7 +400,7 @@ def build_objective(section: Any, kernel: StepKernel) -> Objective:
     return REVERSE[section.kind](section, kernel)
 
 
-def _custom(section: CustomObjective) -> Objective:
+def _custom(section: CustomObjectiveOptions) -> Objective:
     try:
         make = load_callable(section.target)
     except LookupError as error:

@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowrl.config import Config
-from flowrl.config.rewards import Affine, Clip, HttpExecutor, PoolExecutor, Rank, Sigmoid
-from flowrl.config.rewards import Reward as RewardSection
+from flowrl.config.rewards import (
+    AffineOptions,
+    ClipOptions,
+    HTTPOptions,
+    PoolOptions,
+    RankOptions,
+    SigmoidOptions,
+)
+from flowrl.config.rewards import RewardOptions as RewardSection
 from flowrl.errors import UserError
 from flowrl.scoring import combine as transforms
 from flowrl.scoring.combine import FailureLimit
-from flowrl.scoring.executors.base import Executor, Inline, Reward
+from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, Transform, load_reward
 
 
@@ -20,7 +27,7 @@ def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> 
     themselves. Raises UserError when one cannot be had, or when two have one name."""
     if given:
         return [
-            RewardSpec(name=name, reward=reward, executor=Inline(reward, name))
+            RewardSpec(name=name, reward=reward, executor=InlineExecutor(reward, name))
             for name, reward in given.items()
         ]
     specs: list[RewardSpec] = []
@@ -66,15 +73,15 @@ def _make(entry: RewardSection) -> tuple[Reward, Executor]:
     whole = getattr(reward, "scope", "sample") == "group"
     if how.kind == "inline":
         size = None if whole else how.micro_batch
-        return reward, Inline(reward, name, micro_batch=size, background=how.background)
+        return reward, InlineExecutor(reward, name, micro_batch=size, background=how.background)
     return reward, _pool(entry, how, name, whole)
 
 
-def _pool(entry: RewardSection, how: PoolExecutor, name: str, whole: bool) -> Executor:
+def _pool(entry: RewardSection, how: PoolOptions, name: str, whole: bool) -> Executor:
     """whole: the reward compares whole groups, which are never split."""
-    from flowrl.scoring.executors.pool import Pool
+    from flowrl.scoring.executors.pool import PoolExecutor
 
-    return Pool(
+    return PoolExecutor(
         BUILT_IN.get(entry.name, entry.name),
         entry.args,
         name,
@@ -85,11 +92,11 @@ def _pool(entry: RewardSection, how: PoolExecutor, name: str, whole: bool) -> Ex
     )
 
 
-def _remote(name: str, how: HttpExecutor) -> Any:
+def _remote(name: str, how: HTTPOptions) -> Any:
     """A reward and its executor at once. It knows itself whether groups may be split."""
-    from flowrl.scoring.executors.http import Remote
+    from flowrl.scoring.executors.http import HTTPExecutor
 
-    return Remote(
+    return HTTPExecutor(
         name,
         how.urls,
         timeout=how.timeout,
@@ -112,7 +119,9 @@ def _token(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def _transform(section: Affine | Clip | Sigmoid | Rank | None) -> Transform | None:
+def _transform(
+    section: AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
+) -> Transform | None:
     if section is None:
         return None
     if section.kind == "affine":

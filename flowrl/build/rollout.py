@@ -20,7 +20,7 @@ from flowrl.config.objectives import check_draws
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
-from flowrl.offline.format import About, Store, open_store
+from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_store
 from flowrl.offline.source import Caching, Refreshing, StoredGroups, check_store
 from flowrl.offline.writer import Refresh
 from flowrl.quantization.backends import (
@@ -33,9 +33,9 @@ from flowrl.quantization.backends import (
     resolve,
 )
 from flowrl.quantization.layer_rules import LayerChoice
-from flowrl.quantization.rollout_model import Twin, prepare, write_precision
-from flowrl.sampling.rank_audit import AuditLog, Gate
-from flowrl.sampling.rollout import Stage, of_twin, policys_own, with_network
+from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
+from flowrl.sampling.rank_audit import AuditLog, PrecisionController
+from flowrl.sampling.rollout import RolloutGenerator, of_twin, policys_own, with_network
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.spec import RewardSpec
@@ -82,14 +82,14 @@ def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
     return needs.complete_groups or any(spec.whole_groups for spec in specs)
 
 
-def build_stage(d: Drawing) -> Stage:
+def build_stage(d: Drawing) -> RolloutGenerator:
     """What draws the pictures that are learned from."""
     r, backbone = d.config.rollout, d.backbone
     network = functools.partial(
         policys_own, d.policy, backbone, d.adapter, merged=d.merged, runtime=d.runtime
     )
     if r.compile:
-        twin = Twin(
+        twin = RolloutModel(
             d.policy,
             (),
             Plain(backbone.dtype),
@@ -98,7 +98,7 @@ def build_stage(d: Drawing) -> Stage:
         )
         backbone = with_network(backbone, twin.network)
         network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
-    return Stage(
+    return RolloutGenerator(
         backbone=backbone,
         network=network,
         encode=d.encode,
@@ -114,7 +114,7 @@ def build_stage(d: Drawing) -> Stage:
     )
 
 
-def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
+def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
     """What names the trees that `exact` draws; None without `rollout.explore`.
 
     Raises UserError for a precision that the device lacks, and layers that cannot be quantised.
@@ -132,7 +132,7 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
     def exact_plan(iteration: int) -> TreePlan:
         return replace(plan_at(d.config.rollout.plan, seed, iteration), roots=e.candidates)
 
-    gate = Gate(
+    gate = PrecisionController(
         make=functools.partial(_exploring, d, exact),
         first=first,
         capability=capability,
@@ -150,7 +150,9 @@ def build_explorer(d: Drawing, exact: Stage) -> Explorer | None:
     return Explorer(stage=gate, plan=plan, mode=e.select)
 
 
-def _exploring(d: Drawing, exact: Stage, resolved: Resolved, since: int) -> Stage:
+def _exploring(
+    d: Drawing, exact: RolloutGenerator, resolved: Resolved, since: int
+) -> RolloutGenerator:
     """The stage that draws candidates from an iteration on, which is told and written down."""
     e = d.config.rollout.explore
     assert e is not None
@@ -176,8 +178,8 @@ def _ladder(resolved: Resolved | None, capability: Capability) -> Iterator[Resol
 
 
 def draft_stage(
-    d: Drawing, exact: Stage, choices: Sequence[LayerChoice], backend: Backend
-) -> Stage:
+    d: Drawing, exact: RolloutGenerator, choices: Sequence[LayerChoice], backend: Backend
+) -> RolloutGenerator:
     """The stage that draws candidates. Its rewards are those that are trained.
 
     choices, backend: see `low_precision`. Without choices and with the adapter folded in or beside
@@ -188,7 +190,7 @@ def draft_stage(
     backbone, network = exact.backbone, exact.network
     folds = e.lora == "merge" and d.foldable
     if choices or folds != d.merged:
-        twin = Twin(d.policy, choices, backend, lora=e.lora, compile=r.compile)
+        twin = RolloutModel(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
         network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
     trained = [spec for spec in d.specs if spec.trained]
@@ -294,7 +296,7 @@ def build_stored(
     return source
 
 
-def _check_draws(config: Config, store: Store) -> None:
+def _check_draws(config: Config, store: OfflineDataset) -> None:
     """The noise levels that the store was drawn with are enough for what is asked of them."""
     draws, stored = getattr(config.objective, "draws", None), config.rollout.store
     if draws is None or stored is None:
@@ -306,7 +308,7 @@ def _check_draws(config: Config, store: Store) -> None:
 
 
 def _refresh(
-    config: Config, store: Store, redraw: Callable[[Config], Sampler], every: int
+    config: Config, store: OfflineDataset, redraw: Callable[[Config], Sampler], every: int
 ) -> Refresh:
     """Draws as the recipe says, but as many pictures of a prompt as the store has."""
     size = max(len(group.pictures) for group in store.groups)
@@ -325,11 +327,11 @@ def _reference_key(config: Config) -> str:
     return _digest([json.dumps(parts, sort_keys=True)])
 
 
-def about(config: Config, sampler: Sampler) -> About:
+def about(config: Config, sampler: Sampler) -> DatasetMetadata:
     """How the sampler of a recipe makes pictures."""
     p, lora = config.pipeline, config.lora.init_from
     uids = sorted(r.uid for records in sampler.prompts.kinds.values() for r in records)
-    return About(
+    return DatasetMetadata(
         pipeline=p.path,
         backbone=p.backbone,
         latent_shape=list(sampler.stage.backbone.latent_shape()),

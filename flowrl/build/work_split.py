@@ -17,7 +17,7 @@ from flowrl.trees.plan import TreePlan, count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class IterationWork:
     """What one iteration asks of all GPUs together.
 
     prompts: hence groups. roots: trees of a prompt; leaves: pictures of a tree; forwards:
@@ -50,7 +50,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ProcessShare:
     """One GPU's part of an iteration. candidates, trees: of all its prompts; forwards, pictures:
     of both. rows, micro_batches: one number for each update, the latter its backward passes."""
 
@@ -64,11 +64,11 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Geometry:
+class WorkSplit:
     """The shares of all GPUs, and what they make together."""
 
-    load: Load
-    shares: tuple[Share, ...] = field(repr=False)
+    load: IterationWork
+    shares: tuple[ProcessShare, ...] = field(repr=False)
 
     @property
     def gpus(self) -> int:
@@ -97,7 +97,7 @@ class Geometry:
         return all(share == 1 for share in self.busy.values())
 
 
-def solve(load: Load, gpus: int) -> Geometry:
+def solve(load: IterationWork, gpus: int) -> WorkSplit:
     """The shares of `gpus` processes, as training deals them; an uneven one is no error.
 
     Raises UserError, with the nearest numbers that work, where a process would have no tree or an
@@ -113,7 +113,7 @@ def solve(load: Load, gpus: int) -> Geometry:
     return _solve(load, gpus)
 
 
-def check(load: Load, gpus: int) -> None:
+def check(load: IterationWork, gpus: int) -> None:
     """Raises UserError unless every one of `gpus` processes gets work in every iteration."""
     if gpus < 1:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
@@ -137,12 +137,12 @@ def check(load: Load, gpus: int) -> None:
     )
 
 
-def units(load: Load) -> int:
+def units(load: IterationWork) -> int:
     """What can be dealt: prompts where they are whole, else their trees."""
     return load.prompts if load.whole_prompts else load.prompts * load.roots
 
 
-def nearest_gpus(load: Load, gpus: int) -> tuple[int, ...]:
+def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     """The numbers of GPUs nearest to `gpus`, below and above, among which nobody waits."""
     last = 1 if load.together == "update" else units(load)
     good = [n for n in range(1, last + 1) if _may_be_even(load, n) and _solve(load, n).even]
@@ -150,7 +150,7 @@ def nearest_gpus(load: Load, gpus: int) -> tuple[int, ...]:
     return (*below[-1:], *above[:1])
 
 
-def nearest_prompts(load: Load, gpus: int) -> tuple[int, ...]:
+def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
     """The numbers of prompts nearest to the load's, below and above, with which nobody waits."""
     if load.together == "update" and gpus > 1:
         return ()
@@ -166,12 +166,12 @@ def nearest_prompts(load: Load, gpus: int) -> tuple[int, ...]:
     return (above,) if below is None else (below, above)
 
 
-def _may_be_even(load: Load, gpus: int) -> bool:
+def _may_be_even(load: IterationWork, gpus: int) -> bool:
     """Quickly rules out what cannot be dealt in equal parts."""
     return not units(load) % gpus
 
 
-def _least_prompts(load: Load, gpus: int) -> int:
+def _least_prompts(load: IterationWork, gpus: int) -> int:
     """The fewest prompts that give each process something, in whole updates."""
     least = gpus if load.whole_prompts else -(-gpus // load.roots)
     return -(-least // load.updates) * load.updates
@@ -182,14 +182,14 @@ def _multiple(value: int, unit: int) -> int:
     return max(unit, (value + (unit - 1) // 2) // unit * unit)
 
 
-def _solve(load: Load, gpus: int) -> Geometry:
+def _solve(load: IterationWork, gpus: int) -> WorkSplit:
     explored = deal(load.prompts * load.candidates, gpus, _unit(load.candidates, load))
     drawn = deal(load.prompts * load.roots, gpus, load.roots if load.whole_prompts else 1)
     shares = (_share(load, *own) for own in zip(explored, drawn, strict=True))
-    return Geometry(load=load, shares=tuple(shares))
+    return WorkSplit(load=load, shares=tuple(shares))
 
 
-def _unit(candidates: int, load: Load) -> int:
+def _unit(candidates: int, load: IterationWork) -> int:
     return candidates if load.whole_candidates else 1
 
 
@@ -207,7 +207,7 @@ def deal(total: int, parts: int, unit: int = 1) -> list[range]:
     return [range(a * unit, b * unit) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-def _share(load: Load, candidates: range, trees: range) -> Share:
+def _share(load: IterationWork, candidates: range, trees: range) -> ProcessShare:
     own = dict(_by_group(trees, load.roots))
     explored = dict(_by_group(candidates, load.candidates)) if load.candidates else {}
     rows = {
@@ -215,7 +215,7 @@ def _share(load: Load, candidates: range, trees: range) -> Share:
         for group, count in own.items()
     }
     parts = [[n for g, n in rows.items() if g % load.updates == i] for i in range(load.updates)]
-    return Share(
+    return ProcessShare(
         prompts=len(own | explored),
         candidates=len(candidates),
         trees=len(trees),
@@ -235,7 +235,7 @@ def _by_group(trees: range, roots: int) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def micro_batches(load: Load, groups: list[int]) -> list[int]:
+def micro_batches(load: IterationWork, groups: list[int]) -> list[int]:
     """Rows of each backward pass over groups of so many rows: what `Batch.chunks` makes."""
     most = max(1, load.micro_batch // load.row_forwards)
     total = sum(groups)
@@ -263,7 +263,7 @@ def build_load(
     whole_groups: bool = False,
     whole_trained: bool = False,
     candidates: TreePlan | None = None,
-) -> Load:
+) -> IterationWork:
     """What the iterations ask for that draw `plan`, and before it `candidates`, if any.
 
     whole_groups: a reward compares the pictures of a prompt; whole_trained: one that is trained.
@@ -273,7 +273,7 @@ def build_load(
     tree = count(plan)
     on_pictures = needs.states == "endpoints"
     transitions = needs.states == "transitions"
-    return Load(
+    return IterationWork(
         prompts=r.prompts,
         roots=plan.roots,
         leaves=tree.leaves // plan.roots,

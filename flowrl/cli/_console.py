@@ -4,16 +4,12 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowrl.errors import UserError
-
-if TYPE_CHECKING:
-    from flowrl.errors import Finding
+from flowrl.errors import CheckResult, UserError
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -53,7 +49,7 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def print_findings(findings: "Iterable[Finding]", width: int) -> None:
+def print_findings(findings: "Iterable[CheckResult]", width: int) -> None:
     """For each a mark, what about, what was found; below it what to do. width: of the topics."""
     console = Console(soft_wrap=True, highlight=False)
     for finding in findings:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 import flowrl
 from flowrl.config.load import preset_names
-from flowrl.errors import Finding, UserError
+from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -86,20 +86,20 @@ OPTIONAL = {  # package: its extra, and what it is for
 }
 
 
-def examine() -> list[Finding]:
+def examine() -> list[CheckResult]:
     """Look at everything a run depends on. Imports torch, reaches no network."""
     return [*_basics(), *_packages(), *_optional(), *_shadows(), *_device(), *_data()]
 
 
-def healthy(findings: list[Finding]) -> bool:
+def healthy(findings: list[CheckResult]) -> bool:
     """True when nothing that a run needs is missing or wrong."""
     return all(finding.state != "problem" for finding in findings)
 
 
-def _basics() -> Iterator[Finding]:
-    yield Finding(topic="flowrl", state="ok", detail=flowrl.__version__)
+def _basics() -> Iterator[CheckResult]:
+    yield CheckResult(topic="flowrl", state="ok", detail=flowrl.__version__)
     old = sys.version_info < (3, 11)
-    yield Finding(
+    yield CheckResult(
         topic="python",
         state="problem" if old else "ok",
         detail=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
@@ -122,30 +122,30 @@ def _ranges() -> dict[str, Requirement]:
     return {r.name: r for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})}
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     ranges = _ranges()
     for package, use in NEEDED.items():
         found, wanted = _installed(package), ranges.get(package)
         if found is None:
             remedy = f'pip install "{wanted or package}"'
-            yield Finding(
+            yield CheckResult(
                 topic=package, state="problem", detail=f"not installed: {use}", remedy=remedy
             )
         elif wanted and not wanted.specifier.contains(found, prereleases=True):
-            yield Finding(
+            yield CheckResult(
                 topic=package,
                 state="problem",
                 detail=f"{found}, expected {wanted.specifier}",
                 remedy=f'pip install "{wanted}"',
             )
         else:
-            yield Finding(topic=package, state="ok", detail=found)
+            yield CheckResult(topic=package, state="ok", detail=found)
 
 
-def _optional() -> Iterator[Finding]:
+def _optional() -> Iterator[CheckResult]:
     for package, (extra, use) in OPTIONAL.items():
         found = _installed(package)
-        yield Finding(
+        yield CheckResult(
             topic=package,
             state="ok" if found else "missing",
             detail=found or f"optional: {use}",
@@ -153,13 +153,13 @@ def _optional() -> Iterator[Finding]:
         )
 
 
-def _shadows() -> Iterator[Finding]:
+def _shadows() -> Iterator[CheckResult]:
     """Packages of the same name hide ours, and two OpenCV builds overwrite each other."""
     ours = Path(flowrl.__file__).parent.parent / "rewards"
     spec = importlib.util.find_spec("rewards")
     found = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
     hidden = found is None or found.resolve() != ours.resolve()
-    yield Finding(
+    yield CheckResult(
         topic="rewards",
         state="problem" if hidden else "ok",
         detail=f"found at {found}, expected {ours}" if hidden else "flowrl's own",
@@ -167,7 +167,7 @@ def _shadows() -> Iterator[Finding]:
     )
     builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
     if builds and _installed("opencv-python-headless"):
-        yield Finding(
+        yield CheckResult(
             topic="opencv",
             state="problem",
             detail=f"{builds[0]} and opencv-python-headless share the folder cv2",
@@ -176,13 +176,13 @@ def _shadows() -> Iterator[Finding]:
         )
 
 
-def _device() -> Iterator[Finding]:
+def _device() -> Iterator[CheckResult]:
     if importlib.util.find_spec("torch") is None:
         return
     import torch
 
     threads, cores = torch.get_num_threads(), os.cpu_count()
-    yield Finding(
+    yield CheckResult(
         topic="cpu",
         state="ok",
         detail=f"{cores} cores, {threads} threads in use",
@@ -194,9 +194,9 @@ def _device() -> Iterator[Finding]:
             f"{torch.cuda.device_count()} x {card.name}, {card.total_memory / 2**30:.0f} GB, "
             f"bf16 {'yes' if torch.cuda.is_bf16_supported() else 'no'}"
         )
-        yield Finding(topic="cuda", state="ok", detail=detail)
+        yield CheckResult(topic="cuda", state="ok", detail=detail)
     else:
-        yield Finding(
+        yield CheckResult(
             topic="cuda",
             state="missing",
             detail=f"torch {torch.__version__} sees no CUDA device",
@@ -204,32 +204,32 @@ def _device() -> Iterator[Finding]:
         )
     yield _precisions(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if torch.backends.mps.is_available():
-        yield Finding(topic="mps", state="ok", detail="available; without float64")
+        yield CheckResult(topic="mps", state="ok", detail="available; without float64")
 
 
-def _precisions(device: "torch.device") -> Finding:
+def _precisions(device: "torch.device") -> CheckResult:
     from flowrl.quantization.backends import capability_of, native_formats
 
     formats = ", ".join(native_formats(capability_of(device)))
-    return Finding(
+    return CheckResult(
         topic="precisions",
         state="ok",
         detail=f"{formats}; nvfp4-emulated has nvfp4's numbers anywhere, not its speed",
     )
 
 
-def _data() -> Iterator[Finding]:
+def _data() -> Iterator[CheckResult]:
     pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
     names = ", ".join(path.parent.name for path in pipelines)
-    yield Finding(
+    yield CheckResult(
         topic="tiny pipelines",
         state="ok" if pipelines else "problem",
         detail=names or "none in the package",
         remedy="" if pipelines else "From a clone: pip install --force-reinstall --no-deps .",
     )
-    yield Finding(topic="presets", state="ok", detail=", ".join(preset_names()))
+    yield CheckResult(topic="presets", state="ok", detail=", ".join(preset_names()))
     offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
-    yield Finding(
+    yield CheckResult(
         topic="hub",
         state="ok",
         detail="offline (HF_HUB_OFFLINE is set)" if offline else "used when a model is named",

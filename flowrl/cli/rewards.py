@@ -15,7 +15,7 @@ import typer
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.errors import Finding
+    from flowrl.errors import CheckResult
     from flowrl.scoring.check import Checked
     from flowrl.scoring.executors.base import Executor
     from flowrl.scoring.protocol import Codec
@@ -122,7 +122,7 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
     return names or list(BUILT_IN)
 
 
-def _row(name: str, checked: "Checked", finding: "Finding") -> dict:
+def _row(name: str, checked: "Checked", finding: "CheckResult") -> dict:
     return {
         "reward": name,
         "state": finding.state,
@@ -135,7 +135,7 @@ def _row(name: str, checked: "Checked", finding: "Finding") -> dict:
     }
 
 
-def _timed(checked: "Checked", finding: "Finding") -> "Finding":
+def _timed(checked: "Checked", finding: "CheckResult") -> "CheckResult":
     """A finding about scores with how long they took."""
     if finding.state not in ("ok", "warning"):
         return finding
@@ -324,13 +324,13 @@ def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
 
 def _executor(spec: "RewardSpec", args: dict | None, pool: _Pool) -> "Executor":
     if not pool.workers:
-        from flowrl.scoring.executors.base import Inline
+        from flowrl.scoring.executors.base import InlineExecutor
 
-        return Inline(spec.reward, spec.name, background=True)
-    from flowrl.scoring.executors.pool import Pool
+        return InlineExecutor(spec.reward, spec.name, background=True)
+    from flowrl.scoring.executors.pool import PoolExecutor
     from flowrl.scoring.spec import BUILT_IN
 
-    return Pool(
+    return PoolExecutor(
         BUILT_IN.get(spec.name, spec.name),
         args,
         spec.name,

@@ -123,13 +123,13 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
     from flowrl.config.load import merge
     from flowrl.config.messages import complain
     from flowrl.config.trees import PRESETS
-    from flowrl.utils.fields import Section
+    from flowrl.utils.fields import Options
 
     kind = PRESETS[preset]
     inner = {
         name: field.default.model_dump()
         for name, field in kind.model_fields.items()
-        if isinstance(field.default, Section)
+        if isinstance(field.default, Options)
     }
     try:
         return kind.model_validate(merge({"kind": preset} | inner, {"kind": preset} | options))

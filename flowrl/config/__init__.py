@@ -8,16 +8,16 @@ from pydantic import ValidationError, model_validator
 
 from flowrl.config.load import dump_yaml, load_recipe
 from flowrl.config.messages import complain
-from flowrl.config.objectives import Grpo, Objective
-from flowrl.config.rewards import Failures, Reward, check_rewards
-from flowrl.config.rollout import Ema, Optim, Rollout
+from flowrl.config.objectives import GRPOOptions, Objective
+from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
+from flowrl.config.rollout import EMAOptions, OptimOptions, RolloutOptions
 from flowrl.config.sections import (
-    Evaluation,
-    Lora,
-    Memory,
-    Pipeline,
-    Prompts,
-    Run,
+    EvaluationOptions,
+    LoRAOptions,
+    MemoryOptions,
+    PipelineOptions,
+    PromptOptions,
+    RunOptions,
     check_retained,
     check_stopping,
 )
@@ -32,24 +32,30 @@ from flowrl.config.validate import (
 )
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
-from flowrl.utils.fields import Section, option
+from flowrl.utils.fields import Options, option
 
 
-class Config(Section):
+class Config(Options):
     """Everything that decides a training run."""
 
-    pipeline: Pipeline = option(Pipeline(), "The text-to-image pipeline that is aligned.")
-    memory: Memory = option(Memory(), "What stays on the device, and in how many bits.")
-    lora: Lora = option(Lora(), "The adapter that is trained.")
-    prompts: Prompts = option(..., "What is drawn in training.")
-    rollout: Rollout = option(Rollout(), "How pictures to learn from are drawn.")
-    objective: Objective = option(Grpo(), "What is minimised; an objective by its kind.")
-    optim: Optim = option(Optim(), "AdamW and the size of its steps.")
-    ema: Ema = option(Ema(), "A moving average of the adapter.")
-    rewards: list[Reward] = option(..., "What is scored: a list, each with a name at least.")
-    failures: Failures = option(Failures(), "What happens when rewards cannot be computed.")
-    evaluation: Evaluation = option(Evaluation(), "Scores on held-out prompts.")
-    run: Run = option(Run(), "Where a run lives and how long it lasts.")
+    pipeline: PipelineOptions = option(
+        PipelineOptions(), "The text-to-image pipeline that is aligned."
+    )
+    memory: MemoryOptions = option(
+        MemoryOptions(), "What stays on the device, and in how many bits."
+    )
+    lora: LoRAOptions = option(LoRAOptions(), "The adapter that is trained.")
+    prompts: PromptOptions = option(..., "What is drawn in training.")
+    rollout: RolloutOptions = option(RolloutOptions(), "How pictures to learn from are drawn.")
+    objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
+    optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
+    ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")
+    rewards: list[RewardOptions] = option(..., "What is scored: a list, each with a name at least.")
+    failures: FailureOptions = option(
+        FailureOptions(), "What happens when rewards cannot be computed."
+    )
+    evaluation: EvaluationOptions = option(EvaluationOptions(), "Scores on held-out prompts.")
+    run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

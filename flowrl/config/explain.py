@@ -6,7 +6,7 @@ from flowrl.config import Config
 from flowrl.config.load import ALIASES
 from flowrl.config.messages import Option, show, walk
 from flowrl.errors import UserError
-from flowrl.utils.fields import Section
+from flowrl.utils.fields import Options
 
 
 def explain(key: str = "") -> str:
@@ -62,7 +62,7 @@ def _section(section: Option, options: list[Option]) -> str:
 def _default(option: Option) -> str:
     if option.required:
         return "(required)"
-    if isinstance(option.default, Section):
+    if isinstance(option.default, Options):
         return show(option.default.model_dump()) if "kind" in option.default.model_dump() else "..."
     return show(option.default)
 

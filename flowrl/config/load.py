@@ -249,7 +249,7 @@ _SECTION_NAMES = ("prompts", "rewards")  # with dashes they are aliases, without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class CommandArguments:
     """A command line sorted out: the recipe, its overrides `a.b=c`, and where to resume."""
 
     recipe: str
@@ -257,7 +257,7 @@ class Request:
     resume: str | None
 
 
-def sort_arguments(arguments: Sequence[str]) -> Request:
+def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
     """`quickstart --output_dir runs/a optim.lr=1e-4` -> recipe and overrides.
 
     Known names may be written `--name value`, `--name=value` or `name=value`, with dashes or
@@ -290,7 +290,7 @@ def sort_arguments(arguments: Sequence[str]) -> Request:
             f"Got two recipes, {recipes[0]!r} and {recipes[1]!r}, expected one; changes to it are "
             "written KEY=VALUE, as in optim.lr=1e-4."
         )
-    return Request(recipe="".join(recipes), overrides=overrides, resume=resume)
+    return CommandArguments(recipe="".join(recipes), overrides=overrides, resume=resume)
 
 
 def _next_value(word: str, plain: str, rest: list[str]) -> str:

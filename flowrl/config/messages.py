@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from flowrl.utils.fields import Section
+from flowrl.utils.fields import Options
 
 # --- The configuration seen from outside: every option's path, type, default and meaning -------
 
@@ -32,7 +32,7 @@ class Option:
     is_section: bool
 
 
-def walk(model: type[Section], prefix: str = "", variant: str = "") -> Iterator[Option]:
+def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[Option]:
     """Every option below `model`, sections before what they hold."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
@@ -57,16 +57,16 @@ def _describe(path: str, variant: str, field: FieldInfo, is_section: bool) -> Op
     )
 
 
-def sections_in(annotation: Any) -> list[type[Section]]:
+def sections_in(annotation: Any) -> list[type[Options]]:
     """The section of a field, of each item of its list, or of each `kind` it may take."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if isinstance(annotation, type) and issubclass(annotation, Options):
         return [annotation]
     if get_origin(annotation) in (list, Union, UnionType):
         return [section for inner in get_args(annotation) for section in sections_in(inner)]
     return []
 
 
-def _kind(section: type[Section]) -> str:
+def _kind(section: type[Options]) -> str:
     return str(section.model_fields["kind"].default)
 
 
@@ -96,14 +96,14 @@ def _limits(metadata: Sequence[Any]) -> str:
     return "".join(f", {word} {limit}" for word, limit in found if limit is not None)
 
 
-def resolve(model: type[Section], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
+def resolve(model: type[Options], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
     """A pydantic error location -> the path a user wrote, and the keys known beside its end.
 
     pydantic puts names of union members into the location (`window.random.size`), which no
     user wrote: they are left out.
     """
     path: list[str] = []
-    here: list[type[Section]] = [model]
+    here: list[type[Options]] = [model]
     known = _keys(here)
     for part in loc:
         section = here[0] if len(here) == 1 else None
@@ -121,7 +121,7 @@ def resolve(model: type[Section], loc: Sequence[int | str]) -> tuple[list[str], 
     return path, known
 
 
-def _keys(sections: list[type[Section]]) -> list[str]:
+def _keys(sections: list[type[Options]]) -> list[str]:
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
@@ -143,7 +143,7 @@ _WORDS = {
 }
 
 
-def complain(model: type[Section], error: ValidationError) -> str:
+def complain(model: type[Options], error: ValidationError) -> str:
     """One sentence for each option that is wrong, in the order of the file."""
     problems: dict[str, list[Any]] = {}
     known: dict[str, list[str]] = {}
@@ -166,7 +166,7 @@ def complain(model: type[Section], error: ValidationError) -> str:
     return "\n".join(sentences)
 
 
-def _sentence(model: type[Section], path: str, details: list[Any], known: list[str]) -> str:
+def _sentence(model: type[Options], path: str, details: list[Any], known: list[str]) -> str:
     detail = details[0]
     if detail["type"] == "extra_forbidden" and "." in str(detail["loc"][-1]):
         return f"Unknown option {path}: dots join keys on the command line, a file nests them."
@@ -204,7 +204,7 @@ def _expected(detail: Any) -> str:
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
 
-def _nearest(model: type[Section], path: str, known: list[str]) -> str:
+def _nearest(model: type[Options], path: str, known: list[str]) -> str:
     """The likeliest key: a neighbour of nearly the same name, else the same name elsewhere."""
     parent, _, key = path.rpartition(".")
     near = difflib.get_close_matches(key, known, 1, 0.6)

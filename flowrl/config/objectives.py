@@ -10,8 +10,8 @@ from flowrl.utils.fields import (
     Flag,
     NonNegative,
     Number,
+    Options,
     Positive,
-    Section,
     Text,
     Whole,
     option,
@@ -30,12 +30,12 @@ DGPO = "DGPO, arXiv 2510.08425"
 LAIR = "Diffusion-LAIR, arXiv 2605.26491"
 
 
-class UniformTimes(Section):
+class UniformTimesOptions(Options):
     kind: Literal["uniform"] = option("uniform", "All noise levels alike.")
     shift: Positive = option(1.0, "Moves them towards noise above 1, as a schedule's shift does.")
 
 
-class LogitNormalTimes(Section):
+class LogitNormalTimesOptions(Options):
     kind: Literal["logit_normal"] = option(
         "logit_normal", "The logistic function of a normal number.", "SD3's pretraining"
     )
@@ -43,7 +43,7 @@ class LogitNormalTimes(Section):
     std: Positive = option(1.0, "Of the normal number.")
 
 
-class ScheduleTimes(Section):
+class ScheduleTimesOptions(Options):
     kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
     fraction: Annotated[Positive, Field(le=1)] = option(
         1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM's code"
@@ -51,10 +51,13 @@ class ScheduleTimes(Section):
     skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
 
 
-Times = Annotated[UniformTimes | LogitNormalTimes | ScheduleTimes, Field(discriminator="kind")]
+Times = Annotated[
+    UniformTimesOptions | LogitNormalTimesOptions | ScheduleTimesOptions,
+    Field(discriminator="kind"),
+]
 
 
-class Draws(Section):
+class NoisingOptions(Options):
     """Where pictures are looked at on their way to noise."""
 
     count: Count = option(
@@ -68,10 +71,12 @@ class Draws(Section):
     stratified: Flag = option(
         False, "One point from each of `count` equal parts of the noise levels."
     )
-    times: Times = option(UniformTimes(), "Noise levels; kind: uniform, logit_normal, schedule.")
+    times: Times = option(
+        UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule."
+    )
 
 
-class Advantage(Section):
+class AdvantageOptions(Options):
     """From the rewards of a prompt's pictures to their advantages."""
 
     rewards: Literal["sum", "gdpo"] = option(
@@ -90,11 +95,11 @@ class Advantage(Section):
     clip: Positive = option(5.0, "Largest advantage, either sign.", "Flow-GRPO, DiffusionNFT, AWM")
 
 
-class FixedAnchor(Section):
+class FixedAnchorOptions(Options):
     kind: Literal["base"] = option("base", "The frozen network, throughout.")
 
 
-class MovingAnchor(Section):
+class MovingAnchorOptions(Options):
     kind: Literal["moving"] = option(
         "moving", "The policy of some iterations ago, which then also draws the pictures."
     )
@@ -103,14 +108,14 @@ class MovingAnchor(Section):
     )
 
 
-Anchor = Annotated[FixedAnchor | MovingAnchor, Field(discriminator="kind")]
+Anchor = Annotated[FixedAnchorOptions | MovingAnchorOptions, Field(discriminator="kind")]
 IMPLICIT_BETA = (
     "Scale of the implicit reward -implicit_beta (error - anchor's error), errors averaged over "
     "the latent."
 )
 
 
-class Compared(Section):
+class ComparedOptions(Options):
     """What objectives have in common that compare the policy's errors with an anchor's."""
 
     states: ClassVar[str] = "endpoints"
@@ -120,14 +125,14 @@ class Compared(Section):
         "noise's error, (1 - t)^2).",
     )
     anchor: Anchor = option(
-        FixedAnchor(),
+        FixedAnchorOptions(),
         "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
     )
     kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
-    draws: Draws = option(Draws(), "Where pictures are looked at.")
+    draws: NoisingOptions = option(NoisingOptions(), "Where pictures are looked at.")
 
 
-class OldDecay(Section):
+class OldDecayOptions(Options):
     """How slowly the old policy follows: the share of it that stays at each iteration."""
 
     start: Whole = option(0, "Iterations before the share begins to rise.", "75 for OCR in NFT")
@@ -139,7 +144,7 @@ class OldDecay(Section):
     )
 
 
-class Nft(Section):
+class NFTOptions(Options):
     """DiffusionNFT: towards pictures with a high reward, away from those with a low one."""
 
     states: ClassVar[str] = "endpoints"
@@ -156,17 +161,21 @@ class Nft(Section):
     r_map: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = option(
         "all", "Which advantages count, and how they become a number in [0, 1].", NFT
     )
-    advantage: Advantage = option(Advantage(scale="global"), "From rewards to advantages.", NFT)
+    advantage: AdvantageOptions = option(
+        AdvantageOptions(scale="global"), "From rewards to advantages.", NFT
+    )
     kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
-    draws: Draws = option(
-        Draws(share="image", times=ScheduleTimes(), count=4),
+    draws: NoisingOptions = option(
+        NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4),
         "Where pictures are looked at.",
         "9 of the 10 steps in DiffusionNFT's settings",
     )
-    old_decay: OldDecay = option(OldDecay(), "How the policy that draws follows.", NFT)
+    old_decay: OldDecayOptions = option(
+        OldDecayOptions(), "How the policy that draws follows.", NFT
+    )
 
 
-class Dpo(Compared):
+class DPOOptions(ComparedOptions):
     """Diffusion-DPO: the best picture of a prompt against the worst, or stored pairs."""
 
     kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
@@ -176,12 +185,14 @@ class Dpo(Compared):
     sft_coef: NonNegative = option(
         0.0, "Weight of the winner's own error, against both errors rising together."
     )
-    draws: Draws = option(
-        Draws(times=LogitNormalTimes()), "Where pictures are looked at.", "Flow-GRPO's code"
+    draws: NoisingOptions = option(
+        NoisingOptions(times=LogitNormalTimesOptions()),
+        "Where pictures are looked at.",
+        "Flow-GRPO's code",
     )
 
 
-class Gdro(Compared):
+class GDROOptions(ComparedOptions):
     """GDRO: the ranking of a group's implicit rewards learns that of its rewards."""
 
     kind: Literal["gdro"] = option("gdro", "Group-level direct reward optimisation.", GDRO)
@@ -200,7 +211,7 @@ class Gdro(Compared):
     )
 
 
-class Sft(Section):
+class SFTOptions(Options):
     """Fine-tuning on each prompt's best pictures."""
 
     states: ClassVar[str] = "endpoints"
@@ -210,10 +221,12 @@ class Sft(Section):
         "All of a prompt's pictures that share the highest reward, or one of them by lot "
         "(best-of-n). A prompt whose pictures are all alike is left out.",
     )
-    draws: Draws = option(Draws(share="image", times=LogitNormalTimes()), "Where to look.")
+    draws: NoisingOptions = option(
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+    )
 
 
-class Rwr(Section):
+class RWROptions(Options):
     """Reward-weighted regression."""
 
     states: ClassVar[str] = "endpoints"
@@ -223,10 +236,12 @@ class Rwr(Section):
         True, "Divide by the mean weight of the prompt's pictures: then a constant added to all "
         "rewards changes nothing."
     )  # fmt: skip
-    draws: Draws = option(Draws(share="image", times=LogitNormalTimes()), "Where to look.")
+    draws: NoisingOptions = option(
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+    )
 
 
-class Awm(Section):
+class AWMOptions(Options):
     """AWM: flow matching weighted by advantages, with a clipped ratio."""
 
     states: ClassVar[str] = "endpoints"
@@ -235,26 +250,28 @@ class Awm(Section):
         "ghuber", "How a picture's error becomes a log-likelihood.", AWM
     )
     clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
-    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
     advantage_max: Positive = option(1.0, "Advantages are scaled to this bound.", AWM)
     kl_coef: NonNegative = option(1e-3, "Weight of the pull to the base model's velocity.", AWM)
     old_kl_coef: NonNegative = option(
         0.0, "Weight of the pull to the old policy's velocity.", f"1.0, to an average, in {AWM}"
     )
-    old_decay: OldDecay = option(OldDecay(rate=None, limit=0.0), "How the old policy follows.")
-    draws: Draws = option(
-        Draws(
+    old_decay: OldDecayOptions = option(
+        OldDecayOptions(rate=None, limit=0.0), "How the old policy follows."
+    )
+    draws: NoisingOptions = option(
+        NoisingOptions(
             count=4,
             share="image",
             stratified=True,
-            times=ScheduleTimes(fraction=0.9, skip_first=True),
+            times=ScheduleTimesOptions(fraction=0.9, skip_first=True),
         ),
         "Where to look.",
         "6 strata of 14 steps in AWM",
     )
 
 
-class Kto(Compared):
+class KTOOptions(ComparedOptions):
     """Diffusion-KTO: pictures that are liked or not, without pairs."""
 
     kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
@@ -266,10 +283,12 @@ class Kto(Compared):
     utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
         "sigmoid", "The shape of what is gained.", KTO
     )
-    draws: Draws = option(Draws(share="image"), "Where pictures are looked at.", KTO)
+    draws: NoisingOptions = option(
+        NoisingOptions(share="image"), "Where pictures are looked at.", KTO
+    )
 
 
-class Dgpo(Compared):
+class DGPOOptions(ComparedOptions):
     """DGPO, which is GDPO-SR: a preference between the two halves of a group."""
 
     kind: Literal["dgpo"] = option("dgpo", "Direct group preference optimisation.", DGPO)
@@ -281,19 +300,19 @@ class Dgpo(Compared):
     form: Literal["logistic", "linear"] = option(
         "logistic", "The loss of the preference, or its first order.", "linear: GDPO-SR, 2603.16769"
     )
-    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
 
 
-class Lair(Compared):
+class LAIROptions(ComparedOptions):
     """Diffusion-LAIR: regress implicit rewards on advantages."""
 
     kind: Literal["lair"] = option("lair", "Listwise regression of implicit rewards.", LAIR)
     implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
     kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
-    advantage: Advantage = option(Advantage(), "From rewards to advantages.")
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
 
 
-def check_draws(draws: Draws, steps: int, pool: int | None = None) -> None:
+def check_draws(draws: NoisingOptions, steps: int, pool: int | None = None) -> None:
     """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
 
     pool: rollout.store.cache_draws, where errors of the base are kept.
@@ -338,7 +357,7 @@ FLOOR = (
 )
 
 
-class Ascending(Section):
+class RewardBackpropOptions(Options):
     """What objectives have in common that follow the reward's gradient."""
 
     states: ClassVar[str] = "path"
@@ -353,7 +372,7 @@ class Ascending(Section):
     )
 
 
-class Refl(Ascending):
+class ReFLOptions(RewardBackpropOptions):
     """ReFL: the reward of what one late step predicts."""
 
     kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
@@ -364,7 +383,7 @@ class Refl(Ascending):
     )
 
 
-class Draft(Ascending):
+class DRaFTOptions(RewardBackpropOptions):
     """DRaFT-K: back-propagation through the last steps."""
 
     kind: Literal["draft"] = option("draft", "Direct reward fine-tuning.", DRAFT)
@@ -376,39 +395,41 @@ class Draft(Ascending):
     )
 
 
-class DraftLv(Ascending):
+class DRaFTLVOptions(RewardBackpropOptions):
     """DRaFT-LV: the last step, from several noises."""
 
     kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
     copies: Count = option(2, "Noises for each picture, a forward and a reward each.", DRAFT)
 
 
-class UniformTruncation(Section):
+class UniformTruncationOptions(Options):
     kind: Literal["uniform"] = option("uniform", "Any number of steps alike.")
 
 
-class GaussianTruncation(Section):
+class GaussianTruncationOptions(Options):
     kind: Literal["gaussian"] = option("gaussian", "A normal number, rounded.")
     mean: Share = option(0.16, "Share of the steps.", "8 of 50 in AlignProp's code")
     std: Positive = option(0.1, "The same.", "5 of 50 in AlignProp's code")
 
 
-Truncation = Annotated[UniformTruncation | GaussianTruncation, Field(discriminator="kind")]
+Truncation = Annotated[
+    UniformTruncationOptions | GaussianTruncationOptions, Field(discriminator="kind")
+]
 
 
-class AlignProp(Ascending):
+class AlignPropOptions(RewardBackpropOptions):
     """AlignProp: back-propagation through a random number of last steps."""
 
     kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
     truncation: Truncation = option(
-        GaussianTruncation(),
+        GaussianTruncationOptions(),
         "How many last steps the gradient goes back through, drawn for each picture; kind: "
         "uniform, gaussian.",
         ALIGNPROP,
     )
 
 
-class Srpo(Ascending):
+class SRPOOptions(RewardBackpropOptions):
     """SRPO: one step with known noise, and a reward relative to other words."""
 
     kind: Literal["srpo"] = option("srpo", "Semantic relative preference optimisation.", SRPO)
@@ -442,7 +463,7 @@ class Srpo(Ascending):
     )
 
 
-class LeapAlign(Ascending):
+class LeapAlignOptions(RewardBackpropOptions):
     """LeapAlign: two leaps between states of the chain."""
 
     kind: Literal["leap_align"] = option("leap_align", "Two-leap alignment.", FLOWBP)
@@ -450,7 +471,7 @@ class LeapAlign(Ascending):
     distance_floor: Positive = option(0.1, FLOOR, f"LeapAlign's in {FLOWBP}")
 
 
-class FlowbpSparse(Ascending):
+class FlowBPSparseOptions(RewardBackpropOptions):
     """FlowBP-Sparse: a few steps, each on its own."""
 
     kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "Sparse Euler surrogate.", FLOWBP)
@@ -465,7 +486,7 @@ class FlowbpSparse(Ascending):
     gain_coef: UnitInterval = option(0.5, GAIN, FLOWBP)
 
 
-class FlowbpBridge(Ascending):
+class FlowBPBridgeOptions(RewardBackpropOptions):
     """FlowBP-Bridge: a few steps on both sides of a state that connects them."""
 
     kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "Bridged surrogate.", FLOWBP)
@@ -475,7 +496,7 @@ class FlowbpBridge(Ascending):
     nested_coef: UnitInterval = option(0.5, NESTED, FLOWBP)
 
 
-class FlowbpLagrange(Ascending):
+class FlowBPLagrangeOptions(RewardBackpropOptions):
     """FlowBP-Lagrange: two leaps of higher order."""
 
     kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Lagrange surrogate.", FLOWBP)
@@ -507,13 +528,13 @@ class FlowbpLagrange(Ascending):
 BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
 
 
-class KeepAll(Section):
+class KeepAllOptions(Options):
     """Learn from every picture."""
 
     kind: Literal["all"] = option("all", "Nothing is left out.")
 
 
-class ParentTop1(Section):
+class ParentTop1Options(Options):
     """Width pruning: learn from the better child of each node of the last split."""
 
     kind: Literal["parent_top1"] = option(
@@ -521,14 +542,14 @@ class ParentTop1(Section):
     )
 
 
-class Extreme(Section):
+class ExtremeOptions(Options):
     """Width pruning: learn from a prompt's best and worst pictures."""
 
     kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
     count: Count = option(2, "How many of the best, and as many of the worst.")
 
 
-class MaxVariance(Section):
+class MaxVarianceOptions(Options):
     """Learn from the pictures of a prompt whose rewards differ most."""
 
     kind: Literal["max_variance"] = option(
@@ -537,7 +558,7 @@ class MaxVariance(Section):
     count: Count = option(..., "How many pictures of a prompt are kept.")
 
 
-class B2Pairs(Section):
+class B2PairsOptions(Options):
     """Learn from the best and the worst child of a branch, where they stand out."""
 
     kind: Literal["b2_pairs"] = option(
@@ -549,11 +570,12 @@ class B2Pairs(Section):
 
 
 Keep = Annotated[
-    KeepAll | ParentTop1 | Extreme | MaxVariance | B2Pairs, Field(discriminator="kind")
+    KeepAllOptions | ParentTop1Options | ExtremeOptions | MaxVarianceOptions | B2PairsOptions,
+    Field(discriminator="kind"),
 ]
 
 
-class Credit(Section):
+class CreditOptions(Options):
     """How much each denoising step is to blame or praise for the pictures below it."""
 
     rewards: Literal["sum", "gdpo"] = option(
@@ -606,13 +628,13 @@ class Credit(Section):
         5.0, "Largest advantage, either sign.", "Flow-GRPO's published settings"
     )
     keep: Keep = option(
-        KeepAll(),
+        KeepAllOptions(),
         "Which pictures are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "
         "What is left out still counts in every comparison.",
     )
 
 
-def check_credit(credit: Credit, plan: TreePlan) -> None:
+def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
     """The comparison that is asked for exists in the trees, and means something."""
     if count(plan).leaves == plan.roots:
         for name, value, instead in (
@@ -644,7 +666,7 @@ FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 SPO = "SPO, arXiv 2406.04314"
 
 
-class Grpo(Section):
+class GRPOOptions(Options):
     """Group-relative policy optimisation with a clipped ratio."""
 
     states: ClassVar[str] = "transitions"
@@ -685,10 +707,12 @@ class Grpo(Section):
         "element, or the published code's form without the step length.",
         "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
     )
-    credit: Credit = option(Credit(), "From the rewards of pictures to the advantages of steps.")
+    credit: CreditOptions = option(
+        CreditOptions(), "From the rewards of pictures to the advantages of steps."
+    )
 
 
-class Spo(Section):
+class SPOOptions(Options):
     """SPO: at every split, the child that leads to better pictures against the one to worse."""
 
     states: ClassVar[str] = "transitions"
@@ -736,7 +760,7 @@ def check_spo(plan: TreePlan) -> None:
 # --- The objectives by their kind, and how one of your own is named ----------------------------
 
 
-class CustomObjective(Section):
+class CustomObjectiveOptions(Options):
     """An objective of your own."""
 
     states: ClassVar[str] = "any"
@@ -753,27 +777,27 @@ def _grpo_unless_named(value: Any) -> Any:
 
 
 Objective = Annotated[
-    Grpo
-    | Spo
-    | Nft
-    | Dpo
-    | Gdro
-    | Lair
-    | Dgpo
-    | Kto
-    | Awm
-    | Rwr
-    | Sft
-    | Refl
-    | Draft
-    | DraftLv
-    | AlignProp
-    | Srpo
-    | LeapAlign
-    | FlowbpSparse
-    | FlowbpBridge
-    | FlowbpLagrange
-    | CustomObjective,
+    GRPOOptions
+    | SPOOptions
+    | NFTOptions
+    | DPOOptions
+    | GDROOptions
+    | LAIROptions
+    | DGPOOptions
+    | KTOOptions
+    | AWMOptions
+    | RWROptions
+    | SFTOptions
+    | ReFLOptions
+    | DRaFTOptions
+    | DRaFTLVOptions
+    | AlignPropOptions
+    | SRPOOptions
+    | LeapAlignOptions
+    | FlowBPSparseOptions
+    | FlowBPBridgeOptions
+    | FlowBPLagrangeOptions
+    | CustomObjectiveOptions,
     Field(discriminator="kind"),
     BeforeValidator(_grpo_unless_named),
 ]

@@ -4,23 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from flowrl.utils.fields import (
-    Count,
-    Flag,
-    NonNegative,
-    Number,
-    Positive,
-    Section,
-    Text,
-    option,
-)
+from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Positive, Text, option
 
 MICRO_BATCH = (
     "Most pictures of one call; null is all. A reward that compares whole groups always gets all."
 )
 
 
-class Affine(Section):
+class AffineOptions(Options):
     """Another unit and another zero."""
 
     kind: Literal["affine"] = option("affine", "scale * score + shift.")
@@ -28,13 +19,13 @@ class Affine(Section):
     shift: Number = option(0.0, "What is added then.")
 
     @model_validator(mode="after")
-    def _check(self) -> "Affine":
+    def _check(self) -> "AffineOptions":
         if self.scale == 0:
             raise ValueError("scale is 0, which makes all scores alike: set another, or weight: 0")
         return self
 
 
-class Clip(Section):
+class ClipOptions(Options):
     """Nothing is gained beyond a bound."""
 
     kind: Literal["clip"] = option("clip", "The score, but no lower than low, nor above high.")
@@ -42,7 +33,7 @@ class Clip(Section):
     high: Number | None = option(None, "The upper bound; null is none.")
 
     @model_validator(mode="after")
-    def _check(self) -> "Clip":
+    def _check(self) -> "ClipOptions":
         if self.low is None and self.high is None:
             raise ValueError("neither low nor high is set, expected at least one")
         if self.low is not None and self.high is not None and self.low >= self.high:
@@ -50,7 +41,7 @@ class Clip(Section):
         return self
 
 
-class Sigmoid(Section):
+class SigmoidOptions(Options):
     """Soft bounds."""
 
     kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
@@ -58,7 +49,7 @@ class Sigmoid(Section):
     scale: Positive = option(1.0, "How far from it a score becomes 0.73, or 0.27 below it.")
 
 
-class Rank(Section):
+class RankOptions(Options):
     """Only the order counts."""
 
     kind: Literal["rank"] = option(
@@ -68,7 +59,7 @@ class Rank(Section):
     )
 
 
-class InlineExecutor(Section):
+class InlineOptions(Options):
     """The reward is computed in this process."""
 
     kind: Literal["inline"] = option("inline", "In the training process.")
@@ -81,7 +72,7 @@ class InlineExecutor(Section):
     )
 
 
-class PoolExecutor(Section):
+class PoolOptions(Options):
     """The reward is computed in processes of its own."""
 
     kind: Literal["pool"] = option("pool", "In spawned processes, each with a copy of the reward.")
@@ -96,7 +87,7 @@ class PoolExecutor(Section):
     )
 
 
-class HttpExecutor(Section):
+class HTTPOptions(Options):
     """The reward is computed by servers, such as flowrl reward-serve."""
 
     kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
@@ -120,7 +111,7 @@ class HttpExecutor(Section):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> "HttpExecutor":
+    def _check(self) -> "HTTPOptions":
         if not self.urls:
             raise ValueError("urls is empty, expected at least one server")
         for url in self.urls:
@@ -135,7 +126,7 @@ class HttpExecutor(Section):
         return self
 
 
-class Reward(Section):
+class RewardOptions(Options):
     """One thing that is scored."""
 
     name: Text = option(
@@ -155,7 +146,8 @@ class Reward(Section):
         "Only measure it, in rollouts and evaluation: a check on what the learned rewards miss.",
     )
     transform: Annotated[
-        Affine | Clip | Sigmoid | Rank | None, Field(discriminator="kind")
+        AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
+        Field(discriminator="kind"),
     ] = option(
         None,
         "What becomes of scores before they are weighed; kind: affine, clip, sigmoid, rank; null "
@@ -173,15 +165,15 @@ class Reward(Section):
         "them for rewards that are held out or have weight 0, whose scores may be missing.",
     )
     executor: Annotated[
-        InlineExecutor | PoolExecutor | HttpExecutor, Field(discriminator="kind")
-    ] = option(InlineExecutor(), "Who computes it; kind: inline, pool, http.")  # fmt: skip
+        InlineOptions | PoolOptions | HTTPOptions, Field(discriminator="kind")
+    ] = option(InlineOptions(), "Who computes it; kind: inline, pool, http.")  # fmt: skip
 
     @model_validator(mode="after")
-    def _check(self) -> "Reward":
+    def _check(self) -> "RewardOptions":
         for key, values in self.applies_to.items():
             if not values:
                 raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
-        if isinstance(self.executor, HttpExecutor) and self.args:
+        if isinstance(self.executor, HTTPOptions) and self.args:
             raise ValueError(
                 "args are set beside executor kind http, but the server makes the reward: give "
                 "them to the server, and leave args out here"
@@ -189,7 +181,7 @@ class Reward(Section):
         return self
 
 
-class Failures(Section):
+class FailureOptions(Options):
     """What happens when rewards cannot be computed."""
 
     max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
@@ -205,7 +197,7 @@ class Failures(Section):
     )
 
 
-def check_rewards(rewards: list[Reward]) -> None:
+def check_rewards(rewards: list[RewardOptions]) -> None:
     """Every reward is there once, and there is one to learn from."""
     for i, reward in enumerate(rewards):
         own = reward.name, reward.args, reward.label

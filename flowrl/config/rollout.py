@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flowrl.config.trees import DepthPruning, FlowGrpo, Tree
+from flowrl.config.trees import DepthPruning, FlowGRPOOptions, Tree
 from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.fields import (
@@ -13,8 +13,8 @@ from flowrl.utils.fields import (
     Flag,
     NonNegative,
     Number,
+    Options,
     Positive,
-    Section,
     Text,
     Whole,
     option,
@@ -23,7 +23,7 @@ from flowrl.utils.fields import (
 # --- The options of stored groups --------------------------------------------------------------
 
 
-class Store(Section):
+class StoreOptions(Options):
     """Groups that were drawn before, by flowrl collect."""
 
     path: Text | None = option(
@@ -41,7 +41,7 @@ class Store(Section):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> "Store":
+    def _check(self) -> "StoreOptions":
         for name in ("refresh_every", "cache_draws"):
             if self.path is None and getattr(self, name) is not None:
                 raise ValueError(
@@ -62,7 +62,7 @@ PRECISIONS = (
 )
 
 
-class Audit(Section):
+class AuditOptions(Options):
     """Do the candidates' scores rank as the exact ones do?"""
 
     every: Whole = option(
@@ -85,7 +85,7 @@ class Audit(Section):
     )
 
 
-class Explore(Section):
+class ExploreOptions(Options):
     """The first of two stages of a rollout."""
 
     candidates: Count = option(
@@ -130,7 +130,7 @@ class Explore(Section):
         "backbone's.",
         f"1000 for FLUX.1, 2432 for SD3.5-Large, 2240 for SANA in {SOL_RL}",
     )
-    audit: Audit = option(Audit(), "How candidates are compared with exact pictures.")
+    audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact pictures.")
 
 
 # --- The options of rollouts and optimiser, each with its meaning and source -------------------
@@ -139,7 +139,7 @@ FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
 
-class Rollout(Section):
+class RolloutOptions(Options):
     """How pictures to learn from are drawn."""
 
     prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
@@ -149,7 +149,7 @@ class Rollout(Section):
         "published: 8 to 24",
     )
     tree: Tree = option(
-        FlowGrpo(),
+        FlowGRPOOptions(),
         "Which steps branch, are stochastic and are trained; a preset by its kind, drawn by "
         "`flowrl tree KIND`.",
     )
@@ -195,13 +195,13 @@ class Rollout(Section):
         "Draw with a compiled copy of the network: faster on a GPU after a first minute or more. "
         "It takes the memory of the adapted layers again.",
     )
-    explore: Explore | None = option(
+    explore: ExploreOptions | None = option(
         None,
         "Draw many more candidates first, cheaply, and only the most telling ones as above, from "
         "the same noise; null draws no more than are learned from.",
         "Sol-RL, arXiv 2604.06916",
     )
-    store: Store | None = option(
+    store: StoreOptions | None = option(
         None, "Groups to learn from that were drawn before; null draws those of each iteration."
     )
 
@@ -227,7 +227,7 @@ class Rollout(Section):
         )
 
 
-class Optim(Section):
+class OptimOptions(Options):
     """AdamW and the size of its steps."""
 
     lr: Positive = option(3e-4, "Learning rate.", FLOW_GRPO_CODE)
@@ -258,7 +258,7 @@ class Optim(Section):
     )
 
 
-class Ema(Section):
+class EMAOptions(Options):
     """A moving average of the adapter."""
 
     decay: Annotated[Number, Field(gt=0, lt=1)] | None = option(

@@ -3,12 +3,12 @@
 from typing import Literal
 
 from flowrl.config.rollout import PRECISIONS, SOL_RL, Precision
-from flowrl.utils.fields import Count, Flag, NonNegative, Positive, Section, Text, Whole, option
+from flowrl.utils.fields import Count, Flag, NonNegative, Options, Positive, Text, Whole, option
 
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
 
-class Pipeline(Section):
+class PipelineOptions(Options):
     """The text-to-image pipeline that is aligned."""
 
     path: Text = option(
@@ -75,7 +75,7 @@ class Pipeline(Section):
     width: Count | None = option(None, "Picture width in pixels; null is the pipeline's own.")
 
 
-class Lora(Section):
+class LoRAOptions(Options):
     """The adapter that is trained."""
 
     rank: Count = option(16, "Rank of the update of each adapted layer.", "published: 32 at SD3.5")
@@ -98,7 +98,7 @@ class Lora(Section):
     )
 
 
-class Prompts(Section):
+class PromptOptions(Options):
     """What is drawn in training."""
 
     train: Text = option(
@@ -118,7 +118,7 @@ class Prompts(Section):
     )
 
 
-class Evaluation(Section):
+class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
@@ -148,7 +148,7 @@ class Evaluation(Section):
     )
 
 
-class StopWhenHacking(Section):
+class StopWhenHackingOptions(Options):
     """When a run ends because its reward rises at the cost of one that is only measured."""
 
     held_out: Text = option(..., "Name of the reward that is only measured; it must be held_out.")
@@ -160,7 +160,7 @@ class StopWhenHacking(Section):
     margin: NonNegative = option(0.0, "How far the held-out reward must have fallen there.")
 
 
-class Run(Section):
+class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
     output_dir: Text = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
@@ -185,14 +185,16 @@ class Run(Section):
         False, "With push_to_hub: make a new repository private; one that is there stays as it is."
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
-    stop_when_hacking: StopWhenHacking | None = option(
+    stop_when_hacking: StopWhenHackingOptions | None = option(
         None,
         "Stop cleanly when the trained reward rises while a held-out one falls; the best "
         "checkpoint is then the one that the held-out reward rates highest. null is never.",
     )
 
 
-def check_retained(prompts: Prompts, trees: int, *, store: bool, explored: bool = False) -> None:
+def check_retained(
+    prompts: PromptOptions, trees: int, *, store: bool, explored: bool = False
+) -> None:
     """Some trees are left to be asked for in other words, and these words are known afterwards.
 
     trees: of a prompt, the fewest. store: pictures are written to a store, or read from one.
@@ -216,7 +218,7 @@ def check_retained(prompts: Prompts, trees: int, *, store: bool, explored: bool 
         )
 
 
-def check_stopping(run: Run, evaluation: Evaluation) -> None:
+def check_stopping(run: RunOptions, evaluation: EvaluationOptions) -> None:
     """The rule has evaluations during training to go by."""
     if run.stop_when_hacking is not None and not evaluation.every:
         raise ValueError(
@@ -228,7 +230,7 @@ def check_stopping(run: Run, evaluation: Evaluation) -> None:
 # --- The options that trade time for memory ----------------------------------------------------
 
 
-class Memory(Section):
+class MemoryOptions(Options):
     """What stays on the device, and in how many bits."""
 
     gradient_checkpointing: Flag = option(

@@ -7,9 +7,9 @@ from pydantic import Field
 from flowrl.trees import presets, windows
 from flowrl.trees import presets as combs
 from flowrl.trees import presets as custom
-from flowrl.trees.plan import Coupling as PlanCoupling
 from flowrl.trees.plan import CouplingKind, PlanError, TreePlan
-from flowrl.utils.fields import Count, Flag, NonNegative, Number, Section, Text, Whole, option
+from flowrl.trees.plan import NoiseCoupling as PlanCoupling
+from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Text, Whole, option
 
 # --- The options of windows: which steps are stochastic or trained, as training goes on --------
 
@@ -20,13 +20,13 @@ BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
 SIZE = "How many steps the window covers."
 
 
-class AllSteps(Section):
+class AllStepsOptions(Options):
     """Every step but the last."""
 
     kind: Literal["all"] = option("all", "Every step but the last.", FLOW_GRPO)
 
 
-class FixedWindow(Section):
+class FixedWindow(Options):
     """The same steps in every rollout."""
 
     kind: Literal["fixed"] = option(
@@ -36,7 +36,7 @@ class FixedWindow(Section):
     start: Whole = option(0, "First step of the window, counted from 0 at pure noise.")
 
 
-class RandomWindow(Section):
+class RandomWindow(Options):
     """A stretch that is drawn anew for every rollout."""
 
     kind: Literal["random"] = option(
@@ -51,7 +51,7 @@ class RandomWindow(Section):
     )
 
 
-class ProgressiveWindow(Section):
+class ProgressiveWindow(Options):
     """A stretch that moves from pure noise towards the picture."""
 
     kind: Literal["progressive"] = option(
@@ -67,7 +67,7 @@ class ProgressiveWindow(Section):
     )
 
 
-class GeometricWindow(Section):
+class GeometricWindow(Options):
     """A stretch drawn anew for every rollout, early ones more often."""
 
     kind: Literal["geometric"] = option(
@@ -82,7 +82,7 @@ class GeometricWindow(Section):
 
 
 Window = Annotated[
-    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow | GeometricWindow,
+    AllStepsOptions | FixedWindow | RandomWindow | ProgressiveWindow | GeometricWindow,
     Field(discriminator="kind"),
 ]
 
@@ -120,7 +120,7 @@ def _check(window: Window, steps: int, path: str) -> None:
         raise PlanError(
             f"rollout.steps is {steps}, expected at least 2: the last step has no noise"
         )
-    if isinstance(window, AllSteps):
+    if isinstance(window, AllStepsOptions):
         return
     start = 0 if isinstance(window, GeometricWindow) else window.start
     given = window.stop if isinstance(window, (RandomWindow, ProgressiveWindow)) else None
@@ -153,7 +153,7 @@ INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, prog
 Share = Annotated[Number, Field(gt=0, le=1)]
 
 
-class Coupling(Section):
+class CouplingOptions(Options):
     """How the noises of siblings depend on each other."""
 
     kind: CouplingKind = option(
@@ -172,11 +172,13 @@ class Coupling(Section):
 
 
 SIBLINGS = "How the noises of siblings depend on each other: {kind, strength}."
-SHARED = Coupling(kind=presets.BRANCH_COUPLING.kind, strength=presets.BRANCH_COUPLING.strength)
+SHARED = CouplingOptions(
+    kind=presets.BRANCH_COUPLING.kind, strength=presets.BRANCH_COUPLING.strength
+)
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 
 
-class Ode(Section):
+class ODEOptions(Options):
     """Independent chains without noise: the pipeline's own sampler."""
 
     kind: Literal["ode"] = option(
@@ -187,7 +189,7 @@ class Ode(Section):
         return presets.ode(steps, leaves)
 
 
-class FlowGrpo(Section):
+class FlowGRPOOptions(Options):
     """Independent chains with noise in every step but the last."""
 
     kind: Literal["flow_grpo"] = option("flow_grpo", "Independent chains.", FLOW_GRPO)
@@ -196,7 +198,7 @@ class FlowGrpo(Section):
         return presets.flow_grpo(steps, leaves)
 
 
-class FlowGrpoFast(Section):
+class FlowGRPOFastOptions(Options):
     """Independent chains, stochastic in a window only."""
 
     kind: Literal["flow_grpo_fast"] = option(
@@ -209,7 +211,7 @@ class FlowGrpoFast(Section):
         return presets.flow_grpo_fast(steps, leaves, window)
 
 
-class DanceGrpo(Section):
+class DanceGRPOOptions(Options):
     """Chains from one initial noise, of which a random share of steps is trained."""
 
     kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
@@ -222,7 +224,7 @@ class DanceGrpo(Section):
         return presets.dance_grpo(steps, leaves, trained)
 
 
-class MixGrpo(Section):
+class MixGRPOOptions(Options):
     """Chains from one initial noise, stochastic in a moving window only."""
 
     kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
@@ -236,20 +238,20 @@ class MixGrpo(Section):
         return presets.mix_grpo(steps, leaves, window, self.shared_prefix)
 
 
-class BranchGrpo(Section):
+class BranchGRPOOptions(Options):
     """Trees with noise in every step but the last, which branch at chosen steps."""
 
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Annotated[Count, Field(ge=2)] = option(2, "Children at a split.", BRANCH_GRPO)
     splits: list[Whole] = option([0, 3, 6, 9], "Steps at which to branch.", f"{BRANCH_GRPO}: dense")
-    coupling: Coupling = option(SHARED, SIBLINGS, BRANCH_GRPO)
+    coupling: CouplingOptions = option(SHARED, SIBLINGS, BRANCH_GRPO)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         coupling = self.coupling.plan()
         return presets.branch_grpo(steps, leaves, self.branch, self.splits, coupling)
 
 
-class BranchGrpoMix(Section):
+class BranchGRPOMixOptions(Options):
     """Trees with noise at the splits and in a moving window only."""
 
     kind: Literal["branch_grpo_mix"] = option(
@@ -262,7 +264,7 @@ class BranchGrpoMix(Section):
         "Which steps are stochastic beside the splits.",
         BRANCH_GRPO,
     )
-    coupling: Coupling = option(SHARED, SIBLINGS, BRANCH_GRPO)
+    coupling: CouplingOptions = option(SHARED, SIBLINGS, BRANCH_GRPO)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
@@ -270,20 +272,20 @@ class BranchGrpoMix(Section):
         return presets.branch_grpo_mix(steps, leaves, self.branch, self.splits, window, coupling)
 
 
-class TreeGrpo(Section):
+class TreeGRPOOptions(Options):
     """Trees that branch at each step of a window, ODE elsewhere."""
 
     kind: Literal["tree_grpo"] = option("tree_grpo", "Trees in a window.", TREE_GRPO)
     branch: Annotated[Count, Field(ge=2)] = option(3, "Children at a step.", TREE_GRPO)
     window: Window = option(GeometricWindow(size=3, ratio=0.5), "Which steps branch.", TREE_GRPO)
-    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+    coupling: CouplingOptions = option(CouplingOptions(), SIBLINGS, SIMPLEX)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
         return presets.tree_grpo(steps, leaves, self.branch, window, self.coupling.plan())
 
 
-class DynamicTree(Section):
+class DynamicTreeOptions(Options):
     """Binary trees in a window whose noise grows with the depth."""
 
     kind: Literal["dynamic_tree"] = option("dynamic_tree", "Binary trees.", DYNAMIC_TREE)
@@ -296,7 +298,7 @@ class DynamicTree(Section):
         "window.",
         "Dynamic-TreeRPO: linear; its exact formula and value could not be compared",
     )
-    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+    coupling: CouplingOptions = option(CouplingOptions(), SIBLINGS, SIMPLEX)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         window = window_at(self.window, iteration=iteration, steps=steps, seed=seed)
@@ -304,7 +306,7 @@ class DynamicTree(Section):
         return presets.dynamic_tree(steps, leaves, window, self.gain_growth, coupling)
 
 
-class B2DiffuRL(Section):
+class B2DiffuRLOptions(Options):
     """A stochastic trunk and continuations, whose trained part grows backwards."""
 
     kind: Literal["b2_diffurl"] = option("b2_diffurl", "Continuations of a trunk.", B2_DIFFURL)
@@ -333,13 +335,13 @@ G2RPO = "G2RPO, arXiv 2510.01982"
 E_GRPO = "E-GRPO, arXiv 2601.00423"
 
 
-class TempFlow(Section):
+class TempFlowOptions(Options):
     """Trunks without noise, with a fan of one noisy step at every step."""
 
     kind: Literal["tempflow"] = option("tempflow", "Trunks with fans.", TEMPFLOW)
     width: Count = option(6, "Children of a fan.", TEMPFLOW)
     at: list[Whole] | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
-    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+    coupling: CouplingOptions = option(CouplingOptions(), SIBLINGS, SIMPLEX)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         return combs.tempflow(steps, leaves, self.width, self.at, self.coupling.plan())
@@ -348,7 +350,7 @@ class TempFlow(Section):
 DRAW = "Steps of `at` that get a fan, drawn for every rollout; null is all of them, far more work."
 
 
-class G2rpo(Section):
+class G2RPOOptions(Options):
     """Trunks with fans whose children are finished several times, coarsely and finely."""
 
     kind: Literal["g2rpo"] = option("g2rpo", "Trunks with fans of several strides.", G2RPO)
@@ -358,7 +360,7 @@ class G2rpo(Section):
     strides: list[Count] = option(
         [1, 2, 3], "Every child is finished once in moves of so many steps.", G2RPO
     )
-    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+    coupling: CouplingOptions = option(CouplingOptions(), SIBLINGS, SIMPLEX)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         at = combs.first_half(steps) if self.at is None else self.at
@@ -366,7 +368,7 @@ class G2rpo(Section):
         return combs.g2rpo(steps, leaves, self.width, at, self.strides, self.coupling.plan())
 
 
-class EGrpo(Section):
+class EGRPOOptions(Options):
     """Trunks with fans whose noisy step merges several steps."""
 
     kind: Literal["e_grpo"] = option("e_grpo", "Trunks with fans of merged steps.", E_GRPO)
@@ -374,7 +376,7 @@ class EGrpo(Section):
     at: list[Whole] | None = option(None, "Steps with a fan; null is the first half.", E_GRPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")
     lengths: list[Count] = option([1, 2], "A fan for each merges so many steps.", E_GRPO)
-    coupling: Coupling = option(Coupling(), SIBLINGS, SIMPLEX)
+    coupling: CouplingOptions = option(CouplingOptions(), SIBLINGS, SIMPLEX)
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
         at = combs.first_half(steps) if self.at is None else self.at
@@ -385,7 +387,7 @@ class EGrpo(Section):
         return combs.e_grpo(steps, leaves, self.width, at, self.lengths, self.coupling.plan())
 
 
-class Custom(Section):
+class CustomTreeOptions(Options):
     """A plan of your own."""
 
     kind: Literal["custom"] = option("custom", "A plan of your own.")
@@ -402,21 +404,21 @@ class Custom(Section):
         )
 
 
-PRESETS: dict[str, type[Section]] = {
-    "ode": Ode,
-    "flow_grpo": FlowGrpo,
-    "flow_grpo_fast": FlowGrpoFast,
-    "dance_grpo": DanceGrpo,
-    "mix_grpo": MixGrpo,
-    "branch_grpo": BranchGrpo,
-    "branch_grpo_mix": BranchGrpoMix,
-    "tree_grpo": TreeGrpo,
-    "dynamic_tree": DynamicTree,
-    "b2_diffurl": B2DiffuRL,
-    "tempflow": TempFlow,
-    "g2rpo": G2rpo,
-    "e_grpo": EGrpo,
-    "custom": Custom,
+PRESETS: dict[str, type[Options]] = {
+    "ode": ODEOptions,
+    "flow_grpo": FlowGRPOOptions,
+    "flow_grpo_fast": FlowGRPOFastOptions,
+    "dance_grpo": DanceGRPOOptions,
+    "mix_grpo": MixGRPOOptions,
+    "branch_grpo": BranchGRPOOptions,
+    "branch_grpo_mix": BranchGRPOMixOptions,
+    "tree_grpo": TreeGRPOOptions,
+    "dynamic_tree": DynamicTreeOptions,
+    "b2_diffurl": B2DiffuRLOptions,
+    "tempflow": TempFlowOptions,
+    "g2rpo": G2RPOOptions,
+    "e_grpo": EGRPOOptions,
+    "custom": CustomTreeOptions,
 }
 # What a method's paper or code has under objective.credit, where it differs from the defaults; and
 # the scale in any case, since recipes set another.
@@ -434,25 +436,25 @@ PUBLISHED_CREDIT = {
     "e_grpo": "{edges: fan, scope: leaf, scale: std}",
 }
 Tree = Annotated[
-    Ode
-    | FlowGrpo
-    | FlowGrpoFast
-    | DanceGrpo
-    | MixGrpo
-    | BranchGrpo
-    | BranchGrpoMix
-    | TreeGrpo
-    | DynamicTree
-    | B2DiffuRL
-    | TempFlow
-    | G2rpo
-    | EGrpo
-    | Custom,
+    ODEOptions
+    | FlowGRPOOptions
+    | FlowGRPOFastOptions
+    | DanceGRPOOptions
+    | MixGRPOOptions
+    | BranchGRPOOptions
+    | BranchGRPOMixOptions
+    | TreeGRPOOptions
+    | DynamicTreeOptions
+    | B2DiffuRLOptions
+    | TempFlowOptions
+    | G2RPOOptions
+    | EGRPOOptions
+    | CustomTreeOptions,
     Field(discriminator="kind"),
 ]
 
 
-class DepthPruning(Section):
+class DepthPruning(Options):
     """Steps that are drawn but not learned from, moving as training goes."""
 
     start: Whole = option(

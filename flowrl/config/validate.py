@@ -3,22 +3,22 @@
 from collections.abc import Mapping
 
 from flowrl.config.objectives import (
-    Compared,
-    Draws,
-    Grpo,
+    ComparedOptions,
+    GRPOOptions,
+    NoisingOptions,
     Objective,
-    Spo,
+    SPOOptions,
     check_credit,
     check_draws,
     check_spo,
 )
-from flowrl.config.rollout import Optim, Rollout, Store
-from flowrl.config.sections import Memory, Pipeline
+from flowrl.config.rollout import OptimOptions, RolloutOptions, StoreOptions
+from flowrl.config.sections import MemoryOptions, PipelineOptions
 from flowrl.trees.plan import TreePlan, count
 
 
 def check_plans(
-    plans: Mapping[TreePlan, int], rollout: Rollout, objective: Objective, seed: int
+    plans: Mapping[TreePlan, int], rollout: RolloutOptions, objective: Objective, seed: int
 ) -> None:
     """Every tree that will be drawn suits the objective and the kernel.
 
@@ -28,14 +28,14 @@ def check_plans(
         check_plans_for(objective.states, plans, rollout, seed)
     for plan in plans:
         _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
-        if isinstance(objective, Grpo):
+        if isinstance(objective, GRPOOptions):
             check_credit(objective.credit, plan)
-        if isinstance(objective, Spo):
+        if isinstance(objective, SPOOptions):
             check_spo(plan)
 
 
 def check_plans_for(
-    states: str, plans: Mapping[TreePlan, int], rollout: Rollout, seed: int
+    states: str, plans: Mapping[TreePlan, int], rollout: RolloutOptions, seed: int
 ) -> None:
     """The trees hold the states that are learned from; anything goes for clean pictures."""
     if states == "transitions":
@@ -55,7 +55,7 @@ def _check_chains(plans: Mapping[TreePlan, int]) -> None:
             )
 
 
-def check_explore(plans: Mapping[TreePlan, int], rollout: Rollout) -> None:
+def check_explore(plans: Mapping[TreePlan, int], rollout: RolloutOptions) -> None:
     """There are candidates to choose among, each with a noise of its own."""
     explore = rollout.explore
     if explore is None:
@@ -90,7 +90,7 @@ def check_explore(plans: Mapping[TreePlan, int], rollout: Rollout) -> None:
         )
 
 
-def check_precision(pipeline: Pipeline, rollout: Rollout) -> None:
+def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
     """Rollouts can be drawn in the precision of training, and its options have a meaning."""
     if pipeline.precision is None:
         for name in ("keep_layers", "min_dim"):
@@ -108,7 +108,9 @@ def check_precision(pipeline: Pipeline, rollout: Rollout) -> None:
         )
 
 
-def check_base_bits(memory: Memory, pipeline: Pipeline, rollout: Rollout) -> None:
+def check_base_bits(
+    memory: MemoryOptions, pipeline: PipelineOptions, rollout: RolloutOptions
+) -> None:
     """Nothing else wants the frozen weights that are kept in few bits."""
     if memory.base_bits is None:
         return
@@ -132,23 +134,23 @@ def check_base_bits(memory: Memory, pipeline: Pipeline, rollout: Rollout) -> Non
             )
 
 
-def check_objective(objective: Objective, rollout: Rollout) -> None:
+def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
     """The objective's own options agree, and with those of the rollout."""
-    if isinstance(objective, Grpo):
+    if isinstance(objective, GRPOOptions):
         _check_clip(objective)
         _check_kl(objective, rollout)
     stored = rollout.store is not None and rollout.store.path is not None
-    if isinstance(draws := getattr(objective, "draws", None), Draws) and not stored:
+    if isinstance(draws := getattr(objective, "draws", None), NoisingOptions) and not stored:
         check_draws(draws, rollout.steps)
     if rollout.store is not None:
         _check_store(objective, rollout.store)
 
 
-def _check_store(objective: Objective, store: Store) -> None:
+def _check_store(objective: Objective, store: StoreOptions) -> None:
     """Kept reference errors serve the objective."""
     if store.cache_draws is None:
         return
-    alone = isinstance(objective, Compared)
+    alone = isinstance(objective, ComparedOptions)
     if not alone or objective.anchor.kind != "base" or objective.kl_coef > 0:
         raise ValueError(
             "rollout.store.cache_draws keeps errors of the base model, which serve dpo, gdro, "
@@ -163,7 +165,7 @@ def _check_store(objective: Objective, store: Store) -> None:
         )
 
 
-def _check_steps(plans: Mapping[TreePlan, int], rollout: Rollout, seed: int) -> None:
+def _check_steps(plans: Mapping[TreePlan, int], rollout: RolloutOptions, seed: int) -> None:
     """Every iteration has a step to learn from, drawn with the guidance of training."""
     for plan, iteration in plans.items():
         _check_plan(plan, iteration, rollout, seed)
@@ -176,7 +178,7 @@ def _check_steps(plans: Mapping[TreePlan, int], rollout: Rollout, seed: int) -> 
         )
 
 
-def _check_guidance(rollout: Rollout) -> None:
+def _check_guidance(rollout: RolloutOptions) -> None:
     if rollout.training_guidance not in (None, rollout.guidance):
         raise ValueError(
             f"rollout.training_guidance is {rollout.training_guidance:g} and rollout.guidance "
@@ -185,7 +187,7 @@ def _check_guidance(rollout: Rollout) -> None:
         )
 
 
-def _check_plan(plan: TreePlan, iteration: int, rollout: Rollout, seed: int) -> None:
+def _check_plan(plan: TreePlan, iteration: int, rollout: RolloutOptions, seed: int) -> None:
     if not count(plan).trained_edges:
         reason = (
             "rollout.depth_pruning leaves no step to learn from: make it smaller, or null"
@@ -195,7 +197,7 @@ def _check_plan(plan: TreePlan, iteration: int, rollout: Rollout, seed: int) -> 
         raise ValueError(f"in iteration {iteration} {reason}")
 
 
-def _check_gains(rollout: Rollout, gains: list[float]) -> None:
+def _check_gains(rollout: RolloutOptions, gains: list[float]) -> None:
     """What a tree multiplies the noise by stays within what the kernel can take."""
     gain = max(gains, default=1.0)
     if rollout.kernel == "cps" and gain * rollout.noise_level > 1:
@@ -211,7 +213,7 @@ def _check_gains(rollout: Rollout, gains: list[float]) -> None:
         )
 
 
-def check_noise(rollout: Rollout) -> None:
+def check_noise(rollout: RolloutOptions) -> None:
     if rollout.steps < 2:
         raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
     if rollout.kernel == "cps" and rollout.noise_level > 1:
@@ -226,7 +228,7 @@ def check_noise(rollout: Rollout) -> None:
         )
 
 
-def check_groups(rollout: Rollout, optim: Optim) -> None:
+def check_groups(rollout: RolloutOptions, optim: OptimOptions) -> None:
     """Updates take whole groups of at least two."""
     if rollout.group_size < 2:
         raise ValueError(
@@ -247,7 +249,7 @@ def _nearest_divisor(total: int, wanted: int) -> int:
     return min(divisors, key=lambda d: (abs(d - wanted), d))
 
 
-def _check_clip(objective: Grpo) -> None:
+def _check_clip(objective: GRPOOptions) -> None:
     if (objective.clip_nats is None) == (objective.clip_eps is None):
         state = "neither is" if objective.clip_nats is None else "both are"
         raise ValueError(
@@ -256,7 +258,7 @@ def _check_clip(objective: Grpo) -> None:
         )
 
 
-def _check_kl(objective: Grpo, rollout: Rollout) -> None:
+def _check_kl(objective: GRPOOptions, rollout: RolloutOptions) -> None:
     if objective.kl_form == "latent_no_dt" and rollout.kernel in ("cps", "renoise"):
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "

@@ -17,7 +17,7 @@ from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
 from flowrl.sampling.two_stage import Mode
-from flowrl.training.evaluate import Comparison, Evaluation, Evaluator, compare
+from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
@@ -75,7 +75,7 @@ CHOSEN: dict[Mode, str] = {  # how candidates are, but for Sol-RL's best and wor
 }
 
 
-def hand_over(config: Config, learner: Learner, run: Run) -> list[Comparison]:
+def hand_over(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:
     """Evaluate the weights at the root, compare them with the base, write gallery and card.
 
     A run that was interrupted only gets its card: who pressed Ctrl-C does not want to wait.
@@ -176,7 +176,7 @@ def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
     ]
 
 
-def summary(rows: list[Comparison]) -> list[SummaryRow]:
+def summary(rows: list[EvaluationComparison]) -> list[SummaryRow]:
     return [
         SummaryRow(
             name=row.name,
@@ -190,7 +190,7 @@ def summary(rows: list[Comparison]) -> list[SummaryRow]:
     ]
 
 
-def legend(rows: list[Comparison], quality: str | None) -> str:
+def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
     """What the rows are that are more than a reward's score, for people."""
     texts = {
         "corrected/": f"corrected/R is R ({quality} - 3) + 0.2, picture by picture.",
@@ -215,7 +215,11 @@ def call_settings(config: Config) -> dict[str, int | float | str]:
 
 
 def card(
-    config: Config, learner: Learner, run: Run, rows: list[Comparison], shown: list[GalleryPair]
+    config: Config,
+    learner: Learner,
+    run: Run,
+    rows: list[EvaluationComparison],
+    shown: list[GalleryPair],
 ) -> Card:
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY

@@ -8,10 +8,10 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.objectives.advantage import Advantages, clip_advantage
-from flowrl.objectives.base import Needs, Old
+from flowrl.objectives.base import Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints, endpoints
 from flowrl.objectives.grpo import clipped_surrogate
-from flowrl.objectives.noising import Draws, velocity_error
+from flowrl.objectives.noising import Noising, velocity_error
 from flowrl.trajectory import Metrics, Rollout
 
 # --- Advantage weighted matching (2509.25050): PPO with matching errors as log-likelihoods -----
@@ -82,10 +82,10 @@ class AWM:
     def __init__(
         self,
         *,
-        draws: Draws,
+        draws: Noising,
         advantages: Advantages,
         likelihood: Likelihood,
-        old: Old,
+        old: OldPolicy,
         clip: float,
         advantage_max: float = 1.0,
         kl_coef: float = 0.0,

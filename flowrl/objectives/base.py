@@ -25,7 +25,7 @@ class RewardField(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Old:
+class OldPolicy:
     """A second policy that lags behind.
 
     keep: iteration -> share of it that stays when the policy is mixed in before that iteration's
@@ -52,7 +52,7 @@ class Needs:
     states: Literal["transitions", "endpoints", "path"]
     ratio: bool = False
     reference: bool = False
-    old: Old | None = None
+    old: OldPolicy | None = None
     reward_grad: bool = False
     complete_groups: bool = False
     whole_update: bool = False

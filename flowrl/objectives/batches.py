@@ -156,7 +156,7 @@ def tied(rollout: Rollout) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
+class Trajectories:
     """N chains of T Euler steps with all their states, those of a group side by side.
 
     x: (N, T+1, *latent) in the dtype they were drawn in, from noise to the clean latent; sigmas:
@@ -214,12 +214,12 @@ class Paths:
         moved = self.at(row, step + 1) - self.at(row, step)
         return moved / self.dt[step].view(-1, *[1] * (moved.ndim - 1))
 
-    def take(self, rows: Tensor) -> "Paths":
+    def take(self, rows: Tensor) -> "Trajectories":
         """The chains of `rows` (n,) long."""
         names = ("x", "prompt", "group", "image", "forwards")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
-    def costing(self, forwards: Tensor | int) -> "Paths":
+    def costing(self, forwards: Tensor | int) -> "Trajectories":
         """The same chains, for a loss that needs so many forwards of each; (N,) or one number."""
         return replace(self, forwards=torch.zeros_like(self.forwards) + forwards)
 
@@ -230,11 +230,11 @@ class Paths:
             "tree/train_forwards": self.forwards.sum().float(),
         }
 
-    def updates(self, count: int) -> list["Paths"]:
+    def updates(self, count: int) -> list["Trajectories"]:
         """`count` parts with whole groups each, dealt in turn."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
-    def chunks(self, size: int) -> Iterator["Paths"]:
+    def chunks(self, size: int) -> Iterator["Trajectories"]:
         """Consecutive chains of at most `size` forwards together; one that needs more, alone."""
         start = cost = 0
         for row, forwards in enumerate(self.forwards.tolist()):
@@ -251,7 +251,7 @@ def widened(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def paths(rollout: Rollout) -> Paths:
+def paths(rollout: Rollout) -> Trajectories:
     """This process's chains of a rollout, a forward each; those without a reward are left out.
 
     Raises UserError when trees branch, skip states or hold noise: a gradient goes back along one
@@ -264,7 +264,7 @@ def paths(rollout: Rollout) -> Paths:
     rows = valid[own].nonzero().squeeze(1)
     rows = rows[rollout.group.cpu()[own[rows]].argsort(stable=True)]
     image, device = own[rows], tree.x.device
-    return Paths(
+    return Trajectories(
         x=tree.x[rows.to(device)],
         sigmas=tree.sigmas,
         prompt=tree.prompt[rows.to(device)],

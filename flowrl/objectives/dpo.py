@@ -11,7 +11,7 @@ from flowrl.backbones.base import VelocityField
 from flowrl.functional.groups import GroupRows, best_and_worst, group_rows, undecided
 from flowrl.objectives.advantage import Advantages, lots
 from flowrl.objectives.batches import Endpoints, endpoints
-from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.objectives.noising import implicit_reward
 from flowrl.trajectory import Metrics, Rollout
 
@@ -128,7 +128,7 @@ def _group_mean(value: Tensor, rows: GroupRows) -> Tensor:
 class DPO:
     """implicit_beta, sft_coef: see the options of the same names."""
 
-    def __init__(self, *, errors: Anchored, implicit_beta: float, sft_coef: float = 0.0):
+    def __init__(self, *, errors: ImplicitReward, implicit_beta: float, sft_coef: float = 0.0):
         self.errors, self.implicit_beta, self.sft_coef = errors, implicit_beta, sft_coef
         self.needs = errors.needs(complete_groups=True)
 
@@ -189,7 +189,7 @@ class KTO:
     def __init__(
         self,
         *,
-        errors: Anchored,
+        errors: ImplicitReward,
         implicit_beta: float,
         like_above: float | None = None,
         dislike_weight: float = 1.0,
@@ -248,7 +248,7 @@ class DGPO:
     def __init__(
         self,
         *,
-        errors: Anchored,
+        errors: ImplicitReward,
         advantages: Advantages,
         implicit_beta: float,
         form: Literal["logistic", "linear"] = "logistic",

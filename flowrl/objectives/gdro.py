@@ -9,7 +9,7 @@ from flowrl.backbones.base import VelocityField
 from flowrl.functional.groups import GroupRows, best_of_group, group_rows, require_finite, undecided
 from flowrl.objectives.advantage import Advantages, lots
 from flowrl.objectives.batches import Endpoints, alone, endpoints
-from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.objectives.noising import implicit_reward
 from flowrl.trajectory import Metrics, Rollout
 
@@ -116,7 +116,7 @@ class GDRO:
     def __init__(
         self,
         *,
-        errors: Anchored,
+        errors: ImplicitReward,
         implicit_beta: float,
         tau: float,
         form: Literal["suffixes", "top1"] = "suffixes",
@@ -169,7 +169,7 @@ class LAIR:
     """implicit_beta, kappa: see the options of the same names."""
 
     def __init__(
-        self, *, errors: Anchored, advantages: Advantages, implicit_beta: float, kappa: float
+        self, *, errors: ImplicitReward, advantages: Advantages, implicit_beta: float, kappa: float
     ):
         self.errors, self.advantages = errors, advantages
         self.implicit_beta, self.kappa = implicit_beta, kappa

@@ -15,7 +15,7 @@ from flowrl.functional.gaussian import (
 )
 from flowrl.functional.sde import Step, StepKernel
 from flowrl.objectives.base import Needs
-from flowrl.objectives.tree_credit import Credit
+from flowrl.objectives.tree_credit import TreeCredit
 from flowrl.trajectory import Metrics, Rollout, Transitions, Tree, transitions
 
 # --- The clipped policy objective, and clip ranges that mean the same for any latent size ------
@@ -119,7 +119,7 @@ class GRPO:
         self,
         *,
         kernel: StepKernel,
-        credit: Credit,
+        credit: TreeCredit,
         ratio: RatioForm = "gaussian",
         clip_nats: float | None = 6.5,
         clip_eps: float | None = None,

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
-from flowrl.objectives.base import Needs, Old
+from flowrl.objectives.base import Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import Draws, Points
+from flowrl.objectives.noising import NoisedImages, Noising
 from flowrl.reference_cache import ReferenceErrors
 
 
@@ -27,16 +27,16 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Anchored:
+class ImplicitReward:
     """Policy and anchor at the same points. See the options of the same names.
 
     weighting: sigma -> weight. anchor: an old policy to compare with, None for the base.
     kl_coef: weight of the penalty, which the objective adds to its loss.
     """
 
-    draws: Draws
+    draws: Noising
     weighting: Callable[[Tensor], Tensor]
-    anchor: Old | None = None
+    anchor: OldPolicy | None = None
     kl_coef: float = 0.0
 
     def needs(self, *, complete_groups: bool = False, whole_update: bool = False) -> Needs:
@@ -74,7 +74,7 @@ class Anchored:
 
 @torch.no_grad()
 def _known(
-    batch: Endpoints, known: ReferenceErrors, points: Points, reference: VelocityField
+    batch: Endpoints, known: ReferenceErrors, points: NoisedImages, reference: VelocityField
 ) -> Tensor:
     """(N, D) errors of the reference, computed and kept where they are not known yet."""
     errors = known.get(batch.image, points.place)

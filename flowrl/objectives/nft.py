@@ -10,9 +10,9 @@ from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.sde import lift, x0_from_velocity
 from flowrl.objectives.advantage import Advantages, clip_advantage
-from flowrl.objectives.base import Needs, Old
+from flowrl.objectives.base import Needs, OldPolicy
 from flowrl.objectives.batches import Endpoints, endpoints
-from flowrl.objectives.noising import Draws, velocity_error
+from flowrl.objectives.noising import Noising, velocity_error
 from flowrl.trajectory import Metrics, Rollout
 
 # --- DiffusionNFT (2509.16117) -----------------------------------------------------------------
@@ -120,9 +120,9 @@ class NFT:
     def __init__(
         self,
         *,
-        draws: Draws,
+        draws: Noising,
         advantages: Advantages,
-        old: Old,
+        old: OldPolicy,
         nft_mix: float,
         pred_space: Literal["x0", "velocity"] = "x0",
         adaptive_weight: bool = True,

@@ -191,7 +191,7 @@ TimeSampler = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Points:
+class NoisedImages:
     """N pictures at D points each on their way to noise, picture by picture.
 
     x, x0, target: (N * D, *latent) fp32, target the velocity noise - x0; sigma: (N * D,) fp32;
@@ -227,16 +227,16 @@ class Points:
         """(N * D,) -> (N, D)."""
         return rows.view(-1, self.draws)
 
-    def take(self, pictures: Tensor) -> "Points":
+    def take(self, pictures: Tensor) -> "NoisedImages":
         """The points of some pictures, (n,) long."""
         places = torch.arange(self.draws, device=pictures.device)
         rows = (pictures[:, None] * self.draws + places).flatten()
         tensors = {name: getattr(self, name)[rows] for name in ("x", "x0", "target", "sigma")}
-        return Points(**tensors, cond=self.cond.take(rows), place=self.place[pictures])
+        return NoisedImages(**tensors, cond=self.cond.take(rows), place=self.place[pictures])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
+class Noising:
     """`count` points for each picture.
 
     times: from uniform numbers to sigmas. share: pictures of a "group" get the same times and
@@ -247,7 +247,7 @@ class Draws:
     count: int = 1
     share: Literal["group", "image"] = "group"
 
-    def __call__(self, batch: Endpoints) -> Points:
+    def __call__(self, batch: Endpoints) -> NoisedImages:
         """A function of the batch's seed and its rows' numbers alone.
 
         Where the reference's errors are kept, points are chosen from a pool of each picture or
@@ -275,7 +275,7 @@ class Draws:
         )
         noise = noise.view(len(names), self.count, *latent)[row].flatten(0, 1)
         x0 = batch.x0.float().repeat_interleave(self.count, 0)
-        return Points(
+        return NoisedImages(
             x=noised(x0, noise, sigma),
             x0=x0,
             target=velocity_target(x0, noise),

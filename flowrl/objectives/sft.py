@@ -10,7 +10,7 @@ from flowrl.functional.groups import best_and_worst, best_of_group
 from flowrl.objectives.advantage import lots
 from flowrl.objectives.base import Needs
 from flowrl.objectives.batches import Endpoints, alone, endpoints, tied
-from flowrl.objectives.noising import Draws, exp_weight, normalised_exp_weight
+from flowrl.objectives.noising import Noising, exp_weight, normalised_exp_weight
 from flowrl.trajectory import Metrics, Rollout
 
 Weights = Callable[[Rollout], Tensor]  # -> (G,), 0 for what is left out
@@ -19,7 +19,7 @@ Weights = Callable[[Rollout], Tensor]  # -> (G,), 0 for what is left out
 class WeightedRegression:
     """Mean of weight * error. weights: what a picture counts, from the rewards of its prompt."""
 
-    def __init__(self, *, draws: Draws, weights: Weights):
+    def __init__(self, *, draws: Noising, weights: Weights):
         self.draws, self.weights = draws, weights
         self.needs = Needs(states="endpoints")
 

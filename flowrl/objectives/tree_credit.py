@@ -289,7 +289,7 @@ def node_values(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
+class TreeCredit:
     """Fuse the leaves' rewards upward, normalise, credit the edges, select those to learn from.
 
     See the options of the same names under `objective.credit`. The whole forest of all processes

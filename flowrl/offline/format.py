@@ -42,7 +42,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class DatasetMetadata:
     """How the pictures of a store were made; what is plain JSON only.
 
     pipeline: its path or name; backbone: its family; latent_shape: of one; dtype: one of DTYPES;
@@ -65,7 +65,7 @@ class About:
         return [reward["name"] for reward in self.rewards]
 
     @staticmethod
-    def read(folder: Path) -> "About":
+    def read(folder: Path) -> "DatasetMetadata":
         """Raises UserError when there is no store, or one of another version of flowrl."""
         path = folder / ABOUT
         if not path.is_file():
@@ -75,7 +75,7 @@ class About:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            about = About(**found)
+            about = DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"{path} cannot be read by this version of flowrl ({error}): collect the groups "
@@ -89,7 +89,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class StoredImage:
     """One row to write. scores: by reward, NaN where missing; root: of its tree in the group."""
 
     record: PromptRecord
@@ -103,7 +103,7 @@ class Picture:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class StoredGroup:
     """Pictures of one prompt, by their numbers in the store. key: a name of its own."""
 
     key: str
@@ -112,7 +112,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Store:
+class OfflineDataset:
     """What is in a folder: prompts and scores in memory, the latents of N pictures on disk.
 
     scores: (N, K) fp32, NaN where missing; shard, row: (N,) long, where each picture's latent is.
@@ -120,8 +120,8 @@ class Store:
     """
 
     folder: Path
-    about: About
-    groups: tuple[Group, ...]
+    about: DatasetMetadata
+    groups: tuple[StoredGroup, ...]
     scores: Tensor
     shard: Tensor
     row: Tensor
@@ -161,13 +161,13 @@ def finished_shards(folder: Path) -> list[int]:
 # --- writing ------------------------------------------------------------------------------------
 
 
-def create(folder: Path, about: About) -> None:
+def create(folder: Path, about: DatasetMetadata) -> None:
     """Begin a store, or go on with one that was made in the same way, or holds nothing yet.
 
     Raises UserError when the folder's pictures were made in another way, naming what differs, and
     when it holds other files. Hidden ones are no matter, nor a README, which is kept.
     """
-    was = About.read(folder) if (folder / ABOUT).exists() else None
+    was = DatasetMetadata.read(folder) if (folder / ABOUT).exists() else None
     if was is None:
         if folder.exists() and any(_is_foreign(path) for path in folder.iterdir()):
             raise UserError(f"{folder} holds something that is not a store: choose another folder")
@@ -185,7 +185,7 @@ def _is_foreign(path: Path) -> bool:
     return path.name != README and not path.name.startswith(".")
 
 
-def _check_same(folder: Path, before: About, after: About) -> None:
+def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -> None:
     was, now = (_flat(json.loads(about.text())) for about in (before, after))
     for name in [*now, *was]:
         if was.get(name) != now.get(name):
@@ -196,11 +196,11 @@ def _check_same(folder: Path, before: About, after: About) -> None:
             )
 
 
-def append(folder: Path, shard: int, x0: Tensor, pictures: Sequence[Picture]) -> None:
+def append(folder: Path, shard: int, x0: Tensor, pictures: Sequence[StoredImage]) -> None:
     """Write a shard: latents x0 (n, *latent) of n pictures, then their rows."""
     if len(x0) != len(pictures):
         raise ValueError(f"got {len(x0)} latents of {len(pictures)} pictures")
-    names = About.read(folder).names
+    names = DatasetMetadata.read(folder).names
     path = latents_file(folder, shard)
     with atomic_path(path) as temporary:
         save_file({LATENTS: x0.detach().cpu().contiguous()}, temporary)
@@ -208,7 +208,7 @@ def append(folder: Path, shard: int, x0: Tensor, pictures: Sequence[Picture]) ->
     write_text(rows_file(folder, shard), "".join(lines))
 
 
-def _line(picture: Picture, row: int, latents: str, names: Sequence[str]) -> str:
+def _line(picture: StoredImage, row: int, latents: str, names: Sequence[str]) -> str:
     """One picture as a line of ASCII JSON: no prompt can end it, and NaN is null."""
     record = picture.record
     scores = {
@@ -226,10 +226,10 @@ def _line(picture: Picture, row: int, latents: str, names: Sequence[str]) -> str
     return json.dumps({name: content[name] for name in COLUMNS} | scores, allow_nan=False) + "\n"
 
 
-_OWN = [f.name for f in fields(Picture) if f.name in COLUMNS]
+_OWN = [f.name for f in fields(StoredImage) if f.name in COLUMNS]
 
 
-def _readme(about: About) -> str:
+def _readme(about: DatasetMetadata) -> str:
     """A dataset card: with the types given, a column of nothing but null has one too."""
     columns = COLUMNS | {SCORE + name: "float64" for name in about.names}
     features = [{"name": name, "dtype": dtype} for name, dtype in columns.items()]
@@ -260,13 +260,13 @@ READ: dict[str, Any] = {
 TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
 
 
-def open_store(folder: str | Path) -> Store:
+def open_store(folder: str | Path) -> OfflineDataset:
     """The store in a folder. Rows may be removed from its files: such pictures are not in it.
 
     Raises UserError when there is none, when it is empty, or when a shard is damaged.
     """
     folder = Path(folder)
-    about = About.read(folder)
+    about = DatasetMetadata.read(folder)
     digest = blake2b((folder / ABOUT).read_bytes(), digest_size=16)
     rows: list[Row] = []
     shard: list[int] = []
@@ -287,7 +287,7 @@ def open_store(folder: str | Path) -> Store:
         raise UserError(f"{folder} holds no pictures yet: collect some with flowrl collect")
     columns = [SCORE + name for name in about.names]
     scores = [[math.nan if r[c] is None else r[c] for c in columns] for r in rows]
-    return Store(
+    return OfflineDataset(
         folder=folder,
         about=about,
         groups=tuple(_groups(rows)),
@@ -298,7 +298,7 @@ def open_store(folder: str | Path) -> Store:
     )
 
 
-def _rows(data: bytes, latents: Path, about: About) -> list[Row]:
+def _rows(data: bytes, latents: Path, about: DatasetMetadata) -> list[Row]:
     """The rows of a shard, each with a latent. Raises ValueError or SafetensorError."""
     schema = _schema(about)
     rows = [_row(line, schema) for line in data.decode().split("\n") if line]
@@ -321,7 +321,7 @@ def _rows(data: bytes, latents: Path, about: About) -> list[Row]:
     return rows
 
 
-def _schema(about: About) -> type[BaseModel]:
+def _schema(about: DatasetMetadata) -> type[BaseModel]:
     """What a row must have; other columns are not read."""
     columns = READ | {SCORE + name: float | None for name in about.names}
     fields: dict[str, Any] = {name: (kind, ...) for name, kind in columns.items()}
@@ -338,7 +338,7 @@ def _row(line: str, schema: type[BaseModel]) -> Row:
         raise ValueError(f"a row is malformed: {column}{first['msg']}") from error
 
 
-def _groups(rows: Iterable[Row]) -> Iterable[Group]:
+def _groups(rows: Iterable[Row]) -> Iterable[StoredGroup]:
     """Rows of one group number, in the order of their first."""
     members: dict[int, list[int]] = {}
     first: dict[int, Row] = {}
@@ -352,4 +352,6 @@ def _groups(rows: Iterable[Row]) -> Iterable[Group]:
             negative=row["negative"],
             metadata=row["metadata"],
         )
-        yield Group(key=f"{number}/{record.uid}", record=record, pictures=tuple(members[number]))
+        yield StoredGroup(
+            key=f"{number}/{record.uid}", record=record, pictures=tuple(members[number])
+        )

@@ -12,7 +12,7 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.noise import keyed_uniform, noise_seed
-from flowrl.offline.format import DTYPES, Group, Store, open_store
+from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup, open_store
 from flowrl.prompts.records import PromptSampler
 from flowrl.reference_cache import ReferenceErrors
 from flowrl.sampling.rollout import Stopwatch, occurrences
@@ -26,7 +26,12 @@ from flowrl.utils.distributed import Runtime
 
 
 def check_store(
-    store: Store, backbone: Backbone, specs: Sequence[RewardSpec], *, pipeline: str, family: str
+    store: OfflineDataset,
+    backbone: Backbone,
+    specs: Sequence[RewardSpec],
+    *,
+    pipeline: str,
+    family: str,
 ) -> None:
     """Finds before training that a store does not fit. pipeline: its path or name; family: of its
     backbone. Raises UserError for the first reason."""
@@ -64,7 +69,7 @@ def check_store(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shelf:
+class GroupSampler:
     """A store under this recipe's rewards: groups with two rewarded pictures or more.
 
     scores, applicable, terms: (N, K) in the order of the recipe's rewards, as in `Rollout`, where
@@ -73,8 +78,8 @@ class Shelf:
     when.
     """
 
-    store: Store
-    groups: dict[str, Group]
+    store: OfflineDataset
+    groups: dict[str, StoredGroup]
     scores: Tensor
     applicable: Tensor
     terms: Tensor
@@ -86,8 +91,8 @@ class Shelf:
 
 
 def shelve(
-    store: Store, specs: Sequence[RewardSpec], prompts: int, seed: int, balance: str | None
-) -> Shelf:
+    store: OfflineDataset, specs: Sequence[RewardSpec], prompts: int, seed: int, balance: str | None
+) -> GroupSampler:
     """Raises UserError when no group is left."""
     columns = [store.about.names.index(s.name) if s.name in store.about.names else None
                for s in specs]  # fmt: skip
@@ -112,7 +117,7 @@ def shelve(
         )
     # The sampler of prompts deals groups: its records are named by their groups here.
     records = [replace(group.record, uid=key) for key, group in groups.items()]
-    return Shelf(
+    return GroupSampler(
         store=store,
         groups=groups,
         scores=scores,
@@ -126,7 +131,7 @@ def shelve(
     )
 
 
-def _fits(spec: RewardSpec, group: Group, known: Tensor) -> Tensor:
+def _fits(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
     """Whether a reward speaks of the pictures of a group: where it gave a score, and where it would
     give one now, but that is missing; nowhere if the recipe keeps it to other prompts."""
     metadata = group.record.metadata
@@ -135,7 +140,7 @@ def _fits(spec: RewardSpec, group: Group, known: Tensor) -> Tensor:
     return known | (not known.all() and spec.applies(group.record.text, metadata))
 
 
-def _rewarded(group: Group, valid: Tensor) -> Group:
+def _rewarded(group: StoredGroup, valid: Tensor) -> StoredGroup:
     return replace(group, pictures=tuple(p for p in group.pictures if valid[p]))
 
 
@@ -152,7 +157,7 @@ class Refreshing:
 
     every: int
     folder: Path
-    draw: Callable[[int, Path], Store]
+    draw: Callable[[int, Path], OfflineDataset]
     finished: Callable[[Path], bool]
 
     def path(self, iteration: int) -> Path:
@@ -187,7 +192,7 @@ class StoredGroups:
 
     def __init__(
         self,
-        store: Store,
+        store: OfflineDataset,
         *,
         backbone: Backbone,
         encode: TextCache,
@@ -215,7 +220,7 @@ class StoredGroups:
     def skipped(self) -> int:
         return self.shelf.skipped
 
-    def _take(self, store: Store) -> None:
+    def _take(self, store: OfflineDataset) -> None:
         """Read from this store from now on."""
         self.shelf = shelve(store, self.specs, self.prompts, self.seed, self.balance)
         self.known: ReferenceErrors | None = None
@@ -298,7 +303,7 @@ class StoredGroups:
         return replace(rollout, known=self.known.view(pictures, shelf.number[pictures]))
 
 
-def _pick(group: Group, count: int, seed: int, iteration: int, turn: int) -> Tensor:
+def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) -> Tensor:
     """`count` of a group's pictures, (n,) long ascending, none twice; `turn`: how often the group
     stood before in this iteration."""
     key = noise_seed(

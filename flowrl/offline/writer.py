@@ -16,9 +16,9 @@ from flowrl.errors import UserError
 from flowrl.offline.format import (
     ABOUT,
     PAIRS,
-    About,
-    Picture,
-    Store,
+    DatasetMetadata,
+    OfflineDataset,
+    StoredImage,
     append,
     create,
     finished_shards,
@@ -35,14 +35,14 @@ from flowrl.utils.images import to_tensor
 
 def fill(
     folder: Path,
-    about: About,
+    about: DatasetMetadata,
     sampler: Sampler,
     *,
     shards: int,
     first: int = 0,
     watch: Stopwatch | None = None,
     advance: Callable[[Rollout], None] = lambda rollout: None,
-) -> Store:
+) -> OfflineDataset:
     """Make those of the shards 0, 1, ... that are missing, from the sampler's iterations.
 
     Shard k is iteration `first` + k, whatever was made before, by however many processes. All of
@@ -74,7 +74,9 @@ def gather_latents(x0: Tensor, runtime: Runtime) -> Tensor:
     return runtime.gather(raw).view(x0.dtype)
 
 
-def _pictures(rollout: Rollout, sampler: Sampler, iteration: int, shard: int) -> Iterator[Picture]:
+def _pictures(
+    rollout: Rollout, sampler: Sampler, iteration: int, shard: int
+) -> Iterator[StoredImage]:
     """The rows of all processes' pictures; groups are numbered through the whole store."""
     records = sampler.prompts.at(iteration)
     before = occurrences(records)
@@ -88,7 +90,7 @@ def _pictures(rollout: Rollout, sampler: Sampler, iteration: int, shard: int) ->
     if rollout.explored is not None:
         chosen, trees = rollout.explored.chosen, rollout.explored.proxy.shape[1]
     for i, group in enumerate(groups):
-        yield Picture(
+        yield StoredImage(
             record=records[group],
             group=shard * len(records) + group,
             image=seen[group],
@@ -110,8 +112,8 @@ class Refresh:
     the store holds pictures that no policy drew.
     """
 
-    like: Store
-    about: About
+    like: OfflineDataset
+    about: DatasetMetadata
     sampler: Sampler
     every: int
 
@@ -126,12 +128,12 @@ class Refresh:
     def shards(self) -> int:
         return -(-len(self.like.groups) // self.sampler.prompts.per_iteration)
 
-    def __call__(self, iteration: int, folder: Path) -> Store:
+    def __call__(self, iteration: int, folder: Path) -> OfflineDataset:
         about = replace(self.about, lora={"iteration": iteration})
         runtime = self.sampler.stage.runtime
         # Shards that were begun before the recipe changed do not belong to this policy.
         if runtime.is_main and (folder / ABOUT).exists():
-            if About.read(folder).text() != about.text():
+            if DatasetMetadata.read(folder).text() != about.text():
                 shutil.rmtree(folder)
         first = iteration // self.every * self.shards
         return fill(folder, about, self.sampler, shards=self.shards, first=first)
@@ -259,7 +261,7 @@ def _write(
 ) -> list[str]:
     """Encode and write one shard, unless nothing of it can be used. -> why pairs were left out."""
     reasons: list[str] = []
-    rows: list[Picture] = []
+    rows: list[StoredImage] = []
     latents: list[Tensor] = []
     for start in range(part.start, part.stop, per_batch):
         images = []
@@ -276,9 +278,9 @@ def _write(
     return reasons
 
 
-def _rows(pair: Pair, number: int) -> Iterator[Picture]:
+def _rows(pair: Pair, number: int) -> Iterator[StoredImage]:
     for image, path in enumerate((pair.chosen, pair.rejected)):
-        yield Picture(
+        yield StoredImage(
             record=pair.record,
             group=number,
             image=image,

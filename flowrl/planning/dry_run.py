@@ -18,8 +18,8 @@ from torch import Tensor
 from flowrl.backbones.loading import pipeline_path
 from flowrl.build.objective import build_objective
 from flowrl.config import Config, parse_config
-from flowrl.config.rewards import HttpExecutor
-from flowrl.config.rewards import Reward as RewardSection
+from flowrl.config.rewards import HTTPOptions
+from flowrl.config.rewards import RewardOptions as RewardSection
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
@@ -123,7 +123,7 @@ class Told:
 def tell(entry: RewardSection) -> Told:
     """What a recipe's entry names. Raises UserError for a reward that is not there, or that does
     not take its arguments; weights and servers are not asked for."""
-    if isinstance(entry.executor, HttpExecutor):
+    if isinstance(entry.executor, HTTPOptions):
         return Told(name=entry.label or entry.name, reward=None, entry=entry)
     reward = _made(entry.name, entry.args) if entry.name in BUILT_IN else _found(entry.name)
     name = entry.label or getattr(reward, "name", entry.name)

@@ -17,10 +17,10 @@ from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.backbones.sd3 import dual_targets
 from flowrl.build.backbone import FAMILIES, backbone_class
 from flowrl.build.objective import build_objective
-from flowrl.build.work_split import Geometry, Load, build_load, micro_batches, solve
+from flowrl.build.work_split import IterationWork, WorkSplit, build_load, micro_batches, solve
 from flowrl.config import Config
-from flowrl.config.rewards import HttpExecutor, PoolExecutor
-from flowrl.config.rewards import Reward as RewardSection
+from flowrl.config.rewards import HTTPOptions, PoolOptions
+from flowrl.config.rewards import RewardOptions as RewardSection
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
@@ -179,9 +179,9 @@ def reward_bytes(entry: RewardSection) -> int | None:
     every process of a pool. What a network needs beside its weights, for one picture at a time, is
     small against a transformer's training.
     """
-    if isinstance(entry.executor, HttpExecutor) or entry.args.get("device") == "cpu":
+    if isinstance(entry.executor, HTTPOptions) or entry.args.get("device") == "cpu":
         return 0
-    workers = entry.executor.workers if isinstance(entry.executor, PoolExecutor) else 1
+    workers = entry.executor.workers if isinstance(entry.executor, PoolOptions) else 1
     found = _weights(entry.name, entry.args)
     return None if found is None else found * workers
 
@@ -225,7 +225,7 @@ UNGUIDED = ("flux",)  # guidance is an input there, and costs nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class UpdateWork:
     """Of all GPUs. Forwards are those of single pictures; guidance counts twice where it doubles.
 
     pictures: that are learned from; candidates: that are explored. exploring, drawing: forwards
@@ -244,9 +244,9 @@ class Work:
     beside: int = 0
     updates: int = 0
 
-    def plus(self, other: "Work", times: int = 1) -> "Work":
+    def plus(self, other: "UpdateWork", times: int = 1) -> "UpdateWork":
         names = (f.name for f in fields(self))
-        return Work(**{n: getattr(self, n) + times * getattr(other, n) for n in names})
+        return UpdateWork(**{n: getattr(self, n) + times * getattr(other, n) for n in names})
 
     @property
     def forwards(self) -> int:
@@ -254,12 +254,12 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class PromptKind:
     """What some iterations draw, and explore before it, if anything; and what that asks for."""
 
     plan: TreePlan
     candidates: TreePlan | None
-    load: Load
+    load: IterationWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,10 +268,10 @@ class RunWork:
     how many iterations ask for each; work: of all of them, audits among exploring; evaluation:
     forwards of one, and evaluations: their number."""
 
-    kinds: tuple[Kind, ...]
-    loads: Mapping[Load, int]
-    first: Work
-    work: Work
+    kinds: tuple[PromptKind, ...]
+    loads: Mapping[IterationWork, int]
+    first: UpdateWork
+    work: UpdateWork
     evaluation: int
     evaluations: int
 
@@ -290,7 +290,7 @@ def draws_nothing(config: Config) -> bool:
 def count_run(config: Config, needs: Needs, *, whole_groups: bool, whole_trained: bool) -> RunWork:
     """The work of a whole run, whose trees may change from iteration to iteration."""
     r, seed = config.rollout, config.run.seed
-    found: Counter[Load] = Counter()
+    found: Counter[IterationWork] = Counter()
     known: dict = {}
     kinds: dict = {}
     for iteration in range(config.run.iterations):
@@ -301,10 +301,10 @@ def count_run(config: Config, needs: Needs, *, whole_groups: bool, whole_trained
                 config, needs, plan, whole_groups=whole_groups, whole_trained=whole_trained,
                 candidates=candidates,
             )  # fmt: skip
-            kind = Kind(plan=plan, candidates=candidates, load=known[plan, candidates])
+            kind = PromptKind(plan=plan, candidates=candidates, load=known[plan, candidates])
             kinds.setdefault((kind.load, count(plan), candidates and count(candidates)), kind)
         found[known[plan, candidates]] += 1
-    work = Work()
+    work = UpdateWork()
     for load, times in found.items():
         work = work.plus(work_of(config, needs, load), times)
     return RunWork(
@@ -317,7 +317,7 @@ def count_run(config: Config, needs: Needs, *, whole_groups: bool, whole_trained
     )
 
 
-def work_of(config: Config, needs: Needs, load: Load) -> Work:
+def work_of(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
     """Of one iteration."""
     r, objective = config.rollout, config.objective
     training = r.guidance if r.training_guidance is None else r.training_guidance
@@ -325,7 +325,7 @@ def work_of(config: Config, needs: Needs, load: Load) -> Work:
     rows = load.prompts * min(load.roots * load.rows, load.group_rows or load.roots * load.rows)
     learning = rows * load.row_forwards * (1 + doubles(config, training))
     checkpoints = config.memory.gradient_checkpointing + (objective.kind in AGAIN)
-    return Work(
+    return UpdateWork(
         pictures=load.prompts * load.roots * load.leaves,
         candidates=load.prompts * load.candidates * load.candidate_leaves,
         exploring=load.prompts * load.candidates * load.candidate_forwards * twice,
@@ -337,7 +337,7 @@ def work_of(config: Config, needs: Needs, load: Load) -> Work:
     )
 
 
-def _cut(load: Load) -> bool:
+def _cut(load: IterationWork) -> bool:
     """Whether what is compared is larger than a micro-batch, hence forwarded once more."""
     rows = load.roots * load.rows
     group = min(rows, load.group_rows or rows)
@@ -346,16 +346,16 @@ def _cut(load: Load) -> bool:
     return load.together != "image" and largest * load.row_forwards > load.micro_batch
 
 
-def _audits(config: Config) -> Work:
+def _audits(config: Config) -> UpdateWork:
     """Candidates that are drawn exactly to see whether the cheap ones rank as they do."""
     e, r = config.rollout.explore, config.rollout
     if e is None or not e.audit.every:
-        return Work()
+        return UpdateWork()
     times = -(-config.run.iterations // e.audit.every)
     plan = r.plan(0, config.run.seed)
     forwards = count(plan).forwards // plan.roots * (1 + doubles(config, r.guidance))
     drawn = times * e.audit.prompts * e.candidates
-    return Work(exploring=drawn * forwards)
+    return UpdateWork(exploring=drawn * forwards)
 
 
 def evaluation_forwards(config: Config) -> int:
@@ -383,7 +383,7 @@ def build_setup(
     config: Config,
     size: Size,
     needs: Needs,
-    geometry: Geometry,
+    geometry: WorkSplit,
     plan: TreePlan,
     candidates: TreePlan | None,
 ) -> Setup:
@@ -500,7 +500,7 @@ class Plan:
     where nobody named any. remedies: where it does not fit. notes: what was assumed or left out.
     """
 
-    geometry: Geometry
+    geometry: WorkSplit
     transitions: bool
     work: RunWork
     phases: tuple[Footprint, ...]
@@ -561,7 +561,7 @@ def count_work(config: Config, needs: Needs) -> RunWork:
 
 
 def _phases(
-    config: Config, size: Size, needs: Needs, kinds: Sequence[Kind], gpus: int
+    config: Config, size: Size, needs: Needs, kinds: Sequence[PromptKind], gpus: int
 ) -> tuple[Footprint, ...]:
     """Of each phase, the iteration that needs most. kinds: of this recipe, or of one that differs
     in nothing that changes them but optim.micro_batch."""

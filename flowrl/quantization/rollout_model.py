@@ -104,7 +104,7 @@ def _limit_graphs() -> None:
 # --- A second network for rollouts that shares the policy's frozen weights and follows its ad --
 
 
-class Twin:
+class RolloutModel:
     """The policy's network with other products in it, `network`; it never computes gradients.
 
     choices: layers with a format are packed by `backend`, once where no adapter changes them.

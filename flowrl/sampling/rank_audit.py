@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.quantization.backends import Capability, Resolved, named, next_lower, shown
-from flowrl.sampling.rollout import Request, Stage, Stopwatch
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch
 from flowrl.sampling.two_stage import Mode, best_and_worst, score_candidates, telling
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.files import write_text
@@ -462,7 +462,7 @@ METRICS = {"tau": "tau", "rho": "rho", "pooled rho": "pooled_rho", "retention": 
 
 
 @dataclass(slots=True, kw_only=True)
-class Gate:
+class PrecisionController:
     """The stage that explores in an iteration: see the options under `rollout.explore.audit`.
 
     make: builds the stage of a precision, in which candidates are drawn since an iteration; `first`
@@ -471,10 +471,10 @@ class Gate:
     prompt that are kept. All processes call it together, and come to the same verdict.
     """
 
-    make: Callable[[Resolved, int], Stage]
+    make: Callable[[Resolved, int], RolloutGenerator]
     first: Resolved
     capability: Capability
-    exact: Stage
+    exact: RolloutGenerator
     plan: Callable[[int], TreePlan]
     exact_plan: Callable[[int], TreePlan]
     keep: Callable[[int], int]
@@ -484,9 +484,11 @@ class Gate:
     min_rho: float
     on_miss: OnMiss
     log: AuditLog
-    _now: tuple[Resolved, Stage] | None = field(init=False, default=None)
+    _now: tuple[Resolved, RolloutGenerator] | None = field(init=False, default=None)
 
-    def __call__(self, iteration: int, candidates: Request) -> tuple[Stage, Mapping[str, float]]:
+    def __call__(
+        self, iteration: int, candidates: RolloutRequest
+    ) -> tuple[RolloutGenerator, Mapping[str, float]]:
         """The stage of an iteration, and what an audit before it has found, if one was due.
 
         Raises UserError when an audit fails and the run is to stop then.
@@ -519,7 +521,7 @@ class Gate:
         summary = report.summary()
         return stage, {name: float(summary[key]) for key, name in METRICS.items()}
 
-    def _standing(self, iteration: int) -> tuple[Resolved, Stage]:
+    def _standing(self, iteration: int) -> tuple[Resolved, RolloutGenerator]:
         """Where earlier audits have left it, those of the session before included.
 
         Audits of candidates with another number of steps say nothing of these.
@@ -538,12 +540,14 @@ class Gate:
         assert self._now is not None
         return self._now
 
-    def _stand_at(self, resolved: Resolved, since: int) -> Stage:
+    def _stand_at(self, resolved: Resolved, since: int) -> RolloutGenerator:
         with self.exact.runtime.together():
             self._now = resolved, self.make(resolved, since)
         return self._now[1]
 
-    def _audit(self, stage: Stage, iteration: int, candidates: Request) -> AuditReport:
+    def _audit(
+        self, stage: RolloutGenerator, iteration: int, candidates: RolloutRequest
+    ) -> AuditReport:
         """Draw all candidates of the first prompts both ways."""
         # All prompts' texts at once, as without an audit: the last bits depend on their batch.
         stage.read(candidates.take(stage.share(candidates, self.plan(iteration))))
@@ -555,7 +559,7 @@ class Gate:
             whole_prompts=stage.whole_prompts,  # nothing is learned from them together
         )
 
-        def scored(stage: Stage, plan: TreePlan) -> Tensor:
+        def scored(stage: RolloutGenerator, plan: TreePlan) -> Tensor:
             return score_candidates(stage, few, plan, Stopwatch())
 
         proxy = scored(stage, self.plan(iteration))
@@ -563,7 +567,7 @@ class Gate:
         return audit(proxy, true, self.keep(iteration), self.mode)
 
     def _judge(
-        self, report: AuditReport, resolved: Resolved, stage: Stage, iteration: int
+        self, report: AuditReport, resolved: Resolved, stage: RolloutGenerator, iteration: int
     ) -> Verdict:
         noise, exact_noise = (
             any(move.noise for move in plan(iteration).moves)

@@ -17,7 +17,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
-from flowrl.quantization.rollout_model import Twin, within_limit
+from flowrl.quantization.rollout_model import RolloutModel, within_limit
 from flowrl.sampling.sampler import FrontierVelocity, Schedule, grow
 from flowrl.scoring.combine import FailureLimit, combine
 from flowrl.scoring.scorer import Scoring
@@ -28,7 +28,7 @@ from flowrl.utils.distributed import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class RolloutRequest:
     """Trees to grow: `prompts` (P), and for each of R trees its prompt, group and root number.
 
     prompt, group, root: (R,) long. Trees of one group are compared; they may have been asked for
@@ -46,11 +46,11 @@ class Request:
     iteration: int
     same_noise: bool = False
 
-    def only(self, rows: Tensor) -> "Request":
+    def only(self, rows: Tensor) -> "RolloutRequest":
         """The trees of `rows` (N,) long, of the same list of prompts."""
         return replace(self, prompt=self.prompt[rows], group=self.group[rows], root=self.root[rows])
 
-    def take(self, rows: Tensor) -> "Request":
+    def take(self, rows: Tensor) -> "RolloutRequest":
         """The trees of `rows` (N,) long, with the prompts they use."""
         used, prompt = self.prompt[rows].unique(return_inverse=True)
         prompts = [self.prompts[i] for i in used.tolist()]
@@ -91,7 +91,7 @@ def group_request(
     seed: int,
     iteration: int,
     retained: int | None = None,
-) -> Request:
+) -> RolloutRequest:
     """The plan's trees for every prompt, those of one prompt side by side: its group.
 
     A prompt that stands there twice is two groups, with roots of their own. retained: how many
@@ -115,7 +115,7 @@ def group_request(
                 asked.append(one)
             prompt.append(place[group, one.wording])
     first = torch.tensor(before) * plan.roots
-    return Request(
+    return RolloutRequest(
         prompts=asked,
         prompt=torch.tensor(prompt),
         group=torch.arange(len(prompts)).repeat_interleave(plan.roots),
@@ -130,7 +130,7 @@ def draw(
     backbone: Backbone,
     velocity: VelocityField,
     cond: Conditioning,
-    request: Request,
+    request: RolloutRequest,
     plan: TreePlan,
     schedule: Schedule,
     batch_size: int,
@@ -178,7 +178,9 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
             yield backbone.decode(part).cpu()
 
 
-def hand_in(scoring: Scoring, images: Iterable[Tensor], request: Request, leaves: int) -> Tensor:
+def hand_in(
+    scoring: Scoring, images: Iterable[Tensor], request: RolloutRequest, leaves: int
+) -> Tensor:
     """Pictures to the rewards as they come, `leaves` of each tree in the request's order.
 
     -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for pictures that are not finite.
@@ -227,7 +229,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
+class ScoredTrees:
     """This process's share of a request, and the scores of all processes' pictures.
 
     own: its trees, of which `trees` (R,) long are the places in the whole request; cond: of the
@@ -236,7 +238,7 @@ class Scored:
     (G,) long.
     """
 
-    own: Request
+    own: RolloutRequest
     trees: Tensor
     cond: Conditioning
     parts: Sequence[tuple[Tree, Tensor]]
@@ -248,7 +250,7 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RolloutGenerator:
     """Draws, decodes and scores what it is asked for.
 
     network: makes a context in which the network stands as it draws, and gives its velocity.
@@ -276,8 +278,8 @@ class Stage:
         return Schedule(sigmas=sigmas, kernel=self.kernel, level=self.level)
 
     def __call__(
-        self, request: Request, plan: TreePlan, watch: Stopwatch, *, keep: bool = True
-    ) -> Scored:
+        self, request: RolloutRequest, plan: TreePlan, watch: Stopwatch, *, keep: bool = True
+    ) -> ScoredTrees:
         """Grow this process's share of the request's trees, and learn all processes' scores.
 
         The request has the plan's trees for each of its groups, side by side. keep: whether the
@@ -299,24 +301,24 @@ class Stage:
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)
-        return Scored(
+        return ScoredTrees(
             own=own, trees=trees, cond=cond, parts=parts, result=result, reward=reward,
             valid=valid, terms=terms, group=group,
         )  # fmt: skip
 
-    def share(self, request: Request, plan: TreePlan) -> Tensor:
+    def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
         """This process's trees of the request: (R,) long, none where others take them all."""
         unit = plan.roots if self.whole_prompts else 1
         return self.runtime.share(len(request.prompt), unit)
 
     @torch.no_grad()
-    def read(self, own: Request) -> Conditioning:
+    def read(self, own: RolloutRequest) -> Conditioning:
         """The texts of this process's trees, encoded at once."""
         with self.runtime.autocast():
             return self.encode(own.prompts) if own.prompts else Conditioning(tensors={})
 
     def _draw(
-        self, own: Request, plan: TreePlan, cond: Conditioning, scoring: Scoring
+        self, own: RolloutRequest, plan: TreePlan, cond: Conditioning, scoring: Scoring
     ) -> Iterator[tuple[Tree, Tensor]]:
         """Trees and their pictures, which rewards get as soon as they are decoded.
 
@@ -350,7 +352,7 @@ def policys_own(
 
 @contextmanager
 def of_twin(
-    twin: Twin, backbone: Backbone, adapter: str, *, runtime: Runtime
+    twin: RolloutModel, backbone: Backbone, adapter: str, *, runtime: Runtime
 ) -> Iterator[VelocityField]:
     """A copy, once it has learned what the adapter is by now. backbone: with the copy inside."""
     twin.sync(adapter)

@@ -8,7 +8,7 @@ import torch
 
 from flowrl.functional.noise import noise_seed
 from flowrl.prompts.records import PromptSampler
-from flowrl.sampling.rollout import Request, Stage, Stopwatch, group_request
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch, group_request
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.combine import train_weights
 from flowrl.trajectory import Rollout, Tree
@@ -36,14 +36,14 @@ class Sampler:
     words, see `group_request`; `Rollout.prompts` are the prompts' own words in any case.
     """
 
-    stage: Stage
+    stage: RolloutGenerator
     plan: Callable[[int], TreePlan]
     prompts: PromptSampler
     seed: int
     explorer: Explorer | None = None
     retained: int | None = None
 
-    def request(self, iteration: int, plan: TreePlan) -> Request:
+    def request(self, iteration: int, plan: TreePlan) -> RolloutRequest:
         """The plan's trees for the prompts of an iteration, of all processes."""
         return group_request(
             self.prompts.at(iteration),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.noise import noise_seed
-from flowrl.sampling.rollout import Request, Stage, Stopwatch
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch
 from flowrl.trajectory import Explored
 from flowrl.trees.plan import TreePlan, count
 
@@ -92,13 +92,13 @@ class Explorer:
     are kept, see `telling`. A candidate with several leaves is worth their mean.
     """
 
-    stage: Callable[[int, Request], tuple[Stage, Mapping[str, float]]]
+    stage: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
     plan: Callable[[int], TreePlan]
     mode: Mode
 
     def __call__(
-        self, iteration: int, candidates: Request, keep: int, watch: Stopwatch
-    ) -> tuple[Request, Explored]:
+        self, iteration: int, candidates: RolloutRequest, keep: int, watch: Stopwatch
+    ) -> tuple[RolloutRequest, Explored]:
         """Keep `keep` candidates of each group -> the request for them, in their order.
 
         candidates: as many trees of each group as the plan has roots, side by side.
@@ -115,7 +115,9 @@ class Explorer:
         return candidates.only(rows.flatten()), explored
 
 
-def score_candidates(stage: Stage, candidates: Request, plan: TreePlan, watch: Stopwatch) -> Tensor:
+def score_candidates(
+    stage: RolloutGenerator, candidates: RolloutRequest, plan: TreePlan, watch: Stopwatch
+) -> Tensor:
     """Rewards of candidates, N of each of P groups: (P, N) fp32, NaN where there is none."""
     reward = stage(candidates, plan, watch, keep=False).reward
     return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.errors import Finding, UserError
+from flowrl.errors import CheckResult, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.scoring.scorer import quantise
@@ -163,7 +163,9 @@ class Round:
         return [score for score in self.scores.values() if math.isfinite(score)]
 
 
-def judged(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Iterator[Finding]:
+def judged(
+    spec: RewardSpec, trials: list[Trial], first: Round, again: Round
+) -> Iterator[CheckResult]:
     """What is wrong with the scores of two rounds."""
     if not first.known():
         yield _silence(spec.name, first)
@@ -176,7 +178,7 @@ def judged(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) ->
         yield from _unrepeatable(spec.name, first, again)
 
 
-def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[Finding]:
+def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[CheckResult]:
     """A fixture whose two pictures do not come out in their known order."""
     better, worse = found.scores[t, 0], found.scores[t, 1]
     where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
@@ -199,7 +201,7 @@ def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[Findin
         )
 
 
-def _out_of_bounds(spec: RewardSpec, found: Round) -> Iterator[Finding]:
+def _out_of_bounds(spec: RewardSpec, found: Round) -> Iterator[CheckResult]:
     low, high = getattr(spec.reward, "bounds", None) or (None, None)
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     for score in found.known():
@@ -213,7 +215,7 @@ def _out_of_bounds(spec: RewardSpec, found: Round) -> Iterator[Finding]:
             return
 
 
-def _unrepeatable(name: str, first: Round, again: Round) -> Iterator[Finding]:
+def _unrepeatable(name: str, first: Round, again: Round) -> Iterator[CheckResult]:
     for row, score in first.scores.items():
         if math.isfinite(score) != math.isfinite(again.scores[row]):
             reason = line(first.reasons.get(row) or again.reasons[row])
@@ -245,7 +247,7 @@ def _tolerance(found: Round) -> float:
     return SPREAD_SHARE * (max(known) - min(known)) + SCORE_SHARE * max(map(abs, known))
 
 
-def unlike(spec: RewardSpec, like: Reward | None) -> Iterator[Finding]:
+def unlike(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
     """What a server says of its reward, against the same reward here."""
     for key in ("version", "required_metadata") if like is not None else ():
         there, here = getattr(spec.reward, key, None), getattr(like, key, None)
@@ -258,14 +260,14 @@ def unlike(spec: RewardSpec, like: Reward | None) -> Iterator[Finding]:
             )
 
 
-def _silence(name: str, found: Round) -> Finding:
+def _silence(name: str, found: Round) -> CheckResult:
     """No score at all."""
     reason = next(iter(found.reasons.values()), "it gave no reason")
     detail = f"no score for any of {len(found.scores)} pictures: {line(reason)}"
     return _absent(name, reason) or _problem(name, detail, "Mend that before training.")
 
 
-def failure(name: str, error: Exception) -> Finding:
+def failure(name: str, error: Exception) -> CheckResult:
     """Of an exception: what is missing, or what is wrong."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     text = text.removeprefix(f"reward {name!r}").lstrip(": ")  # the finding names it already
@@ -282,7 +284,7 @@ def kinds_of(error: BaseException | None) -> set[str]:
     return found
 
 
-def _absent(name: str, reason: str, kinds: Collection[str] = ()) -> Finding | None:
+def _absent(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult | None:
     """A finding that names what is not there, if that is the reason.
 
     kinds: of the exceptions; a reason may begin with the name of one.
@@ -292,13 +294,13 @@ def _absent(name: str, reason: str, kinds: Collection[str] = ()) -> Finding | No
         if kinds.intersection(classes) or re.search(pattern, reason):
             detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
             told = any(words in detail for words in TOLD)
-            return Finding(
+            return CheckResult(
                 topic=name, state="missing", detail=detail, remedy="" if told else remedy
             )
     return None
 
 
-def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> Finding:
+def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> CheckResult:
     """Nothing is wrong; what was seen. A warning when all pictures got the same score.
 
     They are squares, noise and blank paper: few rewards cannot tell them apart, but one that looks
@@ -318,8 +320,8 @@ def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> F
     parts.append(f"scores {min(known):.4g} to {max(known):.4g}")
     same = len(known) > 1 and min(known) == max(known)
     if not same:
-        return Finding(topic=spec.name, state="ok", detail=", ".join(parts))
-    return Finding(
+        return CheckResult(topic=spec.name, state="ok", detail=", ".join(parts))
+    return CheckResult(
         topic=spec.name,
         state="warning",
         detail=f"all pictures got the same score, {known[0]:.4g}: {', '.join(parts)}",
@@ -328,8 +330,8 @@ def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> F
     )
 
 
-def _problem(name: str, detail: str, remedy: str) -> Finding:
-    return Finding(topic=name, state="problem", detail=detail, remedy=remedy)
+def _problem(name: str, detail: str, remedy: str) -> CheckResult:
+    return CheckResult(topic=name, state="problem", detail=detail, remedy=remedy)
 
 
 def line(text: str) -> str:
@@ -349,7 +351,7 @@ class Checked:
     of one large call. Both NaN where they were not measured.
     """
 
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     version: str = ""
     pictures: int = 0
     latency: float = math.nan
@@ -358,7 +360,7 @@ class Checked:
 
 def preflight(
     specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord], size: tuple[int, int] = SIZE
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Try every reward that has something to say about `prompts`, through its own executor.
 
     A few pictures each, plain ones of `size`, height and width; random number generators are left
@@ -378,7 +380,7 @@ def preflight(
 
 def _before_training(
     spec: RewardSpec, prompts: Sequence[PromptRecord], size: tuple[int, int]
-) -> tuple[Finding, ...]:
+) -> tuple[CheckResult, ...]:
     try:
         needed = any(spec.applies(p.text, p.metadata) for p in prompts)
     except UserError as error:  # a server that does not say what its reward needs
@@ -470,11 +472,11 @@ def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[
     return answer, time.perf_counter() - began
 
 
-def _inapplicable(spec: RewardSpec) -> Finding:
+def _inapplicable(spec: RewardSpec) -> CheckResult:
     """It has no fixtures and no prompt; what it says when it is asked all the same."""
     answer = spec.asked_by().submit(torch.zeros(1, 3, 64, 64), [""], [{}]).result()
     reason = re.sub(r"^\w+: ", "", line(answer.reasons.get(0, "")))
-    return Finding(
+    return CheckResult(
         topic=spec.name,
         state="missing",
         detail=reason or "applies to none of the prompts tried, and has no fixtures",
@@ -521,10 +523,10 @@ def _on_server(
     deadline: float,
     prompts: Sequence[PromptRecord],
 ) -> Checked:
-    from flowrl.scoring.executors.http import Remote
+    from flowrl.scoring.executors.http import HTTPExecutor
 
     try:
-        remote = Remote(name, urls, token=token, deadline=deadline)
+        remote = HTTPExecutor(name, urls, token=token, deadline=deadline)
     except UserError as error:
         return Checked(findings=(failure(name, error),))
     try:
@@ -534,13 +536,13 @@ def _on_server(
         remote.close()
 
 
-def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Finding:
+def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
     """Why there is no such reward: it lacks a package or arguments, or it is not there at all."""
     found, cause = failure(name, error), error.__cause__
     if found.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
         return found
     if not args and isinstance(error, ArgumentsRefused):
-        return Finding(
+        return CheckResult(
             topic=name,
             state="missing",
             detail=f"needs arguments: {line(str(cause))}",
@@ -548,7 +550,7 @@ def _unmade(name: str, args: Mapping[str, Any] | None, error: UserError) -> Find
         )
     by_hand = isinstance(error, ArgumentsRefused) or cause is None or type(cause) is LookupError
     remedy = "Correct its name or its arguments." if by_hand else "Correct its code."
-    return Finding(topic=name, state="problem", detail=line(str(error)), remedy=remedy)
+    return CheckResult(topic=name, state="problem", detail=line(str(error)), remedy=remedy)
 
 
 def _lacks_package(name: str, cause: BaseException | None) -> bool:

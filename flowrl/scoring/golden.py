@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import flowrl
-from flowrl.errors import Finding, UserError
+from flowrl.errors import CheckResult, UserError
 from flowrl.scoring.check import failure, trials_of
 from flowrl.scoring.executors.base import RewardFailure, ask, to_levels
 from flowrl.scoring.scorer import quantise
@@ -33,14 +33,14 @@ Entry = Mapping[str, Any]  # version, trials of {prompt, pictures, scores}; tole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class ReferenceComparison:
     """What became of one reward; `measured` is an entry for the golden file, None without one."""
 
-    finding: Finding
+    finding: CheckResult
     measured: Entry | None = None
 
 
-def compare_all(names: list[str], golden: Mapping[str, Entry]) -> list[Comparison]:
+def compare_all(names: list[str], golden: Mapping[str, Entry]) -> list[ReferenceComparison]:
     """Ask the named rewards and compare; with no names those that have golden values.
 
     A reward without a golden value is "missing", never "ok"; one that cannot be asked here too.
@@ -49,18 +49,20 @@ def compare_all(names: list[str], golden: Mapping[str, Entry]) -> list[Compariso
     compared = [compare_one(name, golden.get(name)) for name in names or golden]
     rest = [] if names else [name for name in BUILT_IN if name not in golden]
     return compared + [
-        Comparison(finding=Finding(topic=name, state="missing", detail="no golden value yet"))
+        ReferenceComparison(
+            finding=CheckResult(topic=name, state="missing", detail="no golden value yet")
+        )
         for name in rest
     ]
 
 
-def compare_one(name: str, entry: Entry | None) -> Comparison:
+def compare_one(name: str, entry: Entry | None) -> ReferenceComparison:
     """Ask a reward, and compare its scores with those of its entry."""
     try:
         measured = measure(name)
     except (UserError, ValueError) as error:
-        return Comparison(finding=failure(name, error))
-    return Comparison(finding=_judge(name, measured, entry), measured=measured)
+        return ReferenceComparison(finding=failure(name, error))
+    return ReferenceComparison(finding=_judge(name, measured, entry), measured=measured)
 
 
 def measure(name: str) -> Entry:
@@ -135,7 +137,7 @@ def write_golden(path: Path, entries: Mapping[str, Entry]) -> None:
     write_text(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
-def _judge(name: str, measured: Entry, entry: Entry | None) -> Finding:
+def _judge(name: str, measured: Entry, entry: Entry | None) -> CheckResult:
     if entry is None:
         return _without(name, "no golden value yet, so nothing was compared")
     for key, what in (("version", "of another version"), ("pictures", "of other pictures")):
@@ -153,14 +155,14 @@ def _judge(name: str, measured: Entry, entry: Entry | None) -> Finding:
     if _gap(score, golden) > entry["tolerance"]:
         detail = f"{score:.6g} for {prompt!r}, expected {golden:.6g} within {entry['tolerance']:g}"
         made = ", ".join(f"{k} {v}" for k, v in entry.get("made_with", {}).items())
-        return Finding(
+        return CheckResult(
             topic=name,
             state="problem",
             detail=detail,
             remedy=f"The golden value was made with {made}: look for what differs here.",
         )
     detail = f"{len(pairs)} scores agree, the largest difference is {_gap(score, golden):.2g}"
-    return Finding(topic=name, state="ok", detail=detail)
+    return CheckResult(topic=name, state="ok", detail=detail)
 
 
 def _parts(entry: Entry, key: str) -> list[str]:
@@ -174,8 +176,8 @@ def _gap(score: float, golden: float) -> float:
     return gap if math.isfinite(gap) else math.inf
 
 
-def _without(name: str, detail: str) -> Finding:
-    return Finding(topic=name, state="missing", detail=detail, remedy=REMEDY.format(name=name))
+def _without(name: str, detail: str) -> CheckResult:
+    return CheckResult(topic=name, state="missing", detail=detail, remedy=REMEDY.format(name=name))
 
 
 def _installed(package: str) -> str | None:

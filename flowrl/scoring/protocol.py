@@ -90,13 +90,13 @@ def sendable(token: str) -> bool:
     return all("!" <= character <= "~" for character in token)
 
 
-class _Exact(BaseModel):
+class _StrictModel(BaseModel):
     """Unknown keys are errors: a misspelt one must not be lost in silence."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class Item(_Exact):
+class Item(_StrictModel):
     """One picture and what it is judged against; image: base64, in the JSON form only."""
 
     id: str
@@ -105,7 +105,7 @@ class Item(_Exact):
     image: str | None = None
 
 
-class Request(_Exact):
+class ScoreRequest(_StrictModel):
     """The body of POST /v1/score. key: the same for every try of the same question."""
 
     protocol: Literal[1]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.scoring.check import trials_of
-from flowrl.scoring.executors.base import Answer, Executor, Inline, Reward, RewardFailure
+from flowrl.scoring.executors.base import Answer, Executor, InlineExecutor, Reward, RewardFailure
 from flowrl.scoring.protocol import (
     LOSSLESS,
     MAX_PIXELS,
@@ -31,10 +31,10 @@ from flowrl.scoring.protocol import (
     Codec,
     Info,
     Item,
-    Request,
     Response,
     Result,
     RewardInfo,
+    ScoreRequest,
     complaint,
     decode,
     sendable,
@@ -68,7 +68,7 @@ class Uploads:
     def __init__(self):
         self._reading = 0
 
-    async def read(self, asked: "Asked", max_body: int) -> tuple[Request, list[bytes]]:
+    async def read(self, asked: "Asked", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
         """As `read_request`; raises Refused also for one too many and one that takes too long."""
         if self._reading >= MAX_UPLOADS:
             raise Refused(503, f"{MAX_UPLOADS} uploads are being read; ask later", retry_after=1)
@@ -82,7 +82,7 @@ class Uploads:
             self._reading -= 1
 
 
-async def read_request(asked: "Asked", max_body: int) -> tuple[Request, list[bytes]]:
+async def read_request(asked: "Asked", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
     """The question and the bytes of its pictures, one for each item.
 
     Raises Refused for a body of more than max_body bytes or another form than the protocol's two.
@@ -112,7 +112,7 @@ async def _limited(asked: "Asked", max_body: int) -> AsyncGenerator[bytes, None]
 
 async def _read_parts(
     asked: "Asked", body: AsyncGenerator[bytes, None], max_body: int
-) -> tuple[Request, list[bytes]]:
+) -> tuple[ScoreRequest, list[bytes]]:
     from python_multipart.exceptions import FormParserError
     from starlette.formparsers import MultiPartException, MultiPartParser
 
@@ -129,7 +129,7 @@ async def _read_parts(
         await form.close()
 
 
-async def _take_apart(form: "FormData") -> tuple[Request, list[bytes]]:
+async def _take_apart(form: "FormData") -> tuple[ScoreRequest, list[bytes]]:
     envelope, parts = form.get("request"), form.getlist("image")
     if envelope is None:
         raise Refused(422, "the form has no part named request")
@@ -144,9 +144,9 @@ async def _take_apart(form: "FormData") -> tuple[Request, list[bytes]]:
     return request, blobs
 
 
-def _parse(text: str | bytes) -> Request:
+def _parse(text: str | bytes) -> ScoreRequest:
     try:
-        return Request.model_validate_json(text)
+        return ScoreRequest.model_validate_json(text)
     except ValidationError as error:
         raise Refused(
             422, f"the request is not what the protocol asks for: {complaint(error)}"
@@ -171,7 +171,7 @@ CLOSING = 20.0  # seconds that rewards get to end; a pool may need 15
 Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
 
 
-class Service:
+class ScoringService:
     """What the server knows: the rewards, who asks them, and the answers of late."""
 
     def __init__(
@@ -185,7 +185,7 @@ class Service:
         if not rewards or len(self.specs) < len(rewards):
             raise UserError("a reward server needs rewards of different names")
         self.executors: dict[str, Executor] = {
-            s.name: s.executor or Inline(s.reward, s.name, background=True) for s in rewards
+            s.name: s.executor or InlineExecutor(s.reward, s.name, background=True) for s in rewards
         }
         self.hangs: list[str] = []
         self._turns = {name: Lock() for name in self.specs}
@@ -198,7 +198,7 @@ class Service:
         if self.token and not hmac.compare_digest((given or "").encode(), wanted.encode()):
             raise Refused(401, "this server asks for its token, as Authorization: Bearer TOKEN")
 
-    async def answer(self, request: Request, blobs: list[bytes]) -> Response:
+    async def answer(self, request: ScoreRequest, blobs: list[bytes]) -> Response:
         """Scores, once for every key: who asks again waits for the answer that is being made."""
         spec = self._check(request)
         digest = _digest(request, blobs)
@@ -226,7 +226,7 @@ class Service:
             await asyncio.sleep(0.02)
         self.hangs = [name for name, thread in ends.items() if thread.is_alive()]
 
-    def _check(self, request: Request) -> RewardSpec:
+    def _check(self, request: ScoreRequest) -> RewardSpec:
         spec = self.specs.get(request.reward)
         if spec is None:
             known = ", ".join(self.specs)
@@ -243,7 +243,7 @@ class Service:
             )
         return spec
 
-    async def _score(self, spec: RewardSpec, request: Request, blobs: list[bytes]) -> Response:
+    async def _score(self, spec: RewardSpec, request: ScoreRequest, blobs: list[bytes]) -> Response:
         try:
             images = await asyncio.to_thread(_images, request, blobs)
         except ValueError as error:
@@ -315,7 +315,7 @@ def _misfit(spec: RewardSpec, item: Item) -> str | None:
     return None
 
 
-def _images(request: Request, blobs: list[bytes]) -> Tensor:
+def _images(request: ScoreRequest, blobs: list[bytes]) -> Tensor:
     """The pictures, (B, 3, H, W) float32 in [0, 1]. Raises ValueError naming the bad one."""
     pictures: list[np.ndarray] = []
     left = MAX_PIXELS
@@ -332,7 +332,7 @@ def _images(request: Request, blobs: list[bytes]) -> Tensor:
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
 
 
-def _digest(request: Request, blobs: list[bytes]) -> bytes:
+def _digest(request: ScoreRequest, blobs: list[bytes]) -> bytes:
     digest = hashlib.sha256(
         request.model_dump_json(exclude={"items": {"__all__": {"image"}}}).encode()
     )
@@ -369,7 +369,7 @@ def make_app(
     from fastapi import Request as Asked
     from starlette.responses import Response as Raw
 
-    service = Service(rewards, token=token, max_batch=max_batch, codecs=codecs)
+    service = ScoringService(rewards, token=token, max_batch=max_batch, codecs=codecs)
 
     @asynccontextmanager
     async def life(_: FastAPI):

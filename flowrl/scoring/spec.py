@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Executor, Inline, Reward
+from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
 from flowrl.utils.imports import load_callable
 
 BUILT_IN = {
@@ -109,7 +109,7 @@ class RewardSpec:
             return False
 
     def asked_by(self) -> Executor:
-        return self.executor or Inline(self.reward, self.name)
+        return self.executor or InlineExecutor(self.reward, self.name)
 
     def close(self) -> None:
         """End the processes and threads of its executor."""

@@ -14,7 +14,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.groups import Interval, paired_bootstrap
 from flowrl.prompts.records import PromptRecord, reworded
-from flowrl.sampling.rollout import Request, decode, draw, gathered, hand_in, occurrences
+from flowrl.sampling.rollout import RolloutRequest, decode, draw, gathered, hand_in, occurrences
 from flowrl.sampling.sampler import Schedule
 from flowrl.scoring.combine import check_invalid, lacking
 from flowrl.scoring.executors.base import to_levels
@@ -130,7 +130,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class EvaluationComparison:
     """One measure before and after, over the pairs that have both scores."""
 
     name: str
@@ -165,8 +165,8 @@ class Evaluator:
     paraphrases: bool = False
     max_invalid_fraction: float = 1.0
 
-    def request(self) -> Request:
-        return Request(
+    def request(self) -> RolloutRequest:
+        return RolloutRequest(
             prompts=self.prompts,
             prompt=torch.arange(len(self.prompts)),
             group=torch.arange(len(self.prompts)),
@@ -190,7 +190,9 @@ class Evaluator:
             reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
         )
 
-    def _reworded(self, velocity: VelocityField, runtime: Runtime, request: Request) -> Tensor:
+    def _reworded(
+        self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest
+    ) -> Tensor:
         """The scores of all pictures when asked for in other words, (N, R)."""
         has = torch.tensor([bool(p.paraphrases) for p in self.prompts])
         rows = has.nonzero().squeeze(1)
@@ -207,7 +209,7 @@ class Evaluator:
 
     @torch.no_grad()
     def _draw(
-        self, velocity: VelocityField, runtime: Runtime, request: Request, *, keep: int
+        self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, *, keep: int
     ) -> tuple[Tensor, Tensor]:
         """Scores of all pictures (N, R), and the first `keep`; the same on every process.
 
@@ -239,7 +241,9 @@ class Evaluator:
         known = ~lacking(self.specs, result)
         check_invalid(known, max_fraction=self.max_invalid_fraction, errors=result.errors)
 
-    def _pictures(self, velocity: VelocityField, request: Request, scoring: Scoring) -> Tensor:
+    def _pictures(
+        self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring
+    ) -> Tensor:
         """Draw a batch and hand it to the rewards."""
         plan, cond = ode_plan(len(self.schedule.sigmas) - 1), self.encode(request.prompts)
         tree = draw(
@@ -254,7 +258,9 @@ class Evaluator:
         return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
 
 
-def compare(before: Evaluation, after: Evaluation, quality: str | None = None) -> list[Comparison]:
+def compare(
+    before: Evaluation, after: Evaluation, quality: str | None = None
+) -> list[EvaluationComparison]:
     """What both evaluations measure, paired image by image, with a 95 % bootstrap interval.
 
     quality: as in `Evaluation.measures`. A measure without a pair is left out.
@@ -268,7 +274,7 @@ def compare(before: Evaluation, after: Evaluation, quality: str | None = None) -
             continue
         a, b = a[both], b[both]
         rows.append(
-            Comparison(
+            EvaluationComparison(
                 name=name,
                 before=a.mean().item(),
                 after=b.mean().item(),

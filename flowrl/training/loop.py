@@ -15,7 +15,7 @@ from flowrl.sampling.rollout import Stopwatch
 from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
-from flowrl.training.run import Run, Sheet
+from flowrl.training.run import Run, SampleGrid
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
 
@@ -170,7 +170,7 @@ def train(learner: Learner, run: Run, *, iterations: int) -> None:
                 run.finish()
             learner.source.keep()
             raise
-        sheet = Sheet.of(rollout)
+        sheet = SampleGrid.of(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
         run.after(iteration, sheet, metrics)
         if run.saved == run.done:

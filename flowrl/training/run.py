@@ -116,14 +116,14 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sheet:
+class SampleGrid:
     """What is shown of a rollout, which is gone by then: images (n, 3, H, W), n captions."""
 
     images: Tensor
     captions: list[str]
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "Sheet":
+    def of(cls, rollout: Rollout) -> "SampleGrid":
         """Its first pictures; none of a stored one, which has none."""
         prompts = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves()[:SHOWN].tolist()]
         return cls(images=rollout.images[:SHOWN].clone(), captions=prompts)
@@ -231,7 +231,7 @@ class Run:
 
     # --- during -----------------------------------------------------------------------------
 
-    def after(self, iteration: int, sheet: Sheet, metrics: dict[str, float]) -> None:
+    def after(self, iteration: int, sheet: SampleGrid, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show when it is time."""
         self.done, s = iteration + 1, self.settings
         if self.report is not None:

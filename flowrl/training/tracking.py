@@ -56,7 +56,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Service:
+class TrackingService:
     """wandb, and trackio, which speaks the same language.
 
     A resumed run is a new run in the group of its folder: neither service lets a run go back to
@@ -82,11 +82,11 @@ class Service:
 def _wandb(folder: Path, resume_step: int | None) -> Tracker:
     module = _library("wandb")
     os.environ.setdefault("WANDB_DIR", str(folder))  # else its files go to the working directory
-    return Service(module, folder, resume_step)
+    return TrackingService(module, folder, resume_step)
 
 
 def _trackio(folder: Path, resume_step: int | None) -> Tracker:
-    return Service(_library("trackio"), folder, resume_step)
+    return TrackingService(_library("trackio"), folder, resume_step)
 
 
 TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {

@@ -26,7 +26,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Coupling:
+class NoiseCoupling:
     """How the noises of siblings depend on each other; `flowrl.functional.noise` has the
     equations. strength: s of shared (2509.06040), the factor of scaled; others ignore it."""
 
@@ -38,7 +38,7 @@ class Coupling:
         return f"{self.kind}({self.strength:g})" if with_strength else self.kind
 
 
-INDEPENDENT = Coupling()
+INDEPENDENT = NoiseCoupling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Step:
 
     branch: int = 1
     noise: bool = False
-    coupling: Coupling = INDEPENDENT
+    coupling: NoiseCoupling = INDEPENDENT
     gain: float = 1.0
     train: bool = False
 
@@ -68,7 +68,7 @@ class Fan:
     width: int
     length: int = 1
     strides: tuple[int, ...] = (1,)
-    coupling: Coupling = INDEPENDENT
+    coupling: NoiseCoupling = INDEPENDENT
     gain: float = 1.0
     train: bool = True
 
@@ -85,7 +85,7 @@ class Move:
     to: int
     branch: int = 1
     noise: bool = False
-    coupling: Coupling = INDEPENDENT
+    coupling: NoiseCoupling = INDEPENDENT
     gain: float = 1.0
     train: bool = False
     fan: int = -1
@@ -221,7 +221,7 @@ def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
             )
 
 
-def _check_noise(where: str, branch: int, coupling: Coupling, gain: float) -> None:
+def _check_noise(where: str, branch: int, coupling: NoiseCoupling, gain: float) -> None:
     if not 0 < gain < math.inf:
         raise PlanError(f"{where} has gain {gain}, expected a positive number")
     if not 0 <= coupling.strength < math.inf:
@@ -307,7 +307,7 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
+class PlanCounts:
     """What one rollout of one prompt takes; all its trees, without guidance.
 
     forwards: velocities, one a node with children. edges, nodes: of the forest. leaves: pictures,
@@ -325,12 +325,12 @@ class Counts:
     peak_frontier: int
     sequential_forwards: int
 
-    def times(self, prompts: int) -> "Counts":
+    def times(self, prompts: int) -> "PlanCounts":
         """Those of `prompts` prompts drawn together."""
-        return Counts(**{f.name: prompts * getattr(self, f.name) for f in fields(self)})
+        return PlanCounts(**{f.name: prompts * getattr(self, f.name) for f in fields(self)})
 
 
-def count(plan: TreePlan) -> Counts:
+def count(plan: TreePlan) -> PlanCounts:
     """By the widths of the cohorts, without building the tree."""
     width, moves = widths(plan), plan.moves
     sources = {m.source for m in moves}
@@ -340,7 +340,7 @@ def count(plan: TreePlan) -> Counts:
         at = 0 if source == 0 else moves[source - 1].to
         frontier[at] = frontier.get(at, 0) + width[source]
     leaves = sum(w for cohort, w in enumerate(width) if cohort not in sources)
-    one_tree = Counts(
+    one_tree = PlanCounts(
         leaves=leaves,
         forwards=sum(width[source] for source in sources),
         edges=sum(width) - 1,

@@ -8,10 +8,10 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, PlanError, Step, TreePlan, count
+from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, PlanError, Step, TreePlan, count
 from flowrl.utils.imports import load_callable
 
-BRANCH_COUPLING = Coupling("shared", 4.0)  # BranchGRPO's Eq. 2 with its s
+BRANCH_COUPLING = NoiseCoupling("shared", 4.0)  # BranchGRPO's Eq. 2 with its s
 
 
 def ode(steps: int, leaves: int) -> TreePlan:
@@ -55,7 +55,7 @@ def branch_grpo(
     leaves: int,
     branch: int,
     splits: Sequence[int],
-    coupling: Coupling = BRANCH_COUPLING,
+    coupling: NoiseCoupling = BRANCH_COUPLING,
 ) -> TreePlan:
     """All steps but the last stochastic, `branch` children at each split (BranchGRPO, 2509.06040).
 
@@ -76,7 +76,7 @@ def branch_grpo_mix(
     branch: int,
     splits: Sequence[int],
     window: range,
-    coupling: Coupling = BRANCH_COUPLING,
+    coupling: NoiseCoupling = BRANCH_COUPLING,
 ) -> TreePlan:
     """BranchGRPO with noise and training at the splits and in the window only, ODE elsewhere."""
     roots = _roots_of_splits(steps, leaves, branch, splits)
@@ -88,7 +88,7 @@ def branch_grpo_mix(
 
 
 def tree_grpo(
-    steps: int, leaves: int, branch: int, window: range, coupling: Coupling = INDEPENDENT
+    steps: int, leaves: int, branch: int, window: range, coupling: NoiseCoupling = INDEPENDENT
 ) -> TreePlan:
     """`branch` children at each step of the window, ODE elsewhere (TreeGRPO, 2512.08153).
 
@@ -107,7 +107,7 @@ def dynamic_tree(
     leaves: int,
     window: range,
     gain_growth: float,
-    coupling: Coupling = INDEPENDENT,
+    coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """TreeGRPO in twos, the noise growing with the depth (Dynamic-TreeRPO, 2509.23352).
 
@@ -122,7 +122,7 @@ def dynamic_tree(
 
 
 def b2_diffurl(
-    steps: int, leaves: int, branch: int, last: int, coupling: Coupling = INDEPENDENT
+    steps: int, leaves: int, branch: int, last: int, coupling: NoiseCoupling = INDEPENDENT
 ) -> TreePlan:
     """A stochastic trunk, `branch` continuations of the last steps (B2-DiffuRL, 2503.11240).
 
@@ -247,7 +247,7 @@ def _forest(
     noisy: Iterable[int],
     trained: Iterable[int],
     branch: dict[int, int],
-    coupling: Coupling,
+    coupling: NoiseCoupling,
     gains: dict[int, float] | None = None,
 ) -> tuple[Step, ...]:
     noisy, trained, gains = set(noisy), set(trained), gains or {}
@@ -271,7 +271,7 @@ def tempflow(
     leaves: int,
     width: int,
     at: Sequence[int] | None = None,
-    coupling: Coupling = INDEPENDENT,
+    coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """A fan at every step of independent trunks (TempFlow-GRPO, 2508.04324).
 
@@ -289,7 +289,7 @@ def g2rpo(
     width: int,
     at: Sequence[int],
     strides: Sequence[int] = (1, 2, 3),
-    coupling: Coupling = INDEPENDENT,
+    coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose children are each finished once for every stride (G2RPO, 2510.01982).
 
@@ -310,7 +310,7 @@ def e_grpo(
     width: int,
     at: Sequence[int],
     lengths: Sequence[int] = (1, 2),
-    coupling: Coupling = INDEPENDENT,
+    coupling: NoiseCoupling = INDEPENDENT,
 ) -> TreePlan:
     """Fans whose noisy step merges several steps into one (E-GRPO, 2601.00423).
 

@@ -10,7 +10,7 @@ __all__ = [
     "NonNegative",
     "Number",
     "Positive",
-    "Section",
+    "Options",
     "Text",
     "Whole",
     "option",
@@ -46,7 +46,7 @@ Flag = StrictBool
 Text = Annotated[str, AfterValidator(_refuse_empty)]
 
 
-class Section(BaseModel):
+class Options(BaseModel):
     """A group of options: unknown keys, infinities and later changes are refused."""
 
     model_config = ConfigDict(

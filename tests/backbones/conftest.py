@@ -12,7 +12,7 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
-from flowrl.sampling.rollout import Request, draw
+from flowrl.sampling.rollout import RolloutRequest, draw
 from flowrl.sampling.sampler import Schedule
 from flowrl.tiny.draw import draw as draw_tiny
 from flowrl.tiny.world import split_prompts
@@ -23,9 +23,9 @@ COUNT = 4
 
 
 @pytest.fixture(scope="module")
-def request_() -> Request:
+def request_() -> RolloutRequest:
     """One tree of each of four prompts."""
-    return Request(
+    return RolloutRequest(
         prompts=load_prompts("tiny:all:test", limit=COUNT),
         prompt=torch.arange(COUNT),
         group=torch.arange(COUNT),
@@ -47,7 +47,7 @@ def drawn() -> Callable[[int], Tensor]:
 
 
 @pytest.fixture(scope="module")
-def noiseless(request_: Request) -> Callable[..., Tensor]:
+def noiseless(request_: RolloutRequest) -> Callable[..., Tensor]:
     """Clean latents (4, *latent) of the request, drawn without noise in one batch."""
 
     def sample(backbone: Backbone, steps: int, negative: str = "") -> Tensor:

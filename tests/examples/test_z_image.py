@@ -10,11 +10,11 @@ from flowrl.api import align
 from flowrl.backbones.lora_files import count_layers
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import backbone_class
-from flowrl.build.learner import Given, build_learner
+from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord
-from flowrl.sampling.rollout import Request, decode, draw
+from flowrl.sampling.rollout import RolloutRequest, decode, draw
 from flowrl.sampling.sampler import Schedule
 from flowrl.training.tracking import read_metrics
 from flowrl.trajectory import Conditioning
@@ -38,7 +38,7 @@ def at_the_root():
 @pytest.fixture
 def request_():
     count = len(TEXTS)
-    return Request(
+    return RolloutRequest(
         prompts=[PromptRecord(uid=text, text=text) for text in TEXTS],
         prompt=torch.arange(count),
         group=torch.arange(count),
@@ -195,7 +195,7 @@ LOW = {"precision": "nvfp4-emulated", "min_dim": 0}
 
 
 def test_its_layer_rules_are_those_of_its_file(config, tmp_path):
-    learner = build_learner(config(pipeline=LOW), Runtime(device="cpu"), Given())
+    learner = build_learner(config(pipeline=LOW), Runtime(device="cpu"), ProvidedObjects())
     told = (tmp_path / "run" / "training-precision.json").read_text()
     assert "kept by name: cap_embedder" in told and "kept by name: adaLN" not in told
     assert learner.iterate(0)[1]["grad/norm"] > 0
@@ -205,7 +205,7 @@ def test_so_they_are_where_candidates_are_drawn_cheaply(config, tmp_path):
     rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "steps": 2} | LOW}
     objective = {"kind": "nft", "draws": {"count": 1}}
     learner = build_learner(
-        config(rollout=rollout, objective=objective), Runtime(device="cpu"), Given()
+        config(rollout=rollout, objective=objective), Runtime(device="cpu"), ProvidedObjects()
     )
     assert learner.iterate(0)[1]["grad/norm"] > 0
     (told,) = (tmp_path / "run").glob("*precision*.json")
@@ -226,7 +226,7 @@ def test_so_they_are_where_candidates_are_drawn_cheaply(config, tmp_path):
 def test_a_backbone_that_is_not_there_is_told_before_anything_is_loaded(config, name, message):
     wrong = config(pipeline={"backbone": name, "path": "nosuch"})
     with pytest.raises(UserError, match="pipeline.backbone is") as error:
-        build_learner(wrong, Runtime(device="cpu"), Given())
+        build_learner(wrong, Runtime(device="cpu"), ProvidedObjects())
     assert message in str(error.value)
 
 
@@ -234,4 +234,4 @@ def test_members_that_a_backbone_lacks_are_named(config, monkeypatch):
     monkeypatch.delattr(backbone_class(NAME), "sigmas")
     monkeypatch.delattr(backbone_class(NAME), "lora_targets")
     with pytest.raises(UserError, match="has no lora_targets, sigmas: flowrl/backbones/base.py"):
-        build_learner(config(), Runtime(device="cpu"), Given())
+        build_learner(config(), Runtime(device="cpu"), ProvidedObjects())

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.scorer import RewardResult, quantise, score
 from flowrl.scoring.spec import RewardSpec
 
@@ -180,7 +180,7 @@ def pictures(count: int) -> torch.Tensor:
     return quantise(torch.linspace(0.1, 0.9, count)[:, None, None, None].expand(count, 3, 4, 5))
 
 
-def ask(remote: Remote, count: int = 3) -> RewardResult:
+def ask(remote: HTTPExecutor, count: int = 3) -> RewardResult:
     """Score `count` pictures as a run does, and close. Fails when the deadline was missed."""
     spec = RewardSpec(name=remote.name, reward=remote, executor=remote)
     began = time.monotonic()
@@ -205,6 +205,6 @@ def assert_right(result) -> None:
     assert not result.errors
 
 
-def remote(*servers: Faulty | str, **options: Any) -> Remote:
+def remote(*servers: Faulty | str, **options: Any) -> HTTPExecutor:
     urls = [s if isinstance(s, str) else s.url for s in servers]
-    return Remote("mean", urls, **{"timeout": 3.0, "deadline": 6.0} | options)
+    return HTTPExecutor("mean", urls, **{"timeout": 3.0, "deadline": 6.0} | options)

@@ -17,7 +17,7 @@ from faulty import (
 )
 
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.http import HTTPExecutor
 
 
 def shorter(content: dict) -> None:
@@ -126,7 +126,7 @@ def test_a_version_that_changes_in_the_middle_stops_the_run():
 )
 def test_what_a_server_does_not_have_stops_the_run(options, words):
     with Faulty(good) as server:
-        asked = Remote(**{"name": "mean", "urls": [server.url], "deadline": 1.0} | options)
+        asked = HTTPExecutor(**{"name": "mean", "urls": [server.url], "deadline": 1.0} | options)
         with pytest.raises(RewardFailure, match=words):
             asked(pictures(1), ["a"], [{}])
         asked.close()

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.executors.base import Answer, Inline, RewardFailure
+from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
 
 
 class Counting:
@@ -32,7 +32,7 @@ class Counting:
         return scores, reasons
 
 
-def ask(executor: Inline, count: int, why: dict[int, str] | None = None) -> Answer:
+def ask(executor: InlineExecutor, count: int, why: dict[int, str] | None = None) -> Answer:
     images = torch.arange(count).view(-1, 1, 1, 1).expand(count, 3, 2, 2) / 255
     prompts = [f"{pixel:.3f}" for pixel in images[:, 0, 0, 0].tolist()]
     metadata = [{"why": (why or {}).get(row)} for row in range(count)]
@@ -44,7 +44,7 @@ def test_micro_batches_change_nothing_but_their_number(count, size, data):
     why = data.draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.just("torn")))
     why = {row: f"{text} {row}" for row, text in why.items() if row < count}
     reward = Counting()
-    answer = ask(Inline(reward, "r", micro_batch=size), count, why)
+    answer = ask(InlineExecutor(reward, "r", micro_batch=size), count, why)
     assert max(reward.sizes, default=0) <= (size or count) and sum(reward.sizes) == count
     assert len(reward.sizes) == -(-count // (size or max(count, 1)))
     expected = [math.nan if row in why else round(row / 255, 3) for row in range(count)]
@@ -54,7 +54,7 @@ def test_micro_batches_change_nothing_but_their_number(count, size, data):
 
 def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
     reward = Counting(room=3)
-    executor = Inline(reward, "r")
+    executor = InlineExecutor(reward, "r")
     answer = ask(executor, 9)
     assert reward.sizes == [9, 4, 2, 2, 2, 2, 1]
     assert answer.scores.isfinite().all() and not answer.reasons
@@ -63,7 +63,7 @@ def test_where_memory_does_not_suffice_the_micro_batch_is_halved_for_good():
 
 
 def test_one_picture_that_does_not_fit_is_missing_and_says_why():
-    answer = ask(Inline(Counting(room=0), "r", micro_batch=2), 3)
+    answer = ask(InlineExecutor(Counting(room=0), "r", micro_batch=2), 3)
     assert answer.scores.isnan().all() and set(answer.reasons) == {0, 1, 2}
     assert "memory does not suffice for 1: no room" in answer.reasons[2]
 
@@ -74,14 +74,14 @@ def test_a_micro_batch_that_raises_leaves_the_others_their_scores():
             raise RuntimeError("stumbled")
         return [1.0] * len(images)
 
-    answer = ask(Inline(second_stumbles, "r", micro_batch=2), 5)
+    answer = ask(InlineExecutor(second_stumbles, "r", micro_batch=2), 5)
     assert answer.scores.isnan().tolist() == [False, False, True, True, False]
     assert answer.reasons == dict.fromkeys((2, 3), "RuntimeError: stumbled")
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_no_picture_can_mend_is_raised_when_the_answer_is_asked_for(background):
-    executor = Inline(lambda *_: [1.0], "r", background=background)
+    executor = InlineExecutor(lambda *_: [1.0], "r", background=background)
     future = executor.submit(torch.zeros(2, 3, 2, 2), ["p"] * 2, [{}] * 2)
     for _ in range(2):
         with pytest.raises(RewardFailure, match="'r' answered with shape"):
@@ -91,7 +91,7 @@ def test_what_no_picture_can_mend_is_raised_when_the_answer_is_asked_for(backgro
 
 def test_without_a_thread_of_its_own_the_reward_is_asked_once_by_who_wants_the_answer():
     reward = Counting()
-    future = Inline(reward, "r").submit(torch.zeros(1, 3, 2, 2), ["0.000"], [{}])
+    future = InlineExecutor(reward, "r").submit(torch.zeros(1, 3, 2, 2), ["0.000"], [{}])
     assert not reward.sizes and not future.done()
     assert future.result().scores.tolist() == [0] and future.result() is future.result()
     assert reward.threads == [threading.current_thread().name] and future.done()
@@ -104,7 +104,7 @@ def test_in_the_background_it_starts_at_once_in_a_thread_of_its_own_and_keeps_th
         assert free.wait(30)
         return reward(images, prompts, metadata)
 
-    executor = Inline(waiting, "slow one", background=True)
+    executor = InlineExecutor(waiting, "slow one", background=True)
     images = torch.zeros(1, 3, 2, 2)
     futures = [executor.submit(images, ["0.000"], [{}]) for _ in range(2)]
     assert not any(future.done() for future in futures)
@@ -117,7 +117,7 @@ def test_in_the_background_it_starts_at_once_in_a_thread_of_its_own_and_keeps_th
 
 
 def test_closing_twice_without_a_thread_is_fine():
-    executor = Inline(Counting(), "r")
+    executor = InlineExecutor(Counting(), "r")
     executor.close()
     executor.close()
     assert ask(executor, 2).scores.isfinite().all()
@@ -125,7 +125,7 @@ def test_closing_twice_without_a_thread_is_fine():
 
 def test_a_reward_that_hangs_in_the_background_keeps_nobody_from_ending():
     release = threading.Event()
-    executor = Inline(lambda *_: release.wait(60), "stuck", background=True)
+    executor = InlineExecutor(lambda *_: release.wait(60), "stuck", background=True)
     pictures = torch.zeros(1, 3, 2, 2)
     executor.submit(pictures, ["a"], [{}])
     waiting = executor.submit(pictures, ["b"], [{}])

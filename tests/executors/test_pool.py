@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flowrl.scoring.executors.base import Answer, Inline, RewardFailure
-from flowrl.scoring.executors.pool import Pool
+from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
+from flowrl.scoring.executors.pool import PoolExecutor
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import load_reward
 from rewards.fixtures import word
@@ -19,20 +19,20 @@ PATIENCE = 60  # seconds; nothing here may take so long
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[Pool]:
+def pair() -> Iterator[PoolExecutor]:
     """Two workers, two pictures a micro-batch."""
-    pool = Pool("pool_rewards:Scripted", {"offset": 1.0}, "scripted",
+    pool = PoolExecutor("pool_rewards:Scripted", {"offset": 1.0}, "scripted",
                 workers=2, timeout=1.5, micro_batch=2)  # fmt: skip
     yield pool
     pool.close()
 
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., Pool]]:
-    pools: list[Pool] = []
+def make() -> Iterator[Callable[..., PoolExecutor]]:
+    pools: list[PoolExecutor] = []
 
-    def started(name: str, args: dict | None = None, **options) -> Pool:
-        pools.append(Pool(f"pool_rewards:{name}", args, "r", **options))
+    def started(name: str, args: dict | None = None, **options) -> PoolExecutor:
+        pools.append(PoolExecutor(f"pool_rewards:{name}", args, "r", **options))
         return pools[-1]
 
     yield started
@@ -44,7 +44,7 @@ def pictures(count: int) -> Tensor:
     return quantise(torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(count)))
 
 
-def ask(pool: Pool, *metadata: dict) -> Answer:
+def ask(pool: PoolExecutor, *metadata: dict) -> Answer:
     images = pictures(len(metadata))
     return pool.submit(images, ["p"] * len(images), list(metadata)).result(PATIENCE)
 
@@ -61,7 +61,9 @@ def workers() -> list[psutil.Process]:
 def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_pictures(pair):
     images, prompts = pictures(7), list("abcdefg")
     slow_first = [{"do": "sleep", "seconds": 0.3}, *[{}] * 6]
-    inline = Inline(load_reward("pool_rewards:Scripted", {"offset": 1.0}), "r", micro_batch=2)
+    inline = InlineExecutor(
+        load_reward("pool_rewards:Scripted", {"offset": 1.0}), "r", micro_batch=2
+    )
     expected = inline.submit(images, prompts, slow_first).result()
     found = pair.submit(images, prompts, slow_first).result(PATIENCE)
     assert torch.equal(found.scores, expected.scores) and found.scores.dtype == torch.float32
@@ -71,10 +73,10 @@ def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_pictur
 def test_words_are_read_as_in_this_process():
     images = quantise(torch.stack([word("FLOW", 64), word("RIVER", 64), word("SEA", 64)]))
     metadata = [{"ocr_text": text} for text in ("FLOW", "RAVEN", "SEA")]
-    pool = Pool("ocr", {"mode": "strict"}, "ocr", micro_batch=2)
+    pool = PoolExecutor("ocr", {"mode": "strict"}, "ocr", micro_batch=2)
     try:
         answer = pool.submit(images, [""] * 3, metadata)
-        here = Inline(load_reward("ocr", {"mode": "strict"}), "ocr")
+        here = InlineExecutor(load_reward("ocr", {"mode": "strict"}), "ocr")
         expected = here.submit(images, [""] * 3, metadata).result()
         assert torch.equal(answer.result(PATIENCE).scores, expected.scores)
         assert expected.scores[0] == 1 and 0 < expected.scores[1] < 1
@@ -239,4 +241,4 @@ def test_closing_ends_every_process_at_once_and_answers_what_is_open(make):
 )
 def test_limits_are_positive(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))} .* more than 0"):
-        Pool("pool_rewards:Scripted", {}, "r", **option)
+        PoolExecutor("pool_rewards:Scripted", {}, "r", **option)

@@ -8,7 +8,7 @@ from faulty import PATIENCE, Faulty, ask, assert_right, good, late, pictures, re
 
 from flowrl.errors import UserError
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.http import HTTPExecutor
 
 NOWHERE = "http://127.0.0.1:9"  # the port of the discard service, which nobody runs
 
@@ -75,7 +75,7 @@ def test_pictures_with_nan_are_not_sent():
 @pytest.mark.parametrize("urls", [[], ["localhost:8400"], ["ftp://example.com"]])
 def test_addresses_are_checked_before_anything_starts(urls):
     with pytest.raises(UserError, match="expected http://HOST:PORT"):
-        Remote("mean", urls)
+        HTTPExecutor("mean", urls)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_addresses_are_checked_before_anything_starts(urls):
 def test_limits_that_cannot_be_are_refused_with_one_sentence(options):
     ((name, value),) = options.items()
     with pytest.raises(UserError, match=f"^reward 'mean': {name} is {value}, expected .*more than"):
-        Remote("mean", [NOWHERE], **options)
+        HTTPExecutor("mean", [NOWHERE], **options)
 
 
 @pytest.mark.parametrize("token", ["schlüssel", "two words", "line\n", "\x07"])
 def test_a_token_that_no_header_can_hold_is_refused_and_not_shown(token):
     with pytest.raises(UserError, match="^reward 'mean': its token .*ASCII") as caught:
-        Remote("mean", [NOWHERE], token=token)
+        HTTPExecutor("mean", [NOWHERE], token=token)
     assert token not in str(caught.value)
 
 

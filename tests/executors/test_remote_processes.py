@@ -17,8 +17,8 @@ from faulty import PATIENCE, pictures
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from flowrl.scoring.executors.base import Inline
-from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
 
@@ -131,9 +131,9 @@ def test_a_reward_served_with_few_packages_scores_as_it_does_in_process(servers)
     images = torch.rand(21, 3, 32, 24, generator=torch.Generator().manual_seed(0))
     asked = images.mul(255).round() / 255, ["p"] * 21, [{}] * 21
     reward = load_reward("compressibility")
-    remote = Remote("compressibility", [url], token="secret")
+    remote = HTTPExecutor("compressibility", [url], token="secret")
     answer = remote.submit(*asked).result()
-    assert torch.equal(answer.scores, Inline(reward, "x").submit(*asked).result().scores)
+    assert torch.equal(answer.scores, InlineExecutor(reward, "x").submit(*asked).result().scores)
     assert remote.version == reward.version and remote.bounds == reward.bounds
     remote.close()
     assert url.startswith("http://127.0.0.1:")
@@ -148,9 +148,9 @@ def test_a_server_killed_in_mid_batch_leaves_the_rest_to_the_other_and_then_noth
     (doomed, first), (_, second) = servers["doomed"], servers["steady"]
     name, count = "slow_reward:Slow", 24
     options = {"timeout": 2.0, "deadline": 8.0, "micro_batch": 1}
-    alone = Remote(name, [first], timeout=0.3, deadline=1.0)
+    alone = HTTPExecutor(name, [first], timeout=0.3, deadline=1.0)
     assert alone.version == "slow-1"
-    remote = Remote(name, [first, second], **options)
+    remote = HTTPExecutor(name, [first, second], **options)
     killer = threading.Thread(target=kill_when_asked, args=(doomed, folder / "doomed"))
     killer.start()
     scores, reasons = remote(pictures(count), ["p"] * count, [{}] * count)
@@ -183,7 +183,7 @@ def kill_when_asked(process: subprocess.Popen, mark: Path) -> None:
 def test_ctrl_c_ends_a_server_whose_reward_hangs(folder):
     process = begin(folder, "slow_reward:Slow", "--args", "{seconds: 1000, mark: hanging}")
     try:
-        remote = Remote("slow_reward:Slow", [ready(process)], timeout=0.3, deadline=0.5)
+        remote = HTTPExecutor("slow_reward:Slow", [ready(process)], timeout=0.3, deadline=0.5)
         assert remote(pictures(1), ["p"], [{}])[0].isnan().all()
         remote.close()
         process.send_signal(signal.SIGINT)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowrl.objectives.tree_credit import fuse_local, fuse_path, fuse_uniform, leaves_below
-from flowrl.trees.plan import Coupling, Fan, Step, TreePlan, shape_of
+from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan, shape_of
 
 F64 = torch.float64
 
@@ -58,9 +58,11 @@ def from_plan(plan: TreePlan) -> Grown:
     return Grown(torch.tensor(shape.parent), torch.tensor(shape.step), torch.tensor(shape.leaf))
 
 
-def branching(steps: int, splits: dict[int, int], coupling: Coupling | None = None) -> TreePlan:
+def branching(
+    steps: int, splits: dict[int, int], coupling: NoiseCoupling | None = None
+) -> TreePlan:
     """splits: children at each splitting step."""
-    coupling = coupling or Coupling()
+    coupling = coupling or NoiseCoupling()
     made = (
         Step(branch=splits.get(i, 1), noise=i < steps - 1, train=i < steps - 1, coupling=coupling)
         for i in range(steps)

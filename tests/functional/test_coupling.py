@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from flowrl.functional.gaussian import log_prob, log_ratio
 from flowrl.functional.noise import COUPLINGS, NEEDS_SHARED
-from flowrl.trees.plan import Coupling
+from flowrl.trees.plan import NoiseCoupling
 
 KEEPING = [
     ("independent", 1.0, 3),
@@ -188,7 +188,7 @@ def test_the_ratio_of_scaled_noise_averages_to_one_only_at_the_std_of_the_draw(c
 GAINS, STDS = [0.9, 1.1, 0.8, 1.2, 0.7], [0.5, 0.4, 0.3, 0.2, 0.0]
 
 
-def leaf_covariance(coupling: Coupling) -> torch.Tensor:
+def leaf_covariance(coupling: NoiseCoupling) -> torch.Tensor:
     """Every node as coefficients of all draws of the tree, the root's first."""
     tree = from_plan(branching(5, {1: 2, 3: 4}, coupling))
     n = len(tree.parent)
@@ -211,7 +211,7 @@ def leaf_covariance(coupling: Coupling) -> torch.Tensor:
 )
 def test_leaves_of_a_linear_sampler_vary_as_a_chain_and_covary_by_their_split(kind, strength):
     """Leaves first parted at step d share all noise before it, and rho of it at d."""
-    found = leaf_covariance(Coupling(kind, strength))
+    found = leaf_covariance(NoiseCoupling(kind, strength))
     after = [math.prod(GAINS[i + 1 :]) for i in range(5)]
     spread = [(s * a) ** 2 for s, a in zip(STDS, after, strict=True)]
     start = math.prod(GAINS) ** 2

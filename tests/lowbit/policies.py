@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.policy import Policy
-from flowrl.quantization.rollout_model import Twin
+from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
@@ -35,7 +35,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @torch.no_grad()
-def velocity(twin: Twin, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+def velocity(twin: RolloutModel, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
     """Of the adapter that was synced last."""
     return with_network(twin.policy.backbone, twin.network).velocity(x, sigma, cond)
 

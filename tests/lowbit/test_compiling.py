@@ -16,7 +16,7 @@ from flowrl.quantization.layer_rules import RULES, choose_layers
 from flowrl.quantization.linear import RolloutLinear
 from flowrl.quantization.rollout_model import (
     GRAPHS,
-    Twin,
+    RolloutModel,
     compile_network,
     recompilations,
     within_limit,
@@ -126,7 +126,7 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
     backbone = SD3(load_tiny(), max_sequence_length=12)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
     choices = choose_layers(policy.network, RULES["sd3"], "nvfp4", min_dim=128)
-    twin, plain = (Twin(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False))
+    twin, plain = (RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False))
     cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
     x = randn(2, *backbone.latent_shape(), seed=0)
     start = recompilations()

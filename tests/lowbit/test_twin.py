@@ -12,7 +12,7 @@ from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import RULES, choose_layers
 from flowrl.quantization.linear import RolloutLinear
-from flowrl.quantization.rollout_model import Twin
+from flowrl.quantization.rollout_model import RolloutModel
 from flowrl.trajectory import Conditioning
 
 EMULATED = NVFP4Emulated()
@@ -62,7 +62,7 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
     disturb(policy, seed=1)
     policy.after_update()
     args = inputs(policy)
-    twin = Twin(policy, (), Plain(policy.backbone.dtype))
+    twin = RolloutModel(policy, (), Plain(policy.backbone.dtype))
     found = []
     for name in (POLICY, OLD, EMA, POLICY):
         with policy.merged(name), torch.no_grad():
@@ -81,7 +81,7 @@ def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs):
     policy.remember()
     disturb(policy, seed=1)
     args = inputs(policy)
-    twin = Twin(policy, (), EXACT, lora="side")
+    twin = RolloutModel(policy, (), EXACT, lora="side")
     for name in (POLICY, OLD):
         with policy.using(name), torch.no_grad():
             expected = policy.velocity(*args)
@@ -95,7 +95,7 @@ def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs):
 def test_a_fresh_adapter_gives_the_frozen_network_exactly(make, inputs, dtype, lora):
     policy = make(dtype)
     args = inputs(policy)
-    twin = Twin(policy, (), Plain(policy.backbone.dtype), lora=lora)
+    twin = RolloutModel(policy, (), Plain(policy.backbone.dtype), lora=lora)
     assert torch.equal(velocity(twin, *args), policy.reference(*args))
     disturb(policy)
     twin.sync(POLICY)
@@ -105,7 +105,9 @@ def test_a_fresh_adapter_gives_the_frozen_network_exactly(make, inputs, dtype, l
 def test_merged_and_side_paths_agree_to_rounding(make, inputs):
     policy = make()
     disturb(policy)
-    merge, side = (velocity(Twin(policy, (), EXACT, lora=lora), *inputs(policy)) for lora in WAYS)
+    merge, side = (
+        velocity(RolloutModel(policy, (), EXACT, lora=lora), *inputs(policy)) for lora in WAYS
+    )
     torch.testing.assert_close(merge, side, rtol=1e-4, atol=1e-5)
 
 
@@ -116,7 +118,7 @@ def test_merged_and_side_paths_agree_to_rounding(make, inputs):
 def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(make, backend):
     policy = make("bf16", keep_old=True)
     disturb(policy, scale=0.01)
-    twin = Twin(policy, choices_of(policy), backend)
+    twin = RolloutModel(policy, choices_of(policy), backend)
     twin.sync(POLICY)
     formats = {c.name: c.format for c in twin.choices}
     lost = 0
@@ -138,7 +140,7 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
 @pytest.mark.parametrize("lora", WAYS)
 def test_layers_without_an_adapter_are_packed_once(make, lora):
     policy = make()
-    twin = Twin(policy, choices_of(policy), EMULATED, lora=lora)
+    twin = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
     followed = set(adapted(policy))
     before = {n: t._version for n, t in twin.network.named_buffers() if ".packed_" in n}
     disturb(policy)
@@ -166,7 +168,7 @@ def test_fewer_quantised_layers_and_more_bits_leave_a_smaller_error(make, inputs
         expected = policy.velocity(*args)
 
     def error(min_dim, backend) -> float:
-        twin = Twin(policy, choices_of(policy, min_dim), backend, lora=lora)
+        twin = RolloutModel(policy, choices_of(policy, min_dim), backend, lora=lora)
         return relative(velocity(twin, *args), expected)
 
     all_fp4, some_fp4, all_fp8 = error(0, EMULATED), error(128, EMULATED), error(0, FP8Rowwise())
@@ -177,7 +179,7 @@ def test_fewer_quantised_layers_and_more_bits_leave_a_smaller_error(make, inputs
 @pytest.mark.parametrize("lora", WAYS)
 def test_each_layer_is_computed_as_its_choice_says(make, lora):
     policy = make()
-    twin = Twin(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
+    twin = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
     chosen = {c.name for c in twin.choices if c.format}
     replaced = {n: m for n, m in twin.network.named_modules() if isinstance(m, RolloutLinear)}
     assert replaced.keys() == (chosen if lora == "merge" else chosen | adapted(policy).keys())
@@ -194,7 +196,7 @@ def test_only_packed_and_merged_weights_are_the_twins_own(make, lora):
     policy = make(keep_old=True)
     quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
     shared = {t.data_ptr() for t in tensors(policy.network).values()}
-    twin = Twin(policy, quantised, EMULATED, lora=lora)
+    twin = RolloutModel(policy, quantised, EMULATED, lora=lora)
     own = {n: t for n, t in tensors(twin.network).items() if t.data_ptr() not in shared}
     assert {n.rpartition(".")[0] for n in own} == {
         *adapted(policy), *(c.name for c in quantised if c.format)
@@ -210,7 +212,7 @@ def test_only_packed_and_merged_weights_are_the_twins_own(make, lora):
 @pytest.mark.parametrize("backend", [EMULATED, FP8Rowwise(), EXACT], ids=["nvfp4", "fp8", "exact"])
 def test_following_the_policy_moves_nothing_and_is_counted(make, inputs, lora, backend):
     policy = make()
-    twin = Twin(policy, choices_of(policy) if backend != EXACT else (), backend, lora=lora)
+    twin = RolloutModel(policy, choices_of(policy) if backend != EXACT else (), backend, lora=lora)
     before = {name: t.data_ptr() for name, t in tensors(twin.network).items()}
     seen = [velocity(twin, *inputs(policy))]
     for n in range(1, 4):
@@ -219,7 +221,7 @@ def test_following_the_policy_moves_nothing_and_is_counted(make, inputs, lora, b
         assert twin.version == n
         seen.append(velocity(twin, *inputs(policy)))
         assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
-        fresh = Twin(policy, twin.choices, backend, lora=lora)
+        fresh = RolloutModel(policy, twin.choices, backend, lora=lora)
         assert torch.equal(seen[-1], velocity(fresh, *inputs(policy)))
     assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
 
@@ -232,7 +234,7 @@ def test_the_policy_does_not_notice_its_twin(make, inputs, lora):
     learning = {n for n, p in policy.network.named_parameters() if p.requires_grad}
     with torch.no_grad():
         expected = policy.velocity(*inputs(policy))
-    twin = Twin(policy, choices_of(policy), EMULATED, lora=lora)
+    twin = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
     twin.sync(OLD)
     velocity(twin, *inputs(policy))
     after = policy.network.state_dict()
@@ -249,7 +251,7 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs, lora
     policy = make(keep_old=True)
     disturb(policy)
     args = inputs(policy)
-    twin = Twin(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
+    twin = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
     expected = velocity(twin, *args)
     for block in (policy.disabled, lambda: policy.using(OLD), policy.merged):
         with block():
@@ -262,7 +264,7 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs, lora
 def test_merging_under_autocast_is_merging_in_fp32(make, inputs):
     policy = make()
     disturb(policy)
-    twin = Twin(policy, (), EXACT)
+    twin = RolloutModel(policy, (), EXACT)
     expected = velocity(twin, *inputs(policy))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         twin.sync(POLICY)
@@ -273,7 +275,7 @@ def test_merging_under_autocast_is_merging_in_fp32(make, inputs):
 
 
 def test_an_unknown_adapter_is_an_error_that_names_those_there_are(make):
-    twin = Twin(make(keep_old=True), (), EXACT)
+    twin = RolloutModel(make(keep_old=True), (), EXACT)
     with pytest.raises(ValueError, match=r"no adapter 'ema'.*'default', 'old'"):
         twin.sync(EMA)
 
@@ -283,6 +285,6 @@ def test_an_adapter_on_another_kind_of_layer_can_only_be_merged(make, inputs):
     disturb(policy)
     with policy.merged(), torch.no_grad():
         expected = policy.velocity(*inputs(policy))
-    assert torch.equal(velocity(Twin(policy, (), EXACT), *inputs(policy)), expected)
+    assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs(policy)), expected)
     with pytest.raises(UserError, match="layer pos_embed.proj is a Conv2d"):
-        Twin(policy, (), EXACT, lora="side")
+        RolloutModel(policy, (), EXACT, lora="side")

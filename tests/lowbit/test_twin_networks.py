@@ -20,7 +20,7 @@ from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import RULES, LayerRules, choose_layers
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear, quantise_base
-from flowrl.quantization.rollout_model import Twin
+from flowrl.quantization.rollout_model import RolloutModel
 
 EMULATED = NVFP4Emulated()
 EXACT = Plain(torch.float32)
@@ -44,12 +44,12 @@ def test_exact_twins_of_other_networks_are_their_merged_policies(small):
     policy, _, inputs = small
     with policy.merged(), torch.no_grad():
         expected = policy.velocity(*inputs)
-    assert torch.equal(velocity(Twin(policy, (), EXACT), *inputs), expected)
+    assert torch.equal(velocity(RolloutModel(policy, (), EXACT), *inputs), expected)
 
 
 def test_merged_and_side_paths_agree_to_rounding_in_other_networks(small):
     policy, choices, inputs = small
-    as_chosen = [velocity(Twin(policy, choices, EXACT, lora=way), *inputs) for way in WAYS]
+    as_chosen = [velocity(RolloutModel(policy, choices, EXACT, lora=way), *inputs) for way in WAYS]
     torch.testing.assert_close(*as_chosen, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         expected = policy.velocity(*inputs)
@@ -60,14 +60,14 @@ def test_merged_and_side_paths_agree_to_rounding_in_other_networks(small):
 @pytest.mark.parametrize("lora", WAYS)
 def test_twins_of_other_networks_are_quantised_and_follow_in_place(small, lora):
     policy, choices, inputs = small
-    twin = Twin(policy, choices, EMULATED, lora=lora)
+    twin = RolloutModel(policy, choices, EMULATED, lora=lora)
     before = {name: t.data_ptr() for name, t in tensors(twin.network).items()}
     disturb(policy, seed=1)
     twin.sync(POLICY)
     with torch.no_grad():
         error = relative(velocity(twin, *inputs), policy.velocity(*inputs))
     assert 0.01 < error < 0.5
-    fresh = Twin(policy, choices, EMULATED, lora=lora)
+    fresh = RolloutModel(policy, choices, EMULATED, lora=lora)
     assert torch.equal(velocity(twin, *inputs), velocity(fresh, *inputs))
     assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
 
@@ -76,7 +76,7 @@ def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
     backbone = SmallSana()
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     choices = choose_layers(policy.network, RULES["sana"], "nvfp4", min_dim=0)
-    twin = Twin(policy, choices, EMULATED)
+    twin = RolloutModel(policy, choices, EMULATED)
     block, own = (n.transformer_blocks[0].ff for n in (policy.network, twin.network))
     assert own.conv_depth.weight is block.conv_depth.weight
     for layer in (own.conv_inverted, own.conv_point):
@@ -90,7 +90,7 @@ def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
 def test_a_bf16_copy_loses_part_of_a_small_update_that_a_side_path_keeps(load_tiny):
     policy = Policy(SD3(load_tiny("bf16"), max_sequence_length=12), rank=RANK, alpha=ALPHA, seed=0)
     disturb(policy, scale=1e-3)
-    merge, side = (Twin(policy, (), Plain(torch.bfloat16), lora=way) for way in WAYS)
+    merge, side = (RolloutModel(policy, (), Plain(torch.bfloat16), lora=way) for way in WAYS)
     for name, layer in adapted(policy).items():
         weight = layer.get_base_layer().weight
         a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
@@ -127,7 +127,7 @@ def test_beside_weights_packed_for_training_the_twin_is_the_policy(trained):
     with torch.no_grad():
         expected = policy.velocity(*inputs)
     for chosen in ((), choices):
-        twin = Twin(policy, chosen, EMULATED, lora="side")
+        twin = RolloutModel(policy, chosen, EMULATED, lora="side")
         assert torch.equal(velocity(twin, *inputs), expected)
 
 
@@ -136,8 +136,8 @@ def test_layers_packed_for_training_are_not_packed_again(trained):
     adapters = [layer.get_base_layer() for layer in adapted(policy).values()]
     factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in adapters)
     for chosen in ((), choices):
-        assert Twin(policy, chosen, EMULATED, lora="side").nbytes() == factors
-    assert Twin(policy, choices, FP8Rowwise(), lora="side").nbytes() > 2 * factors
+        assert RolloutModel(policy, chosen, EMULATED, lora="side").nbytes() == factors
+    assert RolloutModel(policy, choices, FP8Rowwise(), lora="side").nbytes() > 2 * factors
 
 
 def test_candidates_may_have_another_precision_than_training(trained):
@@ -147,7 +147,7 @@ def test_candidates_may_have_another_precision_than_training(trained):
     rules = LayerRules(keep=(), min_dim=0)
     everything = choose_layers(policy.network, rules, "fp8")
     assert {c.name for c in choices if c.format} < {c.name for c in everything if c.format}
-    twin = Twin(policy, everything, FP8Rowwise())
+    twin = RolloutModel(policy, everything, FP8Rowwise())
     assert not any(isinstance(m, SamePrecisionLinear) for m in twin.network.modules())
     # Packed from the exact weights: nearer to the policy with these than to the policy itself.
     from flowrl.quantization.linear import exact
@@ -160,4 +160,4 @@ def test_candidates_may_have_another_precision_than_training(trained):
 def test_nothing_is_merged_into_weights_packed_for_training(trained):
     policy, _, _ = trained
     with pytest.raises(UserError, match="trained in low precision"):
-        Twin(policy, (), EXACT)
+        RolloutModel(policy, (), EXACT)

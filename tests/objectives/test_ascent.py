@@ -8,7 +8,7 @@ import torch
 from toy_chains import N, Toy, assert_same, chains, field, gradient, loss_of, no_network, with_seed
 
 from flowrl.objectives.base import in_pieces
-from flowrl.objectives.reward_backprop.base import Ascent, chances, fresh_noise
+from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, fresh_noise
 from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
 from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, drawn_pairs
 from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
@@ -66,7 +66,7 @@ def in_parts(objective, toy, batch, size, **fields):
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_gradients_do_not_depend_on_the_micro_batch(make, size):
     toy, other = Toy(), Toy(seed=1)
-    objective = make(ascent=Ascent(kl_coef=0.3))
+    objective = make(ascent=RewardBackprop(kl_coef=0.3))
     batch = objective.prepare(rollout_of(chains(toy)))
     fields = {"reference": lambda *args: other(*args).detach()}
     whole = in_parts(objective, toy, batch, 1000, **fields)
@@ -76,7 +76,7 @@ def test_gradients_do_not_depend_on_the_micro_batch(make, size):
 
 @every_objective
 def test_forwards_are_counted_as_they_are_made(make):
-    objective = make(ascent=Ascent())
+    objective = make(ascent=RewardBackprop())
     batch = objective.prepare(rollout_of(chains(Toy())))
     seen = []
 
@@ -92,7 +92,7 @@ def test_forwards_are_counted_as_they_are_made(make):
 
 @every_objective
 def test_the_reference_is_called_only_when_it_was_declared(make):
-    free, pulled = make(ascent=Ascent()), make(ascent=Ascent(kl_coef=0.1))
+    free, pulled = make(ascent=RewardBackprop()), make(ascent=RewardBackprop(kl_coef=0.1))
     assert free.needs.reward_grad and free.needs.states == "path"
     assert (free.needs.reference, pulled.needs.reference) == (False, True)
     batch = free.prepare(rollout_of(chains(Toy())))
@@ -104,7 +104,7 @@ def test_the_reference_is_called_only_when_it_was_declared(make):
 @every_objective
 def test_pictures_without_a_gradient_are_dropped_and_counted(make):
     """The others' gradients are what they were, and nothing becomes NaN."""
-    toy, objective = Toy(), make(ascent=Ascent())
+    toy, objective = Toy(), make(ascent=RewardBackprop())
     batch = objective.prepare(rollout_of(chains(toy)))
     broken = batch.prompt == 1
 
@@ -126,25 +126,25 @@ def test_pictures_without_a_gradient_are_dropped_and_counted(make):
 @every_objective
 def test_beyond_the_hinge_there_is_no_gradient(make):
     toy = Toy()
-    low, high = make(ascent=Ascent(hinge=-1e3)), make(ascent=Ascent(hinge=1e3))
+    low, high = make(ascent=RewardBackprop(hinge=-1e3)), make(ascent=RewardBackprop(hinge=1e3))
     batch = low.prepare(rollout_of(chains(toy)))
     loss, metrics = loss_of(low, toy, batch)
     assert loss.item() == 0 and gradient(loss, toy).abs().max() == 0
     assert metrics["path/satisfied"].item() == 1
-    free = make(ascent=Ascent())
+    free = make(ascent=RewardBackprop())
     assert_same(*(gradient(loss_of(o, toy, batch)[0], toy) for o in (high, free)))
 
 
 def test_the_pull_is_the_velocity_distance_and_has_its_gradient():
     toy, other = Toy(), Toy(seed=1)
-    objective = Sparse(ascent=Ascent(kl_coef=0.5), steps=5)
+    objective = Sparse(ascent=RewardBackprop(kl_coef=0.5), steps=5)
     batch = objective.prepare(rollout_of(chains(toy)))
     rows = torch.arange(N).repeat_interleave(5)
     x, sigma = batch.x[:, :-1].flatten(0, 1), batch.sigmas[:-1].repeat(N)
     own = batch.cond.take(batch.prompt[rows])
     kl = (toy(x, sigma, own) - other(x, sigma, own).detach()).square().mean()
     loss, metrics = loss_of(objective, toy, batch, reference=other)
-    free = loss_of(Sparse(ascent=Ascent(), steps=5), toy, batch)[0]
+    free = loss_of(Sparse(ascent=RewardBackprop(), steps=5), toy, batch)[0]
     assert_same(metrics["policy/kl"], kl.detach())
     assert_same(gradient(loss, toy), gradient(free, toy) + gradient(0.5 * kl, toy))
 
@@ -163,7 +163,7 @@ def test_lots_are_the_pictures_own():
 @every_objective
 def test_16_bit_chains_are_computed_in_fp32(make):
     toy = Toy().float()
-    objective = make(ascent=Ascent())
+    objective = make(ascent=RewardBackprop())
     batch = objective.prepare(rollout_of(chains(Toy())))
     tensors = {"c": batch.cond.tensors["c"].float()}
     low = replace(
@@ -183,7 +183,7 @@ def test_16_bit_chains_are_computed_in_fp32(make):
 
 
 def test_without_a_reward_the_loss_says_what_it_needs():
-    objective = ReFL(ascent=Ascent())
+    objective = ReFL(ascent=RewardBackprop())
     batch = chains(Toy())
     with pytest.raises(ValueError, match="give its loss `reward=`"):
         objective.loss(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.tree_credit import (
-    Credit,
+    TreeCredit,
     keep_b2_pairs,
     keep_extreme,
     keep_max_variance,
@@ -70,13 +70,13 @@ REWARD = [0.1, 0.5, 0.9, 0.3]
 
 
 def test_chains_get_flow_grpos_advantage_at_every_step():
-    advantage, keep = Credit()(rollout(CHAINS, REWARD))
+    advantage, keep = TreeCredit()(rollout(CHAINS, REWARD))
     torch.testing.assert_close(advantage, z(REWARD)[:, None].expand(4, 2))
     assert bool(keep.all())
 
 
 def test_a_tree_gives_an_edge_the_mean_of_the_pictures_below_it():
-    advantage, _ = Credit(scope="leaf")(rollout(TREE, REWARD))
+    advantage, _ = TreeCredit(scope="leaf")(rollout(TREE, REWARD))
     a = z(REWARD)
     expected = torch.cat([torch.stack([a[:2].mean(), a[2:].mean()]), a, a])
     torch.testing.assert_close(advantage[0], expected)
@@ -85,12 +85,12 @@ def test_a_tree_gives_an_edge_the_mean_of_the_pictures_below_it():
 @pytest.mark.parametrize("scope", ["leaf", "prompt", "depth"])
 def test_what_came_before_the_first_split_of_a_lone_tree_has_exactly_no_advantage(scope):
     plan = TreePlan(1, (NOISY, SPLIT, SPLIT, ODE))
-    advantage, _ = Credit(scope=scope)(rollout(plan, REWARD))
+    advantage, _ = TreeCredit(scope=scope)(rollout(plan, REWARD))
     assert advantage[0, 0] == 0 and bool((advantage[0, 1:] != 0).any())
 
 
 def test_branch_grpo_compares_the_nodes_of_one_depth():
-    advantage, _ = Credit(scope="depth", ddof=1, floor=1e-8)(rollout(TREE, REWARD))
+    advantage, _ = TreeCredit(scope="depth", ddof=1, floor=1e-8)(rollout(TREE, REWARD))
     first = z([0.3, 0.6], ddof=1, floor=1e-8)
     own = z(REWARD, ddof=1, floor=1e-8)
     torch.testing.assert_close(advantage[0], torch.cat([first, own, own]))
@@ -99,7 +99,7 @@ def test_branch_grpo_compares_the_nodes_of_one_depth():
 
 def test_siblings_are_told_what_they_gained_over_their_parent():
     """Raw values: the gains along a path sum to the reward minus the root's value."""
-    credit = Credit(edges="sibling", scope="leaf", scale="none")
+    credit = TreeCredit(edges="sibling", scope="leaf", scale="none")
     advantage, _ = credit(rollout(TREE, REWARD))
     gains = advantage[0]
     assert gains[:2].tolist() == pytest.approx([0.3 - 0.45, 0.6 - 0.45])
@@ -109,7 +109,7 @@ def test_siblings_are_told_what_they_gained_over_their_parent():
 
 
 def test_leaves_as_trajectories_of_their_own_weigh_a_shared_step_by_their_number():
-    advantage, _ = Credit(edges="path")(rollout(TREE, REWARD))
+    advantage, _ = TreeCredit(edges="path")(rollout(TREE, REWARD))
     a = z(REWARD)
     torch.testing.assert_close(advantage[0, :2], torch.stack([a[:2].sum(), a[2:].sum()]))
     torch.testing.assert_close(advantage[0, 2:], a.repeat(2))
@@ -121,7 +121,7 @@ def test_fans_are_compared_with_their_own_and_strides_are_summed():
     by_class = r.reward.view(2, 12 // 2)
     order = r.tree.move[r.tree.leaf]
     assert len(order.unique()) == 3  # a class for each fan and stride
-    advantage, _ = Credit(edges="fan", scope="leaf")(r)
+    advantage, _ = TreeCredit(edges="fan", scope="leaf")(r)
     below = {
         name: [i for i, c in enumerate(order.tolist()) if c == name] for name in set(order.tolist())
     }
@@ -132,7 +132,7 @@ def test_fans_are_compared_with_their_own_and_strides_are_summed():
         for column, edge in enumerate(r.tree.edge.tolist()):
             leaves = [i for i, leaf in enumerate(r.tree.leaf.tolist()) if _is_below(r, leaf, edge)]
             assert advantage[tree, column].item() == pytest.approx(a[leaves].sum().item(), abs=1e-5)
-    together, _ = Credit(edges="fan", scope="prompt")(r)
+    together, _ = TreeCredit(edges="fan", scope="prompt")(r)
     assert not torch.allclose(together, advantage)
 
 
@@ -148,7 +148,7 @@ def test_mc_grpo_is_a_median_and_an_absolute_deviation():
     """2601.22582, five pictures: the pivot gets exactly 0 and teaches nothing."""
     values = [0.1, 0.5, 0.9, 0.3, 0.7]
     plan = TreePlan(5, (NOISY, NOISY, ODE))
-    advantage, _ = Credit(center="median", scale="mad", floor=1e-3)(rollout(plan, values))
+    advantage, _ = TreeCredit(center="median", scale="mad", floor=1e-3)(rollout(plan, values))
     expected = [(v - 0.5) / (0.2 + 1e-3) for v in values]
     assert advantage[:, 0].tolist() == pytest.approx(expected, rel=1e-5)
     assert advantage[1, 0] == 0 and int((advantage[:, 0] != 0).sum()) == 4
@@ -156,7 +156,7 @@ def test_mc_grpo_is_a_median_and_an_absolute_deviation():
 
 def test_gdpo_does_not_let_a_reward_with_a_larger_unit_win():
     values = torch.tensor([[0.1, 300.0], [0.5, 100.0], [0.9, 200.0], [0.3, 400.0]])
-    credit = Credit(rewards="gdpo")
+    credit = TreeCredit(rewards="gdpo")
     first, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values))
     second, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values * torch.tensor([1.0, 0.01])))
     torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
@@ -169,8 +169,8 @@ def test_gdpo_does_not_let_a_reward_with_a_larger_unit_win():
 def test_a_reward_of_weight_0_takes_no_part_in_gdpo():
     values = torch.tensor([[0.1, 3.0], [0.5, 1.0], [0.9, 2.0], [0.3, 4.0]])
     whole = rollout(CHAINS, [0.0] * 4, scores=values)
-    alone = Credit(rewards="gdpo")(replace(whole, weights=torch.tensor([1.0, 0.0])))[0]
-    torch.testing.assert_close(alone, Credit(rewards="gdpo")(rollout(CHAINS, REWARD))[0])
+    alone = TreeCredit(rewards="gdpo")(replace(whole, weights=torch.tensor([1.0, 0.0])))[0]
+    torch.testing.assert_close(alone, TreeCredit(rewards="gdpo")(rollout(CHAINS, REWARD))[0])
 
 
 def test_a_tree_fuses_gdpos_sums_and_a_failed_component_counts_0():
@@ -181,7 +181,7 @@ def test_a_tree_fuses_gdpos_sums_and_a_failed_component_counts_0():
     assert worth.isnan().tolist() == [False, False, True, False]
     scale = worth[[0, 1, 3]].std(correction=0) + 1e-4
     a = (worth / scale).nan_to_num().float()
-    advantage, _ = Credit(rewards="gdpo")(r)
+    advantage, _ = TreeCredit(rewards="gdpo")(r)
     expected = torch.cat([torch.stack([a[:2].mean(), a[3]]), a, a])
     torch.testing.assert_close(advantage[0], expected)
     assert advantage[0, [4, 8]].tolist() == [0, 0]  # the leaf without any score
@@ -193,7 +193,7 @@ def test_a_tree_fuses_gdpos_sums_and_a_failed_component_counts_0():
 def test_a_prompt_with_one_score_teaches_exactly_nothing(scope, edges, rewards):
     plan = replace(TREE, roots=2)
     reward = [math.nan] * 5 + [0.7] + [math.nan] * 2 + [0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.5, 0.8]
-    advantage, _ = Credit(scope=scope, edges=edges, rewards=rewards)(rollout(plan, reward, 2))
+    advantage, _ = TreeCredit(scope=scope, edges=edges, rewards=rewards)(rollout(plan, reward, 2))
     assert bool((advantage[:2] == 0).all()) and bool(advantage.isfinite().all())
     # Leaves of this plan have no siblings: compared with them, no leaf credits its path.
     assert bool((advantage[2:] != 0).any()) == ((scope, edges) != ("sibling", "path"))
@@ -202,12 +202,12 @@ def test_a_prompt_with_one_score_teaches_exactly_nothing(scope, edges, rewards):
 @pytest.mark.parametrize("fusion", ["path", "local"])
 def test_weighing_by_probability_needs_the_densities_and_vanishes_without_them(fusion):
     r = rollout(TREE, REWARD)
-    uniform, _ = Credit()(r)
-    weighed, _ = Credit(fusion=fusion)(r)
+    uniform, _ = TreeCredit()(r)
+    weighed, _ = TreeCredit(fusion=fusion)(r)
     assert not torch.allclose(uniform, weighed)
-    flat, _ = Credit(fusion=fusion)(replace(r, log_prob=torch.zeros_like(r.log_prob)))
+    flat, _ = TreeCredit(fusion=fusion)(replace(r, log_prob=torch.zeros_like(r.log_prob)))
     torch.testing.assert_close(flat, uniform)
-    none, _ = Credit(fusion=fusion, path_coef=0.0)(r)
+    none, _ = TreeCredit(fusion=fusion, path_coef=0.0)(r)
     torch.testing.assert_close(none, uniform)
 
 
@@ -223,8 +223,8 @@ PRUNINGS = {
 def test_width_pruning_drops_edges_and_changes_no_advantage(keep, leaves):
     reward = [0.1, 0.5, 0.9, 0.3] if keep is not PRUNINGS["b2_pairs"][0] else [0.0, 0.5, 1.0, 0.5]
     r = rollout(TREE, reward)
-    whole, everything = Credit()(r)
-    pruned, kept = Credit(keep=keep)(r)
+    whole, everything = TreeCredit()(r)
+    pruned, kept = TreeCredit(keep=keep)(r)
     assert torch.equal(whole, pruned) and bool(everything.all())
     first = [bool(leaves[0] or leaves[1]), bool(leaves[2] or leaves[3])]
     assert kept[0].tolist() == first + [bool(x) for x in leaves * 2]
@@ -232,24 +232,26 @@ def test_width_pruning_drops_edges_and_changes_no_advantage(keep, leaves):
 
 def test_the_extremes_of_a_prompt_are_sought_among_all_its_trees():
     plan, reward = replace(CHAINS, roots=4), [0.1, 0.5, 0.9, 0.3, 0.2, 0.8, 0.4, 0.6]
-    _, kept = Credit(keep=lambda leaves: keep_extreme(leaves, 1))(rollout(plan, reward, prompts=2))
+    _, kept = TreeCredit(keep=lambda leaves: keep_extreme(leaves, 1))(
+        rollout(plan, reward, prompts=2)
+    )
     assert kept[:, 0].tolist() == [True, False, True, False, True, True, False, False]
 
 
 @pytest.mark.parametrize("scope", ["leaf", "prompt", "joint"])
 def test_gains_of_siblings_sum_to_0_and_those_without_siblings_are_0(scope):
-    advantage, _ = Credit(edges="sibling", scope=scope)(rollout(TREE, [1.0, 2.0, 5.0, 9.0]))
+    advantage, _ = TreeCredit(edges="sibling", scope=scope)(rollout(TREE, [1.0, 2.0, 5.0, 9.0]))
     pairs = advantage[0, :6].view(3, 2)
     torch.testing.assert_close(pairs.sum(1), torch.zeros(3), rtol=0, atol=1e-6)
     assert bool((pairs[:, 1] > 0).all()) and advantage[0, 6:].tolist() == [0] * 4
 
 
 def test_missing_pictures_count_nowhere():
-    advantage, _ = Credit()(rollout(CHAINS, [0.1, math.nan, 0.9, 0.3]))
+    advantage, _ = TreeCredit()(rollout(CHAINS, [0.1, math.nan, 0.9, 0.3]))
     own = z([0.1, 0.9, 0.3])
     torch.testing.assert_close(advantage[[0, 2, 3], 0], own)
     assert advantage[1].tolist() == [0, 0]
-    tree, _ = Credit()(rollout(TREE, [0.1, math.nan, 0.9, 0.3]))
+    tree, _ = TreeCredit()(rollout(TREE, [0.1, math.nan, 0.9, 0.3]))
     torch.testing.assert_close(tree[0, 0], own[0])  # the mean of what is there
     assert bool(tree.isfinite().all())
 
@@ -257,7 +259,7 @@ def test_missing_pictures_count_nowhere():
 @pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
 @pytest.mark.parametrize("plan", [CHAINS, TREE])
 def test_equal_rewards_are_exactly_no_advantage(scope, plan):
-    advantage, _ = Credit(scope=scope)(rollout(plan, [0.1] * 4))
+    advantage, _ = TreeCredit(scope=scope)(rollout(plan, [0.1] * 4))
     assert bool((advantage == 0).all())
 
 
@@ -268,7 +270,7 @@ def test_a_process_credits_its_trees_as_one_that_holds_all(scope, edges):
     generator = torch.Generator().manual_seed(1)
     reward = torch.rand(16, generator=generator).tolist()
     whole = rollout(plan, reward, prompts=2)
-    credit = Credit(scope=scope, edges=edges)
+    credit = TreeCredit(scope=scope, edges=edges)
     advantage, keep = credit(whole)
     own = torch.tensor([1, 2])  # one tree of each prompt
     t = whole.tree
@@ -278,5 +280,5 @@ def test_a_process_credits_its_trees_as_one_that_holds_all(scope, edges):
 
 
 def test_advantages_are_bounded_last():
-    advantage, _ = Credit(clip=0.5)(rollout(CHAINS, REWARD))
+    advantage, _ = TreeCredit(clip=0.5)(rollout(CHAINS, REWARD))
     torch.testing.assert_close(advantage[:, 0], z(REWARD).clamp(-0.5, 0.5))

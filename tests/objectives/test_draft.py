@@ -4,12 +4,12 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, field, full, gradient, loss_of, only
 
-from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.base import RewardBackprop
 from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
 
 
 def draft(depth=None, **options) -> DRaFT:
-    return DRaFT(ascent=Ascent(**options), depth=depth or fixed(T))
+    return DRaFT(ascent=RewardBackprop(**options), depth=depth or fixed(T))
 
 
 def test_all_steps_are_full_back_propagation():

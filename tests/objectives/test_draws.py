@@ -8,7 +8,7 @@ from toy_pictures import OBJECTIVES, SIGMAS, anchored, draws, pictures
 from toy_policy import Toy
 
 from flowrl.objectives import noising as timesteps
-from flowrl.objectives.noising import Draws
+from flowrl.objectives.noising import Noising
 from flowrl.reference_cache import ReferenceErrors
 
 
@@ -51,7 +51,7 @@ def test_another_rollout_or_update_has_other_points():
 
 
 def test_the_rollouts_own_sigmas_are_taken_without_repeating():
-    own = Draws(times=lambda u, sigmas: timesteps.from_schedule(u, sigmas[:-1]), count=8)
+    own = Noising(times=lambda u, sigmas: timesteps.from_schedule(u, sigmas[:-1]), count=8)
     points = own(batch())
     expected = SIGMAS[:-1].sort().values.expand(8, -1)
     assert torch.equal(points.by_picture(points.sigma).sort(1).values, expected)

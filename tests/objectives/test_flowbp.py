@@ -17,16 +17,16 @@ from toy_chains import (
     worth,
 )
 
-from flowrl.objectives.reward_backprop.base import Ascent
+from flowrl.objectives.reward_backprop.base import RewardBackprop
 from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, late_steps, shared_out
 
 
 def sparse(**options) -> Sparse:
-    return Sparse(ascent=Ascent(), **options)
+    return Sparse(ascent=RewardBackprop(), **options)
 
 
 def bridge(**options) -> Bridge:
-    return Bridge(ascent=Ascent(), **options)
+    return Bridge(ascent=RewardBackprop(), **options)
 
 
 def test_all_steps_are_full_back_propagation_where_velocities_do_not_see_the_state():

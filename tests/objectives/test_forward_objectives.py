@@ -123,10 +123,10 @@ def test_pictures_that_are_not_liked_may_weigh_more():
 
 
 def test_a_moving_anchor_is_the_old_policy_and_draws():
-    from flowrl.objectives.base import Old
+    from flowrl.objectives.base import OldPolicy
     from flowrl.objectives.nft import renewed
 
-    old = Old(keep=renewed(3), samples=True)
+    old = OldPolicy(keep=renewed(3), samples=True)
     objective = DPO(errors=anchored(anchor=old), implicit_beta=5.0)
     assert objective.needs.old is old and not objective.needs.reference
     assert [old.keep(i) for i in range(5)] == [0, 1, 1, 0, 1]

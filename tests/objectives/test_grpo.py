@@ -24,12 +24,12 @@ from toy_policy import (
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.grpo import GRPO
-from flowrl.objectives.tree_credit import Credit
+from flowrl.objectives.tree_credit import TreeCredit
 from flowrl.trajectory import Transitions
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
-    return GRPO(kernel=KERNELS[kernel], **{"credit": Credit()} | options)
+    return GRPO(kernel=KERNELS[kernel], **{"credit": TreeCredit()} | options)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -24,7 +24,7 @@ from toy_policy import (
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.grpo import GRPO
-from flowrl.objectives.tree_credit import Credit
+from flowrl.objectives.tree_credit import TreeCredit
 from flowrl.trees.plan import Fan, Step, TreePlan
 
 COMB = TreePlan(1, (Step(),) * T, fans=(Fan(step=0, width=3), Fan(step=2, width=3)))
@@ -34,7 +34,7 @@ every_option = pytest.mark.parametrize(("ratio", "step_weight"), EVERY)
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
-    return GRPO(kernel=KERNELS[kernel], **{"credit": Credit()} | options)
+    return GRPO(kernel=KERNELS[kernel], **{"credit": TreeCredit()} | options)
 
 
 def std_of(t, kernel: str = "flow_sde"):
@@ -122,7 +122,7 @@ def test_noise_weights_are_the_std_over_its_mean_over_steps():
 
 
 def test_fans_have_the_weights_of_their_steps():
-    objective = grpo(step_weight="noise", credit=Credit(edges="fan", scope="leaf"))
+    objective = grpo(step_weight="noise", credit=TreeCredit(edges="fan", scope="leaf"))
     batch = objective.prepare(collect(Toy(), reward=COMB_REWARD, plan=COMB))
     std = {i: std_of(batch)[batch.step == i] for i in (0, 2)}
     mean = (std[0][0] + std[2][0]) / 2

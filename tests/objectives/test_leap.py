@@ -17,13 +17,13 @@ from toy_chains import (
     worth,
 )
 
-from flowrl.objectives.reward_backprop.base import Ascent, even_supports, lagrange_weights
+from flowrl.objectives.reward_backprop.base import RewardBackprop, even_supports, lagrange_weights
 from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
 from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
 
 
 def leaps(pairs=drawn_pairs, **options) -> Leaps:
-    return Leaps(ascent=Ascent(), pairs=pairs, **options)
+    return Leaps(ascent=RewardBackprop(), pairs=pairs, **options)
 
 
 def leap(toy, own, start, end, x, objective):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, velocity, worth
 
-from flowrl.objectives.batches import Paths
+from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.noising import noised
-from flowrl.objectives.reward_backprop.base import Ascent, fresh_noise
+from flowrl.objectives.reward_backprop.base import RewardBackprop, fresh_noise
 from flowrl.objectives.reward_backprop.draft import DRaFT, fixed
 from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL
 from flowrl.trajectory import Conditioning
@@ -14,7 +14,7 @@ from flowrl.trajectory import Conditioning
 
 @pytest.mark.parametrize("window", [0.2, 0.6, 1.0])
 def test_refl_is_the_gradient_of_the_reward_of_one_prediction(window):
-    toy, objective = Toy(), ReFL(ascent=Ascent(), window=window)
+    toy, objective = Toy(), ReFL(ascent=RewardBackprop(), window=window)
     batch = chains(toy)
     parts, values = [], []
     for n, i in enumerate(objective.step(batch).tolist()):
@@ -31,7 +31,7 @@ def test_refl_is_the_gradient_of_the_reward_of_one_prediction(window):
 
 
 def test_refl_draws_every_late_step():
-    objective = ReFL(ascent=Ascent(), window=0.6)
+    objective = ReFL(ascent=RewardBackprop(), window=0.6)
     steps = objective.step(chains(Toy(), count=400))
     counts = steps.bincount(minlength=T).double() / 400
     torch.testing.assert_close(
@@ -40,7 +40,7 @@ def test_refl_draws_every_late_step():
 
 
 def test_draft_lv_is_the_mean_gradient_over_its_copies():
-    toy, objective = Toy(), DRaFTLV(ascent=Ascent(), copies=3)
+    toy, objective = Toy(), DRaFTLV(ascent=RewardBackprop(), copies=3)
     batch = chains(toy)
     noise = fresh_noise(batch, "copy", 3).view(len(batch), 3, -1)
     t = batch.sigmas[T - 1].expand(len(batch))
@@ -57,8 +57,8 @@ def test_draft_lv_is_the_mean_gradient_over_its_copies():
 def test_at_the_last_step_refl_is_draft_1():
     toy = Toy()
     batch = chains(toy)
-    refl = loss_of(ReFL(ascent=Ascent(), window=0.01), toy, batch)[0]
-    draft = loss_of(DRaFT(ascent=Ascent(), depth=fixed(1)), toy, batch)[0]
+    refl = loss_of(ReFL(ascent=RewardBackprop(), window=0.01), toy, batch)[0]
+    draft = loss_of(DRaFT(ascent=RewardBackprop(), depth=fixed(1)), toy, batch)[0]
     assert_same(gradient(refl, toy), gradient(draft, toy))
 
 
@@ -78,7 +78,7 @@ class Line(torch.nn.Module):
 
 
 @torch.no_grad()
-def last_step(toy, exact: bool, count=3000, width=8) -> Paths:
+def last_step(toy, exact: bool, count=3000, width=8) -> Trajectories:
     """Chains of one step from the marginal at 0.6: along the flow, or by Euler."""
     sigmas = torch.tensor([0.6, 0.0]).double()
     var = (0.4 * toy.std) ** 2 + 0.6**2
@@ -86,7 +86,7 @@ def last_step(toy, exact: bool, count=3000, width=8) -> Paths:
     x = normal * var**0.5
     x0 = normal * toy.std if exact else x - 0.6 * toy(x, sigmas[0].expand(count), None)
     zeros = torch.zeros(count, dtype=torch.long)
-    return Paths(
+    return Trajectories(
         x=torch.stack([x, x0], 1), sigmas=sigmas, prompt=zeros, group=zeros,
         image=torch.arange(count), forwards=zeros + 1, left_out={}, seed=0,
         cond=Conditioning(tensors={"c": torch.zeros(1, 1)}),
@@ -105,8 +105,8 @@ def test_other_noises_have_the_last_steps_mean_gradient_where_the_chain_is_the_f
     def found(objective):
         return gradient(loss_of(objective, toy, batch, reward=bowl)[0], toy).item()
 
-    last = found(ReFL(ascent=Ascent(), window=1.0))
-    copies = found(DRaFTLV(ascent=Ascent(), copies=2))
+    last = found(ReFL(ascent=RewardBackprop(), window=1.0))
+    copies = found(DRaFTLV(ascent=RewardBackprop(), copies=2))
     # Closed form: the mean of -dr/dtheta = -2 t x (1 - t k) x over x of the marginal's variance.
     t, var = 0.6, (0.4 * toy.std) ** 2 + 0.36
     rest = 1 - t * (t - 0.4 * toy.std**2) / var

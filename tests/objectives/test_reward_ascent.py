@@ -17,32 +17,35 @@ from flowrl.build.objective import (
     build_srpo,
 )
 from flowrl.config.objectives import (
-    AlignProp,
-    Draft,
-    DraftLv,
-    FlowbpBridge,
-    FlowbpLagrange,
-    FlowbpSparse,
-    LeapAlign,
-    Refl,
-    Srpo,
-    UniformTruncation,
+    AlignPropOptions,
+    DRaFTLVOptions,
+    DRaFTOptions,
+    FlowBPBridgeOptions,
+    FlowBPLagrangeOptions,
+    FlowBPSparseOptions,
+    LeapAlignOptions,
+    ReFLOptions,
+    SRPOOptions,
+    UniformTruncationOptions,
 )
 from flowrl.objectives.reward_backprop.decoder import RewardGradient
 from flowrl.sampling.rollout import Stopwatch
 
 OBJECTIVES = {
-    "refl": (build_refl, Refl()),
-    "draft": (build_draft, Draft(steps=2)),
-    "draft_lv": (build_draft_lv, DraftLv()),
-    "align_prop": (build_align_prop, AlignProp()),
-    "align_prop_uniform": (build_align_prop, AlignProp(truncation=UniformTruncation())),
-    "srpo": (build_srpo, Srpo()),
-    "leap_align": (build_leap_align, LeapAlign()),
-    "flowbp_sparse": (build_flowbp_sparse, FlowbpSparse(steps=2)),
-    "drtune": (build_flowbp_sparse, FlowbpSparse(steps=2, spacing="even", gain_coef=0)),
-    "flowbp_bridge": (build_flowbp_bridge, FlowbpBridge(steps=3, kl_coef=1e-3)),
-    "flowbp_lagrange": (build_flowbp_lagrange, FlowbpLagrange(hinge=5.0)),
+    "refl": (build_refl, ReFLOptions()),
+    "draft": (build_draft, DRaFTOptions(steps=2)),
+    "draft_lv": (build_draft_lv, DRaFTLVOptions()),
+    "align_prop": (build_align_prop, AlignPropOptions()),
+    "align_prop_uniform": (
+        build_align_prop,
+        AlignPropOptions(truncation=UniformTruncationOptions()),
+    ),
+    "srpo": (build_srpo, SRPOOptions()),
+    "leap_align": (build_leap_align, LeapAlignOptions()),
+    "flowbp_sparse": (build_flowbp_sparse, FlowBPSparseOptions(steps=2)),
+    "drtune": (build_flowbp_sparse, FlowBPSparseOptions(steps=2, spacing="even", gain_coef=0)),
+    "flowbp_bridge": (build_flowbp_bridge, FlowBPBridgeOptions(steps=3, kl_coef=1e-3)),
+    "flowbp_lagrange": (build_flowbp_lagrange, FlowBPLagrangeOptions(hinge=5.0)),
 }
 
 
@@ -87,7 +90,7 @@ def test_a_few_steps_raise_the_reward_of_the_same_prompts(ascend, name):
 
 def test_draft_through_all_steps_is_the_gradient_of_the_pictures_reward(ascend):
     """Against finite differences of the policy's weights, the sampler and the decoder between."""
-    learner = ascend(build_draft(Draft(steps=4)), optim={"micro_batch": 16})
+    learner = ascend(build_draft(DRaFTOptions(steps=4)), optim={"micro_batch": 16})
     parameters = learner.policy.parameters()
     generator = torch.Generator().manual_seed(0)
     for p in parameters:  # away from the fresh adapter, whose first factor has no gradient

@@ -5,14 +5,14 @@ import torch
 from toy_chains import Toy, assert_same, chains, field, gradient, loss_of, worth
 
 from flowrl.errors import UserError
-from flowrl.objectives.reward_backprop.base import Ascent, fresh_noise
+from flowrl.objectives.reward_backprop.base import RewardBackprop, fresh_noise
 from flowrl.objectives.reward_backprop.srpo import SRPO
 
 WORDS = {"positive": "good", "negative": "rather bad"}
 
 
 def srpo(hinge=None, **options) -> SRPO:
-    return SRPO(ascent=Ascent(hinge=hinge), **options)
+    return SRPO(ascent=RewardBackprop(hinge=hinge), **options)
 
 
 def written_out(toy, batch, objective):

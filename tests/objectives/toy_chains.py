@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.noise import noise_seed
-from flowrl.objectives.batches import Paths
+from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import tangent
 from flowrl.trajectory import Conditioning
 
@@ -39,14 +39,14 @@ def schedule(steps: int = T) -> torch.Tensor:
 
 
 @torch.no_grad()
-def chains(toy, steps: int = T, count: int = N, forwards=1, sigmas=None) -> Paths:
+def chains(toy, steps: int = T, count: int = N, forwards=1, sigmas=None) -> Trajectories:
     generator = torch.Generator().manual_seed(1)
     sigmas = schedule(steps) if sigmas is None else sigmas
     prompt = torch.arange(count) % PROMPTS
     x = [torch.randn(count, D, generator=generator).to(F64)]
     for a, b in zip(sigmas[:-1], sigmas[1:], strict=True):
         x.append(x[-1] + (b - a) * toy(x[-1], a.expand(count), cond().take(prompt)))
-    batch = Paths(
+    batch = Trajectories(
         x=torch.stack(x, 1),
         sigmas=sigmas,
         prompt=prompt,
@@ -110,7 +110,7 @@ def full(toy, batch, first: int = 0, jacobians: bool = True):
     return -worth(x, batch.prompt).mean()
 
 
-def only(batch: Paths, row: int) -> Paths:
+def only(batch: Trajectories, row: int) -> Trajectories:
     return batch.take(torch.tensor([row]))
 
 
@@ -123,5 +123,5 @@ def straight_through(surrogate, value):
     return value.detach() + tangent(surrogate)
 
 
-def with_seed(batch: Paths, seed: int) -> Paths:
+def with_seed(batch: Trajectories, seed: int) -> Trajectories:
     return replace(batch, seed=seed)

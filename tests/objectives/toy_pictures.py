@@ -8,12 +8,12 @@ from toy_policy import D, Toy, cond, no_network
 from flowrl.objectives import noising as timesteps
 from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM, LIKELIHOODS
-from flowrl.objectives.base import Old
+from flowrl.objectives.base import OldPolicy
 from flowrl.objectives.dpo import DGPO, DPO, KTO
 from flowrl.objectives.gdro import GDRO, LAIR
-from flowrl.objectives.implicit_reward import Anchored
+from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.objectives.nft import NFT, stepped
-from flowrl.objectives.noising import WEIGHTINGS, Draws
+from flowrl.objectives.noising import WEIGHTINGS, Noising
 from flowrl.objectives.sft import WeightedRegression, all_winners, exponential, one_winner
 from flowrl.offline.source import bare_roots
 from flowrl.trajectory import Rollout
@@ -49,15 +49,15 @@ def pictures(reward=REWARD, group=None, seed: int = 5) -> Rollout:
     )
 
 
-def draws(count: int = 2, share="group") -> Draws:
-    return Draws(times=lambda u, sigmas: timesteps.uniform(u), count=count, share=share)
+def draws(count: int = 2, share="group") -> Noising:
+    return Noising(times=lambda u, sigmas: timesteps.uniform(u), count=count, share=share)
 
 
-def anchored(weighting: str = "uniform", count: int = 2, **options) -> Anchored:
-    return Anchored(draws=draws(count), weighting=WEIGHTINGS[weighting], **options)
+def anchored(weighting: str = "uniform", count: int = 2, **options) -> ImplicitReward:
+    return ImplicitReward(draws=draws(count), weighting=WEIGHTINGS[weighting], **options)
 
 
-SNAPSHOT = Old(keep=stepped(limit=0.0))
+SNAPSHOT = OldPolicy(keep=stepped(limit=0.0))
 OBJECTIVES = {
     "dpo": lambda: DPO(errors=anchored(), implicit_beta=3.0, sft_coef=0.1),
     "gdro": lambda: GDRO(errors=anchored("eps"), implicit_beta=3.0, tau=0.2),

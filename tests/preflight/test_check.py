@@ -10,7 +10,7 @@ import torch
 
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_reward, preflight
-from flowrl.scoring.executors.base import Inline, RewardFailure
+from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
 from flowrl.scoring.spec import RewardSpec, load_reward
 from rewards.fixtures import blank, fixture, square
 
@@ -255,7 +255,7 @@ def test_before_training_what_a_trained_reward_lacks_stops_too():
 def test_before_training_the_rewards_own_executor_is_asked():
     asked = []
 
-    class Watched(Inline):
+    class Watched(InlineExecutor):
         def submit(self, images, prompts, metadata):
             asked.append(len(images))
             return super().submit(images, prompts, metadata)

@@ -7,7 +7,7 @@ from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocit
 from flowrl.functional.sde import KERNELS, lift
 from flowrl.sampling.sampler import Schedule, grow
 from flowrl.trajectory import transitions
-from flowrl.trees.plan import INDEPENDENT, Coupling, Fan, Step, TreePlan, count, ode_plan
+from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
 
 T = 6
 NOISY = Step(noise=True, train=True)
@@ -37,7 +37,7 @@ PLANS = {
     "chains": chains(),
     "tree": branching(0, 2, 3),
     "two trees of four": branching(1, 2, roots=2),
-    "coupled": branching(0, 2, branch=4, coupling=Coupling("shared", 2.0)),
+    "coupled": branching(0, 2, branch=4, coupling=NoiseCoupling("shared", 2.0)),
     "ode between": TreePlan(
         1, (ODE, Step(branch=3, noise=True, train=True), ODE, NOISY, ODE, ODE), same_noise=True
     ),
@@ -47,11 +47,11 @@ plans = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 couplings = pytest.mark.parametrize(
     "coupling",
     [
-        Coupling(),
-        Coupling("shared", 1.5),
-        Coupling("simplex"),
-        Coupling("antithetic"),
-        Coupling("scaled", 3.0),
+        NoiseCoupling(),
+        NoiseCoupling("shared", 1.5),
+        NoiseCoupling("simplex"),
+        NoiseCoupling("antithetic"),
+        NoiseCoupling("scaled", 3.0),
     ],
     ids=str,
 )

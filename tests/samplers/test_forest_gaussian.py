@@ -15,7 +15,7 @@ from flowrl.functional.sde import KERNELS
 from flowrl.sampling.sampler import Schedule, grow
 from flowrl.training.metrics import common_ancestor
 from flowrl.trajectory import Tree
-from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
+from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 
 T, MEAN, STD = 8, 0.5, 0.6
 ODE, NOISY = Step(), Step(noise=True, train=True)
@@ -82,7 +82,7 @@ def covariance(a: list[float], std: list[float], parted: int | None, rho: float)
     return total + (rho * (std[parted] * after[parted]) ** 2 if parted is not None else 0.0)
 
 
-def rho(coupling: Coupling, siblings: int, i: int, j: int) -> float:
+def rho(coupling: NoiseCoupling, siblings: int, i: int, j: int) -> float:
     """Correlation of the noises of siblings number i and j."""
     if coupling.kind == "shared":
         return 1 / (1 + coupling.strength**2)
@@ -94,11 +94,11 @@ def rho(coupling: Coupling, siblings: int, i: int, j: int) -> float:
 couplings = pytest.mark.parametrize(
     "coupling",
     [
-        Coupling(),
-        Coupling("shared", 0.5),
-        Coupling("shared", 4.0),
-        Coupling("simplex"),
-        Coupling("antithetic"),
+        NoiseCoupling(),
+        NoiseCoupling("shared", 0.5),
+        NoiseCoupling("shared", 4.0),
+        NoiseCoupling("simplex"),
+        NoiseCoupling("antithetic"),
     ],
     ids=str,
 )
@@ -145,7 +145,7 @@ def test_every_leaf_is_distributed_like_the_end_of_a_chain(coupling):
 def test_the_scaled_noise_of_the_released_code_breaks_the_marginals():
     numbers = schedule("flow_sde", 0.7, T)
     _, _, slope = response(TreePlan(1, (NOISY,) * (T - 1) + (ODE,)), numbers)
-    split = Step(branch=2, noise=True, coupling=Coupling("scaled", 4.0), train=True)
+    split = Step(branch=2, noise=True, coupling=NoiseCoupling("scaled", 4.0), train=True)
     _, _, scaled = response(TreePlan(1, (NOISY, split, *(NOISY,) * (T - 3), ODE)), numbers)
     assert scaled.square().sum(1).min() > slope.square().sum() * 1.2
 

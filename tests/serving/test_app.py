@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from flowrl.errors import UserError
-from flowrl.scoring.executors.base import Inline
-from flowrl.scoring.executors.http import Remote
+from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.protocol import LOSSLESS, encode
 from flowrl.scoring.server import MAX_UPLOADS, make_app
 from flowrl.scoring.spec import load_reward
@@ -127,9 +127,9 @@ def test_the_servers_scores_are_the_rewards_own(url, levels, codec, micro_batch)
     images = torch.from_numpy(levels).permute(0, 3, 1, 2).float() / 255
     asked = images, ["p"] * len(images), [{}] * len(images)
     reward = load_reward("compressibility")
-    here = Inline(reward, "compressibility").submit(*asked).result()
+    here = InlineExecutor(reward, "compressibility").submit(*asked).result()
     options = {"codec": codec, "micro_batch": micro_batch, "token": "secret", "timeout": 5.0}
-    remote = Remote("compressibility", [url], **options)
+    remote = HTTPExecutor("compressibility", [url], **options)
     there = remote.submit(*asked).result()
     remote.close()
     assert torch.equal(here.scores, there.scores) and not there.reasons
@@ -170,7 +170,7 @@ def test_the_token_guards_everything_but_the_health(url):
             assert_refused(stranger.get("/v1/info"), 401, "token")
             assert_refused(stranger.post("/v1/score", files=parts(question(), PNG)), 401, "token")
     with pytest.raises(UserError, match="'watched'.*asks for its token.*executor.token_env"):
-        Remote("watched", [url], token="wrong")(IMAGES, ["a"] * 3, [{}] * 3)
+        HTTPExecutor("watched", [url], token="wrong")(IMAGES, ["a"] * 3, [{}] * 3)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_a_picture_that_cannot_be_judged_costs_the_others_nothing(client):
 
 
 def test_a_group_comes_in_one_call(url):
-    remote = Remote("ranks", [url], token="secret", micro_batch=1)
+    remote = HTTPExecutor("ranks", [url], token="secret", micro_batch=1)
     images = torch.tensor([0.2, 0.8, 0.4, 0.6, 1.0])[:, None, None, None].expand(5, 3, 8, 8)
     scores, _ = remote(images, ["p"] * 5, [{}] * 5)
     remote.close()

@@ -9,8 +9,8 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.scoring import server as service
-from flowrl.scoring.executors.base import Inline
-from flowrl.scoring.protocol import LOSSLESS, PROTOCOL, Item, Request, encode
+from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.scoring.protocol import LOSSLESS, PROTOCOL, Item, ScoreRequest, encode
 from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import RewardSpec
 
@@ -42,8 +42,8 @@ class Checks:
         return images.mean((1, 2, 3))
 
 
-def question(key: str) -> Request:
-    return Request(
+def question(key: str) -> ScoreRequest:
+    return ScoreRequest(
         protocol=PROTOCOL, reward="a", key=key, codec="png", items=[Item(id="0", prompt="p")]
     )
 
@@ -74,7 +74,7 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):
         asked.set()
         return gate.wait(10)
 
-    reward = Inline(hanging, "hangs", background=True)
+    reward = InlineExecutor(hanging, "hangs", background=True)
     spec = RewardSpec(name="hangs", reward=reward.reward, executor=reward)
     made = service.Service([spec], token=None, max_batch=1, codecs=LOSSLESS)
     reward.submit(IMAGES, [""], [{}])

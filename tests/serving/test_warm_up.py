@@ -5,7 +5,7 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.scoring.check import GENERIC
-from flowrl.scoring.executors.base import Inline
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.server import warm_up
 from flowrl.scoring.spec import RewardSpec
 from rewards.fixtures import fixture
@@ -33,7 +33,7 @@ class Pictured:
 
 
 def warmed(reward) -> bool:
-    return warm_up(RewardSpec(name="mine", reward=reward, executor=Inline(reward, "mine")))
+    return warm_up(RewardSpec(name="mine", reward=reward, executor=InlineExecutor(reward, "mine")))
 
 
 def test_a_reward_without_an_own_picture_is_loaded_with_any_that_it_applies_to():
@@ -59,6 +59,6 @@ def test_a_reward_that_cannot_score_its_own_picture_is_not_served():
             raise OSError("no weights")
 
     reward = Broken()
-    spec = RewardSpec(name="broken", reward=reward, executor=Inline(reward, "broken"))
+    spec = RewardSpec(name="broken", reward=reward, executor=InlineExecutor(reward, "broken"))
     with pytest.raises(UserError, match="'broken' cannot score its own fixture 0: OSError: no w"):
         warm_up(spec)

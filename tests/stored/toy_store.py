@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from flowrl.backbones.text_cache import TextCache
-from flowrl.offline.format import About, Picture, append, create, open_store
+from flowrl.offline.format import DatasetMetadata, StoredImage, append, create, open_store
 from flowrl.offline.source import StoredGroups
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling.rollout import Stopwatch
@@ -68,7 +68,7 @@ def write(folder, scores, *, first=0.0, names=("a", "b")):
     """Groups of SIZE, SHARD of them in a shard; latent i is filled with `first` + i."""
     create(
         folder,
-        About(
+        DatasetMetadata(
             pipeline="models/tiny",
             backbone="sd3",
             latent_shape=list(SHAPE),
@@ -89,7 +89,7 @@ def picture(number, shard, scores):
     group = number // SIZE
     kind = "round" if group % 2 else "square"
     asked = PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
-    return Picture(
+    return StoredImage(
         record=asked, group=group, image=number % SIZE, valid=True, scores=scores, seed=0,
         iteration=shard, root=number % SIZE,
     )  # fmt: skip

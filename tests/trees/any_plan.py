@@ -4,7 +4,7 @@ import re
 
 from hypothesis import strategies as st
 
-from flowrl.trees.plan import Coupling, Fan, Step, TreePlan
+from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 
 
 @st.composite
@@ -31,7 +31,7 @@ def fans_of(draw, total: int):
                 width=draw(st.integers(1, 3)),
                 length=draw(st.integers(1, total - 1 - step)),
                 strides=tuple(draw(st.sets(st.integers(1, 3), min_size=1))),
-                coupling=Coupling("simplex"),
+                coupling=NoiseCoupling("simplex"),
                 train=draw(st.booleans()),
             )
         )

@@ -7,7 +7,7 @@ from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.trees.plan import Coupling, Fan, Move, PlanError, Step, TreePlan, ode_plan
+from flowrl.trees.plan import Fan, Move, NoiseCoupling, PlanError, Step, TreePlan, ode_plan
 
 NOISY = Step(noise=True, train=True)
 
@@ -88,9 +88,9 @@ def test_an_ode_plan_is_one_chain_without_noise():
         (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches, expected at least 1"),
         (lambda: plan(Step(train=True), Step()), "trained but has no noise"),
         (lambda: plan(replace(NOISY, gain=0.0), Step()), "gain 0.0"),
-        (lambda: plan(replace(NOISY, coupling=Coupling("shared", -1)), Step()), "strength"),
+        (lambda: plan(replace(NOISY, coupling=NoiseCoupling("shared", -1)), Step()), "strength"),
         (
-            lambda: plan(replace(NOISY, branch=3, coupling=Coupling("antithetic")), Step()),
+            lambda: plan(replace(NOISY, branch=3, coupling=NoiseCoupling("antithetic")), Step()),
             "3 antithetic siblings.*works is 4",
         ),
         (lambda: plan(Step(), Step(), fans=(Fan(step=1, width=2),)), "last possible is 0"),
@@ -108,7 +108,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(make, words):
 
 
 def test_a_coupling_is_shown_with_its_strength_where_it_has_one():
-    assert [str(Coupling(kind, 4)) for kind in ("shared", "simplex", "scaled")] == [
+    assert [str(NoiseCoupling(kind, 4)) for kind in ("shared", "simplex", "scaled")] == [
         "shared(4)",
         "simplex",
         "scaled(4)",

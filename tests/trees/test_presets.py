@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import INDEPENDENT, Coupling, PlanError, TreePlan, count, shape_of
+from flowrl.trees.plan import INDEPENDENT, NoiseCoupling, PlanError, TreePlan, count, shape_of
 
 
 def noisy(plan: TreePlan) -> list[int]:
@@ -83,7 +83,7 @@ def test_branchgrpo_couples_siblings_as_in_the_paper_and_nothing_else():
     plan = presets.branch_grpo(8, 4, 2, [2, 4])
     couplings = [str(step.coupling) for step in plan.steps]
     assert [i for i, c in enumerate(couplings) if c == "shared(4)"] == [2, 4]
-    other = presets.branch_grpo(8, 4, 2, [2, 4], Coupling("simplex"))
+    other = presets.branch_grpo(8, 4, 2, [2, 4], NoiseCoupling("simplex"))
     assert other.steps[2].coupling.kind == "simplex"
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import Counts, Fan, Step, TreePlan, count, levels, shape_of, widths
+from flowrl.trees.plan import Fan, PlanCounts, Step, TreePlan, count, levels, shape_of, widths
 
 EXAMPLE = presets.branch_grpo(20, 16, 2, [0, 3, 6, 9])
 
@@ -31,7 +31,7 @@ def test_counts_are_those_of_the_tree_walked_node_by_node(plan):
     at = Counter(shape.step[p] for p in parents)
     trained = [n for n, m in enumerate(shape.move) if m >= 0 and plan.moves[m].train]
     leaves = len(shape.parent) - len(parents)
-    one = Counts(
+    one = PlanCounts(
         leaves=leaves,
         forwards=len(parents),
         edges=len(shape.parent) - 1,

@@ -11,7 +11,7 @@ from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import Needs
-from flowrl.objectives.batches import Paths, widened
+from flowrl.objectives.batches import Trajectories, widened
 from flowrl.trajectory import Conditioning, Metrics
 
 # --- Reward back-propagation: which velocities the gradient reaches, and with what weight ------
@@ -94,7 +94,7 @@ def clean_given_noise(x: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
 class Velocities:
     """The policy along the chains of a batch, and its distance from the reference there."""
 
-    def __init__(self, policy: VelocityField, batch: Paths, reference: VelocityField | None):
+    def __init__(self, policy: VelocityField, batch: Trajectories, reference: VelocityField | None):
         self.policy, self.batch, self.reference = policy, batch, reference
         self._distance = self._points = batch.dt.new_zeros(len(batch))
 
@@ -114,7 +114,7 @@ class Velocities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ascent:
+class RewardBackprop:
     """The loss -r, or relu(hinge - r), of pictures, and the pull to the base model.
 
     hinge: the reward beyond which a picture is good enough. kl_coef: weight of the mean squared
@@ -129,7 +129,7 @@ class Ascent:
         return Needs(states="path", reference=self.kl_coef > 0, reward_grad=True)
 
     def velocities(
-        self, policy: VelocityField, reference: VelocityField, batch: Paths
+        self, policy: VelocityField, reference: VelocityField, batch: Trajectories
     ) -> Velocities:
         return Velocities(policy, batch, reference if self.kl_coef > 0 else None)
 
@@ -185,7 +185,7 @@ def later(field: VelocityField) -> VelocityField:
     return field_later
 
 
-def seeds(batch: Paths, role: str, copies: int = 1) -> list[int]:
+def seeds(batch: Trajectories, role: str, copies: int = 1) -> list[int]:
     """One for each picture and copy, picture by picture: of its number and the batch's seed."""
     return [
         noise_seed(seed=batch.seed, iteration=0, prompt="path", root=image, step=copy, role=role)
@@ -194,12 +194,12 @@ def seeds(batch: Paths, role: str, copies: int = 1) -> list[int]:
     ]
 
 
-def chances(batch: Paths, role: str, count: int) -> Tensor:
+def chances(batch: Trajectories, role: str, count: int) -> Tensor:
     """(N, count), uniform in [0, 1)."""
     return keyed_uniform(seeds(batch, role), (count,)).to(batch.x.device)
 
 
-def fresh_noise(batch: Paths, role: str, copies: int = 1) -> Tensor:
+def fresh_noise(batch: Trajectories, role: str, copies: int = 1) -> Tensor:
     """(N * copies, *latent), standard normal."""
     noise = keyed_noise(seeds(batch, role, copies), batch.x.shape[2:], device=batch.x.device)
     return noise.to(batch.dt.dtype)

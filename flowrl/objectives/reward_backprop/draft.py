@@ -8,8 +8,8 @@ from torch import Tensor
 
 from flowrl.backbones.base import VelocityField
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Paths, paths
-from flowrl.objectives.reward_backprop.base import Ascent, chances, no_reward, tangent
+from flowrl.objectives.batches import Trajectories, paths
+from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, no_reward, tangent
 from flowrl.trajectory import Metrics, Rollout
 
 # (u (N,) uniform in [0, 1), T) -> how many of its last steps each chain is followed, (N,) in [1, T]
@@ -50,21 +50,21 @@ class DRaFT:
     Values stay those of the rollout, to the last bit: each state is straight-through.
     """
 
-    def __init__(self, *, ascent: Ascent, depth: Depth):
+    def __init__(self, *, ascent: RewardBackprop, depth: Depth):
         self.ascent, self.depth, self.needs = ascent, depth, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         batch = paths(rollout)
         return batch.costing(self.depths(batch))
 
-    def depths(self, batch: Paths) -> Tensor:
+    def depths(self, batch: Trajectories) -> Tensor:
         """(N,) long."""
         return self.depth(chances(batch, "depth", 1)[:, 0], batch.steps)
 
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,

@@ -8,10 +8,10 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.batches import Trajectories, paths
 from flowrl.objectives.noising import from_schedule
 from flowrl.objectives.reward_backprop.base import (
-    Ascent,
+    RewardBackprop,
     Velocities,
     chances,
     no_reward,
@@ -33,7 +33,7 @@ class Sparse:
     def __init__(
         self,
         *,
-        ascent: Ascent,
+        ascent: RewardBackprop,
         steps: int = 4,
         spacing: Literal["late", "even"] = "late",
         bias: float = 1.0,
@@ -42,11 +42,11 @@ class Sparse:
         self.ascent, self.steps, self.spacing = ascent, steps, spacing
         self.bias, self.gain_coef, self.needs = bias, gain_coef, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         batch = paths(rollout)
         return batch.costing(min(self.steps, batch.steps))
 
-    def active(self, batch: Paths) -> Tensor:
+    def active(self, batch: Trajectories) -> Tensor:
         """(N, K) long, ascending."""
         total, count = batch.steps, min(self.steps, batch.steps)
         if self.spacing == "late":
@@ -59,7 +59,7 @@ class Sparse:
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -86,7 +86,7 @@ class Bridge:
     def __init__(
         self,
         *,
-        ascent: Ascent,
+        ascent: RewardBackprop,
         steps: int = 5,
         bias: float = 4.0,
         gain_coef: float = 0.0,
@@ -97,11 +97,11 @@ class Bridge:
         self.ascent, self.steps, self.bias = ascent, steps, bias
         self.gain_coef, self.nested_coef, self.needs = gain_coef, nested_coef, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         batch = paths(rollout)
         return batch.costing(min(self.steps, batch.steps))
 
-    def active(self, batch: Paths) -> tuple[Tensor, Tensor]:
+    def active(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         """j (N,) long; and the steps of both sides (N, K) long, ascending, j among them."""
         j = drawn_pairs(batch)[1]
         before, after = (chances(batch, role, batch.steps) for role in ("before", "after"))
@@ -121,7 +121,7 @@ class Bridge:
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -143,7 +143,7 @@ class Bridge:
 
 def euler(
     velocities: Velocities,
-    batch: Paths,
+    batch: Trajectories,
     row: Tensor,
     step: Tensor,
     gain: Tensor,
@@ -166,7 +166,7 @@ def late_steps(u: Tensor, count: int, bias: float) -> Tensor:
     return weighted_choice(u, weight, count)
 
 
-def drawn_pairs(batch: Paths) -> tuple[Tensor, Tensor]:
+def drawn_pairs(batch: Trajectories) -> tuple[Tensor, Tensor]:
     """Two different steps k < j of each chain, every pair alike. (N,), (N,) long"""
     numbers = torch.arange(batch.steps, device=batch.x.device)
     pair = from_schedule(chances(batch, "pair", 2), numbers).sort(1).values

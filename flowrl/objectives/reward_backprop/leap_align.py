@@ -10,9 +10,9 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.batches import Trajectories, paths
 from flowrl.objectives.reward_backprop.base import (
-    Ascent,
+    RewardBackprop,
     Velocities,
     even_supports,
     lagrange_weights,
@@ -22,7 +22,9 @@ from flowrl.objectives.reward_backprop.base import (
 )
 from flowrl.trajectory import Metrics, Rollout
 
-Pairs = Callable[[Paths], tuple[Tensor, Tensor]]  # -> steps k < j of each chain, (N,), (N,) long
+Pairs = Callable[
+    [Trajectories], tuple[Tensor, Tensor]
+]  # -> steps k < j of each chain, (N,), (N,) long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +40,7 @@ class DirichletPairs:
     after: float = 2.5
     latest: float = 0.4
 
-    def __call__(self, batch: Paths) -> tuple[Tensor, Tensor]:
+    def __call__(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
         pairs = torch.tensor(
             [self.pair(seed, batch.steps) for seed in seeds(batch, "pair")], dtype=torch.long
         ).view(-1, 2)
@@ -83,7 +85,7 @@ class Leaps:
     def __init__(
         self,
         *,
-        ascent: Ascent,
+        ascent: RewardBackprop,
         pairs: Pairs,
         nested_coef: float = 0.3,
         distance_floor: float = 0.1,
@@ -95,7 +97,7 @@ class Leaps:
         self.nested_coef, self.distance_floor = nested_coef, distance_floor
         self.supports, self.active, self.support_coef = supports, active, support_coef
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         batch = paths(rollout)
         k, j = self.pairs(batch)
         most = min(self.active, self.supports)
@@ -104,7 +106,7 @@ class Leaps:
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -126,7 +128,7 @@ class Leaps:
         }
 
     def leap(
-        self, velocities: Velocities, batch: Paths, start: Tensor, end: Tensor, moved: Tensor
+        self, velocities: Velocities, batch: Trajectories, start: Tensor, end: Tensor, moved: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The tangent at step `end`, from `moved` at step `start`; and the distance. (N,) long
 
@@ -144,7 +146,7 @@ class Leaps:
         distance = (batch.at(batch.rows, end) - landed).abs().flatten(1).mean(1)
         return moved.index_add(0, row, lift((s.weight * s.coef)[live], v) * tangent(v)), distance
 
-    def _supports(self, batch: Paths, start: Tensor, end: Tensor) -> _Supports:
+    def _supports(self, batch: Trajectories, start: Tensor, end: Tensor) -> _Supports:
         sigmas = batch.sigmas.cpu()
         rows: list[tuple[int, int, float, float]] = []
         for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):

@@ -6,10 +6,10 @@ from torch import Tensor
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.sde import lift, x0_from_velocity
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Paths, paths
+from flowrl.objectives.batches import Trajectories, paths
 from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import (
-    Ascent,
+    RewardBackprop,
     chances,
     fresh_noise,
     later,
@@ -25,13 +25,13 @@ class ReFL:
     window: share of the steps, the last ones, among which it is drawn.
     """
 
-    def __init__(self, *, ascent: Ascent, window: float = 0.25):
+    def __init__(self, *, ascent: RewardBackprop, window: float = 0.25):
         self.ascent, self.window, self.needs = ascent, window, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         return paths(rollout)
 
-    def step(self, batch: Paths) -> Tensor:
+    def step(self, batch: Trajectories) -> Tensor:
         """(N,) long, of each chain."""
         among = max(1, round(self.window * batch.steps))
         lot = (chances(batch, "step", 1)[:, 0] * among).long().clamp(max=among - 1)
@@ -40,7 +40,7 @@ class ReFL:
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -60,16 +60,16 @@ class DRaFTLV:
     less variance; a chain of few steps ends elsewhere than its last point says.
     """
 
-    def __init__(self, *, ascent: Ascent, copies: int = 2):
+    def __init__(self, *, ascent: RewardBackprop, copies: int = 2):
         self.ascent, self.copies, self.needs = ascent, copies, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         return paths(rollout).costing(self.copies)
 
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -83,11 +83,11 @@ class DRaFTLV:
 
 
 def predicted_loss(
-    ascent: Ascent,
+    ascent: RewardBackprop,
     policy: VelocityField,
     reference: VelocityField,
     reward: RewardField,
-    batch: Paths,
+    batch: Trajectories,
     x: Tensor,
     sigma: Tensor,
     row: Tensor,

@@ -7,10 +7,10 @@ from flowrl.backbones.base import VelocityField
 from flowrl.errors import UserError
 from flowrl.functional.sde import lift
 from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Paths, paths, widened
+from flowrl.objectives.batches import Trajectories, paths, widened
 from flowrl.objectives.noising import noised
 from flowrl.objectives.reward_backprop.base import (
-    Ascent,
+    RewardBackprop,
     chances,
     clean_given_noise,
     fresh_noise,
@@ -37,7 +37,7 @@ class SRPO:
     def __init__(
         self,
         *,
-        ascent: Ascent,
+        ascent: RewardBackprop,
         positive: str = "",
         negative: str = "",
         denoise_k: tuple[float, float] = (0.1, 0.25),
@@ -60,13 +60,13 @@ class SRPO:
         self.gap, self.lowest, self.highest = gap, lowest, highest
         self.inversion, self.fresh, self.needs = inversion, fresh, ascent.needs
 
-    def prepare(self, rollout: Rollout) -> Paths:
+    def prepare(self, rollout: Rollout) -> Trajectories:
         return paths(rollout).costing(1 + self.inversion)
 
     def loss(
         self,
         policy: VelocityField,
-        batch: Paths,
+        batch: Trajectories,
         *,
         reference: VelocityField,
         old: VelocityField,
@@ -87,7 +87,7 @@ class SRPO:
         loss, found = self.ascent.loss(moved, r, gradient, velocities)
         return loss, found | metrics
 
-    def points(self, batch: Paths) -> tuple[Tensor, Tensor, Tensor]:
+    def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
         """(n,) chains, and the sigmas from which and to which their steps go."""
         u = chances(batch, "sigma", 1)[:, 0].to(batch.dt)
         high = self.lowest + (self.highest - self.lowest) * u

@@ -19,7 +19,7 @@ Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class TemplateKind:
     """Prompts of one kind: each of `combinations` can be said in `wordings` ways.
 
     make: (combination, wording) -> row with its text under "prompt". key: of a combination; two
@@ -95,7 +95,7 @@ class Kind:
 
 
 def draw_sets(
-    kinds: Sequence[Kind],
+    kinds: Sequence[TemplateKind],
     count: int,
     held_out: int,
     seed: int,

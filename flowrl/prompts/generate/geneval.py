@@ -5,7 +5,7 @@ from itertools import combinations, permutations
 from math import prod
 from typing import Any
 
-from flowrl.prompts.generate.draw import Kind, Sets, draw_sets
+from flowrl.prompts.generate.draw import Sets, TemplateKind, draw_sets
 from flowrl.prompts.generate.words import COCO, COLORS, article, plural
 from flowrl.tiny.world import NUMBERS, one
 
@@ -39,7 +39,7 @@ def geneval_sets(
     return draw_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio)
 
 
-def geneval_kinds(classes: Sequence[str]) -> list[Kind]:
+def geneval_kinds(classes: Sequence[str]) -> list[TemplateKind]:
     """The KINDS of prompts about these classes."""
     colorful = [name for name in classes if name not in COLORLESS]
     pairs = list(combinations(classes, 2))
@@ -59,7 +59,7 @@ def geneval_kinds(classes: Sequence[str]) -> list[Kind]:
     ]
 
 
-def _kind(tag: str, sides: int, say: Callable[..., dict], *parts: Sequence[Any]) -> Kind:
+def _kind(tag: str, sides: int, say: Callable[..., dict], *parts: Sequence[Any]) -> TemplateKind:
     """All combinations of the parts; sides: ways to say each, besides the prefixes."""
 
     def make(index: int, wording: int) -> dict:
@@ -71,7 +71,7 @@ def _kind(tag: str, sides: int, say: Callable[..., dict], *parts: Sequence[Any])
         row = say(side, *chosen)
         return {"tag": tag, "prompt": PREFIXES[prefix] + row.pop("text"), **row}
 
-    return Kind(
+    return TemplateKind(
         name=tag,
         combinations=prod(map(len, parts)),
         wordings=sides * len(PREFIXES),

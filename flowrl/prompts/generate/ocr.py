@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from math import perm
 
 from flowrl.errors import UserError
-from flowrl.prompts.generate.draw import Kind, Sets, apportion, draw_sets, shuffled
+from flowrl.prompts.generate.draw import Sets, TemplateKind, apportion, draw_sets, shuffled
 from flowrl.prompts.generate.words import WORDS
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
@@ -61,12 +61,12 @@ def ocr_sets(
     return _draw(old, templates, count, ratio, f"{seed}/train", taken), test
 
 
-def ocr_kinds(words: Sequence[str], templates: Sequence[str]) -> list[Kind]:
+def ocr_kinds(words: Sequence[str], templates: Sequence[str]) -> list[TemplateKind]:
     """Texts of one to four different words; there are none longer than the list."""
     return [_kind(name, n, words, templates) for n, name in enumerate(LENGTHS, start=1)]
 
 
-def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]) -> Kind:
+def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]) -> TemplateKind:
     def text(index: int) -> str:
         left, chosen = list(words), []
         for _ in range(length):
@@ -83,7 +83,7 @@ def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]
             "ocr_text": target,
         }
 
-    return Kind(
+    return TemplateKind(
         name=name,
         combinations=perm(len(words), length),
         wordings=len(templates),

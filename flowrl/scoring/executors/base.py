@@ -191,7 +191,7 @@ class _Background:
                 future.set_exception(error)
 
 
-class Inline:
+class InlineExecutor:
     """Calls the reward with at most `micro_batch` pictures at once, None for all, when the answer
     is asked for. Where the device's memory does not suffice, the micro-batch is halved for good;
     not of a reward that compares whole groups.

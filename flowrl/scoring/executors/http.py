@@ -263,7 +263,7 @@ def _retry_after(value: str | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PreparedRequest:
     """Pictures (b, H, W, 3) uint8 that are judged together, and the names they go by.
 
     key: the same in every try, so that none counts twice.
@@ -321,7 +321,7 @@ class Client:
                 self.said = await again_until(ends, self._ask_all)
         return self.said
 
-    async def score(self, question: Question, ends: float) -> Answer:
+    async def score(self, question: PreparedRequest, ends: float) -> Answer:
         """Scores, or NaN for all pictures and why. Raises RewardFailure for what no try mends."""
         try:
             async with asyncio.timeout_at(ends), self._slots:
@@ -382,7 +382,7 @@ class Client:
                 f"{first!r} in this run; their scores do not compare: serve one version"
             )
 
-    def _body(self, question: Question) -> _Body:
+    def _body(self, question: PreparedRequest) -> _Body:
         multipart = all("multipart" in info.forms for info in self._infos())
         items: list[dict[str, Any]] = [
             {"id": name, "prompt": prompt, "metadata": metadata}
@@ -418,7 +418,7 @@ class Client:
         sent = {"files": [("request", (None, text, "application/json")), *parts]}
         return _Body(sent=sent, size=size, multipart=True)
 
-    async def _try(self, question: Question, body: _Body) -> Answer:
+    async def _try(self, question: PreparedRequest, body: _Body) -> Answer:
         suits = functools.partial(_suits, len(question.ids), body)
         server = await self.servers.pick(suits)
         if server.stale:
@@ -455,7 +455,7 @@ class Client:
         named = {row: f"{text} (at {server.url})" for row, text in reasons.items()}
         return Answer(scores=values, reasons=named)
 
-    def _useless(self, server: Server, question: Question, what: str) -> Answer:
+    def _useless(self, server: Server, question: PreparedRequest, what: str) -> Answer:
         self.servers.note_failure(server, what)
         reason = f"{server.url} {what}; look at its log, and compare it with docs/reward-servers.md"
         return failed(len(question.ids), reason)
@@ -542,7 +542,7 @@ class _Rest:
                 self._until = now + min(LONGEST, self._deadline * 2 ** (self._silences - 2))
 
 
-class Remote:
+class HTTPExecutor:
     """The reward `name` of the servers at `urls`, as executor and as reward.
 
     It keeps to at most `in_flight` requests of at most `micro_batch` pictures (None: never split;
@@ -719,10 +719,10 @@ class Remote:
 
 def _split(
     pictures: np.ndarray, prompts: list[str], metadata: list[dict], size: int
-) -> Iterator[Question]:
+) -> Iterator[PreparedRequest]:
     for start in range(0, len(prompts), size):
         rows = slice(start, start + size)
-        yield Question(
+        yield PreparedRequest(
             ids=[str(row) for row in range(len(prompts))[rows]],
             pictures=pictures[rows],
             prompts=prompts[rows],

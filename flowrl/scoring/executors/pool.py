@@ -26,7 +26,7 @@ from flowrl.scoring.executors.base import Answer, RewardFailure, failed, joined,
 if TYPE_CHECKING:
     import numpy as np
 
-    from flowrl.scoring.executors.base import Inline
+    from flowrl.scoring.executors.base import InlineExecutor
 
 
 # --- What runs in a pool's process: one reward, made at the first question, on one thread ------
@@ -46,7 +46,7 @@ LOOK = 1.0  # seconds between looks at whether the parent lives, where no signal
 
 _swap = threading.Lock()
 _setup: tuple[str, dict[str, Any], str] | None = None
-_asked: "Inline | None" = None
+_asked: "InlineExecutor | None" = None
 
 
 class _Process(SpawnProcess):
@@ -110,11 +110,11 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
     return answer.scores.numpy(), dict(answer.reasons)
 
 
-def _made(target: str, args: Mapping[str, Any], name: str) -> "Inline":
-    from flowrl.scoring.executors.base import Inline
+def _made(target: str, args: Mapping[str, Any], name: str) -> "InlineExecutor":
+    from flowrl.scoring.executors.base import InlineExecutor
     from flowrl.scoring.spec import load_reward
 
-    return Inline(load_reward(target, args), name)
+    return InlineExecutor(load_reward(target, args), name)
 
 
 def _end_with_parent() -> None:
@@ -293,7 +293,7 @@ class _Part:
     metadata: list[dict]
 
 
-class Pool:
+class PoolExecutor:
     """A reward by its import path, made once in each of `workers` spawned processes of one thread.
 
     A micro-batch that takes longer than `timeout` seconds is stopped by killing its process, and is
