@@ -136,7 +136,7 @@ def repository_of(config: Config) -> str:
 
 def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
     """Before anything is drawn. What is wrong with a reward that is only measured is told."""
-    size = learner.policy.backbone.picture_size()
+    size = learner.policy.backbone.image_size()
     for finding in preflight(learner.specs, prompts, size):
         if finding.state != "ok":
             LOG.warning("reward %s: %s. %s", finding.topic, finding.detail, finding.remedy)
@@ -182,7 +182,7 @@ def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
             "change": row.change.mean,
             "95% low": row.change.low,
             "95% high": row.change.high,
-            "pictures": row.pairs,
+            "images": row.pairs,
         }
         for row in rows
     ]
@@ -204,7 +204,7 @@ def sample_images(  # noqa: PLR0913  # an argument for each option
     rlg: float | None = None,
     revision: str | None = None,
 ) -> list[Path]:
-    """Draw `count` pictures of each prompt with the pipeline's own call -> paths of PNG files.
+    """Draw `count` images of each prompt with the pipeline's own call -> paths of PNG files.
 
     What is None, or a negative of "", is as the run of `lora` was evaluated, else the pipeline's
     default. rlg: the strength of the LoRA, see `flowrl.backbones.guidance`.
@@ -248,7 +248,7 @@ def build_gallery(
     rlg: Sequence[float] = (),
     revision: str | None = None,
 ) -> Path:
-    """Draw base and aligned pictures of the same prompts and seeds -> the page that shows them.
+    """Draw base and aligned images of the same prompts and seeds -> the page that shows them.
 
     Of a run: its pipeline, LoRA, rewards and evaluation settings; or of `base` with `lora`. With
     `rlg`: the base and the LoRA at each of these strengths, see `flowrl.backbones.guidance`.
@@ -272,7 +272,7 @@ def build_gallery(
         before = evaluator(evaluator.backbone.velocity, runtime)
         load_lora(pipeline, lora or str(run))
         folder = output_dir or Path(str(run)) / "comparison"
-        caption = f"{count} pictures of {evaluation.prompts}, seed {evaluation.seed}"
+        caption = f"{count} images of {evaluation.prompts}, seed {evaluation.seed}"
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
             at_each = draw_sweep(evaluator, runtime, rlg)
@@ -332,7 +332,7 @@ def collect_groups(
     config = config.model_copy(update={"run": run})
     if config.prompts.retained is not None:
         raise UserError(
-            "prompts.retained asks for pictures in other words than the prompt's own, which a "
+            "prompts.retained asks for images in other words than the prompt's own, which a "
             "store does not keep: set it to null"
         )
     if lora is not None:
@@ -367,7 +367,7 @@ def collect_groups(
 def collect_pairs(
     config: Config, source: Path, folder: Path, *, pipeline: Any = None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Encode pairs of pictures with the recipe's pipeline: groups of two, scored 1 and 0.
+    """Encode pairs of images with the recipe's pipeline: groups of two, scored 1 and 0.
 
     What the folder has already is kept. -> one row that sums up, and why pairs were left out.
     Raises UserError when no pair is left.
@@ -425,20 +425,20 @@ def collection_summary(store: OfflineDataset) -> list[dict[str, Any]]:
     """One row: what is in a store, and the means of its scores."""
     means = store.scores.nanmean(0).tolist()
     return [
-        {"groups": len(store.groups), "pictures": len(store)}
+        {"groups": len(store.groups), "images": len(store)}
         | dict(zip(store.about.names, means, strict=True))
     ]
 
 
-# --- What `flowrl score` does: scores of picture files -----------------------------------------
+# --- What `flowrl score` does: scores of image files -----------------------------------------
 
-PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-BATCH = 16  # pictures that are held at a time, where nothing compares them
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+BATCH = 16  # images that are held at a time, where nothing compares them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredFile:
-    """rows: of each picture its path, its prompt and a score for each reward, NaN where there is
+    """rows: of each image its path, its prompt and a score for each reward, NaN where there is
     none. missing: why, a line for each reward, and for each file that cannot be read."""
 
     rows: list[dict[str, Any]]
@@ -472,19 +472,19 @@ class _Missing:
 
 
 def score_images(
-    pictures: Sequence[Path],
+    images: Sequence[Path],
     rewards: Sequence[str],
     prompts: str | None,
     args: Sequence[Mapping[str, Any] | None] = (),
 ) -> ScoredFile:
-    """Scores of files, or of the pictures in folders.
+    """Scores of files, or of the images in folders.
 
-    prompts: one prompt for all, or a file or built-in split with one for each picture in the
-    order of their names; pictures of one prompt are one group, for rewards that compare them.
+    prompts: one prompt for all, or a file or built-in split with one for each image in the
+    order of their names; images of one prompt are one group, for rewards that compare them.
     args: for each reward, or none at all. Raises UserError when there are more prompts than
-    pictures or fewer, and for a reward that cannot be made.
+    images or fewer, and for a reward that cannot be made.
     """
-    paths = _picture_files(pictures)
+    paths = _image_files(images)
     records = _prompts_for(prompts or "", len(paths))
     specs = [
         RewardSpec(name=name, reward=load_reward(name, its))
@@ -498,7 +498,7 @@ def score_images(
     for group in _by_prompt(files):
         _score_group(specs, group, missing)
     rows = [
-        {"picture": str(file.path), "prompt": file.prompt}
+        {"image": str(file.path), "prompt": file.prompt}
         | {name: file.scores.get(name, math.nan) for name in rewards}
         for file in files
     ]
@@ -514,7 +514,7 @@ def _by_prompt(files: Sequence[_File]) -> list[list[_File]]:
 
 
 def _score_group(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing) -> None:
-    """Every reward, on all pictures of one prompt."""
+    """Every reward, on all images of one prompt."""
     fits = []
     for spec in specs:
         if why := _why_not(spec, group[0]):
@@ -535,9 +535,9 @@ def _compare(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing)
     why = ""
     if len(parts) > 1:
         sizes = ", ".join("{} x {}".format(*part[0][1].size) for part in parts)
-        why = f"it compares pictures of one size, and these are {sizes}"
+        why = f"it compares images of one size, and these are {sizes}"
     elif sum(map(len, parts)) < 2:
-        why = "it compares the pictures of a prompt: give two or more"
+        why = "it compares the images of a prompt: give two or more"
     for spec in specs:
         if why:
             _refuse(spec, group, why, missing)
@@ -564,7 +564,7 @@ def _refuse(spec: RewardSpec, group: list[_File], why: str, missing: _Missing) -
 
 
 def _ask(spec: RewardSpec, part: list[tuple[_File, Image.Image]], missing: _Missing) -> None:
-    """Scores of pictures of one prompt and one size."""
+    """Scores of images of one prompt and one size."""
     files, images = [file for file, _ in part], to_tensor([image for _, image in part])
     prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
     try:
@@ -580,7 +580,7 @@ def _ask(spec: RewardSpec, part: list[tuple[_File, Image.Image]], missing: _Miss
         told = (
             f"reward {spec.name!r} has no score for {file.path}, prompt {file.prompt!r}: {reason}"
         )
-        missing.add(spec.name, "pictures", file.path, told)
+        missing.add(spec.name, "images", file.path, told)
 
 
 def _bare(spec: RewardSpec, error: UserError) -> str:
@@ -607,17 +607,17 @@ def _by_size(
     return list(parts.values())
 
 
-def _picture_files(sources: Sequence[Path]) -> list[Path]:
+def _image_files(sources: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for source in sources:
         if source.is_dir():
-            found += sorted(p for p in source.iterdir() if p.suffix.lower() in PICTURES)
+            found += sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGES)
         elif source.is_file():
             found.append(source)
         else:
-            raise UserError(f"no picture at {source}")
+            raise UserError(f"no image at {source}")
     if not found:
-        raise UserError(f"no pictures in {', '.join(map(str, sources))}: looked for {PICTURES}")
+        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {IMAGES}")
     return found
 
 
@@ -626,7 +626,7 @@ def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
         return [(source, {})] * count
     records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
     if len(records) != count:
-        raise UserError(f"{source} has {len(records)} prompts for {count} pictures")
+        raise UserError(f"{source} has {len(records)} prompts for {count} images")
     return [(record.text, record.metadata) for record in records]
 
 
@@ -649,7 +649,7 @@ def audited(
     defaults where the recipe has none; of a rollout that has fewer steps than the default, all but
     one. Raises UserError for what cannot be drawn.
     """
-    # Only pictures are drawn: what would be learned from them asks nothing of the rollout.
+    # Only images are drawn: what would be learned from them asks nothing of the rollout.
     drawn = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
     drawn += [f"rollout.prompts={prompts}", "rollout.explore={audit: {every: 0}}"]
     if candidates is not None:
@@ -680,7 +680,7 @@ def audit_previews(
     configs: see `audited`; they differ in `rollout.explore.steps` alone. precisions: of previews,
     each with all these steps; none is the recipe's. lora: a run or file, of the model that draws.
     pipeline, rewards: objects to use in place of those that the recipe names. -> a row for each
-    kind, then one of the exact pictures and one of choices at random. Raises UserError for a
+    kind, then one of the exact images and one of choices at random. Raises UserError for a
     precision that the device lacks, before anything is drawn.
     """
     configs = [as_given(config, pipeline) for config in configs]
@@ -711,7 +711,7 @@ class _ExactSamples:
 
     request: RolloutRequest
     true: Tensor  # (P, N)
-    seconds: float  # a picture
+    seconds: float  # an image
 
 
 def _resolved(config: Config, precisions: Sequence[str], capability: Capability) -> list[Resolved]:
@@ -747,7 +747,7 @@ def _exact(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples
     stage = replace(sampler.stage, specs=[spec for spec in learner.specs if spec.trained])
     true, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
     if bar is not None:
-        bar.advance({"s/picture": seconds})
+        bar.advance({"s/image": seconds})
     return _ExactSamples(request=request, true=true, seconds=seconds)
 
 
@@ -771,7 +771,7 @@ def _rows(
         yield (
             {"steps": steps, "precision": named(resolved), "quantised": share}
             | found
-            | {"s/picture": seconds, "to exact": seconds / exact.seconds}
+            | {"s/image": seconds, "to exact": seconds / exact.seconds}
         )
 
 
@@ -800,13 +800,13 @@ def _previews(
 def _timed(
     stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
 ) -> tuple[Tensor, float]:
-    """Scores (P, N), and the seconds that a picture took: drawn, decoded and scored."""
+    """Scores (P, N), and the seconds that an image took: drawn, decoded and scored."""
     if compiled:
         score_candidates(stage, request, plan, Stopwatch())  # compiling is nobody's time either
     watch = Stopwatch()
     scores = score_candidates(stage, request, plan, watch)
-    pictures = scores.shape[0] * count(plan).leaves
-    return scores, sum(watch.seconds.values()) / pictures
+    images = scores.shape[0] * count(plan).leaves
+    return scores, sum(watch.seconds.values()) / images
 
 
 def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
@@ -821,6 +821,6 @@ def _ends(config: Config, exact: _ExactSamples) -> list[Row]:
     return [
         {"steps": config.rollout.steps, "precision": "exact", "quantised": 0.0}
         | found
-        | {"s/picture": exact.seconds, "to exact": 1.0},
+        | {"s/image": exact.seconds, "to exact": 1.0},
         {"precision": "random", "rank best": middle, "rank worst": middle},
     ]

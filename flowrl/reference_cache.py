@@ -13,42 +13,42 @@ from flowrl.utils.files import load_state, save_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceErrors:
-    """A table of errors of a store's pictures at a pool of draws, seen from one rollout.
+    """A table of errors of a store's images at a pool of draws, seen from one rollout.
 
-    table: (pictures of the store, pool) fp32 on the CPU, NaN where not known yet; it is shared by
-    all views and written in place. picture, group: (G,) long, of each picture of the rollout its
+    table: (images of the store, pool) fp32 on the CPU, NaN where not known yet; it is shared by
+    all views and written in place. image, group: (G,) long, of each image of the rollout its
     number, and that of its group, in the store: names for draws that outlast the rollout. key: of
     everything that decides the errors.
     """
 
     table: Tensor
-    picture: Tensor
+    image: Tensor
     group: Tensor
     key: str
 
     @staticmethod
-    def empty(pictures: int, pool: int, key: str) -> "ReferenceErrors":
+    def empty(images: int, pool: int, key: str) -> "ReferenceErrors":
         nobody = torch.empty(0, dtype=torch.long)
-        table = torch.full((pictures, pool), math.nan)
-        return ReferenceErrors(table=table, picture=nobody, group=nobody, key=key)
+        table = torch.full((images, pool), math.nan)
+        return ReferenceErrors(table=table, image=nobody, group=nobody, key=key)
 
     @property
     def pool(self) -> int:
-        """How many draws a picture has."""
+        """How many draws an image has."""
         return self.table.shape[1]
 
-    def view(self, picture: Tensor, group: Tensor) -> "ReferenceErrors":
-        """The same table for the pictures (G,) of a rollout."""
-        return replace(self, picture=picture, group=group)
+    def view(self, image: Tensor, group: Tensor) -> "ReferenceErrors":
+        """The same table for the images (G,) of a rollout."""
+        return replace(self, image=image, group=group)
 
     def get(self, image: Tensor, draws: Tensor) -> Tensor:
         """Errors (N, D) fp32 of images (N,) of the rollout at draws (N, D) of the pool."""
-        rows = self.picture[image.cpu()]
+        rows = self.image[image.cpu()]
         return self.table[rows[:, None], draws.cpu()].to(image.device)
 
     def put(self, image: Tensor, draws: Tensor, errors: Tensor) -> None:
         """Remember errors (N, D); places as in `get`."""
-        rows = self.picture[image.cpu()]
+        rows = self.image[image.cpu()]
         self.table[rows[:, None], draws.cpu()] = errors.detach().float().cpu()
 
     def save(self, path: Path, runtime: Runtime) -> None:

@@ -119,7 +119,7 @@ class Rollout:
     ones, NaN where there is none and for rewards that are not trained; names and weights (K,) of
     the K rewards; reward (G,), the terms' weighted sum (NaN where invalid); valid (G,) bool; group
     (G,) long; and log_prob (N, n).
-    seed: of whatever learning from it draws. known: the reference's errors at these pictures, as
+    seed: of whatever learning from it draws. known: the reference's errors at these images, as
     far as they were computed before; only of a store. explored: where a first stage named the
     trees; nothing of it is learned from.
     """

@@ -19,7 +19,7 @@ Optional attributes say more:
     scope              "sample", or "group" when all images of one prompt are scored together
     version            everything that changes the numbers, in one string
     deterministic      False when the same images may get other scores
-    fixtures           () -> pictures of known order (`rewards.fixtures.fixture`), on which
+    fixtures           () -> images of known order (`rewards.fixtures.fixture`), on which
                        `flowrl reward-check` and every run try it
 
 Files here import nothing from `flowrl`: copy one, or write your own anywhere and name it as

@@ -1,4 +1,4 @@
-"""The LAION aesthetic score, v1 head: how beautiful people would find a picture, from 1 to 10.
+"""The LAION aesthetic score, v1 head: how beautiful people would find an image, from 1 to 10.
 
 Five linear layers with nothing between them on the unit vector of OpenAI's CLIP ViT-L/14. The
 head's weights are the ones trained on the SAC, LAION-Logos and AVA ratings.
@@ -19,7 +19,7 @@ LAYERS = (0, 2, 4, 6, 7)  # their numbers in the published file: dropout had num
 
 
 class Aesthetic:
-    """Mostly 4 to 7 for real pictures; nothing keeps it within 1 and 10. The prompt is not read.
+    """Mostly 4 to 7 for real images; nothing keeps it within 1 and 10. The prompt is not read.
 
     model: the CLIP, a name on the Hugging Face hub or a folder. head: a name there, a folder with
     the file aesthetic-model.pth, or such a file.

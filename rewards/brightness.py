@@ -4,7 +4,7 @@ from torch import Tensor
 
 
 class Brightness:
-    """The mean pixel value, in [0, 1]: rewards bright pictures."""
+    """The mean pixel value, in [0, 1]: rewards bright images."""
 
     name = "brightness"
     bounds = (0.0, 1.0)
@@ -15,7 +15,7 @@ class Brightness:
         return images.float().flatten(1).mean(1)
 
     def fixtures(self) -> list[dict]:
-        """Light and dark pictures in their right order."""
+        """Light and dark images in their right order."""
         from rewards.fixtures import blank, fixture, noise
 
         return [fixture("blank paper scores above noise", blank(), noise())]

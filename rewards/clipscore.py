@@ -1,4 +1,4 @@
-"""CLIPScore: how well a picture fits its prompt (Hessel et al. 2021, arXiv 2104.08718).
+"""CLIPScore: how well an image fits its prompt (Hessel et al. 2021, arXiv 2104.08718).
 
 The cosine of OpenAI's CLIP ViT-L/14 (428 M parameters, 1.7 GB in fp32), neither rescaled by 2.5
 nor cut at 0 as in the paper: the form that alignment papers train on and report.
@@ -11,7 +11,7 @@ from rewards.networks.preprocess import NAME
 
 
 class CLIPScore:
-    """The cosine of picture and prompt, for pictures of the prompt about 0.2 to 0.35.
+    """The cosine of image and prompt, for images of the prompt about 0.2 to 0.35.
 
     Prompts are cut at 77 tokens. model: a name on the Hugging Face hub, or a folder.
     """

@@ -1,4 +1,4 @@
-"""Small pictures whose order is known, to see that a reward works before anything learns from it.
+"""Small images whose order is known, to see that a reward works before anything learns from it.
 
 Drawn with Pillow and the typeface it carries (Aileron Regular by Sora Sagano, CC0). All are
 (3, H, W) float32 in [0, 1], multiples of 1/255, the same at every call.
@@ -46,10 +46,10 @@ def fixture(
     metadata: dict | None = None,
     others: Sequence[Tensor] = (),
 ) -> dict:
-    """Two pictures (3, H, W) of one prompt, the first of which must score above the second.
+    """Two images (3, H, W) of one prompt, the first of which must score above the second.
 
     says: the claim, for people ("the right word scores above the wrong one"). others: further
-    pictures of the group, for rewards that compare pictures of one prompt. All are of one size.
+    images of the group, for rewards that compare images of one prompt. All are of one size.
     """
     return {
         "says": says,

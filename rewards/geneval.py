@@ -28,7 +28,7 @@ NO_TAG = -10.0  # what the published reward server answers for a prompt without 
 
 
 class GenEval:
-    """Does the picture show what the prompt asks for? Six kinds of prompt (see `geneval_rules`).
+    """Does the image show what the prompt asks for? Six kinds of prompt (see `geneval_rules`).
 
     mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
     right) or "official" (0 or 1, the rule of the GenEval paper).
@@ -161,15 +161,15 @@ class GenEval:
         return scores, reasons
 
     def judge(
-        self, found: Sequence[Detection], wanted: dict, picture: np.ndarray | None = None
+        self, found: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
     ) -> float:
-        """The score of one picture's detections for one prompt's metadata.
+        """The score of one image's detections for one prompt's metadata.
 
-        picture: (H, W, 3) uint8 RGB, for what names the colours of what was found.
+        image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
         objects = rules.by_class(found, self._threshold(wanted["tag"]))
-        if picture is not None and self._name_colors is not None:
-            self._color(objects, wanted["include"], picture)
+        if image is not None and self._name_colors is not None:
+            self._color(objects, wanted["include"], image)
         if self.mode == "official":
             return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
         if self.mode == "strict":
@@ -181,20 +181,20 @@ class GenEval:
         own = getattr(self, key)
         return getattr(self._find, key, 0.0) if own is None else own
 
-    def _color(self, objects: rules.Objects, include: Sequence[dict], picture: np.ndarray) -> None:
+    def _color(self, objects: rules.Objects, include: Sequence[dict], image: np.ndarray) -> None:
         """Names the colours that the rules ask for: of as many objects as are wanted."""
         for entry in include:
             if not rules.asks(entry, "color") or self._name_colors is None:
                 continue
             found = objects.get(entry["class"], [])
             first = found[: entry["count"]]
-            names = self._name_colors(picture, first) if first else ()
+            names = self._name_colors(image, first) if first else ()
             found[: entry["count"]] = [
                 dataclasses.replace(d, color=c) for d, c in zip(first, names, strict=True)
             ]
 
     def fixtures(self) -> list[dict]:
-        """Pictures in their right order: of the tiny world, or a photograph; none for detectors of
+        """Images in their right order: of the tiny world, or a photograph; none for detectors of
         one's own."""
         if self.detector == "tiny":
             return tiny_world()

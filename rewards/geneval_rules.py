@@ -1,4 +1,4 @@
-"""GenEval's rules over detected objects: pure Python, no picture and no model in sight.
+"""GenEval's rules over detected objects: pure Python, no image and no model in sight.
 
 Ghosh et al. 2023 (arXiv 2310.11513) define the six kinds of prompt and the official verdict;
 Flow-GRPO (arXiv 2505.05470) trains on a partial score and logs a strict one. A prompt lists
@@ -24,7 +24,7 @@ class Detection:
     """One found object: box (left, top, right, bottom) in pixels, y down; confidence in [0, 1].
 
     `color` is None when the detector does not tell colours or is not sure; `mask`, where there is
-    one, says which pixels are the object's: (H, W) bool, as large as the picture.
+    one, says which pixels are the object's: (H, W) bool, as large as the image.
     """
 
     box: Box

@@ -1,7 +1,7 @@
-"""HPSv2.1: which picture people prefer for a prompt (Wu et al. 2023, arXiv 2306.09341).
+"""HPSv2.1: which image people prefer for a prompt (Wu et al. 2023, arXiv 2306.09341).
 
 An open_clip ViT-H-14 (986 M parameters, 3.9 GB in fp32) with the authors' weights. It sees the
-whole picture: the longest side is resized and the rest is black.
+whole image: the longest side is resized and the rest is black.
 """
 
 import functools
@@ -30,7 +30,7 @@ ARCHITECTURE = "ViT-H-14"  # with GELU: only OpenAI's own weights want QuickGELU
 
 
 class HPSv2:
-    """The cosine of picture and prompt, without CLIP's logit scale: about 0.2 to 0.35.
+    """The cosine of image and prompt, without CLIP's logit scale: about 0.2 to 0.35.
 
     Prompts are cut at 77 tokens.
     release: "v2.1" or "v2.0", whose scores are not comparable. model: a name on the Hugging Face

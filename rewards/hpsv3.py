@@ -1,4 +1,4 @@
-"""HPSv3: which picture people prefer for a prompt (Ma et al. 2025, arXiv 2508.03789).
+"""HPSv3: which image people prefer for a prompt (Ma et al. 2025, arXiv 2508.03789).
 
 A Qwen2-VL-7B with a head for mean and spread (17 GB in bf16) from the authors' package `hpsv3`.
 That package pins transformers and wants an environment of its own: start `flowrl reward-serve`

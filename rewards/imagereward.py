@@ -1,4 +1,4 @@
-"""ImageReward: which picture people prefer for a prompt (Xu et al. 2023, arXiv 2304.05977).
+"""ImageReward: which image people prefer for a prompt (Xu et al. 2023, arXiv 2304.05977).
 
 A BLIP ViT-L with cross-attention (450 M parameters) from the authors' package `image-reward`. That
 package asks for old versions of others and wants an environment of its own: start `flowrl
@@ -27,7 +27,7 @@ HINT = "ImageReward (in an environment of its own, see docs/reward-servers.md)"
 class ImageReward:
     """The standardised score, about -2 to 2. Prompts are cut at 35 tokens, with a warning.
 
-    Every picture meets its own prompt alone: B pairs cost B passes. model: a name that the package
+    Every image meets its own prompt alone: B pairs cost B passes. model: a name that the package
     knows, or the path of its checkpoint.
     """
 

@@ -12,13 +12,13 @@ def to_uint8(images: Tensor) -> np.ndarray:
     Raises ValueError for pixels that are not finite: no score would mean anything.
     """
     if not images.isfinite().all():
-        raise ValueError("pictures hold NaN or infinite pixels; expected values in [0, 1]")
+        raise ValueError("images hold NaN or infinite pixels; expected values in [0, 1]")
     levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
     return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 
 def pngs(images: Tensor, longest: int) -> list[bytes]:
-    """PNG files of (B, 3, H, W) pictures in [0, 1].
+    """PNG files of (B, 3, H, W) images in [0, 1].
 
     Larger ones are shrunk, by Pillow's Lanczos filter and in their proportions, until no side is
     longer than `longest` pixels; none is enlarged.
@@ -26,9 +26,9 @@ def pngs(images: Tensor, longest: int) -> list[bytes]:
     from PIL import Image
 
     files = []
-    for picture in map(Image.fromarray, to_uint8(images)):
-        picture.thumbnail((longest, longest), Image.Resampling.LANCZOS)
+    for image in map(Image.fromarray, to_uint8(images)):
+        image.thumbnail((longest, longest), Image.Resampling.LANCZOS)
         buffer = io.BytesIO()
-        picture.save(buffer, format="PNG", compress_level=1)
+        image.save(buffer, format="PNG", compress_level=1)
         files.append(buffer.getvalue())
     return files

@@ -1,6 +1,6 @@
-"""JPEG size as a reward: how much detail a picture holds (Black et al. 2023, arXiv 2305.13301).
+"""JPEG size as a reward: how much detail an image holds (Black et al. 2023, arXiv 2305.13301).
 
-The picture must reach these rewards uncompressed: its own JPEG artefacts would be measured.
+The image must reach these rewards uncompressed: its own JPEG artefacts would be measured.
 """
 
 import io
@@ -13,7 +13,7 @@ from rewards.images import to_uint8
 
 
 def jpeg_bytes(image: np.ndarray, quality: int) -> int:
-    """Length in bytes of the JPEG file of an (H, W, 3) uint8 RGB picture."""
+    """Length in bytes of the JPEG file of an (H, W, 3) uint8 RGB image."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -47,7 +47,7 @@ class Incompressibility:
 
 
 class Compressibility(Incompressibility):
-    """Minus the size of the JPEG file in units of 500 kB: rewards plain pictures."""
+    """Minus the size of the JPEG file in units of 500 kB: rewards plain images."""
 
     name = "compressibility"
     bounds = (None, 0.0)

@@ -1,4 +1,4 @@
-"""Does the picture carry the asked text? Read by RapidOCR, judged by edit distance.
+"""Does the image carry the asked text? Read by RapidOCR, judged by edit distance.
 
 The rule "flow_grpo" is the one Flow-GRPO trains on (arXiv 2505.05470); "strict" also asks that
 nothing else is written. The engine needs no download: its models come with the package.
@@ -181,7 +181,7 @@ def _engine_version() -> str:
 
 
 def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
-    """RapidOCR on one thread; pictures down to 64x64 pixels need no enlarging.
+    """RapidOCR on one thread; images down to 64x64 pixels need no enlarging.
 
     Not for several threads at once: the engine keeps state while it reads.
     """
@@ -193,7 +193,7 @@ def rapidocr_reader(confidence: float = CONFIDENCE) -> Reader:
             "Global.text_score": confidence,
             "EngineConfig.onnxruntime.intra_op_num_threads": 1,
             "EngineConfig.onnxruntime.inter_op_num_threads": 1,
-            # Look at small pictures as they are, and pad short words little: half the time.
+            # Look at small images as they are, and pad short words little: half the time.
             "Det.limit_type": "max",
             "Det.limit_side_len": 512,
             "Rec.rec_img_shape": [3, 48, 48],

@@ -1,4 +1,4 @@
-"""How often a picture is preferred to the others of its prompt, as in Pref-GRPO (arXiv 2508.20751).
+"""How often an image is preferred to the others of its prompt, as in Pref-GRPO (arXiv 2508.20751).
 
 Preferences compare what scores cannot tell apart; their mean is a reward between 0 and 1 that a
 judge's mood cannot shift.
@@ -19,11 +19,11 @@ from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 
 ASK_TOKEN = (
-    'Both pictures were made for "{prompt}". Which one shows it better, and is made better? '
-    "Answer 1 for the first picture or 2 for the second, and nothing else."
+    'Both images were made for "{prompt}". Which one shows it better, and is made better? '
+    "Answer 1 for the first image or 2 for the second, and nothing else."
 )
 ASK_TEXT = (
-    'Both pictures were made for "{prompt}". Compare, in a few sentences, how well each shows it '
+    'Both images were made for "{prompt}". Compare, in a few sentences, how well each shows it '
     "and how well each is made. Then end with <answer>Image 1 is better</answer> or <answer>Image "
     "2 is better</answer>."
 )
@@ -35,9 +35,9 @@ Pair = tuple[int, int]
 
 
 def chosen_pairs(count: int, rivals: int | None = None) -> list[Pair]:
-    """Which of `count` pictures are compared, the same at every call.
+    """Which of `count` images are compared, the same at every call.
 
-    All pairs, or for a smaller number of rivals those on a circle: each picture meets the next
+    All pairs, or for a smaller number of rivals those on a circle: each image meets the next
     rivals / 2 (rounded up) and so as many before it, the same number for all.
     """
     if rivals is None or rivals >= count - 1:
@@ -48,7 +48,7 @@ def chosen_pairs(count: int, rivals: int | None = None) -> list[Pair]:
 
 
 def win_rates(count: int, wins: Mapping[Pair, float]) -> list[float]:
-    """The mean of what each picture won of its comparisons; NaN for one without any.
+    """The mean of what each image won of its comparisons; NaN for one without any.
 
     wins[i, j]: in [0, 1], how much i was preferred to j; pairs that are missing are left out.
     With all pairs there, the rates sum to count / 2.
@@ -61,25 +61,25 @@ def win_rates(count: int, wins: Mapping[Pair, float]) -> list[float]:
 
 
 def verdict(text: str) -> float:
-    """1 when the first picture is preferred, 0 when the second, by the last such statement.
+    """1 when the first image is preferred, 0 when the second, by the last such statement.
 
     Raises ValueError when there is none: that is no draw.
     """
     found = _VERDICT.findall(text)
     if not found:
-        raise ValueError(f"no answer says which picture is better (one ends in {text[-80:]!r})")
+        raise ValueError(f"no answer says which image is better (one ends in {text[-80:]!r})")
     return FIRST[found[-1]]
 
 
 class PairwiseWinRate:
-    """The share of comparisons with the other pictures of its prompt that a picture wins.
+    """The share of comparisons with the other images of its prompt that an image wins.
 
     server, template, longest, max_tokens, min_mass: as in `rewards.vlm_judge.VLMJudge`. mode:
     "tokens", P(1) against P(2), so that a close call counts as one; "text", a verdict after
     reasons, as UnifiedReward-Think writes it (with server: {thinking: true}). both_orders: ask a
-    second time with the pictures exchanged, and take the mean, so that a liking for one place
+    second time with the images exchanged, and take the mean, so that a liking for one place
     cancels; a pair is left out when one of the two is missing. rivals: with how many others a
-    picture is compared at least, None for all: n pictures make n (n - 1) questions.
+    image is compared at least, None for all: n images make n (n - 1) questions.
     """
 
     bounds = (0.0, 1.0)
@@ -112,12 +112,12 @@ class PairwiseWinRate:
         self.version = f"pairwise-1/{mode}/{said}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """The pictures (B, 3, H, W) of one prompt -> (B win rates, reasons of missing ones).
+        """The images (B, 3, H, W) of one prompt -> (B win rates, reasons of missing ones).
 
-        Raises ValueError for pictures of several prompts.
+        Raises ValueError for images of several prompts.
         """
         if len(set(prompts)) > 1:
-            raise ValueError("got pictures of several prompts, expected those of one")
+            raise ValueError("got images of several prompts, expected those of one")
         files, pairs = pngs(images, self.longest), chosen_pairs(len(images), self.rivals)
         orders = [*pairs, *((j, i) for i, j in pairs)] if self.both_orders else pairs
         text = self.template.replace("{prompt}", prompts[0])
@@ -127,7 +127,7 @@ class PairwiseWinRate:
         reasons = {}
         for row in (row for row, rate in enumerate(rates) if math.isnan(rate)):
             why = next((why for pair, why in lost.items() if row in pair), "it has no rival")
-            reasons[row] = f"no comparison with another picture came about: {why}"
+            reasons[row] = f"no comparison with another image came about: {why}"
         return rates, reasons
 
     def outcomes(
@@ -153,8 +153,8 @@ class PairwiseWinRate:
 
     def _question(self, first: bytes, second: bytes, text: str) -> Question:
         if self.mode == "text":
-            return Question(pictures=(first, second), text=text, max_tokens=self.max_tokens)
-        return Question(pictures=(first, second), text=text, alternatives=ALTERNATIVES)
+            return Question(images=(first, second), text=text, max_tokens=self.max_tokens)
+        return Question(images=(first, second), text=text, alternatives=ALTERNATIVES)
 
     def fixtures(self) -> list[dict]:
         """What `flowrl reward-check` shows the model."""

@@ -1,4 +1,4 @@
-"""PickScore: which picture people would pick for a prompt (Kirstain et al. 2023, 2305.01569).
+"""PickScore: which image people would pick for a prompt (Kirstain et al. 2023, 2305.01569).
 
 A CLIP ViT-H/14 (986 M parameters: 3.9 GB in fp32, 2.0 GB in bf16) tuned on people's choices.
 """
@@ -15,7 +15,7 @@ LARGEST = 100.0  # CLIP bounds exp(logit_scale) while it is trained
 
 
 class PickScore:
-    """The cosine of picture and prompt, times exp(logit_scale): about 18 to 24.
+    """The cosine of image and prompt, times exp(logit_scale): about 18 to 24.
 
     scale "div26" divides that by 26, as Flow-GRPO and DiffusionNFT train on (about 0.7 to 0.9);
     "raw" leaves it; "cosine" is the cosine alone, about 0.2. Prompts are cut at 77 tokens.

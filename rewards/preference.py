@@ -1,12 +1,12 @@
-"""Preference: which of two pictures a person liked, read from a store of pairs."""
+"""Preference: which of two images a person liked, read from a store of pairs."""
 
 from torch import Tensor
 
 
 class Preference:
-    """1 for the chosen picture of a pair and 0 for the other; known for stored pictures alone.
+    """1 for the chosen image of a pair and 0 for the other; known for stored images alone.
 
-    It names a column of scores, and applies to no picture that is drawn.
+    It names a column of scores, and applies to no image that is drawn.
     """
 
     name = "preference"

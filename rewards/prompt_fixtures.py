@@ -1,4 +1,4 @@
-"""Fixtures for rewards that compare a picture with its prompt: made when they are asked for."""
+"""Fixtures for rewards that compare an image with its prompt: made when they are asked for."""
 
 
 def red_and_blue() -> list[dict]:
@@ -30,7 +30,7 @@ def tiny_world() -> list[dict]:
             "three stars", {"tag": "counting", "include": [three]},
         ),
         fixture(
-            "an object scores above an empty picture",
+            "an object scores above an empty image",
             shapes([("circle", "red")]), blank(64), "a circle",
             {"tag": "single_object", "include": [{"class": "circle", "count": 1}]},
         ),
@@ -49,4 +49,4 @@ def cat_or_nothing(count: int = 1) -> list[dict]:
     height, width = cat.shape[1:]
     paper = blank(max(height, width))[:, :height, :width].contiguous()
     wanted = {"tag": "single_object", "include": [{"class": "cat", "count": count}]}
-    return [fixture("a cat scores above an empty picture", cat, paper, "a photo of a cat", wanted)]
+    return [fixture("a cat scores above an empty image", cat, paper, "a photo of a cat", wanted)]

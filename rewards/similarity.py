@@ -1,4 +1,4 @@
-"""How much a picture looks like the one that its prompt names."""
+"""How much an image looks like the one that its prompt names."""
 
 import base64
 import io
@@ -17,17 +17,17 @@ from rewards.images import pngs
 from rewards.networks.likeness import likeness
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-MAX_PIXELS = 2**25  # of a reference: a camera's picture has fewer
+MAX_PIXELS = 2**25  # of a reference: a camera's image has fewer
 _DATA = "data:image/"
 
 
 class Similarity:
-    """Similarity to the picture of metadata["reference"], 1 = the same.
+    """Similarity to the image of metadata["reference"], 1 = the same.
 
-    The reference is a picture itself, as a data URL (data:image/png;base64,...), or a file in
+    The reference is an image itself, as a data URL (data:image/png;base64,...), or a file in
     `folder`: its path there, or a whole one that ends up there. Nothing else is opened, so without
     a folder no file is: prompts may be others', as on a server. PNG, JPEG and WebP, brought to the
-    size of the picture. measure: "ssim" (at full size, scikit-image), "pixels", "clip", ..., see
+    size of the image. measure: "ssim" (at full size, scikit-image), "pixels", "clip", ..., see
     `rewards.networks.likeness`.
     """
 
@@ -49,7 +49,7 @@ class Similarity:
         self.version = f"similarity-1/{self.likeness.version}"
 
     def check(self, prompt: str, metadata: dict) -> None:
-        """Raises ValueError when the reference is no picture that can be opened, or too large a
+        """Raises ValueError when the reference is no image that can be opened, or too large a
         one. Its pixels are not unpacked."""
         self._opened(metadata["reference"], None)
 
@@ -86,14 +86,14 @@ class Similarity:
                 if size is None:
                     file.verify()
                     return torch.empty(0)
-                picture = file.convert("RGB")
+                image = file.convert("RGB")
         except Exception as error:  # Pillow has no common class for what it finds in broken files
             raise ValueError(
-                f'metadata["reference"] {str(name)[:80]!r} cannot be opened as a picture ({error})'
+                f'metadata["reference"] {str(name)[:80]!r} cannot be opened as an image ({error})'
             ) from error
-        if picture.size != size:
-            picture = picture.resize(size, Image.Resampling.LANCZOS)
-        return torch.from_numpy(np.array(picture)).permute(2, 0, 1).float() / 255
+        if image.size != size:
+            image = image.resize(size, Image.Resampling.LANCZOS)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
     def _source(self, name: str) -> BinaryIO:
         if not isinstance(name, str):

@@ -14,7 +14,7 @@ from rewards.tiny_palette import COLORS, PAPER
 # Of the softmax over squared distances, with channels in [0, 1]. The closest two, blue and
 # purple, lie 0.46 apart: each of them is 99% itself, and a mix of any two is drawn to both.
 TEMPERATURE = 0.05
-# Shares of the picture. A drawn object covers 0.05 (a star beside another object) to 0.15 (a
+# Shares of the image. A drawn object covers 0.05 (a star beside another object) to 0.15 (a
 # circle alone): at 0.05 an object is 96% there, and at 0.35 a colour counts half.
 ENOUGH = 0.015
 TOO_MUCH = 0.35
@@ -33,22 +33,22 @@ def named_colors(prompt: str) -> list[str]:
 
 
 class TinyColors:
-    """Are the named colours there, and no others? In [0, 1]; about 0.92 for drawn pictures.
+    """Are the named colours there, and no others? In [0, 1]; about 0.92 for drawn images.
 
     Every pixel is paper or one of six colours, softly: its shares sum to 1. The score is
 
         0.9 * (mean over named colours of fill(coverage)) * purity + 0.1 * fill(all colours) * near
 
-    with coverage c the mean share over the picture. fill rises until an object is there and falls
-    again when a colour spreads over the picture: 1 - exp(-c / 0.015), divided by
+    with coverage c the mean share over the image. fill rises until an object is there and falls
+    again when a colour spreads over the image: 1 - exp(-c / 0.015), divided by
     1 + (c / 0.35)^6. Purity is the sum of squared shares of the named colours over the sum of the
-    shares of all: squared, so that a tint over the whole picture is no object. near is
+    shares of all: squared, so that a tint over the whole image is no object. near is
     1 / (1 + 4 d^2) with d the distance to the nearest named colour, a mean over coloured pixels:
     it tells a wrong colour where to go. What the prompt leaves uncoloured counts as colour that
     was not asked for, and shapes play no part. NaN for prompts that name no colour.
 
     Gradients die out near paper: they change the colour of what is there and hardly begin an
-    object on an empty picture.
+    object on an empty image.
     """
 
     name = "tiny_colors"
@@ -96,7 +96,7 @@ def _squared_distances(pixels: Tensor) -> Tensor:
 
 
 def _fill(coverage: Tensor) -> Tensor:
-    """0 for nothing, about 1 for an object, towards 0 again for a whole picture."""
+    """0 for nothing, about 1 for an object, towards 0 again for a whole image."""
     return -torch.expm1(-coverage / ENOUGH) / (1 + (coverage / TOO_MUCH) ** 6)
 
 

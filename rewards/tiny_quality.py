@@ -1,6 +1,6 @@
-"""Clean paper, crisp outlines, pure ink: how well made a picture of the tiny world is.
+"""Clean paper, crisp outlines, pure ink: how well made an image of the tiny world is.
 
-Every pixel of a drawn picture is a mix of the paper and of one ink. The amount of ink in each
+Every pixel of a drawn image is a mix of the paper and of one ink. The amount of ink in each
 pixel therefore says where objects are, how sharp their outlines are, and whether the paper is
 bare; what no such mix explains is a colour that no drawing has.
 """
@@ -15,11 +15,11 @@ from rewards.tiny_palette import COLORS, PAPER
 INKS = tuple(COLORS.values())
 OVERSHOOT = 0.2  # drawn edges ring: their pixels lie up to this far beyond paper and ink
 SOLID = 0.75  # ink of a pixel that belongs to an object
-# For each flaw: what 95% of drawn pictures stay below, and how much more halves its part. `flaws`
-# on 1050 drawn pictures (150 of each kind) gives the first; the second puts the built-in
+# For each flaw: what 95% of drawn images stay below, and how much more halves its part. `flaws`
+# on 1050 drawn images (150 of each kind) gives the first; the second puts the built-in
 # pipeline tiny-sd3, before training, in the middle of the scale.
 LIMITS = ((0.22, 2.0), (0.025, 0.05), (0.3, 3.0))
-LEAST, MOST = 0.06, 0.25  # ink of those pictures: all lie between, as a share of their pixels
+LEAST, MOST = 0.06, 0.25  # ink of those images: all lie between, as a share of their pixels
 EXCESS = 0.1  # of ink beyond MOST that divides the score by e
 
 
@@ -27,10 +27,10 @@ class TinyQuality:
     """1 = noise, or nothing at all; 5 = as the drawing program draws. The prompt plays no part.
 
     The score is 1 + 4 p a. p is the geometric mean of three parts 1 / (1 + e), with e a flaw
-    (see `flaws`) beyond what drawn pictures have, in a unit of its own: no virtue makes up for a
-    gross flaw. a in [0, 1] judges the amount of ink: 1 where drawings lie, 0 for a blank picture
+    (see `flaws`) beyond what drawn images have, in a unit of its own: no virtue makes up for a
+    gross flaw. a in [0, 1] judges the amount of ink: 1 where drawings lie, 0 for a blank image
     and near 0 for one full of ink.
-    Made for pictures of 64 x 64, of shapes and of words. Shape itself is not judged: a crisp blob
+    Made for images of 64 x 64, of shapes and of words. Shape itself is not judged: a crisp blob
     of one ink is well made.
     """
 

@@ -1,4 +1,4 @@
-"""UnifiedReward (arXiv 2503.05236): a model trained to write down what a picture is worth.
+"""UnifiedReward (arXiv 2503.05236): a model trained to write down what an image is worth.
 
 The labels that the answers are read by are the models' own; the questions around them are worded
 anew. For numbers that compare with published ones, give the question on the model's card as
@@ -17,13 +17,13 @@ from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 
 ASK_FINAL = (
-    "Here is a caption, and a picture that was generated for it. Go through the elements of the "
-    "caption and note for each, as 'element (type): value', whether the picture shows it (1) or "
-    "not (0). With that and the quality of the picture in mind (clear, detailed, right colours, "
+    "Here is a caption, and an image that was generated for it. Go through the elements of the "
+    "caption and note for each, as 'element (type): value', whether the image shows it (1) or "
+    "not (0). With that and the quality of the image in mind (clear, detailed, right colours, "
     "pleasing), give a score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
 ASK_AXES = (
-    "Here is a caption, and a picture that was generated for it. Rate three things from 1 to 5: "
+    "Here is a caption, and an image that was generated for it. Rate three things from 1 to 5: "
     "Alignment (does the content match the caption), Coherence (is it free of distortions and "
     "glitches) and Style (is it beautiful, whatever the caption). Write exactly these lines:\n"
     "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n"
@@ -87,11 +87,11 @@ class UnifiedReward:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
         questions = [
             Question(
-                pictures=(picture,),
+                images=(image,),
                 text=self.template.replace("{prompt}", prompt),
                 max_tokens=self.max_tokens,
             )
-            for picture, prompt in zip(pngs(images, self.longest), prompts, strict=True)
+            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
         ]
         return scored(self.judge, self.chat.ask(questions))
 

@@ -1,4 +1,4 @@
-"""A vision-language model says how well a picture shows its prompt.
+"""A vision-language model says how well an image shows its prompt.
 
 Three ways to ask, all with a template of one's own: the expectation over score tokens (continuous,
 one token), yes or no (VQAScore, arXiv 2404.01291), or a text that ends in a score.
@@ -23,14 +23,14 @@ from rewards.images import pngs
 from rewards.prompt_fixtures import red_and_blue
 
 ASK_SCORE = (
-    'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look at '
+    'Somebody asked for an image of this: "{prompt}"\nHow well does the image do it? Look at '
     "what is asked for first, at how well it is made second. Answer with exactly one of {answers} "
     "and nothing else; {answers} go from the worst to the best."
 )
-ASK_YES = 'Does this picture show "{prompt}"? Answer with yes or no and nothing else.'
+ASK_YES = 'Does this image show "{prompt}"? Answer with yes or no and nothing else.'
 ASK_TEXT = (
-    'Somebody asked for a picture of this: "{prompt}"\nSay in a few sentences what of it the '
-    "picture shows, what is missing and how well it is made. Then end with a whole number from "
+    'Somebody asked for an image of this: "{prompt}"\nSay in a few sentences what of it the '
+    "image shows, what is missing and how well it is made. Then end with a whole number from "
     "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
 )
 MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}
@@ -57,7 +57,7 @@ class VLMJudge:
     as another does, since "10" may arrive as "1");
     "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
     nothing else is said); "text", the score that `pattern` finds. template: the question, with
-    {prompt} where the prompt goes. longest: pixels of a picture's longer side, at most. min_mass:
+    {prompt} where the prompt goes. longest: pixels of an image's longer side, at most. min_mass:
     the least probability that must lie on accepted tokens.
     """
 
@@ -106,12 +106,12 @@ class VLMJudge:
         text = self.mode == "text"
         questions = [
             Question(
-                pictures=(picture,),
+                images=(image,),
                 text=self.template.replace("{prompt}", prompt),
                 max_tokens=self.max_tokens if text else 1,
                 alternatives=0 if text else ALTERNATIVES,
             )
-            for picture, prompt in zip(pngs(images, self.longest), prompts, strict=True)
+            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
         ]
         return scored(self.judge, self.chat.ask(questions))
 

@@ -1,4 +1,4 @@
-"""Question lists about a picture, as in Soft-TIFA of GenEval 2: how sure is the right answer?"""
+"""Question lists about an image, as in Soft-TIFA of GenEval 2: how sure is the right answer?"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,7 @@ class VLMQuestions:
     two) or a list of spellings that are all right. Numbers from 10 on are not safe: many tokenizers
     write digits one by one, and 12 begins as 1 does. mean: "arithmetic", as GenEval 2 does for
     single questions, or "geometric", as it does for whole prompts. server, longest: as in
-    `VLMJudge`; template: {question} and what to add. A picture misses its score when one answer is
+    `VLMJudge`; template: {question} and what to add. An image misses its score when one answer is
     missing, or when the model's likeliest tokens hold less than `min_mass` together.
     """
 
@@ -92,11 +92,11 @@ class VLMQuestions:
         lists = [data["vqa_list"] for data in metadata]
         questions = [
             Question(
-                pictures=(picture,),
+                images=(image,),
                 text=self.template.replace("{question}", question),
                 alternatives=ALTERNATIVES,
             )
-            for picture, pairs in zip(pngs(images, self.longest), lists, strict=True)
+            for image, pairs in zip(pngs(images, self.longest), lists, strict=True)
             for question, _ in pairs
         ]
         replies = iter(self.chat.ask(questions))

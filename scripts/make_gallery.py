@@ -3,8 +3,8 @@
     python scripts/make_gallery.py runs/quickstart
     python scripts/make_gallery.py runs/a runs/b --output gallery --name ocr geneval
 
-Writes gallery/NAME with the run's card (README.md), its configuration, metrics, curves and pictures
-before and after. PNG pictures above 500 kB become WebP, and the card names them so; a comparison
+Writes gallery/NAME with the run's card (README.md), its configuration, metrics, curves and images
+before and after. PNG images above 500 kB become WebP, and the card names them so; a comparison
 page above 2 MB is left out. An entry that is there already is replaced.
 """
 
@@ -21,7 +21,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes, write_text
 
 CARD, TEXTS = "README.md", ("config.yaml", "metrics.jsonl")
-PICTURES = ("card", "gallery")  # folders of a run
+IMAGES = ("card", "gallery")  # folders of a run
 NEEDED = (CARD, *TEXTS, "gallery/grid.png")
 LARGE, LARGE_PAGE = 500_000, 2_000_000  # bytes
 QUALITY = 90
@@ -59,11 +59,11 @@ def check(run: Path) -> None:
 
 
 def make_entry(run: Path, folder: Path) -> Path:
-    """Copy card, configuration, metrics and pictures of a run -> the entry's folder."""
-    for name in PICTURES:
+    """Copy card, configuration, metrics and images of a run -> the entry's folder."""
+    for name in IMAGES:
         shutil.rmtree(folder / name, ignore_errors=True)  # of an earlier run
     card = (run / CARD).read_text(encoding="utf-8")
-    for source in sorted(path for name in PICTURES for path in (run / name).glob("*.*")):
+    for source in sorted(path for name in IMAGES for path in (run / name).glob("*.*")):
         place = source.relative_to(run)
         if source.suffix == ".png":
             data, suffix = smaller(source.read_bytes())
@@ -78,7 +78,7 @@ def make_entry(run: Path, folder: Path) -> Path:
 
 
 def smaller(png: bytes) -> tuple[bytes, str]:
-    """A picture's file as it is, or as WebP where it is large -> its bytes and its suffix."""
+    """An image's file as it is, or as WebP where it is large -> its bytes and its suffix."""
     if len(png) <= LARGE:
         return png, ".png"
     file = io.BytesIO()

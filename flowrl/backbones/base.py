@@ -48,8 +48,8 @@ class Backbone(Protocol):
         """
         ...
 
-    def picture_size(self) -> tuple[int, int]:
-        """Height and width of the pictures, in pixels."""
+    def image_size(self) -> tuple[int, int]:
+        """Height and width of the images, in pixels."""
         ...
 
     def latent_shape(self) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ def guided(
 
 
 def check_patches(height: int, width: int, unit: int) -> None:
-    """Raises UserError for a picture whose sides are no multiples of `unit` pixels."""
+    """Raises UserError for an image whose sides are no multiples of `unit` pixels."""
     for name, size in (("height", height), ("width", width)):
         if size % unit:
             raise UserError(f"pipeline.{name} is {size}, expected a multiple of {unit}")

@@ -3,7 +3,7 @@
 The velocity is v_ref + strength (v - v_ref), where v is the denoiser's with the LoRA and v_ref
 without. This is a heuristic. The samples follow p_ref^(1 - strength) p^strength, as if the reward
 had been weighted `strength` times as much, only where the LoRA shifts the distribution without
-changing its shape; otherwise a strength above 1 is a guess that pictures have to confirm.
+changing its shape; otherwise a strength above 1 is a guess that images have to confirm.
 
 The two are combined at each forward, which is the same as to give each its own classifier-free
 guidance first and to combine then: both are linear. So are the changes between velocity, noise
@@ -44,7 +44,7 @@ class RLG:
     def __enter__(self) -> "RLG":
         for network in _denoisers(self.pipeline):
             # What a hook of accelerate calls, where there is one: offloading takes its hooks off
-            # and puts them on again after each picture, and what is outside of them is lost.
+            # and puts them on again after each image, and what is outside of them is lost.
             place = HOOKED if HOOKED in vars(network) else FORWARD
             own = vars(network).get(place)
             guided = _Guided(own or network.forward, _adapters(network), self.strength)

@@ -34,7 +34,7 @@ class Sana:
     max_sequence_length: Gemma tokens of the prompt, beside those of the pipeline's instruction.
     height, width: pixels, or None for the pipeline's own size. They are drawn as they are, as by
     the pipeline with `use_resolution_binning=False`; else it draws the nearest of a list of sizes
-    and scales the picture.
+    and scales the image.
     Raises UserError for a size that the autoencoder does not divide.
     """
 
@@ -110,7 +110,7 @@ class Sana:
             pixels = images.to(self.device, torch.float32) * 2 - 1
             return vae.encode(pixels).latent * vae.config.scaling_factor
 
-    def picture_size(self) -> tuple[int, int]:
+    def image_size(self) -> tuple[int, int]:
         return self.height, self.width
 
     def latent_shape(self) -> tuple[int, ...]:

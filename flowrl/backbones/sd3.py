@@ -119,7 +119,7 @@ class SD3:
             z = vae.encode(pixels).latent_dist.mode()
         return (z - vae.config.shift_factor) * vae.config.scaling_factor
 
-    def picture_size(self) -> tuple[int, int]:
+    def image_size(self) -> tuple[int, int]:
         return self.height, self.width
 
     def latent_shape(self) -> tuple[int, ...]:

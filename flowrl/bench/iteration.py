@@ -163,15 +163,15 @@ class WatchedSampler:
 
 def watched(sampler: Sampler, timeline: Timeline) -> WatchedSampler:
     """The same sampler: drawing begins when its network is made ready, decoding with each batch of
-    latents and ends when their pictures are on the CPU, rewards are asked when all is drawn."""
+    latents and ends when their images are on the CPU, rewards are asked when all is drawn."""
     stage = sampler.stage
     backbone, own = copy.copy(stage.backbone), stage.backbone
 
     def decode(x0: Tensor) -> Tensor:
         timeline.enter("decode")
-        pictures = own.decode(x0).cpu()
+        images = own.decode(x0).cpu()
         timeline.enter("rollout")
-        return pictures
+        return images
 
     @contextmanager
     def network() -> Iterator:
@@ -392,11 +392,11 @@ def _where(device: torch.device) -> dict[str, Any]:
 def _settings(config: Config, work: MeasuredWork) -> dict[str, Any]:
     p = config.pipeline
     found = {"dtype": p.dtype, "precision": p.precision or p.dtype, "pixels": p.height}
-    found |= {"rank": RANK, "pictures": work.prompts * work.group_size} | asdict(work)
+    found |= {"rank": RANK, "images": work.prompts * work.group_size} | asdict(work)
     return found | {"gradient_checkpointing": config.memory.gradient_checkpointing}
 
 
-def _speed(phases: Mapping[str, Phase], pictures: int) -> dict[str, Any]:
+def _speed(phases: Mapping[str, Phase], images: int) -> dict[str, Any]:
     """forward_share: of drawing, which is to be SHARE or more; forward_share_with_decoding: of
     drawing and decoding."""
     total = sum(phase.seconds for phase in phases.values())
@@ -404,8 +404,8 @@ def _speed(phases: Mapping[str, Phase], pictures: int) -> dict[str, Any]:
     both = drawing.seconds + decoding.seconds
     return {
         "seconds": total,
-        "images_per_second": pictures / total,
-        "images_per_second_in_rollout": pictures / (total - phases["training"].seconds),
+        "images_per_second": images / total,
+        "images_per_second_in_rollout": images / (total - phases["training"].seconds),
         "forward_share": drawing.forward_seconds / drawing.seconds,
         "forward_share_with_decoding": drawing.forward_seconds / both,
     }

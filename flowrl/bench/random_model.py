@@ -1,4 +1,4 @@
-"""A network of a published size with random weights, as a backbone: its costs, not its pictures."""
+"""A network of a published size with random weights, as a backbone: its costs, not its images."""
 
 import functools
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class RandomBackbone:
     """A size of `SIZES` behind the `Backbone` protocol: no text encoders, no weights to load.
 
     What computes is the backbone of its family, around the size's own pipeline; only the text is
-    noise, by its length alone. pixels: a picture's side, None for the size's own. layers: blocks of
+    noise, by its length alone. pixels: an image's side, None for the size's own. layers: blocks of
     each kind, None for all. guidance: 1 is none, and FLUX's input in Sol-RL (2604.06916).
-    Raises UserError for an unknown size and for pictures that cannot be patched.
+    Raises UserError for an unknown size and for images that cannot be patched.
     """
 
     pipeline: Any = None  # that of `family` has no text encoders to ask
@@ -63,8 +63,8 @@ class RandomBackbone:
     def encode_images(self, images: Tensor) -> Tensor:
         raise NotImplementedError("a random backbone only draws: it has no encoder")
 
-    def picture_size(self) -> tuple[int, int]:
-        return self.family.picture_size()
+    def image_size(self) -> tuple[int, int]:
+        return self.family.image_size()
 
     def latent_shape(self) -> tuple[int, ...]:
         return self.family.latent_shape()

@@ -1,4 +1,4 @@
-"""Pictures per second of a reward: in this process and in pools of processes, in one run."""
+"""Images per second of a reward: in this process and in pools of processes, in one run."""
 
 import contextlib
 import random
@@ -35,29 +35,29 @@ def bench_reward(
     *,
     name: str,
     args: Mapping[str, Any] | None = None,
-    pictures: int = 48,
+    images: int = 48,
     sizes: Sequence[int] = (64, 128, 256),
     workers: Sequence[int] = (1, 2),
     micro_batch: int = 4,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """A reward asked about `pictures` in this process on one thread, and in pools of `workers`.
+    """A reward asked about `images` in this process on one thread, and in pools of `workers`.
 
-    The pictures show the tiny world's prompts that it applies to, words at each of `sizes` pixels
-    a side in turn. Loading is left out. -> one row a job: best seconds, pictures per second, and
+    The images show the tiny world's prompts that it applies to, words at each of `sizes` pixels
+    a side in turn. Loading is left out. -> one row a job: best seconds, images per second, and
     their ratio to those of the job it is compared with.
     Raises UserError when the reward applies to none of these prompts, when it leaves one without
-    score, and for fewer pictures than keep every process busy.
+    score, and for fewer images than keep every process busy.
     """
-    if pictures < micro_batch * max(workers):
+    if images < micro_batch * max(workers):
         raise UserError(
-            f"{pictures} pictures do not keep {max(workers)} processes busy, {micro_batch} at a "
+            f"{images} images do not keep {max(workers)} processes busy, {micro_batch} at a "
             f"time: ask for {micro_batch * max(workers)} or more"
         )
     torch.set_num_threads(1)
     reward = load_reward(name, args)
     spec = RewardSpec(name=name, reward=reward)
-    questions = _questions(spec, pictures, sizes)
+    questions = _questions(spec, images, sizes)
     executors: dict[str, Executor] = {HERE: InlineExecutor(reward, name, micro_batch=micro_batch)}
     with contextlib.ExitStack() as closing:
         for count in workers:
@@ -75,7 +75,7 @@ def bench_reward(
         {
             "job": job,
             "seconds": seconds[job],
-            "pictures/s": pictures / seconds[job],
+            "images/s": images / seconds[job],
             "ratio": seconds[other] / seconds[job],
             "to": other,
         }
@@ -92,31 +92,31 @@ def _job(executor: Executor, questions: Sequence[_Question]) -> Callable[[], Non
         futures = [executor.submit(q.images, q.prompts, q.metadata) for q in questions]
         for answer in [future.result() for future in futures]:
             for reason in answer.reasons.values():
-                raise UserError(f"a picture has no score, so there is no speed to tell: {reason}")
+                raise UserError(f"an image has no score, so there is no speed to tell: {reason}")
 
     return ask
 
 
 def _questions(spec: RewardSpec, count: int, sizes: Sequence[int]) -> list[_Question]:
-    """`count` pictures with their prompts, those of one size together."""
+    """`count` images with their prompts, those of one size together."""
     known = [p for p in load_prompts("tiny:all:train") if spec.applies(p.text, p.metadata)]
     if not known:
         raise UserError(
             f"reward {spec.name!r} applies to none of the tiny world's prompts, so there are no "
-            "pictures to measure it with"
+            "images to measure it with"
         )
     shares = [len(range(start, count, len(sizes))) for start in range(len(sizes))]
     prompts, made = cycle(known), []
     for size, share in zip(sizes, shares, strict=True):
         asked = list(islice(prompts, share))
         if asked:
-            images = torch.stack([_picture(prompt, size) for prompt in asked])
+            images = torch.stack([_image(prompt, size) for prompt in asked])
             texts, metadata = [p.text for p in asked], [p.metadata for p in asked]
             made.append(_Question(images=images, prompts=texts, metadata=metadata))
     return made
 
 
-def _picture(prompt: PromptRecord, size: int) -> Tensor:
+def _image(prompt: PromptRecord, size: int) -> Tensor:
     """What the prompt asks for: words drawn at this size, shapes enlarged to it."""
     if prompt.metadata["tag"] == "ocr":
         return load_callable("rewards.fixtures:word")(prompt.metadata["ocr_text"], size)

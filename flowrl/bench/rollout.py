@@ -146,7 +146,7 @@ SPLITS = [0, 3, 6, 9]
 def bench_tree(
     *, model: str, prompts: int, batch: int, steps: int, threads: int, repeats: int, device: str
 ) -> list[dict[str, Any]]:
-    """16 pictures of each prompt as chains, as a BranchGRPO tree, and as one that is pruned.
+    """16 images of each prompt as chains, as a BranchGRPO tree, and as one that is pruned.
 
     The five steps after the last split are pruned, as in the paper's table (80 edges at 16
     leaves). -> one row a job: best seconds, the ratio to the job it is compared with, the same by

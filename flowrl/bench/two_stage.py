@@ -59,7 +59,7 @@ LABELS = {
     "size": "size",
     "plan": "kept/candidates@their steps/steps",
     "layers": "layers",
-    "pixels": "side of a picture, pixels",
+    "pixels": "side of an image, pixels",
     "precision": "precision of candidates",
     "native": "computed natively",
     "compiled": "compiled",
@@ -69,19 +69,19 @@ LABELS = {
     "exact_copy_gb": "exact copy, GB",
     "device": "device",
     "prompts": "prompts",
-    "batch": "pictures in one forward",
+    "batch": "images in one forward",
     "keep": "K: kept of a prompt",
     "candidates": "N: candidates of a prompt",
     "preview_steps": "steps of a candidate",
-    "steps": "steps of a kept picture",
+    "steps": "steps of a kept image",
     "single": "all N exactly, s",
     "two": "two stages, s",
-    "exact_step": "an exact step, s a picture",
-    "low_step": "a candidate's step, s a picture",
-    "peft_step": "a step as trained, s a picture",
-    "finish": "decode and score, s a picture",
+    "exact_step": "an exact step, s an image",
+    "low_step": "a candidate's step, s an image",
+    "peft_step": "a step as trained, s an image",
+    "finish": "decode and score, s an image",
     "q": "q: low-bit speed factor",
-    "phi": "phi: fixed cost a picture",
+    "phi": "phi: fixed cost an image",
     "measured": "measured ratio",
     "predicted": "predicted ratio",
     "q_to_break_even": "q from which two stages pay",
@@ -107,7 +107,7 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCounts:
-    """How many of how many pictures of a prompt are kept, and steps to explore and regenerate.
+    """How many of how many images of a prompt are kept, and steps to explore and regenerate.
 
     Raises UserError for counts the cost model does not know.
     """
@@ -125,7 +125,7 @@ class MeasuredCounts:
         if not 2 <= self.preview_steps <= self.steps:
             raise UserError(
                 f"the counts {self} draw candidates in {self.preview_steps} steps, expected 2 to "
-                f"the {self.steps} of a kept picture"
+                f"the {self.steps} of a kept image"
             )
 
     def ratio(self, gain: float, fixed: float) -> float:
@@ -133,7 +133,7 @@ class MeasuredCounts:
         return two_stage_ratio(**asdict(self), gain=gain, fixed=fixed)
 
     def scaled(self, factor: float) -> "MeasuredCounts":
-        """Fewer pictures in the same proportion. Raises UserError where they are not whole."""
+        """Fewer images in the same proportion. Raises UserError where they are not whole."""
         keep, candidates = self.keep * factor, self.candidates * factor
         if keep < 1 or keep != int(keep) or candidates != int(candidates):
             raise UserError(
@@ -159,7 +159,7 @@ def parse_counts(text: str) -> MeasuredCounts:
     except ValueError as error:
         raise UserError(
             f"the counts are {text!r}, expected kept/candidates@steps of a candidate/steps of a "
-            "kept picture such as 24/96@6/10"
+            "kept image such as 24/96@6/10"
         ) from error
     return MeasuredCounts(
         keep=keep, candidates=candidates, preview_steps=preview_steps, steps=steps
@@ -171,7 +171,7 @@ class Costs:
     """Best seconds of one run. single: drawing all candidates exactly; two: both stages; split: its
     parts, which add up. counts: of each of the prompts.
 
-    Of one full batch, a picture: exact_step, low_step, peft_step, a step of the exact network, of
+    Of one full batch, an image: exact_step, low_step, peft_step, a step of the exact network, of
     the one that explores, and of the network as it is trained, its adapter beside the weights and
     not compiled; finish, decoding and scoring. graphs: compiled after the first round, over several
     changes of the adapter. memory: most bytes at once during both stages, None on a CPU.
@@ -198,7 +198,7 @@ class Costs:
 
     @property
     def fixed(self) -> float:
-        """phi: decoding and scoring a picture, by drawing it in exact steps."""
+        """phi: decoding and scoring an image, by drawing it in exact steps."""
         return self.finish / (self.counts.steps * self.exact_step)
 
     @property
@@ -214,20 +214,20 @@ class Costs:
     def to_peft(self) -> float:
         """Two stages by one stage of the network as it is trained, which is computed from its
         seconds a step: the published baseline (2604.06916)."""
-        pictures = self.prompts * self.counts.candidates
-        return self.two / (pictures * (self.counts.steps * self.peft_step + self.finish))
+        images = self.prompts * self.counts.candidates
+        return self.two / (images * (self.counts.steps * self.peft_step + self.finish))
 
     def row(self) -> dict[str, Any]:
         """For programs; LABELS has the names for people."""
-        pictures, ratio = asdict(self.counts), self.measured / self.predicted
+        images, ratio = asdict(self.counts), self.measured / self.predicted
         seconds = {name: getattr(self, name) for name in SECONDS}
         found = {"q": self.gain, "phi": self.fixed, "measured": self.measured}
         found |= {"predicted": self.predicted, "of_predicted": ratio, "allowed": ALLOWED}
-        found |= {"q_to_break_even": break_even_gain(**pictures, fixed=self.fixed)}
+        found |= {"q_to_break_even": break_even_gain(**images, fixed=self.fixed)}
         found |= {"to_uncompiled_peft": self.to_peft, "recompiled": self.graphs}
         memory = {"peak_memory_gb": self.memory and self.memory / 1e9}
         where = {"device": self.device, "prompts": self.prompts, "batch": self.batch}
-        return where | pictures | seconds | found | memory | {"split": self.parts()}
+        return where | images | seconds | found | memory | {"split": self.parts()}
 
     def parts(self) -> list[dict[str, Any]]:
         """The split of both stages: seconds, and the share of them all."""
@@ -260,7 +260,7 @@ SMALL = 1e-3  # standard deviation of what a round adds to the adapter
 
 
 def full_batch(most: int, *counts: int) -> int:
-    """The largest batch of at most `most` rows that divides all counts of pictures.
+    """The largest batch of at most `most` rows that divides all counts of images.
 
     The cost model knows only full batches, and a compiled network only one size of them.
     """
@@ -380,7 +380,7 @@ def _collect(source: Sampler, low: RolloutGenerator | None) -> Seconds:
 def _batch(
     stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, finish: bool = False
 ) -> Seconds:
-    """One full batch, by picture: a "step" of drawing it, and to "finish" it, decoding and scoring,
+    """One full batch, by image: a "step" of drawing it, and to "finish" it, decoding and scoring,
     where asked for. New weights are in place before."""
     part = request.take(torch.arange(min(stage.batch_size, len(request.prompt))))
     clock, schedule, scoring = (
@@ -395,8 +395,8 @@ def _batch(
             tree = draw(stage.backbone, velocity, cond, part, plan, schedule, stage.batch_size)
         if finish:
             with clock.of("finish"):
-                pictures = decode(stage.backbone, tree.leaves(), stage.decode_batch)
-                hand_in(scoring, pictures, part, len(tree.leaf))
+                images = decode(stage.backbone, tree.leaves(), stage.decode_batch)
+                hand_in(scoring, images, part, len(tree.leaf))
                 scoring.result()
     rows = len(part.prompt)
     found = {"step": clock.seconds["draw"] / stage.steps / rows}
@@ -499,14 +499,14 @@ def bench_solrl(
 ) -> dict[str, Any]:
     """24-of-96 and the like as Sol-RL (2604.06916) draws it, trained by NFT, brightness its reward.
 
-    batch: most pictures in one forward; the largest that all batches can be full of is taken.
+    batch: most images in one forward; the largest that all batches can be full of is taken.
     min_dim: of layers that are quantised, None for the backbone's or, built in, 128. compile: None
     does on a GPU. -> see `Costs.row`. Raises UserError for a precision that the device lacks, for
-    counts that keep one picture, and where no layer is left to be quantised.
+    counts that keep one image, and where no layer is left to be quantised.
     """
     if counts.keep < 2:
         raise UserError(
-            f"the counts {counts} keep one picture of a prompt, which is compared with none: keep "
+            f"the counts {counts} keep one image of a prompt, which is compared with none: keep "
             "2 or more"
         )
     torch.set_num_threads(threads)

@@ -189,7 +189,7 @@ def base_bits(config: Config) -> BaseBits | None:
 
 def rounded(config: Config) -> dict[str, Any]:
     """How the frozen weights are rounded, for keys of what depends on them; {} where they are
-    not. All other options under `memory` leave pictures and scores as they are."""
+    not. All other options under `memory` leave images and scores as they are."""
     m = config.memory
     return {} if m.base_bits is None else {"base": [m.base_bits, m.base_library]}
 

@@ -107,8 +107,8 @@ def _check_store(config: Config, needs: Needs) -> None:
     if needs.states != "endpoints":
         raise UserError(
             f"objective.kind {config.objective.kind} learns from {needs.states} of its own "
-            "rollouts, and a store holds clean pictures alone: set rollout.store to null, or take "
-            "an objective on pictures, such as gdro, dpo or sft"
+            "rollouts, and a store holds clean images alone: set rollout.store to null, or take "
+            "an objective on images, such as gdro, dpo or sft"
         )
     if needs.old is not None and needs.old.samples:
         raise UserError(

@@ -78,12 +78,12 @@ class Drawing:
 
 
 def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
-    """Whether one process must draw all pictures of a prompt: they are compared there."""
+    """Whether one process must draw all images of a prompt: they are compared there."""
     return needs.complete_groups or any(spec.whole_groups for spec in specs)
 
 
 def build_stage(d: Drawing) -> RolloutGenerator:
-    """What draws the pictures that are learned from."""
+    """What draws the images that are learned from."""
     r, backbone = d.config.rollout, d.backbone
     network = functools.partial(
         policys_own, d.policy, backbone, d.adapter, merged=d.merged, runtime=d.runtime
@@ -233,7 +233,7 @@ def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> 
 
 # --- From options to stores: how one was made, and one as the source of rollouts ---------------
 
-# Options under `rollout` that leave the pictures as they are.
+# Options under `rollout` that leave the images as they are.
 INDIFFERENT = {
     "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance",
 }  # fmt: skip
@@ -290,7 +290,7 @@ def build_stored(
     if source.skipped and stage.runtime.is_main:
         warnings.warn(
             f"{source.skipped} groups of {r.store.path} are never read: fewer than two of their "
-            "pictures have a reward",
+            "images have a reward",
             stacklevel=2,
         )
     return source
@@ -310,8 +310,8 @@ def _check_draws(config: Config, store: OfflineDataset) -> None:
 def _refresh(
     config: Config, store: OfflineDataset, redraw: Callable[[Config], Sampler], every: int
 ) -> Refresh:
-    """Draws as the recipe says, but as many pictures of a prompt as the store has."""
-    size = max(len(group.pictures) for group in store.groups)
+    """Draws as the recipe says, but as many images of a prompt as the store has."""
+    size = max(len(group.images) for group in store.groups)
     rollout = config.rollout.model_copy(update={"group_size": size, "store": None})
     config = config.model_copy(update={"rollout": rollout})
     sampler = redraw(config)
@@ -328,7 +328,7 @@ def _reference_key(config: Config) -> str:
 
 
 def about(config: Config, sampler: Sampler) -> DatasetMetadata:
-    """How the sampler of a recipe makes pictures."""
+    """How the sampler of a recipe makes images."""
     p, lora = config.pipeline, config.lora.init_from
     uids = sorted(r.uid for records in sampler.prompts.kinds.values() for r in records)
     return DatasetMetadata(

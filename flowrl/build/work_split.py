@@ -1,8 +1,8 @@
 """Who does what of an iteration: the shares of several GPUs, before any of them is rented.
 
-What is drawn and learned from depends on the recipe alone: every process knows all pictures'
+What is drawn and learned from depends on the recipe alone: every process knows all images'
 rewards, groups are dealt to updates by their number, and the loss of an update is a mean over the
-pictures of all processes. How many there are decides only how long it takes; `Runtime.share` deals
+images of all processes. How many there are decides only how long it takes; `Runtime.share` deals
 trees, and these functions count what falls to each.
 """
 
@@ -20,15 +20,15 @@ from flowrl.trees.plan import TreePlan, count
 class IterationWork:
     """What one iteration asks of all GPUs together.
 
-    prompts: hence groups. roots: trees of a prompt; leaves: pictures of a tree; forwards:
+    prompts: hence groups. roots: trees of a prompt; leaves: images of a tree; forwards:
     velocities of a tree. candidates: trees of a prompt that are explored first, of so many leaves
     and forwards each. whole_prompts: one process draws all trees of a prompt; whole_candidates:
     the same while exploring.
-    rows: what is learned from a tree (pictures, chains, or nodes with trained children), and
+    rows: what is learned from a tree (images, chains, or nodes with trained children), and
     group_rows: at most, of a prompt; None is no bound. row_forwards: forwards of a row.
     together: rows of an "image", "group" or "update" are never cut apart, in micro-batches of at
     most micro_batch forwards. updates: optimiser steps of the iteration.
-    judge: who compares pictures, for people.
+    judge: who compares images, for people.
     """
 
     prompts: int
@@ -51,13 +51,13 @@ class IterationWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShare:
-    """One GPU's part of an iteration. candidates, trees: of all its prompts; forwards, pictures:
+    """One GPU's part of an iteration. candidates, trees: of all its prompts; forwards, images:
     of both. rows, micro_batches: one number for each update, the latter its backward passes."""
 
     prompts: int
     candidates: int
     trees: int
-    pictures: int
+    images: int
     forwards: int
     rows: tuple[int, ...]
     micro_batches: tuple[int, ...]
@@ -119,7 +119,7 @@ def check(load: IterationWork, gpus: int) -> None:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
     if load.together == "update" and gpus > 1:
         raise UserError(
-            f"{load.judge} compares all pictures of an update with their mean, which {gpus} "
+            f"{load.judge} compares all images of an update with their mean, which {gpus} "
             "processes do not share: start one process, or take another objective"
         )
     if units(load) >= gpus:
@@ -128,7 +128,7 @@ def check(load: IterationWork, gpus: int) -> None:
     if load.whole_prompts:
         raise UserError(
             f"rollout.prompts is {load.prompts}, but {gpus} processes take whole prompts, whose "
-            f"pictures {load.judge} compares: the nearest that work are rollout.prompts={least}, "
+            f"images {load.judge} compares: the nearest that work are rollout.prompts={least}, "
             f"or {units(load)} processes"
         )
     raise UserError(
@@ -219,7 +219,7 @@ def _share(load: IterationWork, candidates: range, trees: range) -> ProcessShare
         prompts=len(own | explored),
         candidates=len(candidates),
         trees=len(trees),
-        pictures=len(trees) * load.leaves + len(candidates) * load.candidate_leaves,
+        images=len(trees) * load.leaves + len(candidates) * load.candidate_leaves,
         forwards=len(trees) * load.forwards + len(candidates) * load.candidate_forwards,
         rows=tuple(sum(part) for part in parts),
         micro_batches=tuple(len(micro_batches(load, part)) for part in parts),
@@ -266,12 +266,12 @@ def build_load(
 ) -> IterationWork:
     """What the iterations ask for that draw `plan`, and before it `candidates`, if any.
 
-    whole_groups: a reward compares the pictures of a prompt; whole_trained: one that is trained.
+    whole_groups: a reward compares the images of a prompt; whole_trained: one that is trained.
     Rows are the most there can be: what has no reward or no advantage is left out while training.
     """
     r, u, objective = config.rollout, config.optim, config.objective
     tree = count(plan)
-    on_pictures = needs.states == "endpoints"
+    on_images = needs.states == "endpoints"
     transitions = needs.states == "transitions"
     return IterationWork(
         prompts=r.prompts,
@@ -288,7 +288,7 @@ def build_load(
         rows=(tree.train_forwards if transitions else tree.leaves) // plan.roots,
         group_rows=2 if objective.kind == "dpo" else None,  # the best and the worst
         row_forwards=1 if transitions else row_forwards(objective, r.steps),
-        together=_together(needs) if on_pictures else "image",
+        together=_together(needs) if on_images else "image",
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
         judge=f"objective.kind {objective.kind}"
@@ -304,7 +304,7 @@ def _together(needs: Needs) -> Any:
 
 
 def row_forwards(objective: Any, steps: int) -> int:
-    """Velocities with a gradient that the loss of one picture or chain takes, at most."""
+    """Velocities with a gradient that the loss of one image or chain takes, at most."""
     if hasattr(objective, "draws"):
         return objective.draws.count
     of_chain = {

@@ -18,7 +18,7 @@ from flowrl.cli import plan as planning
 from flowrl.cli import rewards as checking
 from flowrl.cli import rewards as golden
 from flowrl.cli import rewards as serving
-from flowrl.cli import sample as pictures
+from flowrl.cli import sample as images
 from flowrl.cli import train as training
 from flowrl.cli import tree as trees
 from flowrl.errors import UserError
@@ -33,9 +33,9 @@ app = typer.Typer(
 )
 app.command(context_settings=training.RECIPE_COMMAND)(training.train)
 app.command(context_settings=training.RECIPE_COMMAND)(collecting.collect)
-app.command()(pictures.sample)
-app.command()(pictures.score)
-app.command()(pictures.gallery)
+app.command()(images.sample)
+app.command()(images.score)
+app.command()(images.gallery)
 app.command()(exporting.export)
 app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
 app.command()(trees.tree)

@@ -1,4 +1,4 @@
-"""`flowrl audit`: do cheap candidates rank as exact pictures do?"""
+"""`flowrl audit`: do cheap candidates rank as exact images do?"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ PLAIN = {
     "rank worst": "rank_worst",
     "retention": "contrast",
     "no rho": "prompts_without_rho",
-    "s/picture": "seconds_per_picture",
+    "s/image": "seconds_per_image",
     "to exact": "ratio_to_exact",
 }
 
@@ -44,13 +44,13 @@ def audit(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Compare cheap candidates with the exact pictures, before you train on a choice of them.
+    """Compare cheap candidates with the exact images, before you train on a choice of them.
 
     All candidates of a few prompts are drawn once exactly, and once in every pair of steps and
     precision. A row tells what share of the weights is low-bit and how well scores rank:
     Spearman's rho within a prompt; of the better half of the choice the share that exact scores
     would choose (overlap) and the mean exact rank, 1 the best; how much of the best possible
-    contrast of its halves the choice keeps; the seconds of a picture, drawn and scored, and their
+    contrast of its halves the choice keeps; the seconds of an image, drawn and scored, and their
     ratio to the exact ones'. The last rows are a choice by exact scores and one at random.
 
     Training accepts a rho of 0.8 by default, see `flowrl explain rollout.explore.audit`. --json
@@ -111,7 +111,7 @@ def for_people(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         | {"overlap": text(row.get("overlap best"), ".2f")}
         | {"rank": text(row.get("rank best"), ".1f")}
         | {"contrast": text(row.get("retention"), ".3f")}
-        | {"seconds": text(row.get("s/picture"), ".3g"), "ratio": text(row.get("to exact"), ".2f")}
+        | {"seconds": text(row.get("s/image"), ".3g"), "ratio": text(row.get("to exact"), ".2f")}
         for row in rows
     ]
 

@@ -16,16 +16,16 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         ),
     ] = None,
     pixels: Annotated[
-        int | None, typer.Option(help="A picture's side. Default 512, SANA 1024.")
+        int | None, typer.Option(help="An image's side. Default 512, SANA 1024.")
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help="Blocks of each kind, only to see that everything runs.")
     ] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of the iteration.")] = None,
-    group_size: Annotated[int | None, typer.Option(min=2, help="Pictures of a prompt.")] = None,
+    group_size: Annotated[int | None, typer.Option(min=2, help="Images of a prompt.")] = None,
     steps: Annotated[int | None, typer.Option(min=2, help="Denoising steps.")] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Most pictures in one forward of the rollout.")
+        int | None, typer.Option(min=1, help="Most images in one forward of the rollout.")
     ] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Most forwards in one backward pass.")
@@ -43,7 +43,7 @@ def iteration(  # noqa: PLR0913  # an argument for each option
 ) -> None:
     """One iteration of Flow-GRPO on pipelines of real size with random weights.
 
-    Seconds, pictures a second, the share of drawing that is spent in the transformer's forwards
+    Seconds, images a second, the share of drawing that is spent in the transformer's forwards
     (0.90 or more are expected on a GPU), and the most memory of each phase beside what `flowrl
     plan` predicts for the same settings (within 10 % are expected). Text and rewards are noise.
 
@@ -88,7 +88,7 @@ def iteration(  # noqa: PLR0913  # an argument for each option
 app = typer.Typer(no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
-Batch = Annotated[int, typer.Option(min=1, help="Most pictures in one forward.")]
+Batch = Annotated[int, typer.Option(min=1, help="Most images in one forward.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
@@ -149,7 +149,7 @@ def tree(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """16 pictures of a prompt as a tree against chains, and a pruned update.
+    """16 images of a prompt as a tree against chains, and a pruned update.
 
     Next to it: what the plans' own counts predict.
 
@@ -170,17 +170,17 @@ def tree(
 @app.command()
 def reward(
     name: Annotated[str, typer.Argument(help="Built-in name or module:attribute.")] = "ocr",
-    pictures: Annotated[int, typer.Option(min=1, help="Pictures of one round.")] = 48,
+    images: Annotated[int, typer.Option(min=1, help="Images of one round.")] = 48,
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Processes; may be repeated. Default 1 and 2.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Pictures of one question.")] = 4,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 4,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Pictures per second of a reward, in this process and in pools of one thread a process.
+    """Images per second of a reward, in this process and in pools of one thread a process.
 
-    A ratio is of pictures per second: above 1 is faster than what it is compared with.
+    A ratio is of images per second: above 1 is faster than what it is compared with.
 
     Example:
 
@@ -191,7 +191,7 @@ def reward(
 
     rows = bench_reward(
         name=name,
-        pictures=pictures,
+        images=images,
         workers=tuple(workers or (1, 2)),
         micro_batch=micro_batch,
         repeats=repeats,
@@ -212,7 +212,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     counts: Annotated[
         list[str] | None,
         typer.Option(
-            help="Kept/candidates@steps of a candidate/steps of a kept picture. May be repeated. "
+            help="Kept/candidates@steps of a candidate/steps of a kept image. May be repeated. "
             "Default 24/96@6/10, and for sizes 16/128@4/10 too."
         ),
     ] = None,
@@ -232,13 +232,13 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     ] = None,
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Most pictures in one forward. Default 24, for sizes 8."),
+        typer.Option(min=1, help="Most images in one forward. Default 24, for sizes 8."),
     ] = None,
     decode_batch: Annotated[
-        int, typer.Option(min=1, help="For sizes: most pictures in the decoder.")
+        int, typer.Option(min=1, help="For sizes: most images in the decoder.")
     ] = 4,
     pixels: Annotated[
-        int | None, typer.Option(help="For sizes: a picture's side. Default 1024, FLUX.1 512.")
+        int | None, typer.Option(help="For sizes: an image's side. Default 1024, FLUX.1 512.")
     ] = None,
     layers: Annotated[
         int | None,
@@ -256,7 +256,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 
     Where the time goes, and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N,
     with q, the speed of a cheap step by that of an exact one, and phi, what decoding and scoring a
-    picture takes by drawing it, as they are in the same run. Measured ratios of at most 1.1 times
+    image takes by drawing it, as they are in the same run. Measured ratios of at most 1.1 times
     the model's are expected. On a CPU seconds are the processor's own, and q is 1 or less.
 
     Sizes want a GPU. They have not been run on one yet: neither fp8 on Hopper nor nvfp4 on

@@ -1,4 +1,4 @@
-"""`flowrl collect`: groups of pictures on disk, to learn from as often as you like."""
+"""`flowrl collect`: groups of images on disk, to learn from as often as you like."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,7 +23,7 @@ def collect(
     ] = None,
     pairs: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Take pictures from here: a .jsonl file of pairs."),
+        typer.Option(metavar="FILE", help="Take images from here: a .jsonl file of pairs."),
     ] = None,
     lora: Annotated[
         str | None,
@@ -33,10 +33,10 @@ def collect(
 ) -> None:
     """Draw and score groups once, to train on many times with rollout.store.path.
 
-    Pictures are drawn as the recipe's rollouts are; its objective plays no part. What is in the
+    Images are drawn as the recipe's rollouts are; its objective plays no part. What is in the
     folder already is kept, so that a second call goes on after an interruption, or to more groups.
 
-    --pairs encodes pictures you have, of which people preferred one: {"prompt": ..., "chosen":
+    --pairs encodes images you have, of which people preferred one: {"prompt": ..., "chosen":
     "a.png", "rejected": "b.png"} in each line, other keys are metadata. They become groups of two
     with the reward `preference`.
 
@@ -58,10 +58,10 @@ def collect(
             "--groups 512, or with --pairs pairs.jsonl in place of --groups."
         )
     if (groups is None) == (pairs is None):
-        raise UserError("Give either --groups, how many to draw, or --pairs, a file of pictures.")
+        raise UserError("Give either --groups, how many to draw, or --pairs, a file of images.")
     if pairs is not None and lora is not None:
-        raise UserError("--lora draws pictures, and --pairs brings them: leave one out.")
-    # Only pictures are drawn: what will be learned from them asks nothing of the rollout yet.
+        raise UserError("--lora draws images, and --pairs brings them: leave one out.")
+    # Only images are drawn: what will be learned from them asks nothing of the rollout yet.
     drawn = ["rollout.store=null", "objective={kind: sft}"]
     config = load_config(request.recipe, [*request.overrides, *drawn])
     from flowrl.api import NAMED, collect_groups, collect_pairs

@@ -45,7 +45,7 @@ def export(
     """Give a LoRA away: to diffusers, to ComfyUI, merged into its pipeline, or to the Hub.
 
     hub takes its token from HF_TOKEN or hf auth login, and uploads the LoRA, the card with its
-    pictures and the configuration; never checkpoints.
+    images and the configuration; never checkpoints.
 
     Examples:
 

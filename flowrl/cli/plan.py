@@ -73,7 +73,7 @@ def _show_shares(found: "Plan") -> None:
 
     geometry, load = found.geometry, found.geometry.load
     typer.echo(
-        f"{load.prompts} prompts with {load.roots * load.leaves} pictures each, in {load.updates} "
+        f"{load.prompts} prompts with {load.roots * load.leaves} images each, in {load.updates} "
         f"{'update' if load.updates == 1 else 'updates'}, on {_gpus(geometry.gpus)}\n"
     )
     print_table(_share_rows(found))
@@ -94,7 +94,7 @@ def _share_rows(found: "Plan") -> list[dict[str, Any]]:
             "prompts": share.prompts,
             **({"candidates": share.candidates} if share.candidates else {}),
             "trees": share.trees,
-            "pictures": share.pictures,
+            "images": share.images,
             f"{_rows(found)} an update": _range(share.rows),
             "micro-batches": _range(share.micro_batches),
         }
@@ -103,7 +103,7 @@ def _share_rows(found: "Plan") -> list[dict[str, Any]]:
 
 
 def _rows(found: "Plan") -> str:
-    return "nodes" if found.transitions else "pictures"
+    return "nodes" if found.transitions else "images"
 
 
 def _uneven(found: "Plan") -> str:
@@ -123,7 +123,7 @@ def _show_work(config: "Config", found: "Plan") -> None:
     from flowrl.cli._console import print_table
 
     print_table(_work_rows(config, found))
-    typer.echo("\nForwards of one picture; those of training are the most there can be.\n")
+    typer.echo("\nForwards of one image; those of training are the most there can be.\n")
 
 
 def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
@@ -136,9 +136,9 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     ]
     if work.evaluations:
         e, times = config.evaluation, f"{work.evaluations} evaluations"
-        rows.append({"": "an evaluation", "pictures": f"{e.images:,}",
+        rows.append({"": "an evaluation", "images": f"{e.images:,}",
                      "drawing": f"{work.evaluation:,}"})  # fmt: skip
-        rows.append({"": times, "pictures": f"{work.evaluations * e.images:,}",
+        rows.append({"": times, "images": f"{work.evaluations * e.images:,}",
                      "drawing": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
     shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
     # A quantity a line: beside each other they do not go on a screen.
@@ -196,7 +196,7 @@ def _advice(found: "Plan") -> str:
     if best is None:
         return (
             f"Nothing of this helps, not even together: {_gb(found.remedies.least)} GB are left. "
-            "Take smaller pictures (pipeline.height, pipeline.width), a smaller checkpoint, or a "
+            "Take smaller images (pipeline.height, pipeline.width), a smaller checkpoint, or a "
             "GPU with more memory."
         )
     return f"It fits, with a peak of {_gb(best.peak)} GB, if you add: {' '.join(best.changes)}"

@@ -47,13 +47,13 @@ def reward_check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Try rewards on pictures of known order: the right word must score above the wrong one.
+    """Try rewards on images of known order: the right word must score above the wrong one.
 
-    Scores must be finite, within the reward's bounds, and the same when a picture is asked for
-    alone or in other company. Also measures the time of one picture, and pictures per second.
+    Scores must be finite, within the reward's bounds, and the same when an image is asked for
+    alone or in other company. Also measures the time of one image, and images per second.
     Training does the same, without the times, before its first step.
 
-    ok works, !! does not, ?? gave all pictures the same score, -- cannot be asked here: a package,
+    ok works, !! does not, ?? gave all images the same score, -- cannot be asked here: a package,
     weights or a server is missing. Exits with 1 after a !!, and after a -- of a reward that was
     named.
 
@@ -129,9 +129,9 @@ def _row(name: str, checked: "Checked", finding: "CheckResult") -> dict:
         "detail": finding.detail,
         "remedy": finding.remedy,
         "version": checked.version,
-        "pictures": checked.pictures,
+        "images": checked.images,
         "seconds_p50": checked.latency,
-        "pictures_per_second": checked.rate,
+        "images_per_second": checked.rate,
     }
 
 
@@ -139,7 +139,7 @@ def _timed(checked: "Checked", finding: "CheckResult") -> "CheckResult":
     """A finding about scores with how long they took."""
     if finding.state not in ("ok", "warning"):
         return finding
-    times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} pictures/s"
+    times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} images/s"
     version = f"; {checked.version}" if checked.version else ""
     return replace(finding, detail=finding.detail + times + version)
 
@@ -175,7 +175,7 @@ def reward_serve(
         str | None, typer.Option(metavar="NAME", help="Variable with the token to ask for.")
     ] = None,
     max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
-    max_batch: Annotated[int, typer.Option(min=1, help="Most pictures in a request.")] = 64,
+    max_batch: Annotated[int, typer.Option(min=1, help="Most images in a request.")] = 64,
     workers: Annotated[
         int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
     ] = 0,
@@ -189,7 +189,7 @@ def reward_serve(
     ] = None,
     micro_batch: Annotated[
         int | None,
-        typer.Option(min=1, help="Most pictures in one question to a process.", show_default="8"),
+        typer.Option(min=1, help="Most images in one question to a process.", show_default="8"),
     ] = None,
     codec: Annotated[
         list[str] | None,

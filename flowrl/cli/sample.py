@@ -1,4 +1,4 @@
-"""`flowrl sample`, `flowrl score` and `flowrl gallery`: commands about pictures."""
+"""`flowrl sample`, `flowrl score` and `flowrl gallery`: commands about images."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +28,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
-    count: Annotated[int, typer.Option(min=1, help="Pictures of each prompt.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first image.")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="Images of each prompt.")] = 1,
     max_sequence_length: Annotated[int | None, typer.Option(min=1, help="T5 text tokens.")] = None,
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for them.")] = Path(
         "samples"
@@ -41,11 +41,11 @@ def sample(  # noqa: PLR0913  # an argument for each option
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Draw pictures.
+    """Draw images.
 
     Guidance, steps and text tokens that are not given are those that the run of --lora was
     evaluated with, or else the pipeline's own defaults. --rlg at other strengths than 0 and 1 is a
-    heuristic, exact only where the LoRA shifts the pictures' distribution without changing its
+    heuristic, exact only where the LoRA shifts the images' distribution without changing its
     shape; it takes two forwards a step.
 
     Examples:
@@ -96,7 +96,7 @@ def _texts(source: str) -> list[str]:
 
 
 def score(
-    pictures: Annotated[list[Path], typer.Argument(help="Pictures, or a folder of them.")],
+    images: Annotated[list[Path], typer.Argument(help="Images, or a folder of them.")],
     reward: Annotated[
         list[str], typer.Option(help="Built-in name or module:attribute; may be repeated.")
     ],
@@ -106,13 +106,13 @@ def score(
             metavar="YAML", help="Arguments, as in '{mode: strict}'; one for each --reward."
         ),
     ] = None,
-    prompt: Annotated[str, typer.Option(help="The prompt of all the pictures.")] = "",
+    prompt: Annotated[str, typer.Option(help="The prompt of all the images.")] = "",
     prompts: PromptFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Score pictures with any reward.
+    """Score images with any reward.
 
-    Prompts from a file belong to the pictures in the order of their names. Pictures of one prompt
+    Prompts from a file belong to the images in the order of their names. Images of one prompt
     are one group, for rewards that compare them. A score that is missing or does not apply is
     shown as n/a; a line for each reward says why.
 
@@ -131,7 +131,7 @@ def score(
     from flowrl.api import score_images
     from flowrl.cli._console import arguments_of, print_table
 
-    scored = score_images(pictures, reward, prompts or prompt or None, arguments_of(reward, args))
+    scored = score_images(images, reward, prompts or prompt or None, arguments_of(reward, args))
     print_table(scored.rows, as_json=as_json)
     for line in scored.missing:
         typer.echo(line, err=True)
@@ -145,7 +145,7 @@ def gallery(
     base: Annotated[str | None, typer.Option(help="A diffusers pipeline.")] = None,
     lora: Lora = None,
     prompts: PromptFile = None,
-    count: Annotated[int, typer.Option(min=1, help="Pairs of pictures.")] = 24,
+    count: Annotated[int, typer.Option(min=1, help="Pairs of images.")] = 24,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the first.")] = None,
     output_dir: Annotated[
         Path | None,
@@ -161,10 +161,10 @@ def gallery(
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Compare base and aligned pictures of the same prompts and seeds, on one page.
+    """Compare base and aligned images of the same prompts and seeds, on one page.
 
     Writes index.html, which needs nothing beside it, and grid.png. A strength other than 0 and 1
-    (RLG) is a heuristic, exact only where the LoRA shifts the pictures' distribution without
+    (RLG) is a heuristic, exact only where the LoRA shifts the images' distribution without
     changing its shape: it takes two forwards a step.
 
     Examples:

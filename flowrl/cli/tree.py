@@ -28,7 +28,7 @@ def tree(
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
     leaves: Annotated[
         int | None,
-        typer.Option(min=1, help="Pictures of a prompt, group_size; 16 or the nearest that works."),
+        typer.Option(min=1, help="Images of a prompt, group_size; 16 or the nearest that works."),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
@@ -37,7 +37,7 @@ def tree(
         int | None,
         typer.Option(min=1, help="Forwards of a prompt: choose the best splits within it."),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a tree of rollouts and what it costs, before anything is drawn.
@@ -56,7 +56,7 @@ def tree(
 
       flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
 
-      flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --picture comb.png
+      flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --image comb.png
     """
     from flowrl.trees.plan import PlanError
 
@@ -78,8 +78,8 @@ def tree(
             _show_choice(chosen, budget, steps)
         _show(plan, prompts)
         _show_recipe(section, plan)
-    if picture is not None:
-        _save(plan, picture)
+    if image is not None:
+        _save(plan, image)
 
 
 def _options(preset: str, changes: list[str]) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _list() -> None:
 
 
 def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
-    """The section's plan, of the nearest number of pictures that works if none was asked for."""
+    """The section's plan, of the nearest number of images that works if none was asked for."""
     from flowrl.trees.plan import PlanError
 
     try:
@@ -220,7 +220,7 @@ def _show(plan: "TreePlan", prompts: int) -> None:
     print_table([{name: row.get(name, "") for name in shown} for row in rows])
     t = _totals(plan, prompts)
     typer.echo(
-        f"\n{t['leaves']} pictures from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
+        f"\n{t['leaves']} images from {t['forwards']} forwards, {t['forwards_per_leaf']:.2f} each"
         f"; separate chains take {t['sequential_forwards']}, {t['saving']:.2f} times as many.\n"
         f"{t['edges']} edges, {t['nodes']} nodes, at most {t['peak_frontier']} at once.\n"
         f"{t['trained_edges']} trained edges, those from one node sharing a forward: "
@@ -229,10 +229,10 @@ def _show(plan: "TreePlan", prompts: int) -> None:
     typer.echo(draw(plan))
 
 
-def _save(plan: "TreePlan", picture: Path) -> None:
+def _save(plan: "TreePlan", image: Path) -> None:
     from flowrl.trees.show import draw_tree
     from flowrl.utils.files import write_bytes
     from flowrl.utils.images import png
 
-    write_bytes(picture, png(draw_tree(plan)))
-    typer.echo(f"Wrote {picture}.", err=True)
+    write_bytes(image, png(draw_tree(plan)))
+    typer.echo(f"Wrote {image}.", err=True)

@@ -46,7 +46,7 @@ class Config(Options):
     )
     lora: LoRAOptions = option(LoRAOptions(), "The adapter that is trained.")
     prompts: PromptOptions = option(..., "What is drawn in training.")
-    rollout: RolloutOptions = option(RolloutOptions(), "How pictures to learn from are drawn.")
+    rollout: RolloutOptions = option(RolloutOptions(), "How images to learn from are drawn.")
     objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
     optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
     ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")

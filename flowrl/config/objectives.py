@@ -17,7 +17,7 @@ from flowrl.utils.fields import (
     option,
 )
 
-# --- The options of objectives on the forward process: they learn from clean pictures ----------
+# --- The options of objectives on the forward process: they learn from clean images ----------
 
 UnitInterval = Annotated[NonNegative, Field(le=1)]
 
@@ -58,15 +58,15 @@ Times = Annotated[
 
 
 class NoisingOptions(Options):
-    """Where pictures are looked at on their way to noise."""
+    """Where images are looked at on their way to noise."""
 
     count: Count = option(
-        1, "Points for each picture, a forward each; averaged before pictures are compared."
+        1, "Points for each image, a forward each; averaged before images are compared."
     )
     share: Literal["group", "image"] = option(
         "group",
-        "Whether pictures of a prompt get the same time and noise, which then cancel when they are "
-        "compared, or each picture its own.",
+        "Whether images of a prompt get the same time and noise, which then cancel when they are "
+        "compared, or each image its own.",
     )
     stratified: Flag = option(
         False, "One point from each of `count` equal parts of the noise levels."
@@ -77,12 +77,12 @@ class NoisingOptions(Options):
 
 
 class AdvantageOptions(Options):
-    """From the rewards of a prompt's pictures to their advantages."""
+    """From the rewards of a prompt's images to their advantages."""
 
     rewards: Literal["sum", "gdpo"] = option(
         "sum",
         "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
-        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "its mean in the group, in standard deviations (gdpo). An image that lacks one of its "
         "scores is left out of a sum; under gdpo that reward alone counts 0.",
         "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
     )
@@ -101,7 +101,7 @@ class FixedAnchorOptions(Options):
 
 class MovingAnchorOptions(Options):
     kind: Literal["moving"] = option(
-        "moving", "The policy of some iterations ago, which then also draws the pictures."
+        "moving", "The policy of some iterations ago, which then also draws the images."
     )
     every: Count = option(
         40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
@@ -129,7 +129,7 @@ class ComparedOptions(Options):
         "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
     )
     kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
-    draws: NoisingOptions = option(NoisingOptions(), "Where pictures are looked at.")
+    draws: NoisingOptions = option(NoisingOptions(), "Where images are looked at.")
 
 
 class OldDecayOptions(Options):
@@ -145,7 +145,7 @@ class OldDecayOptions(Options):
 
 
 class NFTOptions(Options):
-    """DiffusionNFT: towards pictures with a high reward, away from those with a low one."""
+    """DiffusionNFT: towards images with a high reward, away from those with a low one."""
 
     states: ClassVar[str] = "endpoints"
     kind: Literal["nft"] = option("nft", "Negative-aware fine-tuning.", NFT)
@@ -167,7 +167,7 @@ class NFTOptions(Options):
     kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
     draws: NoisingOptions = option(
         NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4),
-        "Where pictures are looked at.",
+        "Where images are looked at.",
         "9 of the 10 steps in DiffusionNFT's settings",
     )
     old_decay: OldDecayOptions = option(
@@ -176,7 +176,7 @@ class NFTOptions(Options):
 
 
 class DPOOptions(ComparedOptions):
-    """Diffusion-DPO: the best picture of a prompt against the worst, or stored pairs."""
+    """Diffusion-DPO: the best image of a prompt against the worst, or stored pairs."""
 
     kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
     implicit_beta: Positive = option(
@@ -187,7 +187,7 @@ class DPOOptions(ComparedOptions):
     )
     draws: NoisingOptions = option(
         NoisingOptions(times=LogitNormalTimesOptions()),
-        "Where pictures are looked at.",
+        "Where images are looked at.",
         "Flow-GRPO's code",
     )
 
@@ -202,24 +202,24 @@ class GDROOptions(ComparedOptions):
     )
     form: Literal["suffixes", "top1"] = option(
         "suffixes",
-        "Compare all pictures, then all but the best, and so on; or all pictures once, which does "
+        "Compare all images, then all but the best, and so on; or all images once, which does "
         "not depend on the order of ties.",
         "equations 7 and 6",
     )
     top1_coef: NonNegative = option(
-        1.0, "Weight of the best picture's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
+        1.0, "Weight of the best image's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
     )
 
 
 class SFTOptions(Options):
-    """Fine-tuning on each prompt's best pictures."""
+    """Fine-tuning on each prompt's best images."""
 
     states: ClassVar[str] = "endpoints"
-    kind: Literal["sft"] = option("sft", "Fine-tuning on the best pictures.")
+    kind: Literal["sft"] = option("sft", "Fine-tuning on the best images.")
     winners: Literal["all", "one"] = option(
         "all",
-        "All of a prompt's pictures that share the highest reward, or one of them by lot "
-        "(best-of-n). A prompt whose pictures are all alike is left out.",
+        "All of a prompt's images that share the highest reward, or one of them by lot "
+        "(best-of-n). A prompt whose images are all alike is left out.",
     )
     draws: NoisingOptions = option(
         NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
@@ -231,9 +231,9 @@ class RWROptions(Options):
 
     states: ClassVar[str] = "endpoints"
     kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
-    rwr_lambda: Positive = option(0.2, "Temperature: a picture's weight is exp(reward / it).")
+    rwr_lambda: Positive = option(0.2, "Temperature: an image's weight is exp(reward / it).")
     normalise: Flag = option(
-        True, "Divide by the mean weight of the prompt's pictures: then a constant added to all "
+        True, "Divide by the mean weight of the prompt's images: then a constant added to all "
         "rewards changes nothing."
     )  # fmt: skip
     draws: NoisingOptions = option(
@@ -247,7 +247,7 @@ class AWMOptions(Options):
     states: ClassVar[str] = "endpoints"
     kind: Literal["awm"] = option("awm", "Advantage-weighted matching.", AWM)
     likelihood: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
-        "ghuber", "How a picture's error becomes a log-likelihood.", AWM
+        "ghuber", "How an image's error becomes a log-likelihood.", AWM
     )
     clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
     advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
@@ -272,19 +272,19 @@ class AWMOptions(Options):
 
 
 class KTOOptions(ComparedOptions):
-    """Diffusion-KTO: pictures that are liked or not, without pairs."""
+    """Diffusion-KTO: images that are liked or not, without pairs."""
 
     kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
     implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
     like_above: Number | None = option(
-        None, "Reward above which a picture is liked; null is the mean of its prompt's pictures."
+        None, "Reward above which an image is liked; null is the mean of its prompt's images."
     )
-    dislike_weight: Positive = option(1.0, "Weight of pictures that are not liked, against 1.", KTO)
+    dislike_weight: Positive = option(1.0, "Weight of images that are not liked, against 1.", KTO)
     utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
         "sigmoid", "The shape of what is gained.", KTO
     )
     draws: NoisingOptions = option(
-        NoisingOptions(share="image"), "Where pictures are looked at.", KTO
+        NoisingOptions(share="image"), "Where images are looked at.", KTO
     )
 
 
@@ -352,7 +352,7 @@ NESTED = (
     "velocity; 0 drops it, 1 keeps it whole."
 )
 FLOOR = (
-    "A picture's loss is divided by the sum of its two leaps' mean absolute distances from the "
+    "An image's loss is divided by the sum of its two leaps' mean absolute distances from the "
     "states of the rollout; none counts as smaller than this."
 )
 
@@ -363,12 +363,12 @@ class RewardBackpropOptions(Options):
     states: ClassVar[str] = "path"
     hinge: Number | None = option(
         None,
-        "Reward beyond which a picture is good enough and has no gradient: the loss is relu(hinge "
+        "Reward beyond which an image is good enough and has no gradient: the loss is relu(hinge "
         "- reward); null is minus the reward. In units of the weighted reward.",
         "2.0 for ImageReward in ReFL, 0.55 for HPSv2.1 in FlowBP, 0.7 in SRPO",
     )
     kl_coef: NonNegative = option(
-        0.0, "Weight of the pull to the base model's velocity, against pictures that cheat."
+        0.0, "Weight of the pull to the base model's velocity, against images that cheat."
     )
 
 
@@ -378,7 +378,7 @@ class ReFLOptions(RewardBackpropOptions):
     kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
     window: Share = option(
         0.25,
-        "Share of the steps, the last ones, of which one is drawn for each picture.",
+        "Share of the steps, the last ones, of which one is drawn for each image.",
         f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
     )
 
@@ -399,7 +399,7 @@ class DRaFTLVOptions(RewardBackpropOptions):
     """DRaFT-LV: the last step, from several noises."""
 
     kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
-    copies: Count = option(2, "Noises for each picture, a forward and a reward each.", DRAFT)
+    copies: Count = option(2, "Noises for each image, a forward and a reward each.", DRAFT)
 
 
 class UniformTruncationOptions(Options):
@@ -423,7 +423,7 @@ class AlignPropOptions(RewardBackpropOptions):
     kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
     truncation: Truncation = option(
         GaussianTruncationOptions(),
-        "How many last steps the gradient goes back through, drawn for each picture; kind: "
+        "How many last steps the gradient goes back through, drawn for each image; kind: "
         "uniform, gaussian.",
         ALIGNPROP,
     )
@@ -443,8 +443,8 @@ class SRPOOptions(RewardBackpropOptions):
     negative_words: str = option("", "Put before the prompt for the worse, such as CG render.")
     denoise_k: tuple[NonNegative, NonNegative] = option(
         (0.1, 0.25),
-        "Extra weight of the first reward at the step towards the picture: near noise, near the "
-        "picture.",
+        "Extra weight of the first reward at the step towards the image: near noise, near the "
+        "image.",
         "SRPO's code",
     )
     inversion_k: tuple[NonNegative, NonNegative] = option(
@@ -459,7 +459,7 @@ class SRPOOptions(RewardBackpropOptions):
         True, "Also learn from the step towards noise, with the roles of the words exchanged.", SRPO
     )
     noise: Literal["initial", "fresh"] = option(
-        "initial", "The noise that the picture was drawn from, or another.", "SRPO's code"
+        "initial", "The noise that the image was drawn from, or another.", "SRPO's code"
     )
 
 
@@ -529,7 +529,7 @@ BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
 
 
 class KeepAllOptions(Options):
-    """Learn from every picture."""
+    """Learn from every image."""
 
     kind: Literal["all"] = option("all", "Nothing is left out.")
 
@@ -538,24 +538,24 @@ class ParentTop1Options(Options):
     """Width pruning: learn from the better child of each node of the last split."""
 
     kind: Literal["parent_top1"] = option(
-        "parent_top1", "The best picture below each node of the last split.", BRANCH_GRPO
+        "parent_top1", "The best image below each node of the last split.", BRANCH_GRPO
     )
 
 
 class ExtremeOptions(Options):
-    """Width pruning: learn from a prompt's best and worst pictures."""
+    """Width pruning: learn from a prompt's best and worst images."""
 
     kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
     count: Count = option(2, "How many of the best, and as many of the worst.")
 
 
 class MaxVarianceOptions(Options):
-    """Learn from the pictures of a prompt whose rewards differ most."""
+    """Learn from the images of a prompt whose rewards differ most."""
 
     kind: Literal["max_variance"] = option(
-        "max_variance", "The pictures of a prompt with the largest variance.", "D3S, 2509.22115"
+        "max_variance", "The images of a prompt with the largest variance.", "D3S, 2509.22115"
     )
-    count: Count = option(..., "How many pictures of a prompt are kept.")
+    count: Count = option(..., "How many images of a prompt are kept.")
 
 
 class B2PairsOptions(Options):
@@ -576,18 +576,18 @@ Keep = Annotated[
 
 
 class CreditOptions(Options):
-    """How much each denoising step is to blame or praise for the pictures below it."""
+    """How much each denoising step is to blame or praise for the images below it."""
 
     rewards: Literal["sum", "gdpo"] = option(
         "sum",
         "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
-        "its mean in the group, in standard deviations (gdpo). A picture that lacks one of its "
+        "its mean in the group, in standard deviations (gdpo). An image that lacks one of its "
         "scores is left out of a sum; under gdpo that reward alone counts 0.",
         "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
     )
     fusion: Literal["uniform", "path", "local"] = option(
         "uniform",
-        "A node's value: the mean of the pictures below it, or weighted by how probable the way to "
+        "A node's value: the mean of the images below it, or weighted by how probable the way to "
         "each of them was, all the way down (path) or child by child (local).",
         "uniform: BranchGRPO's code; path: its equation 3; local: TreeGRPO, arXiv 2512.08153",
     )
@@ -597,13 +597,13 @@ class CreditOptions(Options):
     edges: Literal["node", "sibling", "path", "fan"] = option(
         "node",
         "What a step gets: the advantage of the node it leads to (node), the gain over the node it "
-        "comes from (sibling), the sum over the pictures below (path), or that sum with pictures "
+        "comes from (sibling), the sum over the images below (path), or that sum with images "
         "compared only within their own fan (fan).",
         "node: BranchGRPO; fan: TempFlow-GRPO, arXiv 2508.04324",
     )
     scope: Literal["prompt", "leaf", "depth", "sibling", "joint"] = option(
         "prompt",
-        "What a value is compared with: the pictures of its prompt, those of its own tree (leaf), "
+        "What a value is compared with: the images of its prompt, those of its own tree (leaf), "
         "the nodes of its tree at the same step (depth), its siblings, or all stochastic steps of "
         "its prompt (joint).",
         "prompt: TreeGRPO; depth: BranchGRPO; joint: Stepwise-Flow-GRPO, arXiv 2603.28718",
@@ -614,7 +614,7 @@ class CreditOptions(Options):
     scale: Literal["auto", "std", "mad", "none", "global"] = option(
         "auto",
         "What divides: the standard deviation, the median absolute deviation, nothing, or the "
-        "standard deviation over all pictures of the iteration (global). auto is global for gdpo, "
+        "standard deviation over all images of the iteration (global). auto is global for gdpo, "
         "whose last step it is, and std for a sum.",
         "global in Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
     )
@@ -629,7 +629,7 @@ class CreditOptions(Options):
     )
     keep: Keep = option(
         KeepAllOptions(),
-        "Which pictures are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "
+        "Which images are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "
         "What is left out still counts in every comparison.",
     )
 
@@ -644,8 +644,8 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
         ):
             if value:
                 raise ValueError(
-                    f"objective.credit.{name} compares pictures of one tree, but each tree of "
-                    f"rollout.tree has one picture: use {instead}"
+                    f"objective.credit.{name} compares images of one tree, but each tree of "
+                    f"rollout.tree has one image: use {instead}"
                 )
     if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
         raise ValueError(
@@ -708,12 +708,12 @@ class GRPOOptions(Options):
         "velocity: UniGRPO, arXiv 2603.23500; latent_no_dt: Flow-GRPO's code",
     )
     credit: CreditOptions = option(
-        CreditOptions(), "From the rewards of pictures to the advantages of steps."
+        CreditOptions(), "From the rewards of images to the advantages of steps."
     )
 
 
 class SPOOptions(Options):
-    """SPO: at every split, the child that leads to better pictures against the one to worse."""
+    """SPO: at every split, the child that leads to better images against the one to worse."""
 
     states: ClassVar[str] = "transitions"
     kind: Literal["spo"] = option("spo", "Step-aware preference optimisation.", SPO)

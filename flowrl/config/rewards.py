@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Positive, Text, option
 
 MICRO_BATCH = (
-    "Most pictures of one call; null is all. A reward that compares whole groups always gets all."
+    "Most images of one call; null is all. A reward that compares whole groups always gets all."
 )
 
 
@@ -54,7 +54,7 @@ class RankOptions(Options):
 
     kind: Literal["rank"] = option(
         "rank",
-        "The share of the prompt's other pictures with a lower score, equal ones counting half. It "
+        "The share of the prompt's other images with a lower score, equal ones counting half. It "
         "has no gradient.",
     )
 
@@ -68,7 +68,7 @@ class InlineOptions(Options):
     )
     background: Flag = option(
         False,
-        "In a thread, while further pictures are drawn; for rewards that wait for a network.",
+        "In a thread, while further images are drawn; for rewards that wait for a network.",
     )
 
 
@@ -97,13 +97,13 @@ class HTTPOptions(Options):
         30.0, "Seconds without a byte, after which a request is tried again."
     )
     deadline: Positive = option(
-        120.0, "Seconds for all tries together; pictures without an answer then have no score."
+        120.0, "Seconds for all tries together; images without an answer then have no score."
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")
     codec: Literal["png", "webp-lossless", "raw-zlib", "jpeg"] = option(
         "png",
-        "How pictures travel. All but jpeg arrive as they were; jpeg is smaller, and changes them "
+        "How images travel. All but jpeg arrive as they were; jpeg is smaller, and changes them "
         "and their scores.",
     )
     token_env: Text | None = option(
@@ -156,11 +156,11 @@ class RewardOptions(Options):
     applies_to: dict[Text, list[Any]] = option(
         {},
         "Only prompts whose metadata have one of these values under each key, for example {tag: "
-        "[ocr]}; the others' pictures are judged by the other rewards alone.",
+        "[ocr]}; the others' images are judged by the other rewards alone.",
     )
     on_failure: Literal["mask", "raise"] | Number = option(
         "mask",
-        "When a score is missing: mask leaves the picture out (gdpo: this reward alone counts 0), "
+        "When a score is missing: mask leaves the image out (gdpo: this reward alone counts 0), "
         "raise stops the run, and a number stands in for the score, before its transform. None of "
         "them for rewards that are held out or have weight 0, whose scores may be missing.",
     )
@@ -186,12 +186,12 @@ class FailureOptions(Options):
 
     max_invalid_fraction: Annotated[NonNegative, Field(le=1)] = option(
         0.1,
-        "Pictures that lack a score of a trained reward are left out; above this share of an "
+        "Images that lack a score of a trained reward are left out; above this share of an "
         "iteration's training stops.",
     )
     max_streak: Count | None = option(
         None,
-        "Stop after so many iterations in a row with at least one such picture; null is never. 3 "
+        "Stop after so many iterations in a row with at least one such image; null is never. 3 "
         "is a strict choice for rewards that have no reason to fail; off by default, since one "
         "unreadable answer of a judge among hundreds is normal.",
     )

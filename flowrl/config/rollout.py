@@ -36,7 +36,7 @@ class StoreOptions(Options):
     )
     cache_draws: Count | None = option(
         None,
-        "Points on the way to noise that each picture is looked at, over and over: the reference's "
+        "Points on the way to noise that each image is looked at, over and over: the reference's "
         "errors there are computed once and kept. null draws new points each time.",
     )
 
@@ -130,7 +130,7 @@ class ExploreOptions(Options):
         "backbone's.",
         f"1000 for FLUX.1, 2432 for SD3.5-Large, 2240 for SANA in {SOL_RL}",
     )
-    audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact pictures.")
+    audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
 
 
 # --- The options of rollouts and optimiser, each with its meaning and source -------------------
@@ -140,12 +140,12 @@ FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
 
 class RolloutOptions(Options):
-    """How pictures to learn from are drawn."""
+    """How images to learn from are drawn."""
 
     prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
     group_size: Count = option(
         12,
-        "Pictures of one prompt, the leaves of its trees, which are compared with each other.",
+        "Images of one prompt, the leaves of its trees, which are compared with each other.",
         "published: 8 to 24",
     )
     tree: Tree = option(
@@ -184,7 +184,7 @@ class RolloutOptions(Options):
         "renoise.",
         "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
     )
-    batch_size: Count = option(96, "Most pictures that go through the network at once.")
+    batch_size: Count = option(96, "Most images that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(
         "auto",
         "Fold the adapter into the weights while drawing, which is faster; auto folds where that "

@@ -68,11 +68,11 @@ class PipelineOptions(Options):
     )
     decode_batch: Count = option(
         16,
-        "Most pictures that go through the decoder at once. More are no faster: 96 at once took "
-        "twice as long on a CPU as 16 at a time, and large pictures do not fit.",
+        "Most images that go through the decoder at once. More are no faster: 96 at once took "
+        "twice as long on a CPU as 16 at a time, and large images do not fit.",
     )
-    height: Count | None = option(None, "Picture height in pixels; null is the pipeline's own.")
-    width: Count | None = option(None, "Picture width in pixels; null is the pipeline's own.")
+    height: Count | None = option(None, "Image height in pixels; null is the pipeline's own.")
+    width: Count | None = option(None, "Image width in pixels; null is the pipeline's own.")
 
 
 class LoRAOptions(Options):
@@ -123,7 +123,7 @@ class EvaluationOptions(Options):
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
     images: Count = option(
-        120, "Pictures drawn and scored at each evaluation; short lists of prompts are repeated."
+        120, "Images drawn and scored at each evaluation; short lists of prompts are repeated."
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are drawn equally often."
@@ -132,10 +132,10 @@ class EvaluationOptions(Options):
     steps: Count = option(8, "Denoising steps, without noise.", "published: 40 for SD3.5")
     guidance: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
-    batch_size: Count = option(60, "Most pictures that go through the network at once.")
+    batch_size: Count = option(60, "Most images that go through the network at once.")
     quality: Text | None = option(
         None,
-        "Name of a reward that tells how well made a picture is, from 1 to 5; each other reward is "
+        "Name of a reward that tells how well made an image is, from 1 to 5; each other reward is "
         "then also reported as reward * (quality - 3) + 0.2. null is none.",
         "GDRO, arXiv 2601.02036, with UnifiedReward",
     )
@@ -171,7 +171,7 @@ class RunOptions(Options):
     )
     checkpoint_every: Count = option(50, "Iterations between checkpoints; the end always saves.")
     keep: Count = option(2, "How many of the newest checkpoints to keep, besides the best.")
-    sample_every: Whole = option(25, "Iterations between sample pictures; 0 is never.")
+    sample_every: Whole = option(25, "Iterations between sample images; 0 is never.")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = option(
         ["tensorboard"], "Where metrics go besides metrics.jsonl, which is always written."
     )
@@ -197,7 +197,7 @@ def check_retained(
 ) -> None:
     """Some trees are left to be asked for in other words, and these words are known afterwards.
 
-    trees: of a prompt, the fewest. store: pictures are written to a store, or read from one.
+    trees: of a prompt, the fewest. store: images are written to a store, or read from one.
     explored: trees are chosen among candidates by their scores.
     """
     if prompts.retained is not None and explored:
@@ -207,7 +207,7 @@ def check_retained(
         )
     if prompts.retained is not None and store:
         raise ValueError(
-            f"prompts.retained is {prompts.retained}, but a store keeps a picture without the "
+            f"prompts.retained is {prompts.retained}, but a store keeps an image without the "
             "words it was asked for in, so that all must keep the prompt's own: set it to null"
         )
     if prompts.retained is not None and prompts.retained >= trees:

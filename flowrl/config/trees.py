@@ -52,7 +52,7 @@ class RandomWindow(Options):
 
 
 class ProgressiveWindow(Options):
-    """A stretch that moves from pure noise towards the picture."""
+    """A stretch that moves from pure noise towards the image."""
 
     kind: Literal["progressive"] = option(
         "progressive", "The window moves on as training goes.", MIX_GRPO
@@ -182,7 +182,7 @@ class ODEOptions(Options):
     """Independent chains without noise: the pipeline's own sampler."""
 
     kind: Literal["ode"] = option(
-        "ode", "Independent chains without noise, for objectives that learn from pictures."
+        "ode", "Independent chains without noise, for objectives that learn from images."
     )
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:
@@ -230,7 +230,7 @@ class MixGRPOOptions(Options):
     kind: Literal["mix_grpo"] = option("mix_grpo", "One trunk up to the window.", MIX_GRPO)
     window: Window = option(ProgressiveWindow(size=4, period=25), INSIDE, MIX_GRPO)
     shared_prefix: Flag = option(
-        True, "Draw the steps before the window once, since all pictures of a prompt share them."
+        True, "Draw the steps before the window once, since all images of a prompt share them."
     )
 
     def plan(self, *, iteration: int, steps: int, leaves: int, seed: int) -> TreePlan:

@@ -37,7 +37,7 @@ def check_plans(
 def check_plans_for(
     states: str, plans: Mapping[TreePlan, int], rollout: RolloutOptions, seed: int
 ) -> None:
-    """The trees hold the states that are learned from; anything goes for clean pictures."""
+    """The trees hold the states that are learned from; anything goes for clean images."""
     if states == "transitions":
         _check_steps(plans, rollout, seed)
     if states == "path":
@@ -84,7 +84,7 @@ def check_explore(plans: Mapping[TreePlan, int], rollout: RolloutOptions) -> Non
         )
     if any(plan.same_noise or plan.roots == 1 for plan in plans):
         raise ValueError(
-            f"rollout.tree {rollout.tree.kind} starts all pictures of a prompt from one noise, so "
+            f"rollout.tree {rollout.tree.kind} starts all images of a prompt from one noise, so "
             "that rollout.explore has nothing to choose among: set it to null, or take a tree with "
             "several roots, such as {kind: ode} or {kind: flow_grpo}"
         )
@@ -232,7 +232,7 @@ def check_groups(rollout: RolloutOptions, optim: OptimOptions) -> None:
     """Updates take whole groups of at least two."""
     if rollout.group_size < 2:
         raise ValueError(
-            "rollout.group_size is 1, but a picture is judged against the others of its prompt: "
+            "rollout.group_size is 1, but an image is judged against the others of its prompt: "
             "the nearest valid value is 2"
         )
     updates = optim.updates_per_rollout

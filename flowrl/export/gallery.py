@@ -1,6 +1,6 @@
-"""The comparison of base and aligned pictures: one HTML page that needs nothing else, one PNG.
+"""The comparison of base and aligned images: one HTML page that needs nothing else, one PNG.
 
-The pictures stand in columns: base and aligned, or base and several strengths of a LoRA.
+The images stand in columns: base and aligned, or base and several strengths of a LoRA.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,47 +21,47 @@ PAIR = ("base", "aligned")
 
 
 class Shown(Protocol):
-    """Pictures of one prompt and one initial noise, one a column, and each reward's scores of them.
+    """Images of one prompt and one initial noise, one a column, and each reward's scores of them.
 
     The first column is what the others are compared to. A missing score is None or NaN. The
-    pictures need not have the same size.
+    images need not have the same size.
     """
 
     @property
     def prompt(self) -> str: ...
     @property
-    def draw(self) -> int: ...  # the how-many-th picture of its prompt
+    def draw(self) -> int: ...  # the how-many-th image of its prompt
     @property
-    def pictures(self) -> Sequence[Image.Image]: ...
+    def images(self) -> Sequence[Image.Image]: ...
     @property
     def scores(self) -> Mapping[str, Sequence[Score]]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryPair:
-    """Two pictures of one prompt and one initial noise, and what each reward says: (base, aligned).
+    """Two images of one prompt and one initial noise, and what each reward says: (base, aligned).
 
-    A missing score is None or NaN. The pictures need not have the same size.
+    A missing score is None or NaN. The images need not have the same size.
     """
 
     prompt: str
-    draw: int  # the how-many-th picture of its prompt
+    draw: int  # the how-many-th image of its prompt
     base: Image.Image
     aligned: Image.Image
     scores: Scores
 
     @property
-    def pictures(self) -> tuple[Image.Image, ...]:
+    def images(self) -> tuple[Image.Image, ...]:
         return self.base, self.aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GallerySweep:
-    """As a pair, with a picture and a score for each of several columns."""
+    """As a pair, with an image and a score for each of several columns."""
 
     prompt: str
     draw: int
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     scores: dict[str, tuple[Score, ...]]
 
 
@@ -89,11 +89,11 @@ def write_gallery(
 ) -> tuple[Path, Path]:
     """Write `index.html` (every pair) and `grid.png` (the first `grid_pairs`) -> their paths.
 
-    The page holds its pictures, style and script, and forbids itself every request. `columns`
-    names the pictures of each of `pairs`. Raises ValueError without pairs.
+    The page holds its images, style and script, and forbids itself every request. `columns`
+    names the images of each of `pairs`. Raises ValueError without pairs.
     """
     if not pairs:
-        raise ValueError("a gallery needs at least one pair of pictures, got none")
+        raise ValueError("a gallery needs at least one pair of images, got none")
     html, grid = Path(folder) / "index.html", Path(folder) / "grid.png"
     page = gallery_page(pairs, title=title, summary=summary, caption=caption, columns=columns)
     write_text(html, page)
@@ -139,7 +139,7 @@ def pair_grid(
     stacks = [
         Stack(
             caption=pair.prompt,
-            pictures=pair.pictures,
+            images=pair.images,
             notes=[_note(name, scores) for name, scores in pair.scores.items() if _any(scores)],
         )
         for pair in pairs
@@ -192,11 +192,11 @@ def _note(name: str, scores: Sequence[Score]) -> tuple[str, Color]:
 def _entry(pair: Shown, rewards: Sequence[str], columns: Sequence[str]) -> dict[str, Any]:
     missing = (None,) * len(columns)
     scores = [pair.scores.get(name, missing) for name in rewards]
-    pictures = zip(columns, pair.pictures, strict=True)
+    images = zip(columns, pair.images, strict=True)
     return {
         "prompt": pair.prompt,
         "draw": pair.draw,
-        "pictures": [_picture(column, picture) for column, picture in pictures],
+        "images": [_image(column, image) for column, image in images],
         "scores": [
             {
                 "name": name,
@@ -210,11 +210,11 @@ def _entry(pair: Shown, rewards: Sequence[str], columns: Sequence[str]) -> dict[
     }
 
 
-def _picture(which: str, picture: Image.Image) -> dict[str, Any]:
+def _image(which: str, image: Image.Image) -> dict[str, Any]:
     return {
         "which": which,
-        "url": data_url(picture),
-        "width": picture.width,
-        "height": picture.height,
-        "small": max(picture.size) <= SMALL,
+        "url": data_url(image),
+        "width": image.width,
+        "height": image.height,
+        "small": max(image.size) <= SMALL,
     }

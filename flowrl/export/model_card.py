@@ -15,11 +15,11 @@ from flowrl.utils.plots import Points, draw_curves
 from flowrl.utils.templates import render
 
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
-FOLDER = "card"  # the card's pictures, beside README.md
+FOLDER = "card"  # the card's images, beside README.md
 DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}
 WIDGETS = 4
 GRID = 8
-WIDGET_SIDE = 256  # pixels: smaller pictures are enlarged, else the Hub blurs them
+WIDGET_SIDE = 256  # pixels: smaller images are enlarged, else the Hub blurs them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,18 +48,18 @@ class Card:
 
 
 def write_card(folder: Path | str, card: Card) -> Path:
-    """Write `README.md` and the pictures it shows under `card/` -> the path of README.md."""
+    """Write `README.md` and the images it shows under `card/` -> the path of README.md."""
     folder = Path(folder)
-    pictures = {}
+    images = {}
     if card.pairs:
-        pictures["before-after.png"] = pair_grid(card.pairs[:GRID], across=4)
+        images["before-after.png"] = pair_grid(card.pairs[:GRID], across=4)
     if card.curves:
-        pictures["curve.png"] = draw_curves(card.curves)
+        images["curve.png"] = draw_curves(card.curves)
     for i, pair in enumerate(card.pairs[:WIDGETS], 1):
         side = max(WIDGET_SIDE, *pair.aligned.size)
-        pictures[f"aligned-{i}.png"] = fit(pair.aligned, side)
-    for name, picture in pictures.items():
-        write_bytes(folder / FOLDER / name, png(picture))
+        images[f"aligned-{i}.png"] = fit(pair.aligned, side)
+    for name, image in images.items():
+        write_bytes(folder / FOLDER / name, png(image))
     path = folder / "README.md"
     write_text(path, card_text(folder, card))
     return path

@@ -49,7 +49,7 @@ OBJECTIVES = {  # names of those that are not told by their tree
     "nft": "DiffusionNFT",
     "dpo": "Diffusion-DPO",
     "gdro": "GDRO",
-    "sft": "SFT on the best pictures",
+    "sft": "SFT on the best images",
     "rwr": "RWR",
     "awm": "AWM",
     "kto": "Diffusion-KTO",
@@ -156,7 +156,7 @@ def _of_candidates(config: Config, folder: Path, done: int) -> str:
 
 
 def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
-    """The kept pictures of both evaluations side by side, with their scores."""
+    """The kept images of both evaluations side by side, with their scores."""
     base, aligned = (to_pil(e.images.float() / 255) for e in (before, after))
     return [
         GalleryPair(
@@ -193,8 +193,8 @@ def summary(rows: list[EvaluationComparison]) -> list[SummaryRow]:
 def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
     """What the rows are that are more than a reward's score, for people."""
     texts = {
-        "corrected/": f"corrected/R is R ({quality} - 3) + 0.2, picture by picture.",
-        "paraphrase/": "paraphrase/R is the score R of pictures drawn from other words of the "
+        "corrected/": f"corrected/R is R ({quality} - 3) + 0.2, image by image.",
+        "paraphrase/": "paraphrase/R is the score R of images drawn from other words of the "
         "prompt, and paraphrase_gap/R how far it lies below that of the prompt's own words.",
     }
     shown = [text for start, text in texts.items() if any(r.name.startswith(start) for r in rows)]
@@ -240,9 +240,7 @@ def card(
         training=precisions(config, run.folder, run.done),
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
-        evaluation=f"{rows[0].pairs} pictures of {public(e.prompts)}, seed {e.seed}"
-        if rows
-        else "",
+        evaluation=f"{rows[0].pairs} images of {public(e.prompts)}, seed {e.seed}" if rows else "",
         summary=summary(rows),
         legend=legend(rows, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),
@@ -293,12 +291,12 @@ def write_sweep(
 
 
 def sweep_rows(base: Evaluation, others: Sequence[Evaluation]) -> list[GallerySweep]:
-    """The kept pictures of all evaluations by prompt and noise, with their scores."""
+    """The kept images of all evaluations by prompt and noise, with their scores."""
     return [
         GallerySweep(
             prompt=same[0].prompt,
             draw=same[0].draw,
-            pictures=(same[0].base, *(pair.aligned for pair in same)),
+            images=(same[0].base, *(pair.aligned for pair in same)),
             scores={
                 name: (first, *(pair.scores[name][1] for pair in same))
                 for name, (first, _) in same[0].scores.items()

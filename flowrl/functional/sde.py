@@ -142,7 +142,7 @@ def renoise_noise(sigmas: Tensor, level: float) -> Tensor:
 
 
 def _until_clean(g: Tensor, sigmas: Tensor) -> Tensor:
-    """No noise in a step that ends at sigma = 0: it would be seen in the picture."""
+    """No noise in a step that ends at sigma = 0: it would be seen in the image."""
     return torch.where(sigmas[1:] > 0, g, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What each picture of a rollout is worth, and how much better it is than others of its prompt."""
+"""What each image of a rollout is worth, and how much better it is than others of its prompt."""
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -210,11 +210,11 @@ def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:
     return exact
 
 
-# --- What each picture of a rollout is worth, and how much better it is than others of its pr --
+# --- What each image of a rollout is worth, and how much better it is than others of its pr --
 
 
 def worth(rollout: Rollout, rewards: str) -> tuple[Tensor, Tensor]:
-    """(G,) what each picture is worth, and whether that is known.
+    """(G,) what each image is worth, and whether that is known.
 
     rewards: "sum", the weighted sum, or "gdpo", GDPO's sum of each reward's z-scores, which is
     known as soon as one of them is.
@@ -234,7 +234,7 @@ def scale_of(rewards: str, scale: Scale | Literal["auto"]) -> Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantages:
-    """Normalise the worth of the pictures of each prompt; see the options `advantage`."""
+    """Normalise the worth of the images of each prompt; see the options `advantage`."""
 
     rewards: str = "sum"
     center: Centre = "mean"
@@ -244,8 +244,8 @@ class Advantages:
     clip: float = 5.0
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """(G,) fp32, 0 where there is nothing to compare with; and which pictures are compared:
-        those whose worth is known, of prompts with at least two such pictures."""
+        """(G,) fp32, 0 where there is nothing to compare with; and which images are compared:
+        those whose worth is known, of prompts with at least two such images."""
         value, valid = worth(rollout, self.rewards)
         group = rollout.group.cpu()
         whole = torch.ones(1, dtype=torch.bool)
@@ -263,7 +263,7 @@ class Advantages:
 
 
 def lots(rollout: Rollout) -> Tensor:
-    """(G,) in [0, 1): a number for each picture by which ties are broken, anew in each rollout."""
+    """(G,) in [0, 1): a number for each image by which ties are broken, anew in each rollout."""
     seeds = [
         noise_seed(seed=rollout.seed, iteration=0, prompt="", root=image, step=0, role="lot")
         for image in range(len(rollout.reward))

@@ -97,7 +97,7 @@ class AWM:
         self.needs = Needs(states="endpoints", reference=kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Pictures without advantage stay for the pull to the base, else they are dropped."""
+        """Images without advantage stay for the pull to the base, else they are dropped."""
         advantage, valid = self.advantages(rollout)
         signal = rescale_advantage(advantage, self.advantages.clip, self.advantage_max)
         keep = valid if self.kl_coef > 0 else valid & (signal != 0)

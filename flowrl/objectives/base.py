@@ -16,7 +16,7 @@ class RewardField(Protocol):
     """The trained reward as a function of clean latents."""
 
     def __call__(self, x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
-        """x0 (B, *latent) -> rewards of the pictures they decode to (B,) fp32, and their gradient.
+        """x0 (B, *latent) -> rewards of the images they decode to (B,) fp32, and their gradient.
 
         prompt: (B,) long, an index into the rollout's prompts; words: put before them. The
         gradient is like x0, fp32; neither has a graph. NaN where there is no reward.
@@ -29,7 +29,7 @@ class OldPolicy:
     """A second policy that lags behind.
 
     keep: iteration -> share of it that stays when the policy is mixed in before that iteration's
-    rollout; 0 is a copy of the policy, 1 leaves it alone. samples: it draws the pictures, too.
+    rollout; 0 is a copy of the policy, 1 leaves it alone. samples: it draws the images, too.
     """
 
     keep: Callable[[int], float]
@@ -45,7 +45,7 @@ class Needs:
     ratio: its first pass after a rollout must see the velocities of that rollout again.
     reference: it calls the frozen network. old: the lagging policy that it calls, if any.
     reward_grad: `loss` gets the reward's gradient, as `reward=RewardField`.
-    complete_groups: a group must lie on one process, since its pictures are compared in `loss`.
+    complete_groups: a group must lie on one process, since its images are compared in `loss`.
     whole_update: all that an update learns from must, which only a single process can give.
     """
 
@@ -112,7 +112,7 @@ class Objective(Protocol):
 def in_pieces(field: VelocityField, size: int) -> VelocityField:
     """The same field, of which at most `size` rows have a graph at any time.
 
-    A loss over a whole group is a coefficient on each picture's error. The first pass finds the
+    A loss over a whole group is a coefficient on each image's error. The first pass finds the
     coefficients without graph; going backward, each piece is computed again and multiplied with
     its own. One more forward, the same gradient, and a group of any size fits in memory. Up to
     `size` rows there is one pass.

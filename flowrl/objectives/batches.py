@@ -17,18 +17,18 @@ Compared = Literal["image", "group", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoints:
-    """N pictures with what they are worth, those of a group side by side.
+    """N images with what they are worth, those of a group side by side.
 
     x0: (N, *latent) in the dtype they were drawn in; prompt: (N,) long, index into `cond` (P rows);
     group: (N,) long, the same numbers on every process; image: (N,) long, number in the rollout.
     reward: (N,) fp32, the weighted sum, NaN where the objective made do with a part of the scores.
     signal: (N,) fp32, what the objective made of it (a weight, an advantage or a label).
     sigmas: (T+1,), the rollout's own.
-    draws: points on the way to noise at which each picture is looked at, a forward each.
-    compared: what the loss sees together: single pictures, whole groups, or all of an update.
+    draws: points on the way to noise at which each image is looked at, a forward each.
+    compared: what the loss sees together: single images, whole groups, or all of an update.
     seed: of these draws, which are functions of it and of the row's numbers: how rows are cut
     into batches does not change them.
-    left_out: shares of all pictures of the rollout that nobody learns from, by reason.
+    left_out: shares of all images of the rollout that nobody learns from, by reason.
     known: as in `Rollout`; then draws come from its fixed pool.
     """
 
@@ -50,13 +50,13 @@ class Endpoints:
         return len(self.x0)
 
     def take(self, rows: Tensor) -> "Endpoints":
-        """The pictures of `rows` (n,) long."""
+        """The images of `rows` (n,) long."""
         names = ("x0", "prompt", "group", "image", "reward", "signal")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     def metrics(self) -> Metrics:
         shares = {f"endpoints/{why}": torch.tensor(share) for why, share in self.left_out.items()}
-        return shares | {"endpoints/pictures": torch.tensor(float(len(self)))}
+        return shares | {"endpoints/images": torch.tensor(float(len(self)))}
 
     def updates(self, count: int) -> list["Endpoints"]:
         """`count` parts with whole groups each, dealt in turn, with draws of their own."""
@@ -73,7 +73,7 @@ class Endpoints:
             yield self.take(part)
 
     def _lengths(self, size: int) -> list[int]:
-        """How many pictures each part has."""
+        """How many images each part has."""
         most = max(1, size // self.draws)
         if self.compared == "update":
             return [len(self)]
@@ -91,9 +91,9 @@ class Endpoints:
 def endpoints(
     rollout: Rollout, signal: Tensor, keep: Tensor, *, draws: int, compared: Compared
 ) -> Endpoints:
-    """This process's pictures of a rollout that are kept, groups side by side.
+    """This process's images of a rollout that are kept, groups side by side.
 
-    signal: (G,) of all pictures of all processes; keep: (G,) bool. Raises ValueError when groups
+    signal: (G,) of all images of all processes; keep: (G,) bool. Raises ValueError when groups
     are compared and one of them is not on one process, which `Needs.complete_groups` prevents.
     """
     tree = rollout.tree
@@ -105,7 +105,7 @@ def endpoints(
     image, device = image[rows], tree.x.device
     if compared == "group" and int(torch.isin(group, group[image])[keep].sum()) != len(image):
         raise ValueError(
-            "a group lies on several processes, and its pictures are compared: the objective must "
+            "a group lies on several processes, and its images are compared: the objective must "
             "declare Needs(complete_groups=True)"
         )
     return Endpoints(
@@ -126,7 +126,7 @@ def endpoints(
 
 
 def _left_out(rollout: Rollout, keep: Tensor) -> dict[str, float]:
-    """Shares of all pictures: without a reward, the only one of its prompt with one, of a prompt
+    """Shares of all images: without a reward, the only one of its prompt with one, of a prompt
     whose rewards are all equal, or not needed by the objective."""
     valid = rollout.valid.cpu()
     lone, same = alone(rollout), tied(rollout)
@@ -140,12 +140,12 @@ def _left_out(rollout: Rollout, keep: Tensor) -> dict[str, float]:
 
 
 def alone(rollout: Rollout) -> Tensor:
-    """(G,) bool: pictures with a reward whose prompt has no other one."""
+    """(G,) bool: images with a reward whose prompt has no other one."""
     return lone(rollout.valid.cpu(), rollout.group.cpu())
 
 
 def tied(rollout: Rollout) -> Tensor:
-    """(G,) bool: pictures with a reward of prompts whose known rewards are all equal, or one."""
+    """(G,) bool: images with a reward of prompts whose known rewards are all equal, or one."""
     valid = rollout.valid.cpu()
     found = torch.zeros_like(valid)
     found[valid] = undecided(rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid])
@@ -165,7 +165,7 @@ class Trajectories:
     forwards: (N,) long, velocities with a graph that one loss needs of each chain.
     seed: of what is drawn in learning, a function of it and of `image`: how chains are cut into
     batches does not change it.
-    left_out: shares of the rollout's pictures that are not here, by reason.
+    left_out: shares of the rollout's images that are not here, by reason.
     """
 
     x: Tensor
@@ -285,6 +285,6 @@ def _check_chains(tree: Tree) -> None:
         return
     raise UserError(
         f"this objective goes back along chains of {steps} steps without noise, but the rollout's "
-        f"trees have {len(tree.leaf)} pictures, {len(tree.step)} states and {len(tree.noisy)} "
+        f"trees have {len(tree.leaf)} images, {len(tree.step)} states and {len(tree.noisy)} "
         "steps with noise each: set rollout.tree to {kind: ode}"
     )

@@ -1,4 +1,4 @@
-"""Diffusion-DPO (2311.12908): a prompt's best picture against its worst, or stored pairs."""
+"""Diffusion-DPO (2311.12908): a prompt's best image against its worst, or stored pairs."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -122,7 +122,7 @@ def _group_mean(value: Tensor, rows: GroupRows) -> Tensor:
     return (table.sum(1) / rows.mask.sum(1))[rows.number]
 
 
-# --- Diffusion-DPO (2311.12908): a prompt's best picture against its worst, or stored pairs ----
+# --- Diffusion-DPO (2311.12908): a prompt's best image against its worst, or stored pairs ----
 
 
 class DPO:
@@ -135,7 +135,7 @@ class DPO:
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Winners with signal 1, losers with -1; prompts that prefer nothing are dropped.
 
-        Flow-GRPO's code would learn from the first two pictures of a tied prompt.
+        Flow-GRPO's code would learn from the first two images of a tied prompt.
         """
         valid = rollout.valid.cpu().nonzero().squeeze(1)
         reward, group = rollout.reward.cpu()[valid], rollout.group.cpu()[valid]
@@ -171,19 +171,17 @@ class DPO:
 def pairs(batch: Endpoints) -> tuple[Tensor, Tensor]:
     """Rows of the winners and losers, pair by pair. Raises ValueError for a pair that was cut."""
     if len(batch) % 2 or not bool((batch.signal.view(-1, 2).sum(1) == 0).all()):
-        raise ValueError(
-            "a pair was cut in two: batches must keep the pictures of a group together"
-        )
+        raise ValueError("a pair was cut in two: batches must keep the images of a group together")
     winner = (batch.signal > 0).nonzero().squeeze(1)
     loser = (batch.signal < 0).nonzero().squeeze(1)
     return winner, loser
 
 
-# --- Diffusion-KTO (2404.04465): pictures that are liked or not, without pairs -----------------
+# --- Diffusion-KTO (2404.04465): images that are liked or not, without pairs -----------------
 
 
 class KTO:
-    """like_above: a picture with a higher reward is liked; None is the mean of its prompt.
+    """like_above: an image with a higher reward is liked; None is the mean of its prompt.
     dislike_weight: of the others, against 1."""
 
     def __init__(
@@ -203,7 +201,7 @@ class KTO:
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Signal 1 for what is liked, -1 for the rest.
 
-        Without a threshold tied prompts have neither, and are dropped, and so are pictures at the
+        Without a threshold tied prompts have neither, and are dropped, and so are images at the
         mean. All of an update is seen together, since the reference point is its mean.
         """
         if self.like_above is None:

@@ -127,9 +127,9 @@ class GDRO:
         self.needs = errors.needs(complete_groups=True)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """All pictures of prompts with two scores or more; the signal breaks ties, by lot.
+        """All images of prompts with two scores or more; the signal breaks ties, by lot.
 
-        Prompts whose pictures are all alike stay: they draw implicit rewards together.
+        Prompts whose images are all alike stay: they draw implicit rewards together.
         """
         keep = rollout.valid.cpu() & ~alone(rollout)
         return endpoints(
@@ -151,7 +151,7 @@ class GDRO:
             ranking = suffix_loss(s, batch.reward, batch.group, self.tau, batch.signal)
         else:
             ranking = top1_loss(s, batch.reward, batch.group, self.tau)
-        # The best of a prompt whose pictures are all alike is none, and may be a failure.
+        # The best of a prompt whose images are all alike is none, and may be a failure.
         decided = ~undecided(batch.reward, batch.group)
         best = (decided * best_error(gap.error, batch.reward, batch.group)).mean()
         loss = ranking.mean() + self.top1_coef * best + self.errors.kl_coef * gap.penalty

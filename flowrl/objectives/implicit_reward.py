@@ -67,7 +67,7 @@ class ImplicitReward:
                 penalty = velocity_kl(v, v_anchor).mean()
             elif self.kl_coef > 0:
                 penalty = points.distance(v, reference)
-        weight = points.by_picture(self.weighting(points.sigma))
+        weight = points.by_image(self.weighting(points.sigma))
         error = (weight * points.error(v)).mean(1)
         return Gap(error=error, anchor=(weight * anchor).mean(1), penalty=penalty)
 

@@ -1,4 +1,4 @@
-"""DiffusionNFT (2509.16117): towards good pictures, and away from bad ones, of an old policy."""
+"""DiffusionNFT (2509.16117): towards good images, and away from bad ones, of an old policy."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -114,8 +114,8 @@ def reward_to_unit(advantage: Tensor, advantage_max: float = 5.0, mode: str = "a
 
 
 class NFT:
-    """See the options of the same names. `old` also draws the pictures: the identities of the
-    paper hold for pictures of the velocity that both branches mix in."""
+    """See the options of the same names. `old` also draws the images: the identities of the
+    paper hold for images of the velocity that both branches mix in."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class NFT:
         self.needs = Needs(states="endpoints", reference=kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Every picture that is compared; the signal is r in [0, 1], 1/2 for what teaches nothing.
+        """Every image that is compared; the signal is r in [0, 1], 1/2 for what teaches nothing.
 
         At r = 1/2 the loss still draws the policy to the old one.
         """

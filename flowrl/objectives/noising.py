@@ -1,4 +1,4 @@
-"""Where pictures are looked at in training: times and noise, and the velocity's errors there."""
+"""Where images are looked at in training: times and noise, and the velocity's errors there."""
 
 import math
 from collections.abc import Callable
@@ -184,7 +184,7 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-# --- Where pictures are looked at in training --------------------------------------------------
+# --- Where images are looked at in training --------------------------------------------------
 
 # (u (N, D) uniform in [0, 1), the rollout's sigmas (T+1,)) -> training sigmas (N, D)
 TimeSampler = Callable[[Tensor, Tensor], Tensor]
@@ -192,7 +192,7 @@ TimeSampler = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisedImages:
-    """N pictures at D points each on their way to noise, picture by picture.
+    """N images at D points each on their way to noise, image by image.
 
     x, x0, target: (N * D, *latent) fp32, target the velocity noise - x0; sigma: (N * D,) fp32;
     cond: N * D rows; place: (N, D) long, each point's number in the pool of a store, or its own.
@@ -215,7 +215,7 @@ class NoisedImages:
 
     def error(self, v: Tensor) -> Tensor:
         """(N, D): mean over the latent of the squared distance of velocities and target."""
-        return self.by_picture(velocity_error(v, self.target))
+        return self.by_image(velocity_error(v, self.target))
 
     def distance(self, v: Tensor, field: VelocityField) -> Tensor:
         """Mean squared distance of velocities (N * D, *latent) from those of another field. ()"""
@@ -223,23 +223,23 @@ class NoisedImages:
             other = self.velocity(field)
         return velocity_kl(v, other).mean()
 
-    def by_picture(self, rows: Tensor) -> Tensor:
+    def by_image(self, rows: Tensor) -> Tensor:
         """(N * D,) -> (N, D)."""
         return rows.view(-1, self.draws)
 
-    def take(self, pictures: Tensor) -> "NoisedImages":
-        """The points of some pictures, (n,) long."""
-        places = torch.arange(self.draws, device=pictures.device)
-        rows = (pictures[:, None] * self.draws + places).flatten()
+    def take(self, images: Tensor) -> "NoisedImages":
+        """The points of some images, (n,) long."""
+        places = torch.arange(self.draws, device=images.device)
+        rows = (images[:, None] * self.draws + places).flatten()
         tensors = {name: getattr(self, name)[rows] for name in ("x", "x0", "target", "sigma")}
-        return NoisedImages(**tensors, cond=self.cond.take(rows), place=self.place[pictures])
+        return NoisedImages(**tensors, cond=self.cond.take(rows), place=self.place[images])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noising:
-    """`count` points for each picture.
+    """`count` points for each image.
 
-    times: from uniform numbers to sigmas. share: pictures of a "group" get the same times and
+    times: from uniform numbers to sigmas. share: images of a "group" get the same times and
     noise, so that what is common to them cancels when they are compared; or each "image" its own.
     """
 
@@ -250,7 +250,7 @@ class Noising:
     def __call__(self, batch: Endpoints) -> NoisedImages:
         """A function of the batch's seed and its rows' numbers alone.
 
-        Where the reference's errors are kept, points are chosen from a pool of each picture or
+        Where the reference's errors are kept, points are chosen from a pool of each image or
         group that never changes.
         """
         pool, seed = (self.count, batch.seed) if batch.known is None else (batch.known.pool, 0)
@@ -285,10 +285,10 @@ class Noising:
         )
 
     def _owner(self, batch: Endpoints) -> Tensor:
-        """(N,) long: whose points a picture gets, by a number that outlasts the batch."""
+        """(N,) long: whose points an image gets, by a number that outlasts the batch."""
         if batch.known is None:
             return (batch.group if self.share == "group" else batch.image).cpu()
-        of = batch.known.group if self.share == "group" else batch.known.picture
+        of = batch.known.group if self.share == "group" else batch.known.image
         return of[batch.image.cpu()]
 
     def _seed(self, seed: int, owner: int, place: int, role: str) -> int:

@@ -1,4 +1,4 @@
-"""Weighted regression on the rollout's own pictures: SFT, best-of-n and RWR (2302.12192)."""
+"""Weighted regression on the rollout's own images: SFT, best-of-n and RWR (2302.12192)."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ Weights = Callable[[Rollout], Tensor]  # -> (G,), 0 for what is left out
 
 
 class WeightedRegression:
-    """Mean of weight * error. weights: what a picture counts, from the rewards of its prompt."""
+    """Mean of weight * error. weights: what an image counts, from the rewards of its prompt."""
 
     def __init__(self, *, draws: Noising, weights: Weights):
         self.draws, self.weights = draws, weights
@@ -45,9 +45,9 @@ class WeightedRegression:
 
 
 def all_winners(rollout: Rollout) -> Tensor:
-    """1 for every picture at its prompt's maximum: SFT, which draws p towards p F^(n-1).
+    """1 for every image at its prompt's maximum: SFT, which draws p towards p F^(n-1).
 
-    Prompts whose pictures are all alike count nothing, or every failure would be learned.
+    Prompts whose images are all alike count nothing, or every failure would be learned.
     """
     keep = rollout.valid.cpu() & ~tied(rollout)
     weight = torch.zeros(len(keep))
@@ -57,7 +57,7 @@ def all_winners(rollout: Rollout) -> Tensor:
 
 
 def one_winner(rollout: Rollout) -> Tensor:
-    """1 for one picture at its prompt's maximum, by lot: best-of-n. Tied prompts count nothing."""
+    """1 for one image at its prompt's maximum, by lot: best-of-n. Tied prompts count nothing."""
     valid = rollout.valid.cpu().nonzero().squeeze(1)
     reward, group = rollout.reward.cpu()[valid].double(), rollout.group.cpu()[valid]
     winner, _ = best_and_worst(reward, group, lots(rollout)[valid])
@@ -69,7 +69,7 @@ def one_winner(rollout: Rollout) -> Tensor:
 def exponential(rollout: Rollout, *, rwr_lambda: float, normalise: bool) -> Tensor:
     """exp(reward / rwr_lambda), over its mean in the prompt if normalised: RWR.
 
-    Normalised, a picture that is alone counts nothing: it would be its own mean.
+    Normalised, an image that is alone counts nothing: it would be its own mean.
     """
     valid = rollout.valid.cpu()
     if normalise:

@@ -45,10 +45,10 @@ def spo_loss(
 
 
 class SPO:
-    """Prefer, at every split, the child that leads to better pictures.
+    """Prefer, at every split, the child that leads to better images.
 
     The published method asks a preference model that reads noisy latents, and walks on from a
-    random child; here a child is worth what the pictures below it are, all of which are drawn.
+    random child; here a child is worth what the images below it are, all of which are drawn.
 
     kernel: the rollout's. fusion, path_coef: how the rewards below a child make its value. min_gap,
     tau: only pairs whose `softmax_gap` is larger count. logratio_beta, clip: of `spo_loss`.

@@ -1,4 +1,4 @@
-"""Credit: from what the pictures of a forest are worth to the advantages of its trained edges."""
+"""Credit: from what the images of a forest are worth to the advantages of its trained edges."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -232,7 +232,7 @@ def _best_first(score: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaves:
-    """The pictures of N trees: reward, valid, advantage (N, l); group (N,), the tree's prompt;
+    """The images of N trees: reward, valid, advantage (N, l); group (N,), the tree's prompt;
     siblings (l,), the node of the last split that a leaf hangs on."""
 
     reward: Tensor

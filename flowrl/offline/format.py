@@ -1,9 +1,9 @@
-"""Groups of pictures on disk, drawn once and learned from often: the folder and its files.
+"""Groups of images on disk, drawn once and learned from often: the folder and its files.
 
     store.json                   how they were made
     README.md                    so that `datasets.load_dataset(folder)` reads the rows
     latents/000000.safetensors   x0 (n, *latent), as it was drawn
-    data/000000.jsonl            a row a picture
+    data/000000.jsonl            a row an image
 
 A shard is one iteration of collecting. Its latents are written first, and it counts when its rows
 are there, so that whatever is killed leaves whole shards.
@@ -32,7 +32,7 @@ FORMAT = 1
 ABOUT, README = "store.json", "README.md"
 LATENTS = "x0"  # name of the tensor in a latents file
 SCORE = "reward/"  # before a reward's name, its column
-PAIRS = "pairs"  # the key of a recipe whose pictures were given
+PAIRS = "pairs"  # the key of a recipe whose images were given
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLUMNS = {
     "uid": "string", "prompt": "string", "negative": "string", "metadata": "string",
@@ -43,11 +43,11 @@ COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetMetadata:
-    """How the pictures of a store were made; what is plain JSON only.
+    """How the images of a store were made; what is plain JSON only.
 
     pipeline: its path or name; backbone: its family; latent_shape: of one; dtype: one of DTYPES;
     sigmas: (T+1,) of the rollout; rewards: [{name, version, weight}], a column each; recipe: the
-    options that decided the pictures; lora: of the model that drew them, None for the base.
+    options that decided the images; lora: of the model that drew them, None for the base.
     """
 
     pipeline: str
@@ -104,18 +104,18 @@ class StoredImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """Pictures of one prompt, by their numbers in the store. key: a name of its own."""
+    """Images of one prompt, by their numbers in the store. key: a name of its own."""
 
     key: str
     record: PromptRecord
-    pictures: tuple[int, ...]
+    images: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineDataset:
-    """What is in a folder: prompts and scores in memory, the latents of N pictures on disk.
+    """What is in a folder: prompts and scores in memory, the latents of N images on disk.
 
-    scores: (N, K) fp32, NaN where missing; shard, row: (N,) long, where each picture's latent is.
+    scores: (N, K) fp32, NaN where missing; shard, row: (N,) long, where each image's latent is.
     identity: of everything in it.
     """
 
@@ -128,14 +128,14 @@ class OfflineDataset:
     identity: str = field(repr=False)
 
     def __len__(self) -> int:
-        """N, the number of pictures."""
+        """N, the number of images."""
         return len(self.scores)
 
-    def latents(self, pictures: Tensor) -> Tensor:
-        """Pictures (n,) long -> (n, *latent) as they were drawn, on the CPU; reads no others."""
+    def latents(self, images: Tensor) -> Tensor:
+        """Images (n,) long -> (n, *latent) as they were drawn, on the CPU; reads no others."""
         shape, dtype = self.about.latent_shape, DTYPES[self.about.dtype]
-        found = torch.empty(len(pictures), *shape, dtype=dtype)
-        shards, rows = self.shard[pictures], self.row[pictures]
+        found = torch.empty(len(images), *shape, dtype=dtype)
+        shards, rows = self.shard[images], self.row[images]
         for number in shards.unique().tolist():
             with safe_open(latents_file(self.folder, number), "pt") as file:
                 lazy = file.get_slice(LATENTS)
@@ -164,7 +164,7 @@ def finished_shards(folder: Path) -> list[int]:
 def create(folder: Path, about: DatasetMetadata) -> None:
     """Begin a store, or go on with one that was made in the same way, or holds nothing yet.
 
-    Raises UserError when the folder's pictures were made in another way, naming what differs, and
+    Raises UserError when the folder's images were made in another way, naming what differs, and
     when it holds other files. Hidden ones are no matter, nor a README, which is kept.
     """
     was = DatasetMetadata.read(folder) if (folder / ABOUT).exists() else None
@@ -196,24 +196,24 @@ def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -
             )
 
 
-def append(folder: Path, shard: int, x0: Tensor, pictures: Sequence[StoredImage]) -> None:
-    """Write a shard: latents x0 (n, *latent) of n pictures, then their rows."""
-    if len(x0) != len(pictures):
-        raise ValueError(f"got {len(x0)} latents of {len(pictures)} pictures")
+def append(folder: Path, shard: int, x0: Tensor, images: Sequence[StoredImage]) -> None:
+    """Write a shard: latents x0 (n, *latent) of n images, then their rows."""
+    if len(x0) != len(images):
+        raise ValueError(f"got {len(x0)} latents of {len(images)} images")
     names = DatasetMetadata.read(folder).names
     path = latents_file(folder, shard)
     with atomic_path(path) as temporary:
         save_file({LATENTS: x0.detach().cpu().contiguous()}, temporary)
-    lines = [_line(p, i, path.name, names) for i, p in enumerate(pictures)]
+    lines = [_line(p, i, path.name, names) for i, p in enumerate(images)]
     write_text(rows_file(folder, shard), "".join(lines))
 
 
-def _line(picture: StoredImage, row: int, latents: str, names: Sequence[str]) -> str:
-    """One picture as a line of ASCII JSON: no prompt can end it, and NaN is null."""
-    record = picture.record
+def _line(image: StoredImage, row: int, latents: str, names: Sequence[str]) -> str:
+    """One image as a line of ASCII JSON: no prompt can end it, and NaN is null."""
+    record = image.record
     scores = {
         SCORE + name: score if abs(score) < float("inf") else None
-        for name, score in zip(names, picture.scores, strict=True)
+        for name, score in zip(names, image.scores, strict=True)
     }
     content = {
         "uid": record.uid,
@@ -222,7 +222,7 @@ def _line(picture: StoredImage, row: int, latents: str, names: Sequence[str]) ->
         "metadata": json.dumps(record.metadata),
         "latents": latents,
         "row": row,
-    } | {name: getattr(picture, name) for name in _OWN}
+    } | {name: getattr(image, name) for name in _OWN}
     return json.dumps({name: content[name] for name in COLUMNS} | scores, allow_nan=False) + "\n"
 
 
@@ -261,7 +261,7 @@ TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors'
 
 
 def open_store(folder: str | Path) -> OfflineDataset:
-    """The store in a folder. Rows may be removed from its files: such pictures are not in it.
+    """The store in a folder. Rows may be removed from its files: such images are not in it.
 
     Raises UserError when there is none, when it is empty, or when a shard is damaged.
     """
@@ -284,7 +284,7 @@ def open_store(folder: str | Path) -> OfflineDataset:
         rows += found
         shard += [number] * len(found)
     if not rows:
-        raise UserError(f"{folder} holds no pictures yet: collect some with flowrl collect")
+        raise UserError(f"{folder} holds no images yet: collect some with flowrl collect")
     columns = [SCORE + name for name in about.names]
     scores = [[math.nan if r[c] is None else r[c] for c in columns] for r in rows]
     return OfflineDataset(
@@ -353,5 +353,5 @@ def _groups(rows: Iterable[Row]) -> Iterable[StoredGroup]:
             metadata=row["metadata"],
         )
         yield StoredGroup(
-            key=f"{number}/{record.uid}", record=record, pictures=tuple(members[number])
+            key=f"{number}/{record.uid}", record=record, images=tuple(members[number])
         )

@@ -1,4 +1,4 @@
-"""Rollouts that are read: groups of a store in place of new pictures."""
+"""Rollouts that are read: groups of a store in place of new images."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -41,12 +41,12 @@ def check_store(
     # The last part of a path: folders move.
     if about.pipeline.rstrip("/").split("/")[-1] != pipeline.rstrip("/").split("/")[-1]:
         raise UserError(
-            f"the pictures in {name} are of the pipeline {about.pipeline!r}, and pipeline.path is "
+            f"the images in {name} are of the pipeline {about.pipeline!r}, and pipeline.path is "
             f"{pipeline!r}: {again}"
         )
     if about.backbone != family:
         raise UserError(
-            f"the pictures in {name} are of a pipeline of the family {about.backbone!r}, and "
+            f"the images in {name} are of a pipeline of the family {about.backbone!r}, and "
             f"pipeline.backbone is {family!r}: {again}"
         )
     shape = list(backbone.latent_shape())
@@ -70,10 +70,10 @@ def check_store(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler:
-    """A store under this recipe's rewards: groups with two rewarded pictures or more.
+    """A store under this recipe's rewards: groups with two rewarded images or more.
 
     scores, applicable, terms: (N, K) in the order of the recipe's rewards, as in `Rollout`, where
-    transforms that compare a group compare all its stored pictures; reward, valid: (N,), their
+    transforms that compare a group compare all its stored images; reward, valid: (N,), their
     weighted sum and whether it is known. skipped: how many groups are left out. order: which groups
     when.
     """
@@ -87,7 +87,7 @@ class GroupSampler:
     valid: Tensor
     order: PromptSampler
     skipped: int
-    number: Tensor  # (N,) long, of each picture's group in the store
+    number: Tensor  # (N,) long, of each image's group in the store
 
 
 def shelve(
@@ -101,7 +101,7 @@ def shelve(
     applicable = scores.isfinite()
     number = torch.zeros(len(store), dtype=torch.long)
     for place, group in enumerate(store.groups):
-        rows = torch.tensor(group.pictures)
+        rows = torch.tensor(group.images)
         number[rows] = place
         for column, spec in enumerate(specs):
             applicable[rows, column] = _fits(spec, group, applicable[rows, column])
@@ -109,10 +109,10 @@ def shelve(
                           names=tuple(s.name for s in specs))  # fmt: skip
     reward, valid, terms = combine(specs, result, number)
     groups = {g.key: _rewarded(g, valid) for g in store.groups}
-    groups = {key: group for key, group in groups.items() if len(group.pictures) >= 2}
+    groups = {key: group for key, group in groups.items() if len(group.images) >= 2}
     if not groups:
         raise UserError(
-            f"no group in {store.folder} has two pictures with a reward: collect groups of at "
+            f"no group in {store.folder} has two images with a reward: collect groups of at "
             "least two, with rewards that apply to their prompts"
         )
     # The sampler of prompts deals groups: its records are named by their groups here.
@@ -132,7 +132,7 @@ def shelve(
 
 
 def _fits(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
-    """Whether a reward speaks of the pictures of a group: where it gave a score, and where it would
+    """Whether a reward speaks of the images of a group: where it gave a score, and where it would
     give one now, but that is missing; nowhere if the recipe keeps it to other prompts."""
     metadata = group.record.metadata
     if not spec.meant_for(metadata):
@@ -141,10 +141,10 @@ def _fits(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
 
 
 def _rewarded(group: StoredGroup, valid: Tensor) -> StoredGroup:
-    return replace(group, pictures=tuple(p for p in group.pictures if valid[p]))
+    return replace(group, images=tuple(p for p in group.images if valid[p]))
 
 
-# --- Rollouts that are read: groups of a store in place of new pictures ------------------------
+# --- Rollouts that are read: groups of a store in place of new images ------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +170,7 @@ class Refreshing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caching:
-    """The reference's errors at `draws` points of each picture, kept in the file `path`.
+    """The reference's errors at `draws` points of each image, kept in the file `path`.
 
     key: of everything but the store that decides them: pipeline and how points are drawn.
     """
@@ -181,12 +181,12 @@ class Caching:
 
 
 class StoredGroups:
-    """A source of rollouts: each iteration `prompts` groups, `group_size` pictures of each.
+    """A source of rollouts: each iteration `prompts` groups, `group_size` images of each.
 
-    Groups come in seeded shuffles, one an epoch; a group with fewer pictures gives all it has.
+    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has.
     What is read is a function of seed, iteration and store, not of the number of processes. A
     rollout is a forest of bare roots: clean latents that nothing led to. skipped: groups that are
-    never read, since fewer than two of their pictures have a reward. Raises UserError when the
+    never read, since fewer than two of their images have a reward. Raises UserError when the
     store has nothing to give, or when there are more processes than groups in an iteration.
     """
 
@@ -270,12 +270,12 @@ class StoredGroups:
             for record, turn in zip(records, occurrences(records), strict=True)
         ]
         group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
-        pictures = torch.cat(picked)
+        images = torch.cat(picked)
         own = self.runtime.share(len(picked))
         trees = torch.isin(group, own).nonzero().squeeze(1)
         asked = [records[i] for i in own.tolist()]
         tree = bare_roots(
-            shelf.store.latents(pictures[trees]).to(self.backbone.device),
+            shelf.store.latents(images[trees]).to(self.backbone.device),
             (group[trees] - own[0]).to(self.backbone.device),
             torch.tensor(shelf.store.about.sigmas, device=self.backbone.device),
         )
@@ -284,33 +284,33 @@ class StoredGroups:
             cond=self.encode(asked),
             prompts=tuple(record.text for record in asked),
             metadata=tuple(record.metadata for record in asked),
-            images=torch.empty(0, 3, *self.backbone.picture_size()),
+            images=torch.empty(0, 3, *self.backbone.image_size()),
             trees=trees,
-            scores=shelf.scores[pictures],
-            applicable=shelf.applicable[pictures],
-            terms=shelf.terms[pictures],
+            scores=shelf.scores[images],
+            applicable=shelf.applicable[images],
+            terms=shelf.terms[images],
             names=tuple(spec.name for spec in self.specs),
             weights=torch.tensor(train_weights(self.specs)),
-            reward=shelf.reward[pictures],
-            valid=shelf.valid[pictures],
+            reward=shelf.reward[images],
+            valid=shelf.valid[images],
             group=group,
-            log_prob=torch.zeros(len(pictures), 1),
+            log_prob=torch.zeros(len(images), 1),
             seed=learning_seed(self.seed, iteration),
         )
         watch.lap("time/rollout")
         if self.known is None:
             return rollout
-        return replace(rollout, known=self.known.view(pictures, shelf.number[pictures]))
+        return replace(rollout, known=self.known.view(images, shelf.number[images]))
 
 
 def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) -> Tensor:
-    """`count` of a group's pictures, (n,) long ascending, none twice; `turn`: how often the group
+    """`count` of a group's images, (n,) long ascending, none twice; `turn`: how often the group
     stood before in this iteration."""
     key = noise_seed(
         seed=seed, iteration=iteration, prompt=group.key, root=turn, step=0, role="pick"
     )
-    order = keyed_uniform([key], (len(group.pictures),))[0].argsort()
-    return torch.tensor(group.pictures)[order[:count].sort().values]
+    order = keyed_uniform([key], (len(group.images),))[0].argsort()
+    return torch.tensor(group.images)[order[:count].sort().values]
 
 
 def bare_roots(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:

@@ -59,8 +59,8 @@ def fill(
         rollout = sampler.collect(iteration, watch or Stopwatch())
         x0 = gather_latents(rollout.tree.leaves(), runtime)
         if runtime.is_main:
-            pictures = list(_pictures(rollout, sampler, iteration, shard))
-            append(folder, shard, x0, pictures)
+            images = list(_images(rollout, sampler, iteration, shard))
+            append(folder, shard, x0, images)
         advance(rollout)
     runtime.wait()
     return open_store(folder)
@@ -74,10 +74,10 @@ def gather_latents(x0: Tensor, runtime: Runtime) -> Tensor:
     return runtime.gather(raw).view(x0.dtype)
 
 
-def _pictures(
+def _images(
     rollout: Rollout, sampler: Sampler, iteration: int, shard: int
 ) -> Iterator[StoredImage]:
-    """The rows of all processes' pictures; groups are numbered through the whole store."""
+    """The rows of all processes' images; groups are numbered through the whole store."""
     records = sampler.prompts.at(iteration)
     before = occurrences(records)
     groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
@@ -109,7 +109,7 @@ class Refresh:
 
     like: the store that is replaced; about: what is said of the new ones; every: iterations
     between them, so that each has iterations of the sampler for itself. Raises UserError when
-    the store holds pictures that no policy drew.
+    the store holds images that no policy drew.
     """
 
     like: OfflineDataset
@@ -120,7 +120,7 @@ class Refresh:
     def __post_init__(self) -> None:
         if PAIRS in self.like.about.recipe:
             raise UserError(
-                f"{self.like.folder} holds pairs of given pictures, which the policy cannot draw "
+                f"{self.like.folder} holds pairs of given images, which the policy cannot draw "
                 "anew: set rollout.store.refresh_every to null"
             )
 
@@ -142,7 +142,7 @@ class Refresh:
         return set(finished_shards(folder)) >= set(range(self.shards))
 
 
-# --- Pairs of pictures of which a person chose one, from a JSONL file and the files it names ---
+# --- Pairs of images of which a person chose one, from a JSONL file and the files it names ---
 
 REWARD = "preference"
 MEMBERS = ("chosen", "rejected")
@@ -151,7 +151,7 @@ SHARD = 128  # pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One line of the file: the prompt, the files of two pictures, and where it stands."""
+    """One line of the file: the prompt, the files of two images, and where it stands."""
 
     record: PromptRecord
     chosen: Path
@@ -162,8 +162,8 @@ class Pair:
 def read_pairs(source: Path) -> list[Pair]:
     """The pairs of a .jsonl file: {prompt, chosen, rejected} and metadata, a line each.
 
-    Paths of pictures are relative to the file. Raises UserError for a file that is missing, empty
-    or malformed; whether the pictures are there is seen when they are loaded.
+    Paths of images are relative to the file. Raises UserError for a file that is missing, empty
+    or malformed; whether the images are there is seen when they are loaded.
     """
     if source.suffix != ".jsonl":
         raise UserError(f"cannot read pairs {source}: expected a .jsonl file with prompt, chosen "
@@ -176,7 +176,7 @@ def read_pairs(source: Path) -> list[Pair]:
         where = f"{source}, line {number}"
         paths = [record.metadata.get(name) for name in MEMBERS]
         if not all(isinstance(path, str) and path for path in paths):
-            raise UserError(f'{where}: expected the paths of two pictures under "chosen" and '
+            raise UserError(f'{where}: expected the paths of two images under "chosen" and '
                             '"rejected"')  # fmt: skip
         rest = {k: v for k, v in record.metadata.items() if k not in MEMBERS}
         chosen, rejected = (source.parent / str(path) for path in paths)
@@ -192,34 +192,34 @@ def pairs_digest(source: Path) -> str:
     return blake2b(source.read_bytes(), digest_size=16).hexdigest()
 
 
-def load_picture(path: Path, size: tuple[int, int]) -> Image.Image:
-    """A file as an RGB picture of `size` (height, width): scaled until it covers that, then cut
+def load_image(path: Path, size: tuple[int, int]) -> Image.Image:
+    """A file as an RGB image of `size` (height, width): scaled until it covers that, then cut
     evenly on both sides. Turned upright as its camera says; what is transparent becomes white."""
     with Image.open(path) as file:
-        picture = ImageOps.exif_transpose(file)
-        if picture.has_transparency_data:
-            picture = picture.convert("RGBA")
-            picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
+        image = ImageOps.exif_transpose(file)
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return ImageOps.fit(
-            picture.convert("RGB"), (size[1], size[0]), method=Image.Resampling.LANCZOS
+            image.convert("RGB"), (size[1], size[0]), method=Image.Resampling.LANCZOS
         )
 
 
 def load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
     """(2, 3, H, W) in [0, 1], the chosen one first. Raises UserError, naming the line, for files
-    that are missing, unreadable or the same picture."""
-    pictures = []
+    that are missing, unreadable or the same image."""
+    loaded = []
     for name in MEMBERS:
         path = getattr(pair, name)
         try:
-            pictures.append(load_picture(path, size))
+            loaded.append(load_image(path, size))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             reason = "is not there" if not path.is_file() else f"cannot be read ({error})"
-            raise UserError(f"{pair.where}: the {name} picture {path} {reason}") from error
-    images = to_tensor(pictures)
+            raise UserError(f"{pair.where}: the {name} image {path} {reason}") from error
+    images = to_tensor(loaded)
     if torch.equal(images[0], images[1]):
         raise UserError(
-            f"{pair.where}: chosen and rejected are the same picture, expected two of which one "
+            f"{pair.where}: chosen and rejected are the same image, expected two of which one "
             "was preferred"
         )
     return images
@@ -230,7 +230,7 @@ def write_pairs(
 ) -> Iterator[list[str]]:
     """Encode and write the shards that are not whole; after each, why pairs of it were left out.
 
-    The store must have been begun. batch_size: most pictures in the encoder at once.
+    The store must have been begun. batch_size: most images in the encoder at once.
     """
     for first in range(0, len(pairs), SHARD):
         part = range(first, min(first + SHARD, len(pairs)))
@@ -241,7 +241,7 @@ def write_pairs(
 
 
 def _is_whole(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
-    """The shard has every picture as its file is now; files may be gone since they were read."""
+    """The shard has every image as its file is now; files may be gone since they were read."""
     try:
         text = rows_file(folder, part.start // SHARD).read_text(encoding="utf-8")
         rows = [json.loads(line) for line in text.splitlines()]
@@ -267,7 +267,7 @@ def _write(
         images = []
         for number in range(start, min(start + per_batch, part.stop)):
             try:
-                images.append(load_pair(pairs[number], backbone.picture_size()))
+                images.append(load_pair(pairs[number], backbone.image_size()))
                 rows += _rows(pairs[number], number)
             except UserError as error:
                 reasons.append(str(error))

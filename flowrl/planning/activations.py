@@ -345,7 +345,7 @@ def of_depths(module: Module, depth: Mapping[str, int]) -> Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """Of one forward. rows: pictures, twice as many with guidance; height, width: of latents."""
+    """Of one forward. rows: images, twice as many with guidance; height, width: of latents."""
 
     family: str
     rows: int
@@ -574,7 +574,7 @@ def _places(blocks: list[nn.Module]) -> list[tuple[int, int]]:
     return [(run, min(n, 2)) for run, n in zip(runs, left, strict=True)]
 
 
-# --- The most bytes alive while pictures are decoded and texts encoded, beside the weights -----
+# --- The most bytes alive while images are decoded and texts encoded, beside the weights -----
 
 CLIP_TOKENS = 77
 # Gemma reads SANA's instruction before the prompt; its tokens, counted by words and rounded up.
@@ -583,14 +583,14 @@ INSTRUCTION_TOKENS = 256
 
 @lru_cache(maxsize=64)
 def decode_peak(module: Module, latents: tuple[int, int, int, int], dtype: torch.dtype) -> int:
-    """Of latents (B, C, h, w) -> pictures in fp32, under the autocast of a rollout."""
+    """Of latents (B, C, h, w) -> images in fp32, under the autocast of a rollout."""
     network: Any = build(module, dtype)
     network.encoder = nn.Identity()
     z = on_meta(*latents, dtype=dtype)
     tracker = _tracker(network, z)
     with tracker, autocast_of(dtype), torch.no_grad():
-        pictures = network.decode(z / 1.0, return_dict=False)[0]
-        (pictures * 0.5 + 0.5).clamp(0, 1).float()
+        images = network.decode(z / 1.0, return_dict=False)[0]
+        (images * 0.5 + 0.5).clamp(0, 1).float()
     return tracker.peak
 
 

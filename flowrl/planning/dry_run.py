@@ -32,14 +32,14 @@ from flowrl.utils.imports import load_callable
 # --- Rewards of a rehearsal: the names and properties of the real ones, at no cost -------------
 
 STAND_IN = "flowrl.planning.dry_run:StandIn"
-WAVES = 300.0  # radians from black to white: tiny pictures of one prompt differ by hundredths
+WAVES = 300.0  # radians from black to white: tiny images of one prompt differ by hundredths
 KEY = "judged in rehearsal by"  # in a prompt's metadata: names of the rewards that apply to it
 
 
 class StandIn:
     """A wave over the brightness, between bounds; its mixture of colours depends on the name.
 
-    The wave is short, so that the pictures of a prompt get scores that differ. The same picture
+    The wave is short, so that the images of a prompt get scores that differ. The same image
     always gets the same score, and gradients reach it. It applies to a prompt as the real reward
     was found to, which stands in the metadata.
     """
@@ -225,7 +225,7 @@ def _made_up(path: Path, source: str, told: Sequence[Told], *, balance: str | No
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     try:
         text = "".join(json.dumps(row) + "\n" for row in rows)
-    except TypeError as error:  # of a data set with pictures in its columns
+    except TypeError as error:  # of a data set with images in its columns
         raise UserError(f"a prompt's metadata cannot be written as JSON: {error}") from error
     write_text(path, text)
 

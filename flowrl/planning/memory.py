@@ -60,7 +60,7 @@ class Setup:
     transformer's text, None for the size's own. rank, targets: of the LoRA.
     adapters: the policy with its copies, such as the EMA and the lagging policy.
     rollout_batch, micro_batch, decode_batch, evaluation_batch, encode_batch: most rows at once.
-    evaluation_steps: of a held-out picture, all of whose latents are held.
+    evaluation_steps: of a held-out image, all of whose latents are held.
     rollout_doubles, training_doubles, evaluation_doubles: whether guidance doubles them.
     reference: the frozen network, or the lagging one, is asked while the gradient's graph is held.
     plan, prompts_per_gpu: the trees of one rollout. candidates: of a second, cheap rollout that
@@ -363,7 +363,7 @@ class _Planner:
         }
 
     def _evaluation(self) -> dict[str, int]:
-        """A batch of held-out pictures, with the latents of all their steps."""
+        """A batch of held-out images, with the latents of all their steps."""
         setup = self.setup
         rows = setup.evaluation_batch
         drawing = self._forward(rows * (1 + setup.evaluation_doubles))
@@ -385,11 +385,11 @@ class _Planner:
             rank=setup.rank, targets=setup.targets,
         )  # fmt: skip
 
-    def _decode(self, pictures: int) -> int:
+    def _decode(self, images: int) -> int:
         """Of so many that there are at once."""
         s = self._shapes(1)
         module = as_module(self.size.autoencoder, self.size.autoencoder_config)
-        latents = (min(self.setup.decode_batch, pictures), s.channels, s.height, s.width)
+        latents = (min(self.setup.decode_batch, images), s.channels, s.height, s.width)
         return decode_peak(module, latents, self.setup.torch_dtype)
 
     def _latents(self, plan: TreePlan, prompts: int) -> int:
@@ -408,7 +408,7 @@ class _Planner:
         )
 
     def _leaves(self) -> int:
-        """Pictures that are there at once to be decoded: those of a batch of trees."""
+        """Images that are there at once to be decoded: those of a batch of trees."""
         return max(count(plan).leaves // plan.roots * self._trees(plan) for plan in self._plans())
 
     def _plans(self) -> list[TreePlan]:

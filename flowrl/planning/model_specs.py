@@ -105,7 +105,7 @@ class Size:
     text_width: of the text the transformer attends to; pooled_width: of the text's one vector, or
     None where there is none. billions: numbers in the transformer as published, its table of
     positions included. autoencoder_params: of the autoencoder, its encoder included.
-    pixels: a picture's side where Sol-RL (2604.06916) trained it, not the pipeline's own.
+    pixels: an image's side where Sol-RL (2604.06916) trained it, not the pipeline's own.
     """
 
     family: str
@@ -134,10 +134,10 @@ class Size:
         return sum(encoder.parameters for encoder in self.text_encoders)
 
     def latent_shape(self, pixels: int) -> tuple[int, int, int]:
-        """(C, h, w) of a square picture. Raises UserError for a side it cannot be patched into."""
+        """(C, h, w) of a square image. Raises UserError for a side it cannot be patched into."""
         unit = self.factor * (2 if self.family != "sana" else 1)
         if pixels < unit or pixels % unit:
-            raise UserError(f"pictures of {pixels} pixels a side: expected a multiple of {unit}")
+            raise UserError(f"images of {pixels} pixels a side: expected a multiple of {unit}")
         return self.channels, pixels // self.factor, pixels // self.factor
 
 
@@ -246,7 +246,7 @@ SIZES: dict[str, Size] = {
         scheduler=_EULER,
         scheduler_config={
             "num_train_timesteps": 1000,
-            "shift": 3.0,  # unused: what is used depends on the picture's size
+            "shift": 3.0,  # unused: what is used depends on the image's size
             "use_dynamic_shifting": True,
             "base_image_seq_len": 256,
             "base_shift": 0.5,
@@ -364,7 +364,7 @@ def build_autoencoder(
     encoder: bool = True,
     seed: int = 0,
 ) -> nn.Module:
-    """The autoencoder of a size; without its encoder where pictures are only made.
+    """The autoencoder of a size; without its encoder where images are only made.
 
     Raises UserError for an unknown name.
     """

@@ -96,7 +96,7 @@ def text_tokens(family: str, longest: int) -> int:
 
 
 def own_pixels(size: Size) -> int:
-    """A picture's side where nothing is asked for: the pipeline's own."""
+    """An image's side where nothing is asked for: the pipeline's own."""
     if "sample_size" in size.config:
         return size.config["sample_size"] * size.factor
     return size.autoencoder_config["sample_size"]
@@ -176,7 +176,7 @@ def reward_bytes(entry: RewardSection) -> int | None:
     """Bytes of weights on each process's GPU; None for one's own reward, which nobody knows.
 
     0 for what is computed on the CPU or by a server. Every entry has weights of its own, and so has
-    every process of a pool. What a network needs beside its weights, for one picture at a time, is
+    every process of a pool. What a network needs beside its weights, for one image at a time, is
     small against a transformer's training.
     """
     if isinstance(entry.executor, HTTPOptions) or entry.args.get("device") == "cpu":
@@ -214,11 +214,11 @@ def _size_of(args: Mapping[str, Any] | None) -> int:
 
 
 def compares_groups(entry: RewardSection) -> bool:
-    """Whether the reward compares all pictures of a prompt, as far as it says so here."""
+    """Whether the reward compares all images of a prompt, as far as it says so here."""
     return getattr(tell(entry).reward, "scope", "sample") == "group"
 
 
-# --- How many pictures, forwards and updates a recipe asks for, before anything is drawn -------
+# --- How many images, forwards and updates a recipe asks for, before anything is drawn -------
 
 AGAIN = ("refl", "draft_lv", "srpo")  # compute the network's answer once more on the way back
 UNGUIDED = ("flux",)  # guidance is an input there, and costs nothing
@@ -226,16 +226,16 @@ UNGUIDED = ("flux",)  # guidance is an input there, and costs nothing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateWork:
-    """Of all GPUs. Forwards are those of single pictures; guidance counts twice where it doubles.
+    """Of all GPUs. Forwards are those of single images; guidance counts twice where it doubles.
 
-    pictures: that are learned from; candidates: that are explored. exploring, drawing: forwards
+    images: that are learned from; candidates: that are explored. exploring, drawing: forwards
     without graph. learning: forwards with one, each with a backward; again: computed once more
     for it, by checkpointing or where a group is larger than a micro-batch; beside: of the
     reference and the lagging policy. updates: optimiser steps. Learning is the most there can be:
-    pictures that teach nothing are left out.
+    images that teach nothing are left out.
     """
 
-    pictures: int = 0
+    images: int = 0
     candidates: int = 0
     exploring: int = 0
     drawing: int = 0
@@ -326,7 +326,7 @@ def work_of(config: Config, needs: Needs, load: IterationWork) -> UpdateWork:
     learning = rows * load.row_forwards * (1 + doubles(config, training))
     checkpoints = config.memory.gradient_checkpointing + (objective.kind in AGAIN)
     return UpdateWork(
-        pictures=load.prompts * load.roots * load.leaves,
+        images=load.prompts * load.roots * load.leaves,
         candidates=load.prompts * load.candidates * load.candidate_leaves,
         exploring=load.prompts * load.candidates * load.candidate_forwards * twice,
         drawing=load.prompts * load.roots * load.forwards * twice,
@@ -495,7 +495,7 @@ BINARY = {"MI": 2**20, "GI": 2**30, "TI": 2**40}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """geometry: of the first iteration. transitions: it learns from nodes of trees, not from
-    pictures. phases: of the GPU that has most to do, in the iterations that need most; none where
+    images. phases: of the GPU that has most to do, in the iterations that need most; none where
     the pipeline's shapes are not known, and then `unknown` says why. memory: bytes of a GPU, None
     where nobody named any. remedies: where it does not fit. notes: what was assumed or left out.
     """

@@ -88,7 +88,7 @@ def _touching(config: Config, phase: str) -> list[Change]:
 
 
 def _changes(config: Config) -> Iterator[Change]:
-    """What can be changed, from what costs least. Pictures stay the same; only fewer bits change
+    """What can be changed, from what costs least. Images stay the same; only fewer bits change
     the policy's numbers."""
     m, p = config.memory, config.pipeline
     if not m.gradient_checkpointing:

@@ -106,7 +106,7 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     if not said, and may be cut, as in train[:100] or train[10%:]; COLUMN is the first of COLUMNS.
     All columns that JSON can hold become metadata, empty fields left out; a text that holds a JSON
     object or a list of objects is read as that, and the keys of a column "metadata" stand for
-    themselves. Pictures are not read.
+    themselves. Images are not read.
     Raises UserError when the package `datasets`, the network, the set, its split or column is
     missing, and, when that row is read, for a damaged file.
     """
@@ -231,7 +231,7 @@ def _remedy(reason: str) -> str:
 
 
 def _plain(kind: Any) -> bool:
-    """Whether JSON can hold it: no pictures, sound, bytes or dates."""
+    """Whether JSON can hold it: no images, sound, bytes or dates."""
     if isinstance(kind, dict):
         return all(map(_plain, kind.values()))
     if isinstance(kind, list):

@@ -84,7 +84,7 @@ def within_limit() -> Iterator[None]:
             raise
         raise UserError(
             "the network was compiled for as many shapes of batches as torch allows: choose a "
-            "rollout.batch_size that all numbers of pictures are multiples of, or set "
+            "rollout.batch_size that all numbers of images are multiples of, or set "
             "rollout.compile to false"
         ) from error
 

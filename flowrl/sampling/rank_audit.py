@@ -18,7 +18,7 @@ from flowrl.sampling.two_stage import Mode, best_and_worst, score_candidates, te
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.files import write_text
 
-# --- Does a cheap score rank pictures as the true one does? Measures of one prompt's N candid --
+# --- Does a cheap score rank images as the true one does? Measures of one prompt's N candid --
 
 
 def paired(proxy: Tensor, true: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def verdict(
     """Accept the candidates if their mean within-prompt rho is at least `min_rho`.
 
     iteration: the next, from 0. resolved: the precision that drew them, in `steps` of the `most`
-    steps there can be. unseen: exact pictures have noise on their way that candidates have not,
+    steps there can be. unseen: exact images have noise on their way that candidates have not,
     which no precision mends. Then, and where none is lower on the ladder (nvfp4, fp8 if the device
     has it, not quantised) or no prompt has a rho, a warning is all there is.
     """
@@ -367,7 +367,7 @@ def _no_rho(report: AuditReport, drawn: str) -> str:
 def _left(steps: int, most: int) -> str:
     if steps < most:
         return f"more steps of a candidate are what is left ({STEPS}, now {steps} of {most})"
-    return "candidates have as many steps as exact pictures already"
+    return "candidates have as many steps as exact images already"
 
 
 def _ways_out(resolved: Resolved, lower: Resolved | None, steps: int, most: int) -> str:

@@ -181,9 +181,9 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
 def hand_in(
     scoring: Scoring, images: Iterable[Tensor], request: RolloutRequest, leaves: int
 ) -> Tensor:
-    """Pictures to the rewards as they come, `leaves` of each tree in the request's order.
+    """Images to the rewards as they come, `leaves` of each tree in the request's order.
 
-    -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for pictures that are not finite.
+    -> all of them, (R * leaves, 3, H, W). Raises SamplerFailure for images that are not finite.
     """
     prompt, group = (t.repeat_interleave(leaves).tolist() for t in (request.prompt, request.group))
     found: list[Tensor] = []
@@ -198,7 +198,7 @@ def hand_in(
 
 
 def gathered(result: RewardResult, runtime: Runtime) -> RewardResult:
-    """The scores of the pictures of all processes, in their order."""
+    """The scores of the images of all processes, in their order."""
     if runtime.world_size == 1:
         return result
     tensors = {
@@ -225,16 +225,16 @@ class Stopwatch:
         self.seconds |= seconds
 
 
-# --- One way to make scored pictures: a network in some precision, a schedule, rewards ---------
+# --- One way to make scored images: a network in some precision, a schedule, rewards ---------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTrees:
-    """This process's share of a request, and the scores of all processes' pictures.
+    """This process's share of a request, and the scores of all processes' images.
 
     own: its trees, of which `trees` (R,) long are the places in the whole request; cond: of the
-    prompts of `own`. parts: trees and pictures (n, 3, H, W) as they were drawn, unless they were
-    dropped. result: of all G pictures; reward, valid (G,) and terms (G, K): see `combine`; group
+    prompts of `own`. parts: trees and images (n, 3, H, W) as they were drawn, unless they were
+    dropped. result: of all G images; reward, valid (G,) and terms (G, K): see `combine`; group
     (G,) long.
     """
 
@@ -283,8 +283,8 @@ class RolloutGenerator:
         """Grow this process's share of the request's trees, and learn all processes' scores.
 
         The request has the plan's trees for each of its groups, side by side. keep: whether the
-        trees and pictures are wanted, or only their scores. Raises UserError when too many
-        pictures have no reward.
+        trees and images are wanted, or only their scores. Raises UserError when too many
+        images have no reward.
         """
         trees = self.share(request, plan)
         own = request.take(trees)
@@ -320,7 +320,7 @@ class RolloutGenerator:
     def _draw(
         self, own: RolloutRequest, plan: TreePlan, cond: Conditioning, scoring: Scoring
     ) -> Iterator[tuple[Tree, Tensor]]:
-        """Trees and their pictures, which rewards get as soon as they are decoded.
+        """Trees and their images, which rewards get as soon as they are decoded.
 
         A batch of roots at a time, which makes batches as full as all at once: whatever the width
         of a tree at some step, so many of them make whole batches.
@@ -332,8 +332,8 @@ class RolloutGenerator:
             for rows in torch.arange(len(own.prompt)).split(self.batch_size):
                 part = own.only(rows)
                 tree = draw(self.backbone, velocity, cond, part, plan, schedule, self.batch_size)
-                pictures = decode(self.backbone, tree.leaves(), self.decode_batch)
-                yield tree, hand_in(scoring, pictures, part, len(tree.leaf))
+                images = decode(self.backbone, tree.leaves(), self.decode_batch)
+                yield tree, hand_in(scoring, images, part, len(tree.leaf))
 
 
 # --- The network as a stage draws with it: the policy's own, or a copy made for drawing --------

@@ -1,4 +1,4 @@
-"""Where rollouts come from: the policy grows groups of trees, and rewards judge the pictures."""
+"""Where rollouts come from: the policy grows groups of trees, and rewards judge the images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Source(Protocol):
     """Where the loop gets its rollouts: `Sampler` draws them, `StoredGroups` reads them."""
 
     def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
-        """This process's share of an iteration's pictures, with the scores of all of them."""
+        """This process's share of an iteration's images, with the scores of all of them."""
         ...
 
     def keep(self) -> None:

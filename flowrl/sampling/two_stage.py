@@ -135,7 +135,7 @@ def choose(proxy: Tensor, keep: int, mode: Mode, generator: torch.Generator) -> 
 
 
 def selection_seed(seed: int, iteration: int) -> int:
-    """Of what a selection draws at random, apart from pictures and learning."""
+    """Of what a selection draws at random, apart from images and learning."""
     return noise_seed(seed=seed, iteration=iteration, prompt="", root=0, step=0, role="select")
 
 
@@ -156,9 +156,9 @@ def two_stage_ratio(
     ((s_p / S) / q + phi) / (1 + phi) + K / N
 
     gain: q, seconds of an exact step by those of a low-precision one; below 1 where it is slower.
-    fixed: phi, seconds to decode and score a picture by those of its S exact steps.
+    fixed: phi, seconds to decode and score an image by those of its S exact steps.
     What takes time once an iteration, such as putting new weights in, is left out. Below 1 is
-    cheaper than N full pictures; it can never be as cheap as drawing only K, which is K / N.
+    cheaper than N full images; it can never be as cheap as drawing only K, which is K / N.
     Raises ValueError for what is not 1 <= K <= N, s_p >= 1, S >= 1, q > 0 and phi >= 0.
     """
     if not 1 <= keep <= candidates:

@@ -1,4 +1,4 @@
-"""Does a reward work? Tried on pictures of known order, before anything learns from it."""
+"""Does a reward work? Tried on images of known order, before anything learns from it."""
 
 import math
 import random
@@ -21,9 +21,9 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, ArgumentsRefused, RewardSpec, load_reward, trained
 from flowrl.utils.imports import load_callable
 
-# --- What a reward is tried on: pairs of pictures of known order, or a few plain pictures ------
+# --- What a reward is tried on: pairs of images of known order, or a few plain images ------
 
-SIZE = (128, 128)  # height and width of the plain pictures where nothing else is drawn
+SIZE = (128, 128)  # height and width of the plain images where nothing else is drawn
 PROMPTS = 4  # of those it applies to, at most
 GENERIC = (
     PromptRecord(
@@ -45,9 +45,9 @@ GENERIC = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Pictures (N, 3, H, W) of one prompt; with `says`, the first must score above the second."""
+    """Images (N, 3, H, W) of one prompt; with `says`, the first must score above the second."""
 
-    pictures: Tensor
+    images: Tensor
     prompt: str
     metadata: dict
     says: str = ""
@@ -59,9 +59,9 @@ def trials_of(
     prompts: Sequence[PromptRecord],
     size: tuple[int, int] = SIZE,
 ) -> list[Trial]:
-    """The fixtures of `reward`, or plain pictures for prompts that `spec` applies to.
+    """The fixtures of `reward`, or plain images for prompts that `spec` applies to.
 
-    prompts: the run's own; with none, generic ones. size: of plain pictures, which a reward may be
+    prompts: the run's own; with none, generic ones. size: of plain images, which a reward may be
     made for. Empty when it applies to no prompt. `reward`
     is the one that knows its fixtures: spec.reward, or its like here when that is on a server.
     Raises UserError for fixtures that are not as the contract says.
@@ -73,11 +73,11 @@ def trials_of(
     fits = [p for p in prompts or GENERIC if _judges(spec, p)]
     stride = max(len(fits) // PROMPTS, 1)
     chosen = fits[::stride][:PROMPTS]
-    pictures = plain_pictures(*size)
-    return [Trial(pictures=pictures, prompt=p.text, metadata=p.metadata) for p in chosen]
+    images = plain_images(*size)
+    return [Trial(images=images, prompt=p.text, metadata=p.metadata) for p in chosen]
 
 
-def plain_pictures(height: int, width: int) -> Tensor:
+def plain_images(height: int, width: int) -> Tensor:
     """(4, 3, height, width): a red square, a blue one, noise, and nothing."""
     square = load_callable("rewards.fixtures:square")
     noise = load_callable("rewards.fixtures:noise")
@@ -101,24 +101,24 @@ def _judges(spec: RewardSpec, prompt: PromptRecord) -> bool:
 def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
     try:
         members = [entry["better"], entry["worse"], *entry.get("others", ())]
-        pictures = torch.stack([torch.as_tensor(member).float() for member in members])
+        images = torch.stack([torch.as_tensor(member).float() for member in members])
         prompt, metadata, says = entry["prompt"], entry["metadata"], entry["says"]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"reward {name!r} has a fixture without the right parts ({type(error).__name__}: "
-            f"{error}): make it with rewards.fixtures.fixture, of pictures of one size"
+            f"{error}): make it with rewards.fixtures.fixture, of images of one size"
         ) from error
-    if pictures.shape[1:2] != (3,) or pictures.ndim != 4:
+    if images.shape[1:2] != (3,) or images.ndim != 4:
         raise UserError(
-            f"reward {name!r} has a fixture with pictures of shape {tuple(pictures.shape[1:])}, "
+            f"reward {name!r} has a fixture with images of shape {tuple(images.shape[1:])}, "
             "expected (3, height, width)"
         )
-    return Trial(pictures=pictures, prompt=prompt, metadata=dict(metadata), says=says)
+    return Trial(images=images, prompt=prompt, metadata=dict(metadata), says=says)
 
 
 # --- What two rounds of scores say about a reward, as findings: one line each, with a remedy ---
 
-# Differences between two answers that no policy would learn: of the spread between the pictures
+# Differences between two answers that no policy would learn: of the spread between the images
 # tried (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
 LONGEST = 400  # characters of a reason that are shown
@@ -143,12 +143,12 @@ ABSENT = (
 )
 TOLD = ("run `", "pip install", "see that a server runs")  # reasons that are remedies already
 
-Row = tuple[int, int]  # trial, picture
+Row = tuple[int, int]  # trial, image
 
 
 @dataclass(slots=True, kw_only=True)
 class Round:
-    """The scores of all pictures, asked once. rate: pictures a second of the best call."""
+    """The scores of all images, asked once. rate: images a second of the best call."""
 
     scores: dict[Row, float] = field(default_factory=dict)
     reasons: dict[Row, str] = field(default_factory=dict)
@@ -179,7 +179,7 @@ def judged(
 
 
 def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[CheckResult]:
-    """A fixture whose two pictures do not come out in their known order."""
+    """A fixture whose two images do not come out in their known order."""
     better, worse = found.scores[t, 0], found.scores[t, 1]
     where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
     for member, score in enumerate((better, worse)):
@@ -195,7 +195,7 @@ def _misjudged(name: str, trial: Trial, t: int, found: Round) -> Iterator[CheckR
         relation = "the same" if better == worse else "more"
         yield _problem(
             name,
-            f"{where}: expected more for the first picture, got {better:.4g}, and {relation} for "
+            f"{where}: expected more for the first image, got {better:.4g}, and {relation} for "
             f"the second, {worse:.4g}",
             "Look at its arguments, weights and preprocessing before anything learns from it.",
         )
@@ -221,8 +221,8 @@ def _unrepeatable(name: str, first: Round, again: Round) -> Iterator[CheckResult
             reason = line(first.reasons.get(row) or again.reasons[row])
             yield _problem(
                 name,
-                f"a picture got a score once and none the other time: {reason}",
-                "It must score one picture as it does several, in any order.",
+                f"an image got a score once and none the other time: {reason}",
+                "It must score one image as it does several, in any order.",
             )
             return
     limit = _tolerance(first)
@@ -230,9 +230,9 @@ def _unrepeatable(name: str, first: Round, again: Round) -> Iterator[CheckResult
     if _gap(first, again, worst) > limit:
         yield _problem(
             name,
-            f"one picture got {first.scores[worst]:.6g}, and in other company "
+            f"one image got {first.scores[worst]:.6g}, and in other company "
             f"{again.scores[worst]:.6g}; expected the same within {limit:.2g}",
-            "Score each picture by itself and without chance (networks in .eval(), temperature 0), "
+            "Score each image by itself and without chance (networks in .eval(), temperature 0), "
             "or say `deterministic = False`.",
         )
 
@@ -263,7 +263,7 @@ def unlike(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]:
 def _silence(name: str, found: Round) -> CheckResult:
     """No score at all."""
     reason = next(iter(found.reasons.values()), "it gave no reason")
-    detail = f"no score for any of {len(found.scores)} pictures: {line(reason)}"
+    detail = f"no score for any of {len(found.scores)} images: {line(reason)}"
     return _absent(name, reason) or _problem(name, detail, "Mend that before training.")
 
 
@@ -301,7 +301,7 @@ def _absent(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult 
 
 
 def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> CheckResult:
-    """Nothing is wrong; what was seen. A warning when all pictures got the same score.
+    """Nothing is wrong; what was seen. A warning when all images got the same score.
 
     They are squares, noise and blank paper: few rewards cannot tell them apart, but one that looks
     for faces cannot, so that this alone stops nothing.
@@ -310,7 +310,7 @@ def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> C
     known = first.known()
     missing = len(first.scores) - len(known)
     right = f"{pairs} fixture{'s' if pairs > 1 else ''} right"
-    parts = [right if pairs else f"{len(first.scores)} plain pictures"]
+    parts = [right if pairs else f"{len(first.scores)} plain images"]
     parts += [f"{missing} without a score"] if missing else []
     if getattr(spec.reward, "deterministic", True):
         parts.append("repeatable")
@@ -324,8 +324,8 @@ def fine(spec: RewardSpec, trials: list[Trial], first: Round, again: Round) -> C
     return CheckResult(
         topic=spec.name,
         state="warning",
-        detail=f"all pictures got the same score, {known[0]:.4g}: {', '.join(parts)}",
-        remedy="Is its model there, does it read the pictures? With fixtures() it could show what "
+        detail=f"all images got the same score, {known[0]:.4g}: {', '.join(parts)}",
+        remedy="Is its model there, does it read the images? With fixtures() it could show what "
         "it tells apart.",
     )
 
@@ -340,20 +340,20 @@ def line(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
-# --- Does a reward work? Tried on pictures of known order, before anything learns from it ------
+# --- Does a reward work? Tried on images of known order, before anything learns from it ------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
     """What the check of one reward found; findings has at least one line.
 
-    latency: seconds of a call with one picture (one group), the median; rate: pictures a second
+    latency: seconds of a call with one image (one group), the median; rate: images a second
     of one large call. Both NaN where they were not measured.
     """
 
     findings: tuple[CheckResult, ...]
     version: str = ""
-    pictures: int = 0
+    images: int = 0
     latency: float = math.nan
     rate: float = math.nan
 
@@ -363,7 +363,7 @@ def preflight(
 ) -> list[CheckResult]:
     """Try every reward that has something to say about `prompts`, through its own executor.
 
-    A few pictures each, plain ones of `size`, height and width; random number generators are left
+    A few images each, plain ones of `size`, height and width; random number generators are left
     as they were. -> all findings; those of something wrong or missing concern watched rewards.
     Raises RewardFailure for a trained one that is wrong or cannot be asked.
     """
@@ -396,11 +396,11 @@ def check_reward(
     calls: int = 0,
     size: tuple[int, int] = SIZE,
 ) -> Checked:
-    """Ask for the same pictures twice, in another order and company, and judge the answers.
+    """Ask for the same images twice, in another order and company, and judge the answers.
 
     prompts: to try a reward without fixtures on; none takes generic ones. like: the same reward in
     this process, when `spec` asks a server: its fixtures and version count. calls: with one
-    picture, to measure the latency. size: of plain pictures. A reward whose package, weights or
+    image, to measure the latency. size: of plain images. A reward whose package, weights or
     server is not there is "missing"; raises nothing for what is wrong with it.
     """
     try:
@@ -414,7 +414,7 @@ def check_reward(
         return Checked(
             findings=tuple(wrong) or (fine(spec, trials, first, again),),
             version=version,
-            pictures=len(first.scores),
+            images=len(first.scores),
             latency=latency,
             rate=again.rate,
         )
@@ -436,7 +436,7 @@ def untouched_randomness() -> Iterator[None]:
 
 
 def _asked(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[Round, Round, float]:
-    """All pictures together; backwards, in other company; some alone, for the median seconds."""
+    """All images together; backwards, in other company; some alone, for the median seconds."""
     executor, batches = spec.asked_by(), _batches(spec, trials)
     first, again, alone = Round(), Round(), [math.nan]
     for rows in batches:
@@ -455,16 +455,16 @@ def _asked(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[Round, Ro
 
 
 def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
-    """Groups stay whole; all other pictures of one size go together."""
+    """Groups stay whole; all other images of one size go together."""
     together: dict[object, list[Row]] = {}
     for t, trial in enumerate(trials):
-        key = t if spec.whole_groups else trial.pictures.shape[2:]
-        together.setdefault(key, []).extend((t, m) for m in range(len(trial.pictures)))
+        key = t if spec.whole_groups else trial.images.shape[2:]
+        together.setdefault(key, []).extend((t, m) for m in range(len(trial.images)))
     return list(together.values())
 
 
 def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[Answer, float]:
-    images = quantise(torch.stack([trials[t].pictures[m] for t, m in rows]))
+    images = quantise(torch.stack([trials[t].images[m] for t, m in rows]))
     prompts = [trials[t].prompt for t, _ in rows]
     metadata = [dict(trials[t].metadata) for t, _ in rows]
     began = time.perf_counter()
@@ -486,7 +486,7 @@ def _inapplicable(spec: RewardSpec) -> CheckResult:
 
 # --- Checks of rewards by name: built-in, one's own, or on a server ----------------------------
 
-CALLS = 5  # with one picture, for the median
+CALLS = 5  # with one image, for the median
 DEADLINE = 60.0  # seconds: a server that loads its model first takes a while
 
 

@@ -1,4 +1,4 @@
-"""From a matrix of scores to one reward a picture, and when too many are missing."""
+"""From a matrix of scores to one reward an image, and when too many are missing."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-# --- Several rewards as one number a picture: how weights are shared out, and GDPO -------------
+# --- Several rewards as one number an image: how weights are shared out, and GDPO -------------
 
 Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory's value
 
@@ -19,7 +19,7 @@ Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory'
 def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
     """(L, K): the weights of the rewards that apply, grown so that their sizes total the same.
 
-    0 where a reward does not apply. A picture to which none applies has weights 0.
+    0 where a reward does not apply. An image to which none applies has weights 0.
     """
     used = applicable & (weights != 0)
     own = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
@@ -30,7 +30,7 @@ def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
 def z_scores(scores: Tensor, group: Tensor) -> Tensor:
     """(score - mean) / std over the known scores of its group, column by column. (L, K) float64
 
-    The population's standard deviation, over pictures that have this score. 0 where it is below
+    The population's standard deviation, over images that have this score. 0 where it is below
     `Z_FLOOR`, where all scores are equal, and where there is no score, so that the known ones of a
     group sum to 0.
     """
@@ -39,7 +39,7 @@ def z_scores(scores: Tensor, group: Tensor) -> Tensor:
     names, number = group.unique(return_inverse=True)
 
     def total(values: Tensor) -> Tensor:
-        """(L, K): of each picture's group."""
+        """(L, K): of each image's group."""
         return values.new_zeros(len(names), values.shape[1]).index_add(0, number, values)[number]
 
     count = total(known.double()).clamp(min=1)
@@ -54,7 +54,7 @@ def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Ten
 
     (L,) float64 on the CPU. Weights are shared out among the rewards that apply to the prompt. One
     that applies and failed adds 0, and the others do not grow for it: so every group sums to 0. A
-    picture that has none of its scores is NaN. Independent of the unit and zero of each reward.
+    image that has none of its scores is NaN. Independent of the unit and zero of each reward.
     The paper's last step, by the standard deviation of the batch, is `normalise` with scale
     "global": the batch's mean is 0 already.
     """
@@ -66,7 +66,7 @@ def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Ten
 
 
 def _range(scores: Tensor, known: Tensor, number: Tensor, groups: int) -> Tensor:
-    """Largest minus smallest known score of each picture's group; exactly 0 where all are equal."""
+    """Largest minus smallest known score of each image's group; exactly 0 where all are equal."""
     index = number[:, None].expand_as(scores)
     ends = [
         scores.new_full((groups, scores.shape[1]), start)
@@ -121,7 +121,7 @@ def rank(scores: Tensor, group: Tensor) -> Tensor:
     return found
 
 
-# --- From a matrix of scores to one reward a picture, and when too many are missing ------------
+# --- From a matrix of scores to one reward an image, and when too many are missing ------------
 
 UNKNOWN = "the reward gave no finite number"
 
@@ -129,7 +129,7 @@ UNKNOWN = "the reward gave no finite number"
 def combine(
     specs: Sequence[RewardSpec], result: RewardResult, group: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One reward a picture, by each reward's transform, on_failure and weight.
+    """One reward an image, by each reward's transform, on_failure and weight.
 
     group: (L,) long. -> reward (L,) float32, NaN where invalid; valid (L,) bool; terms (L, K), the
     scores as they are added up: transformed, stand-ins in their places, NaN where there is none and
@@ -164,7 +164,7 @@ def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) ->
 
 
 def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
-    """(L,) bool: pictures without a score of a trained reward that applies, which no number stands
+    """(L,) bool: images without a score of a trained reward that applies, which no number stands
     in for. Raises RewardFailure where such a reward's on_failure is "raise"."""
     missing = result.applicable & ~result.valid
     found = torch.zeros(len(missing), dtype=torch.bool)
@@ -175,7 +175,7 @@ def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
             raise RewardFailure(
                 f"reward {spec.name!r} has no score where it needs one "
                 f"({result.errors.get(spec.name, UNKNOWN)}), and its on_failure is raise: mend the "
-                "reward, or set on_failure to mask, which leaves such pictures out"
+                "reward, or set on_failure to mask, which leaves such images out"
             )
         found |= column
     return found
@@ -185,7 +185,7 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
     """Sum over rewards of weight times score: reward (L,) float32 and valid (L,) bool.
 
     Where some rewards do not apply, the weights of the others grow so that they total the same.
-    A picture that lacks an applicable score is invalid and its reward NaN: a partial sum would
+    An image that lacks an applicable score is invalid and its reward NaN: a partial sum would
     not compare. Rewards of weight 0 are ignored.
     """
     share = share_weights(result.applicable, torch.as_tensor(list(weights), dtype=torch.float32))
@@ -200,7 +200,7 @@ def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     reward's mean, transformed; NaN when one of them has no score.
 
     A rank says nothing between evaluations, so scores under one are taken as they are. Rewards that
-    compare the pictures of a prompt have none there, where each is drawn once, and are left out.
+    compare the images of a prompt have none there, where each is drawn once, and are left out.
     """
     total = 0.0
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
@@ -229,7 +229,7 @@ def check_invalid(
     if missing <= max_fraction * valid.numel():
         return
     raise RewardFailure(
-        f"{missing} of {valid.numel()} pictures have no reward, more than the allowed share "
+        f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
         f"{max_fraction:g} ({_reasons(errors)}): mend the reward, raise "
         "failures.max_invalid_fraction, or give the reward a number as on_failure, which then "
         "stands in for its missing scores"
@@ -248,12 +248,12 @@ class FailureLimit:
     streak: int = field(init=False, default=0)
 
     def check(self, valid: Tensor, errors: Mapping[str, str] | None = None) -> None:
-        """After each rollout, with all its pictures: valid (L,). Raises RewardFailure."""
+        """After each rollout, with all its images: valid (L,). Raises RewardFailure."""
         check_invalid(valid, max_fraction=self.max_fraction, errors=errors)
         self.streak = 0 if bool(valid.all()) else self.streak + 1
         if self.max_streak is not None and self.streak >= self.max_streak:
             raise RewardFailure(
-                f"pictures had no reward in {self.streak} iterations in a row, in the last one "
+                f"images had no reward in {self.streak} iterations in a row, in the last one "
                 f"{int((~valid).sum())} of {valid.numel()} ({_reasons(errors)}): mend the reward, "
                 "or raise failures.max_streak"
             )

@@ -1,6 +1,6 @@
 """Known scores of rewards, to see that another machine or version computes the same.
 
-A golden value is a score that was measured with the real weights on the pictures that
+A golden value is a score that was measured with the real weights on the images that
 `flowrl reward-check` uses. Nothing else is written down as one.
 """
 
@@ -29,7 +29,7 @@ REMEDY = (
     "right."
 )
 
-Entry = Mapping[str, Any]  # version, trials of {prompt, pictures, scores}; tolerance, made_with
+Entry = Mapping[str, Any]  # version, trials of {prompt, images, scores}; tolerance, made_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,27 +66,27 @@ def compare_one(name: str, entry: Entry | None) -> ReferenceComparison:
 
 
 def measure(name: str) -> Entry:
-    """The scores of a reward with its default arguments on its fixtures, or on plain pictures.
+    """The scores of a reward with its default arguments on its fixtures, or on plain images.
 
-    Raises UserError when it cannot be asked or leaves a picture without a score.
+    Raises UserError when it cannot be asked or leaves an image without a score.
     """
     reward = load_reward(name)
     trials = trials_of(RewardSpec(name=name, reward=reward), reward, ())
     if not trials:
-        raise RewardFailure(f"reward {name!r} has nothing to say to the pictures there are")
+        raise RewardFailure(f"reward {name!r} has nothing to say to the images there are")
     rows = []
     for trial in trials:
-        pictures, count = quantise(trial.pictures), len(trial.pictures)
-        answer = ask(reward, name, pictures, [trial.prompt] * count, [trial.metadata] * count)
+        images, count = quantise(trial.images), len(trial.images)
+        answer = ask(reward, name, images, [trial.prompt] * count, [trial.metadata] * count)
         if answer.reasons:
             raise RewardFailure(
                 f"reward {name!r} gave no score: {next(iter(answer.reasons.values()))}"
             )
-        levels = to_levels(pictures).contiguous().numpy().tobytes()
+        levels = to_levels(images).contiguous().numpy().tobytes()
         rows.append(
             {
                 "prompt": trial.prompt,
-                "pictures": hashlib.sha256(levels).hexdigest()[:16],
+                "images": hashlib.sha256(levels).hexdigest()[:16],
                 "scores": [float(f"{score:.7g}") for score in answer.scores.tolist()],
             }
         )
@@ -127,7 +127,7 @@ def _check(entry: Entry) -> None:
     if not all(math.isfinite(part) for part in parts):
         raise ValueError("a number is not finite")
     if not all(
-        isinstance(part, str) for key in ("version", "pictures") for part in _parts(entry, key)
+        isinstance(part, str) for key in ("version", "images") for part in _parts(entry, key)
     ):
         raise TypeError("a version is no text")
 
@@ -140,7 +140,7 @@ def write_golden(path: Path, entries: Mapping[str, Entry]) -> None:
 def _judge(name: str, measured: Entry, entry: Entry | None) -> CheckResult:
     if entry is None:
         return _without(name, "no golden value yet, so nothing was compared")
-    for key, what in (("version", "of another version"), ("pictures", "of other pictures")):
+    for key, what in (("version", "of another version"), ("images", "of other images")):
         here, there = _parts(measured, key), _parts(entry, key)
         if here != there:
             return _without(
@@ -168,7 +168,7 @@ def _judge(name: str, measured: Entry, entry: Entry | None) -> CheckResult:
 def _parts(entry: Entry, key: str) -> list[str]:
     if key == "version":
         return [entry["version"]]
-    return [f"{row['pictures']} with {row['prompt']!r}" for row in entry["trials"]]
+    return [f"{row['images']} with {row['prompt']!r}" for row in entry["trials"]]
 
 
 def _gap(score: float, golden: float) -> float:

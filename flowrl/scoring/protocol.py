@@ -1,4 +1,4 @@
-"""What travels between a run and a reward server: pictures as bytes, questions and answers as JSON.
+"""What travels between a run and a reward server: images as bytes, questions and answers as JSON.
 
 The protocol is written down in docs/reward-servers.md. Nothing here is ever unpickled.
 """
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PROTOCOL = 1
-MAX_PIXELS = 2**26  # of all pictures in one request: 64 of 1024 x 1024
+MAX_PIXELS = 2**26  # of all images in one request: 64 of 1024 x 1024
 Codec = Literal["png", "webp-lossless", "raw-zlib", "jpeg"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
@@ -24,20 +24,20 @@ TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in
 _SIZE = struct.Struct("<II")  # height and width before the pixels of raw-zlib
 _SAVED: dict[str, dict[str, Any]] = {
     "png": {"format": "PNG", "compress_level": 1},
-    # The fastest setting is as small as the next ones on grainy pictures.
+    # The fastest setting is as small as the next ones on grainy images.
     "webp-lossless": {"format": "WEBP", "lossless": True, "method": 0, "quality": 20},
     "jpeg": {"format": "JPEG", "quality": 95, "subsampling": 0},
 }
 
 
-def encode(picture: np.ndarray, codec: Codec) -> bytes:
+def encode(image: np.ndarray, codec: Codec) -> bytes:
     """(H, W, 3) uint8 RGB -> bytes; every codec but jpeg gives the same pixels back."""
     if codec == "raw-zlib":
-        return _SIZE.pack(*picture.shape[:2]) + zlib.compress(picture.tobytes(), 1)
+        return _SIZE.pack(*image.shape[:2]) + zlib.compress(image.tobytes(), 1)
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(picture).save(buffer, **_SAVED[codec])
+    Image.fromarray(image).save(buffer, **_SAVED[codec])
     return buffer.getvalue()
 
 
@@ -97,7 +97,7 @@ class _StrictModel(BaseModel):
 
 
 class Item(_StrictModel):
-    """One picture and what it is judged against; image: base64, in the JSON form only."""
+    """One image and what it is judged against; image: base64, in the JSON form only."""
 
     id: str
     prompt: str
@@ -123,7 +123,7 @@ class ScoreRequest(_StrictModel):
 
 
 class Result(BaseModel):
-    """One picture's score, or why there is none. Whatever is not finite is written as null."""
+    """One image's score, or why there is none. Whatever is not finite is written as null."""
 
     id: str
     score: Annotated[float | None, Field(strict=True)] = None

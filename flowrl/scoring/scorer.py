@@ -1,6 +1,6 @@
-"""Rewards at work: pictures are rounded once, every reward is asked, what fails is missing.
+"""Rewards at work: images are rounded once, every reward is asked, what fails is missing.
 
-Pictures are handed in as they are decoded, so that rewards work while further ones are drawn.
+Images are handed in as they are decoded, so that rewards work while further ones are drawn.
 """
 
 import logging
@@ -22,7 +22,7 @@ LOG = logging.getLogger(__name__)
 
 
 class SamplerFailure(UserError):
-    """The pictures themselves are broken: no reward is to blame."""
+    """The images themselves are broken: no reward is to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,10 @@ class _Asked:
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One batch of pictures on its way through `specs`; `add` some, in order, then `result`.
+    """One batch of images on its way through `specs`; `add` some, in order, then `result`.
 
-    Rewards only see pictures that they apply to. One that compares whole groups is asked at the
-    end, a group at a time; a group of one picture has nothing to compare, so it does not apply.
+    Rewards only see images that they apply to. One that compares whole groups is asked at the
+    end, a group at a time; a group of one image has nothing to compare, so it does not apply.
     """
 
     specs: Sequence[RewardSpec]
@@ -52,9 +52,9 @@ class Scoring:
     def add(
         self, images: Tensor, prompts: list[str], metadata: list[dict], group: Sequence[int] = ()
     ) -> None:
-        """Pictures (L, 3, H, W) in [0, 1]; group: of each, none when nothing compares groups.
+        """Images (L, 3, H, W) in [0, 1]; group: of each, none when nothing compares groups.
 
-        Raises SamplerFailure for pictures that are not finite.
+        Raises SamplerFailure for images that are not finite.
         """
         rows = len(images)
         if not len(prompts) == len(metadata) == rows:
@@ -73,9 +73,9 @@ class Scoring:
                 self._ask(column, [start + i for i in fits], own)
 
     def result(self) -> RewardResult:
-        """The scores of all pictures that were added, once every reward has answered.
+        """The scores of all images that were added, once every reward has answered.
 
-        Raises RewardFailure for what a reward says no picture can mend.
+        Raises RewardFailure for what a reward says no image can mend.
         """
         self._ask_groups()
         rows = len(self._prompts)
@@ -133,7 +133,7 @@ class Scoring:
         self._asked.append(_Asked(column=column, rows=rows, answer=answer))
 
     def _ask_groups(self) -> None:
-        """Rewards that compare whole groups, now that all pictures are there."""
+        """Rewards that compare whole groups, now that all images are there."""
         columns = [c for c, spec in enumerate(self.specs) if spec.whole_groups]
         if not columns or not self._images:
             return
@@ -149,13 +149,13 @@ class Scoring:
                     self._ask(column, rows, images[rows])
 
     def _told(self, why: dict[int, str]) -> str:
-        """The reasons for people: each once, with the prompt of the first picture it concerns."""
+        """The reasons for people: each once, with the prompt of the first image it concerns."""
         first: dict[str, int] = {}
         for row, reason in why.items():
             first.setdefault(reason, row)
         told = [f"{reason} (prompt {self._prompts[row]!r})" for reason, row in first.items()]
         more = f", and {len(told) - TOLD} more reasons" if len(told) > TOLD else ""
-        return f"no score for {len(why)} of {len(self._prompts)} pictures: " + (
+        return f"no score for {len(why)} of {len(self._prompts)} images: " + (
             "; ".join(told[:TOLD]) + more
         )
 
@@ -167,16 +167,16 @@ def score(
     metadata: list[dict],
     group: Sequence[int] = (),
 ) -> RewardResult:
-    """Scores (L, 3, H, W) pictures in [0, 1] with every reward; as `Scoring`, at once."""
+    """Scores (L, 3, H, W) images in [0, 1] with every reward; as `Scoring`, at once."""
     scoring = Scoring(specs=specs)
     scoring.add(images, prompts, metadata, group)
     return scoring.result()
 
 
 def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
-    """Pictures in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU.
+    """Images in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU.
 
-    Raises SamplerFailure for pictures that are not finite, with the first one's prompt.
+    Raises SamplerFailure for images that are not finite, with the first one's prompt.
     """
     broken: list[int] = []
     # One quick pass: not finite pixels make a sum that is not either. A GPU waits for this.
@@ -185,7 +185,7 @@ def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
     if broken:
         which = f" (the first for the prompt {prompts[broken[0]]!r})" if prompts else ""
         raise SamplerFailure(
-            f"sampler failure: {len(broken)} of {len(images)} pictures hold NaN or infinite "
+            f"sampler failure: {len(broken)} of {len(images)} images hold NaN or infinite "
             f"pixels{which}; look at the latents (learning rate, precision of the decoder), not at "
             "the rewards"
         )

@@ -83,7 +83,7 @@ class Uploads:
 
 
 async def read_request(asked: "Asked", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
-    """The question and the bytes of its pictures, one for each item.
+    """The question and the bytes of its images, one for each item.
 
     Raises Refused for a body of more than max_body bytes or another form than the protocol's two.
     """
@@ -105,7 +105,7 @@ async def _limited(asked: "Asked", max_body: int) -> AsyncGenerator[bytes, None]
         size += len(chunk)
         if size > max_body:
             raise Refused(
-                413, f"the body is larger than {max_body} bytes; send fewer pictures at a time"
+                413, f"the body is larger than {max_body} bytes; send fewer images at a time"
             )
         yield chunk
 
@@ -135,7 +135,7 @@ async def _take_apart(form: "FormData") -> tuple[ScoreRequest, list[bytes]]:
         raise Refused(422, "the form has no part named request")
     request = _parse(envelope if isinstance(envelope, str) else await envelope.read())
     if any(item.image is not None for item in request.items):
-        raise Refused(422, "items.image is for the JSON form; send pictures as parts named image")
+        raise Refused(422, "items.image is for the JSON form; send images as parts named image")
     if len(parts) != len(request.items):
         raise Refused(422, f"got {len(request.items)} items and {len(parts)} parts named image")
     blobs = [b"" if isinstance(part, str) else await part.read() for part in parts]
@@ -239,7 +239,7 @@ class ScoringService:
             raise Refused(422, f"codec {request.codec!r} is not accepted here; use one of {known}")
         if spec.whole_groups and (count < 2 or len({item.prompt for item in request.items}) > 1):
             raise Refused(
-                422, f"reward {spec.name!r} compares groups: send 2 or more pictures of one prompt"
+                422, f"reward {spec.name!r} compares groups: send 2 or more images of one prompt"
             )
         return spec
 
@@ -316,20 +316,20 @@ def _misfit(spec: RewardSpec, item: Item) -> str | None:
 
 
 def _images(request: ScoreRequest, blobs: list[bytes]) -> Tensor:
-    """The pictures, (B, 3, H, W) float32 in [0, 1]. Raises ValueError naming the bad one."""
-    pictures: list[np.ndarray] = []
+    """The images, (B, 3, H, W) float32 in [0, 1]. Raises ValueError naming the bad one."""
+    images: list[np.ndarray] = []
     left = MAX_PIXELS
     for item, blob in zip(request.items, blobs, strict=True):
         try:
-            picture = decode(blob, request.codec, max_pixels=left)
+            image = decode(blob, request.codec, max_pixels=left)
         except ValueError as error:
-            raise ValueError(f"the picture of item {item.id!r} {error}") from error
-        if pictures and picture.shape != pictures[0].shape:
-            sizes = f"{pictures[0].shape[:2]} and {picture.shape[:2]}"
-            raise ValueError(f"pictures of sizes {sizes} in one request; send one size at a time")
-        left -= picture.shape[0] * picture.shape[1]
-        pictures.append(picture)
-    return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2).float() / 255
+            raise ValueError(f"the image of item {item.id!r} {error}") from error
+        if images and image.shape != images[0].shape:
+            sizes = f"{images[0].shape[:2]} and {image.shape[:2]}"
+            raise ValueError(f"images of sizes {sizes} in one request; send one size at a time")
+        left -= image.shape[0] * image.shape[1]
+        images.append(image)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
 
 
 def _digest(request: ScoreRequest, blobs: list[bytes]) -> bytes:
@@ -445,7 +445,7 @@ def _answer_errors_in_json(app: "FastAPI") -> None:
 
 def warm_up(spec: RewardSpec) -> bool:
     """Have a reward load its model, by scoring the first of its fixtures; where these are none,
-    plain pictures with a prompt that it applies to. -> whether it was asked: one without
+    plain images with a prompt that it applies to. -> whether it was asked: one without
     `fixtures`, or with nothing to say to any prompt tried, loads at the first question.
 
     Raises UserError when it cannot.
@@ -455,12 +455,12 @@ def warm_up(spec: RewardSpec) -> bool:
     trials = trials_of(spec, spec.reward, ())
     if not trials:
         return False
-    first, count = trials[0], len(trials[0].pictures)
+    first, count = trials[0], len(trials[0].images)
     asked = [first.prompt] * count, [dict(first.metadata) for _ in range(count)]
-    answer = spec.executor.submit(first.pictures, *asked).result()
+    answer = spec.executor.submit(first.images, *asked).result()
     for row, reason in answer.reasons.items():
         if first.says:
             raise UserError(f"reward {spec.name!r} cannot score its own fixture {row}: {reason}")
         if len(answer.reasons) == count:
-            raise UserError(f"reward {spec.name!r} cannot score a plain picture: {reason}")
+            raise UserError(f"reward {spec.name!r} cannot score a plain image: {reason}")
     return True

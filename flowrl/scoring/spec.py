@@ -54,7 +54,7 @@ class RewardSpec:
     executor: who asks it; None asks it in this process. transform: what becomes of its scores
     before they are combined; None leaves them. applies_to: metadata keys and the values that a
     prompt must have for this reward, for example {"tag": ("ocr",)}. on_failure: what a missing
-    score does: "mask" leaves the picture out, "raise" stops, a number stands in for it.
+    score does: "mask" leaves the image out, "raise" stops, a number stands in for it.
     """
 
     name: str
@@ -100,7 +100,7 @@ class RewardSpec:
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it compares all pictures of a prompt, which it must then get in one call."""
+        """Whether it compares all images of a prompt, which it must then get in one call."""
         try:
             return getattr(self.reward, "scope", "sample") == "group"
         except UserError:  # a server that does not answer
@@ -134,7 +134,7 @@ def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardResult:
-    """Scores of L pictures by R rewards."""
+    """Scores of L images by R rewards."""
 
     scores: Tensor  # (L, R) float32, NaN = missing
     valid: Tensor  # (L, R) bool, the score exists
@@ -145,7 +145,7 @@ class RewardResult:
 
     @staticmethod
     def cat(parts: Sequence["RewardResult"]) -> "RewardResult":
-        """The pictures of several results of the same rewards, at least one."""
+        """The images of several results of the same rewards, at least one."""
         joined = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("scores", "valid", "applicable")

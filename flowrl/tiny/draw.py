@@ -1,4 +1,4 @@
-"""Pictures of the tiny world's prompts, drawn with Pillow.
+"""Images of the tiny world's prompts, drawn with Pillow.
 
 Shapes are drawn at twice the size and reduced with Lanczos; words use the typeface that Pillow
 carries (Aileron Regular by Sora Sagano, CC0). What has no named colour is black; places are drawn
@@ -36,7 +36,7 @@ Spot = tuple[int, int, int]  # centre x, centre y, radius, in pixels
 
 
 def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
-    """A picture that satisfies the prompt: (64, 64, 3) uint8."""
+    """An image that satisfies the prompt: (64, 64, 3) uint8."""
     canvas = Image.new("RGB", (SIZE * SCALE, SIZE * SCALE), PAPER)
     pen = ImageDraw.Draw(canvas)
     if prompt["tag"] == "ocr":

@@ -2,7 +2,7 @@
 
 A prompt is a plain dict in GenEval's JSONL form (`tag`, `prompt`, `include`, `exclude`; Ghosh et
 al. 2023, arXiv 2310.11513), or `tag: ocr` with the `ocr_text` to be drawn. Everything here is
-plain Python: `draw.py` turns a prompt into a picture, `pretrain.py` learns from the pairs.
+plain Python: `draw.py` turns a prompt into an image, `pretrain.py` learns from the pairs.
 """
 
 import functools
@@ -26,7 +26,7 @@ UNSEEN_WORDS = (
     "DESK DOOR FARM FIRE GATE GOAT HAND KING LAMP LEAF LAKE MILK NOSE PARK RING ROAD ROPE SAND "
     "SHIP SOUP STAR TENT WIND"
 ).split()
-PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
+PREFIXES = ("a photo of ", "an image of ", "a drawing of ", "")
 WORD_TEMPLATES = (
     'the word "{}"',
     'a sign with the word "{}"',

@@ -80,7 +80,7 @@ class Evaluation:
 
     images: (n, 3, H, W) uint8, the first n of them; prompts, draws: of those n. key: the
     evaluator's; only evaluations with one key can be compared. reworded: (N, R), scores of as many
-    pictures from the same noise and a paraphrase of the prompt, NaN where it has none; None when
+    images from the same noise and a paraphrase of the prompt, NaN where it has none; None when
     they were not drawn.
     """
 
@@ -100,7 +100,7 @@ class Evaluation:
         """Everything that is measured, (N,) each with NaN where an image has none, by name.
 
         The rewards under their names. With `quality`, the reward that tells how well made a
-        picture is on 1 to 5: corrected/<name>, what GDRO's correction makes of each other reward.
+        image is on 1 to 5: corrected/<name>, what GDRO's correction makes of each other reward.
         Of images that were also drawn from a paraphrase: paraphrase/<name>, the score then, and
         paraphrase_gap/<name>, how far it lies below the score of the prompt's own words.
         """
@@ -142,13 +142,13 @@ class EvaluationComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Draws one picture of each of `prompts`, the k-th of a prompt always from the same noise.
+    """Draws one image of each of `prompts`, the k-th of a prompt always from the same noise.
 
-    Without noise, over the steps of `schedule`. The first `keep` pictures are kept for people to
-    look at. `key` stands for everything that decides the pictures of the base and their scores.
-    quality: the reward on 1 to 5 that corrects the others. paraphrases: draw each picture whose
+    Without noise, over the steps of `schedule`. The first `keep` images are kept for people to
+    look at. `key` stands for everything that decides the images of the base and their scores.
+    quality: the reward on 1 to 5 that corrects the others. paraphrases: draw each image whose
     prompt has paraphrases a second time, from the same noise and one of them. Raises RewardFailure
-    when more than `max_invalid_fraction` of the pictures lack a score of a trained reward.
+    when more than `max_invalid_fraction` of the images lack a score of a trained reward.
     """
 
     backbone: Backbone
@@ -193,7 +193,7 @@ class Evaluator:
     def _reworded(
         self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest
     ) -> Tensor:
-        """The scores of all pictures when asked for in other words, (N, R)."""
+        """The scores of all images when asked for in other words, (N, R)."""
         has = torch.tensor([bool(p.paraphrases) for p in self.prompts])
         rows = has.nonzero().squeeze(1)
         scores = torch.full((len(has), len(self.specs)), torch.nan)
@@ -211,7 +211,7 @@ class Evaluator:
     def _draw(
         self, velocity: VelocityField, runtime: Runtime, request: RolloutRequest, *, keep: int
     ) -> tuple[Tensor, Tensor]:
-        """Scores of all pictures (N, R), and the first `keep`; the same on every process.
+        """Scores of all images (N, R), and the first `keep`; the same on every process.
 
         Rewards work on a batch while the next is drawn; no more are kept waiting.
         """
@@ -225,7 +225,7 @@ class Evaluator:
             for rows in own.split(self.batch_size) if len(own) else ():
                 scoring = Scoring(specs=self.specs)
                 with runtime.autocast():
-                    images = self._pictures(velocity, request.take(rows), scoring)
+                    images = self._images(velocity, request.take(rows), scoring)
                 kept.append(to_levels(images[rows < keep]))
                 waiting.append(scoring)
                 if len(waiting) > 1:
@@ -236,24 +236,22 @@ class Evaluator:
         return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
 
     def _check(self, result: RewardResult) -> None:
-        """Means over the few pictures that have a score would mislead. What is only measured may
+        """Means over the few images that have a score would mislead. What is only measured may
         be missing."""
         known = ~lacking(self.specs, result)
         check_invalid(known, max_fraction=self.max_invalid_fraction, errors=result.errors)
 
-    def _pictures(
-        self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring
-    ) -> Tensor:
+    def _images(self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring) -> Tensor:
         """Draw a batch and hand it to the rewards."""
         plan, cond = ode_plan(len(self.schedule.sigmas) - 1), self.encode(request.prompts)
         tree = draw(
             self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
         )  # fmt: skip
-        pictures = decode(self.backbone, tree.leaves(), self.decode_batch)
-        return hand_in(scoring, pictures, request, 1)
+        images = decode(self.backbone, tree.leaves(), self.decode_batch)
+        return hand_in(scoring, images, request, 1)
 
     def _no_images(self) -> Tensor:
-        """(0, 3, H, W): what a process without a share adds to the others' pictures."""
+        """(0, 3, H, W): what a process without a share adds to the others' images."""
         latent = torch.zeros(1, *self.backbone.latent_shape(), device=self.backbone.device)
         return next(decode(self.backbone, latent, 1))[:0].to(torch.uint8)
 
@@ -308,8 +306,8 @@ def measured(
         raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
     if spec.whole_groups:
         raise UserError(
-            f"{option} is {name!r}, which compares the pictures of a prompt, and evaluation draws "
-            "each prompt by itself: name a reward that looks at single pictures"
+            f"{option} is {name!r}, which compares the images of a prompt, and evaluation draws "
+            "each prompt by itself: name a reward that looks at single images"
         )
     if not any(spec.applies(p.text, p.metadata) for p in prompts):
         raise UserError(

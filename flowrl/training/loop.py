@@ -43,7 +43,7 @@ class Learner:
     """Everything one iteration needs. All randomness is a function of seed and iteration.
 
     specs: the rewards, those that are only held out included. reward: the gradient of the trained
-    reward at a rollout's pictures, for objectives that follow it.
+    reward at a rollout's images, for objectives that follow it.
     """
 
     source: Source

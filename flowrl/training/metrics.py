@@ -1,4 +1,4 @@
-"""What an iteration is measured by: its rewards, pictures and trees, and means over its rows."""
+"""What an iteration is measured by: its rewards, images and trees, and means over its rows."""
 
 import re
 from collections import defaultdict
@@ -14,25 +14,25 @@ from flowrl.trajectory import Metrics, Rollout
 # --- What each logged metric means -------------------------------------------------------------
 
 METRICS: dict[str, str] = {
-    "reward/mean": "Mean weighted reward of the rollout's valid pictures: what training raises.",
+    "reward/mean": "Mean weighted reward of the rollout's valid images: what training raises.",
     "reward/<name>": (
         "Mean raw score of one reward, held-out ones included, before its weight, over the "
-        "pictures it could score."
+        "images it could score."
     ),
     "reward/std_in_group": (
-        "Mean over groups of the reward's standard deviation among the pictures of one prompt. "
+        "Mean over groups of the reward's standard deviation among the images of one prompt. "
         "Without spread there is nothing to learn from."
     ),
     "reward/invalid": (
-        "Share of pictures that lack a score of a trained reward; they are left out, under gdpo "
+        "Share of images that lack a score of a trained reward; they are left out, under gdpo "
         "only of what that reward says."
     ),
-    "reward/missing/<name>": "Share of the pictures a reward applies to that it did not score.",
+    "reward/missing/<name>": "Share of the images a reward applies to that it did not score.",
     "reward/stand_in": (
-        "Share of pictures with a number of `on_failure` in the place of a missing score."
+        "Share of images with a number of `on_failure` in the place of a missing score."
     ),
     "groups/no_signal": (
-        "Share of groups whose pictures all got the same reward, or fewer than two a valid one: "
+        "Share of groups whose images all got the same reward, or fewer than two a valid one: "
         "their advantages are 0."
     ),
     "explore/candidates": (
@@ -70,7 +70,7 @@ METRICS: dict[str, str] = {
     "tree/forwards": "Velocities computed for the rollout, one a node that has children.",
     "tree/nodes": "Latents of the rollout's trees, the initial noise included.",
     "tree/edges": "Denoising steps between them, stochastic or not.",
-    "tree/leaves": "Pictures of the rollout.",
+    "tree/leaves": "Images of the rollout.",
     "tree/trained_edges": "Stochastic steps that the plan trains, before any is dropped.",
     "tree/train_forwards": (
         "Forwards, each with a backward, of one pass over what is learned from: steps from one "
@@ -81,40 +81,40 @@ METRICS: dict[str, str] = {
         "unless a pull to the base model needs them."
     ),
     "tree/distance/step_<i>": (
-        "Mean distance, per latent element, of pictures whose ways parted at denoising step i."
+        "Mean distance, per latent element, of images whose ways parted at denoising step i."
     ),
-    "tree/distance/roots": "The same for pictures of one prompt from different roots.",
-    "endpoints/pictures": "Clean pictures that are learned from, of this process.",
+    "tree/distance/roots": "The same for images of one prompt from different roots.",
+    "endpoints/images": "Clean images that are learned from, of this process.",
     "endpoints/<reason>": (
-        "Share of the rollout's pictures that nobody learns from, by reason: `invalid` (no "
+        "Share of the rollout's images that nobody learns from, by reason: `invalid` (no "
         "reward), `alone` (the only one of its prompt with a reward), `tied` (all of the prompt's "
         "rewards equal) or `unused` (not chosen by the objective, as between best and worst)."
     ),
     "path/chains": "Chains without noise whose gradient is followed, of this process.",
-    "path/invalid": "Share of the rollout's pictures without a reward, which are left out.",
+    "path/invalid": "Share of the rollout's images without a reward, which are left out.",
     "path/dropped": (
         "Share of chains whose reward or gradient is not finite: they count 0 in the mean."
     ),
-    "path/satisfied": "Share of pictures at or past `objective.hinge`, which have no gradient.",
+    "path/satisfied": "Share of images at or past `objective.hinge`, which have no gradient.",
     "path/reward": (
-        "Mean reward where the loss takes it: at the picture, or at the estimate of it that the "
+        "Mean reward where the loss takes it: at the image, or at the estimate of it that the "
         "objective makes."
     ),
     "path/gradient_norm": "Root mean square of the reward's gradient at the clean latents.",
     "path/leap_distance": "Mean distance of the leaps' ends from the states of the rollout.",
-    "path/leap_weight": "Mean weight of a picture's loss, one over that distance.",
+    "path/leap_weight": "Mean weight of an image's loss, one over that distance.",
     "path/word_gap": "Reward with SRPO's better words minus that with the worse ones.",
     "policy/error": (
-        "Mean squared distance of the policy's velocity from the pictures' own, where they are "
+        "Mean squared distance of the policy's velocity from the images' own, where they are "
         "looked at in training, with the objective's weighting."
     ),
     "policy/error_best": (
-        "The same of each prompt's best picture. It should not rise: a policy can rank it first "
+        "The same of each prompt's best image. It should not rise: a policy can rank it first "
         "and yet draw it less often."
     ),
-    "policy/error_worst": "The same of each prompt's worst picture, where pairs are compared.",
+    "policy/error_worst": "The same of each prompt's worst image, where pairs are compared.",
     "policy/ranked_right": (
-        "Share of pairs whose better picture (or step) has gained more on the anchor than the "
+        "Share of pairs whose better image (or step) has gained more on the anchor than the "
         "worse one. 0 at the anchor itself."
     ),
     "policy/log_ratio_best": (
@@ -128,8 +128,8 @@ METRICS: dict[str, str] = {
         "Standard deviation of the implicit rewards -implicit_beta (error - anchor's error). Far "
         "above that of what they learn (rewards / tau, advantages), the objective saturates."
     ),
-    "policy/liked": "Share of pictures that are liked, for objectives on likes and dislikes.",
-    "policy/weight_max": "Largest weight of a picture, for weighted regression.",
+    "policy/liked": "Share of images that are liked, for objectives on likes and dislikes.",
+    "policy/weight_max": "Largest weight of an image, for weighted regression.",
     "policy/moved": (
         "Mean squared distance of the policy's velocity from the old policy's, before the update."
     ),
@@ -157,18 +157,18 @@ METRICS: dict[str, str] = {
     "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
     "latent/norm": (
         "Root mean square of the clean latents. It drifts away from its first value when "
-        "pictures lose their natural range, often before the eye sees it."
+        "images lose their natural range, often before the eye sees it."
     ),
-    "image/brightness": "Mean of the pictures' values, 0 black to 1 white.",
-    "image/contrast": "Mean over pictures of the standard deviation of their values.",
-    "eval/<name>": "Mean score of one reward over the held-out pictures, at steps that evaluate.",
+    "image/brightness": "Mean of the images' values, 0 black to 1 white.",
+    "image/contrast": "Mean over images of the standard deviation of their values.",
+    "eval/<name>": "Mean score of one reward over the held-out images, at steps that evaluate.",
     "eval/corrected/<name>": (
-        "Mean over held-out pictures of score * (quality - 3) + 0.2, with the reward that "
+        "Mean over held-out images of score * (quality - 3) + 0.2, with the reward that "
         "`evaluation.quality` names: it falls when a score is bought with quality. Its constants "
         "are a convention: read it beside `eval/<name>` of both."
     ),
     "eval/paraphrase/<name>": (
-        "Mean score of held-out pictures drawn from a paraphrase of the prompt, from the same "
+        "Mean score of held-out images drawn from a paraphrase of the prompt, from the same "
         "noise; rewards are given the prompt's own words."
     ),
     "eval/paraphrase_gap/<name>": (
@@ -181,7 +181,7 @@ METRICS: dict[str, str] = {
     ),
     "time/explore": "Seconds to draw the candidates.",
     "time/explore_reward": "Seconds after drawing them until all their scores are there.",
-    "time/rollout": "Seconds to draw the pictures, rewards left out.",
+    "time/rollout": "Seconds to draw the images, rewards left out.",
     "time/reward": (
         "Seconds after drawing until all scores are there: pools, servers and background rewards "
         "work during `time/rollout` already."
@@ -199,7 +199,7 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 `run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
-With several processes, `reward/*`, `groups/*`, `explore/*` and `eval/*` are over the pictures of
+With several processes, `reward/*`, `groups/*`, `explore/*` and `eval/*` are over the images of
 all of them, the others over those of the main one.
 
 This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
@@ -231,7 +231,7 @@ if __name__ == "__main__":
     print(page(), end="")
 
 
-# --- How far apart the pictures of a rollout are, by when their paths parted -------------------
+# --- How far apart the images of a rollout are, by when their paths parted -------------------
 
 
 def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:
@@ -303,7 +303,7 @@ class RowMeans:
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards and groups of all processes; latents, pictures (if any) and trees of this one."""
+    """Rewards and groups of all processes; latents, images (if any) and trees of this one."""
     stats = group_stats(rollout.reward, rollout.valid, rollout.group)
     x0, images = rollout.tree.leaves().float(), rollout.images
     metrics = {
@@ -356,7 +356,7 @@ def _spread(score: torch.Tensor) -> float:
 
 
 def tree_metrics(rollout: Rollout) -> dict[str, float]:
-    """What the forest cost, and how different its pictures are by where they parted."""
+    """What the forest cost, and how different its images are by where they parted."""
     tree = rollout.tree
     trees, nodes = tree.x.shape[:2]
     ancestor = common_ancestor(tree.parent.cpu(), tree.step.cpu(), tree.leaf.cpu())

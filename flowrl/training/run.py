@@ -44,7 +44,7 @@ class StopRule:
     sign: float = 1.0
 
     def score(self, evaluation: Evaluation) -> float:
-        """The held-out mean, higher is better; NaN when no picture has it."""
+        """The held-out mean, higher is better; NaN when no image has it."""
         return self.sign * evaluation.mean(self.held_out)
 
     def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
@@ -100,7 +100,7 @@ def stop_rule(
 
 # --- A run on disk -----------------------------------------------------------------------------
 
-SHOWN = 16  # pictures on a sample sheet
+SHOWN = 16  # images on a sample sheet
 OPTIONS = ("lr", "betas", "weight_decay")  # of the optimiser, that a recipe sets
 
 
@@ -124,7 +124,7 @@ class SampleGrid:
 
     @classmethod
     def of(cls, rollout: Rollout) -> "SampleGrid":
-        """Its first pictures; none of a stored one, which has none."""
+        """Its first images; none of a stored one, which has none."""
         prompts = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves()[:SHOWN].tolist()]
         return cls(images=rollout.images[:SHOWN].clone(), captions=prompts)
 

@@ -25,11 +25,11 @@ from flowrl.utils.templates import known
 
 
 class Tracker(Protocol):
-    """A place for finite numbers and pictures, each with the iteration they belong to."""
+    """A place for finite numbers and images, each with the iteration they belong to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def image(self, step: int, picture: Image.Image) -> None: ...
+    def image(self, step: int, image: Image.Image) -> None: ...
 
     def close(self) -> None: ...
 
@@ -49,8 +49,8 @@ class TensorBoard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def image(self, step: int, picture: Image.Image) -> None:
-        self._writer.add_image("samples", np.asarray(picture), step, dataformats="HWC")
+    def image(self, step: int, image: Image.Image) -> None:
+        self._writer.add_image("samples", np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
@@ -72,8 +72,8 @@ class TrackingService:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._module.log(dict(metrics), step=step)
 
-    def image(self, step: int, picture: Image.Image) -> None:
-        self._module.log({"samples": self._module.Image(picture)}, step=step)
+    def image(self, step: int, image: Image.Image) -> None:
+        self._module.log({"samples": self._module.Image(image)}, step=step)
 
     def close(self) -> None:
         self._module.finish()
@@ -159,11 +159,11 @@ class Report:
     def images(
         self, step: int, images: Tensor | Sequence[Image.Image], captions: Sequence[str]
     ) -> Path:
-        """Write `samples/step-<step>.png`: pictures, or (B, 3, H, W) in [0, 1], with captions."""
-        pictures = to_pil(images) if isinstance(images, Tensor) else images
+        """Write `samples/step-<step>.png`: images, or (B, 3, H, W) in [0, 1], with captions."""
+        pil_images = to_pil(images) if isinstance(images, Tensor) else images
         stacks = [
-            Stack(caption=caption, pictures=[picture])
-            for picture, caption in zip(pictures, captions, strict=True)
+            Stack(caption=caption, images=[image])
+            for image, caption in zip(pil_images, captions, strict=True)
         ]
         drawn = sheet(stacks)
         path = self.folder / "samples" / f"step-{step:06d}.png"

@@ -190,7 +190,7 @@ def _check_step(i: int, step: Step, total: int) -> None:
     if step.noise and i == total - 1:
         raise PlanError(
             f"step {i} is the last of {total} and never has noise, which would be seen in the "
-            f"picture: the last step that may branch or be stochastic is {total - 2}"
+            f"image: the last step that may branch or be stochastic is {total - 2}"
         )
     if step.branch > 1 and not step.noise:
         raise PlanError(f"step {i} branches into {step.branch} without noise: siblings would be "
@@ -242,7 +242,7 @@ class Shape:
 
     parent: -1 at the root. step: index of the node's sigma. move: number of the move that made
     it, -1 at the root. path: the child's number at each branching on the way from the root.
-    leaf: the pictures. noisy: children of stochastic edges; edge: those that are trained.
+    leaf: the images. noisy: children of stochastic edges; edge: those that are trained.
     """
 
     parent: tuple[int, ...]
@@ -310,7 +310,7 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
 class PlanCounts:
     """What one rollout of one prompt takes; all its trees, without guidance.
 
-    forwards: velocities, one a node with children. edges, nodes: of the forest. leaves: pictures,
+    forwards: velocities, one a node with children. edges, nodes: of the forest. leaves: images,
     hence reward calls. trained_edges: transitions that may be learned from. train_forwards: their
     distinct parents, one forward and backward each. peak_frontier: most nodes in one batch.
     sequential_forwards: those of as many leaves drawn as separate chains.

@@ -1,4 +1,4 @@
-"""Published forests as plans: one pure function each. `leaves` is pictures per prompt, exact.
+"""Published forests as plans: one pure function each. `leaves` is images per prompt, exact.
 
 All raise PlanError when `leaves` (the option group_size) cannot be reached, or when a step that
 should have noise lies outside 0..steps - 2: the last step never has noise.
@@ -15,7 +15,7 @@ BRANCH_COUPLING = NoiseCoupling("shared", 4.0)  # BranchGRPO's Eq. 2 with its s
 
 
 def ode(steps: int, leaves: int) -> TreePlan:
-    """Independent chains without noise, for what learns from clean pictures or their path."""
+    """Independent chains without noise, for what learns from clean images or their path."""
     return _chains(steps, leaves, noisy=())
 
 
@@ -39,8 +39,8 @@ def dance_grpo(steps: int, leaves: int, trained: Iterable[int]) -> TreePlan:
 def mix_grpo(steps: int, leaves: int, window: range, shared_prefix: bool = True) -> TreePlan:
     """Chains from one noise, stochastic and trained in the window only (MixGRPO, 2507.21802).
 
-    Up to the window all pictures of a prompt are equal: with shared_prefix this part is drawn
-    once, as the trunk of one tree; without, once a picture.
+    Up to the window all images of a prompt are equal: with shared_prefix this part is drawn
+    once, as the trunk of one tree; without, once an image.
     """
     noisy = check_window(window, steps)
     if not shared_prefix:
@@ -94,7 +94,7 @@ def tree_grpo(
 
     With w steps of the window from step i, a tree takes i + sum_{j<w} k^j + k^w (T - i - w)
     forwards. Siblings are independent in the paper; simplex coupling keeps the same law of each
-    picture and loses none of the gradient to the group's mean.
+    image and loses none of the gradient to the group's mean.
     """
     inside = check_window(window, steps)
     roots = _roots_of_power(leaves, branch, len(inside))

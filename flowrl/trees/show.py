@@ -145,7 +145,7 @@ def _draw_children(
                 canvas[row][column] = between
 
 
-# --- One tree of a plan as a picture: steps to the right, leaves under each other --------------
+# --- One tree of a plan as an image: steps to the right, leaves under each other --------------
 
 STYLE: dict[str, tuple[Color, float]] = {
     TRAINED: (THICK, 2.5),
@@ -187,7 +187,7 @@ def draw_tree(plan: TreePlan) -> Image.Image:
 
 def _heading(pen: ImageDraw.ImageDraw, plan: TreePlan, shown: int, leaves: int) -> None:
     total = count(plan)
-    parts = [f"{total.leaves} pictures, {total.forwards} forwards"]
+    parts = [f"{total.leaves} images, {total.forwards} forwards"]
     parts += [f"one of {plan.roots} trees"] * (plan.roots > 1)
     parts += [f"first {shown} of its {leaves} leaves"] * (shown < leaves)
     draw_text(pen, (LEFT, 17), "; ".join(parts), INK, "lm", 15)

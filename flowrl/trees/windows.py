@@ -122,7 +122,7 @@ class DepthPruning:
 def step_subset(steps: int, share: float, seed: int, iteration: int) -> frozenset[int]:
     """A random share of the steps before the last, at least one (DanceGRPO, 2505.07818: 0.6).
 
-    Drawn for the iteration; the published code draws for every picture.
+    Drawn for the iteration; the published code draws for every image.
     """
     free = steps - 1
     number = max(1, int(share * free + 1e-9))  # 0.29 * 100 is below 29 in floating point

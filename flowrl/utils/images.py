@@ -1,4 +1,4 @@
-"""Pictures for people: from tensors, as data URLs, and laid out on sheets with captions."""
+"""Images for people: from tensors, as data URLs, and laid out on sheets with captions."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ GREY: Color = (101, 109, 118)
 GREEN: Color = (26, 127, 55)
 RED: Color = (207, 34, 46)
 
-SMALL = 256  # pixels: up to this side a picture is enlarged with hard edges, not blurred
+SMALL = 256  # pixels: up to this side an image is enlarged with hard edges, not blurred
 PAD = 12  # pixels between cells
 TEXT, NOTE = 15, 13  # pixels, text sizes on sheets
 LINE = 20  # pixels, distance of text lines
@@ -30,56 +30,56 @@ PLAIN = str.maketrans(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One column of a sheet: a caption, pictures under each other, then short notes."""
+    """One column of a sheet: a caption, images under each other, then short notes."""
 
     caption: str
-    pictures: Sequence[Image.Image]
+    images: Sequence[Image.Image]
     notes: Sequence[tuple[str, Color]] = ()
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """(B, 3, H, W) float in [0, 1] -> B RGB pictures, rounded to the nearest of 256 levels."""
+    """(B, 3, H, W) float in [0, 1] -> B RGB images, rounded to the nearest of 256 levels."""
     levels = (images.detach().float().nan_to_num(0).clamp(0, 1) * 255).round()
     rows = levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(row) for row in rows]
 
 
-def to_tensor(pictures: Sequence[Image.Image]) -> Tensor:
-    """B pictures of one size -> (B, 3, H, W) float32 in [0, 1]."""
-    rows = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+def to_tensor(images: Sequence[Image.Image]) -> Tensor:
+    """B images of one size -> (B, 3, H, W) float32 in [0, 1]."""
+    rows = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
 
 
-def data_url(picture: Image.Image) -> str:
-    """The picture as a lossless `data:` URL: WebP, or PNG where Pillow was built without it."""
-    webp = features.check("webp") and max(picture.size) <= 16383  # the format's own limit
+def data_url(image: Image.Image) -> str:
+    """The image as a lossless `data:` URL: WebP, or PNG where Pillow was built without it."""
+    webp = features.check("webp") and max(image.size) <= 16383  # the format's own limit
     buffer = io.BytesIO()
     if webp:
-        picture.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
+        image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
     else:
-        picture.convert("RGB").save(buffer, "PNG", optimize=True)
+        image.convert("RGB").save(buffer, "PNG", optimize=True)
     text = base64.b64encode(buffer.getvalue()).decode("ascii")
     return f"data:image/{'webp' if webp else 'png'};base64,{text}"
 
 
-def png(picture: Image.Image) -> bytes:
+def png(image: Image.Image) -> bytes:
     buffer = io.BytesIO()
-    picture.save(buffer, "PNG", optimize=True)
+    image.save(buffer, "PNG", optimize=True)
     return buffer.getvalue()
 
 
-def fit(picture: Image.Image, side: int) -> Image.Image:
-    """The picture within a box of `side` pixels: enlarged by a whole factor, or reduced."""
-    longest = max(picture.size)
+def fit(image: Image.Image, side: int) -> Image.Image:
+    """The image within a box of `side` pixels: enlarged by a whole factor, or reduced."""
+    longest = max(image.size)
     if longest <= side:
         factor = side // longest
-        size = (picture.width * factor, picture.height * factor)
-        return picture.convert("RGB").resize(size, Image.Resampling.NEAREST)
+        size = (image.width * factor, image.height * factor)
+        return image.convert("RGB").resize(size, Image.Resampling.NEAREST)
     size = (
-        max(1, round(picture.width * side / longest)),
-        max(1, round(picture.height * side / longest)),
+        max(1, round(image.width * side / longest)),
+        max(1, round(image.height * side / longest)),
     )
-    return picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
@@ -130,12 +130,12 @@ def sheet(
 ) -> Image.Image:
     """Stacks side by side, `across` in a line, lines under each other, a heading above.
 
-    `rows` names the rows of pictures in the left margin. `side` is a picture's box in pixels;
-    by default at least 192 and at most 320, and between them the pictures' own size.
+    `rows` names the rows of images in the left margin. `side` is an image's box in pixels;
+    by default at least 192 and at most 320, and between them the images' own size.
     """
     if not stacks:
-        raise ValueError("a sheet needs at least one picture, got none")
-    side = side or min(320, max(192, *(max(p.size) for s in stacks for p in s.pictures)))
+        raise ValueError("a sheet needs at least one image, got none")
+    side = side or min(320, max(192, *(max(p.size) for s in stacks for p in s.images)))
     margin = PAD + max((round(font(TEXT).getlength(row)) + PAD for row in rows), default=0)
     width = margin + min(across, len(stacks)) * (side + PAD)
     head = [line for text in heading for line in wrap(text, width - 2 * PAD, lines=6)]
@@ -157,7 +157,7 @@ def _band(stacks: Sequence[Stack], rows: Sequence[str], margin: int, side: int) 
     text = max(map(len, captions)) * LINE
     row_height = side + PAD // 2
     top = text + (PAD // 2 if text else 0)
-    below = top + max(len(stack.pictures) for stack in stacks) * row_height
+    below = top + max(len(stack.images) for stack in stacks) * row_height
     size = (margin + len(stacks) * (side + PAD), below + max(map(len, notes)) * LINE + PAD)
     band = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(band)
@@ -167,8 +167,8 @@ def _band(stacks: Sequence[Stack], rows: Sequence[str], margin: int, side: int) 
         x = margin + column * (side + PAD)
         caption = [(line, INK) for line in captions[column]]
         _lines(pen, (x, text - len(caption) * LINE), caption)
-        for row, picture in enumerate(stack.pictures):
-            band.paste(fit(picture, side), (x, top + row * row_height))
+        for row, image in enumerate(stack.images):
+            band.paste(fit(image, side), (x, top + row * row_height))
         _lines(pen, (x, below), notes[column], size=NOTE)
     return band
 

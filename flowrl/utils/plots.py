@@ -172,7 +172,7 @@ def _dot(pen: ImageDraw.ImageDraw, at: tuple[float, float], color: Color) -> Non
 
 
 def draw_line(pen: ImageDraw.ImageDraw, points: list, color: Color, width: float) -> None:
-    """Points and width in pixels of the finished picture; the pen draws SCALE times as large."""
+    """Points and width in pixels of the finished image; the pen draws SCALE times as large."""
     if len(points) > 1:
         scaled = [(x * SCALE, y * SCALE) for x, y in points]
         pen.line(scaled, color, round(width * SCALE), joint="curve")
@@ -186,6 +186,6 @@ def draw_text(
     anchor: str,
     size: int,
 ) -> None:
-    """Place and size in pixels of the finished picture; anchor as Pillow has it."""
+    """Place and size in pixels of the finished image; anchor as Pillow has it."""
     place = (at[0] * SCALE, at[1] * SCALE)
     pen.text(place, text, color, font(size * SCALE), anchor=anchor)

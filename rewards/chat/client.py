@@ -28,7 +28,7 @@ class Chat:
     each server is tried. thinking: False switches it off as vLLM and SGLang understand it; None
     does not mention it, for servers that refuse fields they do not know; either way an answer with
     thoughts counts as missing. True lets the model think, and cuts the thoughts off.
-    cache: whether replies are kept, and the same question about the same pictures is not asked
+    cache: whether replies are kept, and the same question about the same images is not asked
     again; off by default, so that it shows when a model changes its mind.
     """
 
@@ -75,8 +75,8 @@ class Chat:
 
     def _key(self, question: Question) -> str:
         said = (self.version, question.text, question.max_tokens, question.alternatives)
-        pictures = [hashlib.sha256(picture).hexdigest() for picture in question.pictures]
-        return hashlib.sha256(repr((said, pictures)).encode()).hexdigest()
+        images = [hashlib.sha256(image).hexdigest() for image in question.images]
+        return hashlib.sha256(repr((said, images)).encode()).hexdigest()
 
     def _api_key(self) -> str:
         if self.api_key_env is None:

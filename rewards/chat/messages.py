@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One request: pictures (PNG files), then a text.
+    """One request: images (PNG files), then a text.
 
     max_tokens: how long the answer may be. alternatives: of how many spellings of its first token
     the probability is wanted, at most 20 on most servers; 0 for none.
     """
 
-    pictures: tuple[bytes, ...]
+    images: tuple[bytes, ...]
     text: str
     max_tokens: int = 1
     alternatives: int = 0
@@ -58,7 +58,7 @@ def digest(*said: Any) -> str:
 
 def request(question: Question, model: str, thinking: bool | None) -> dict[str, Any]:
     """Arguments of a chat completion."""
-    urls = (base64.b64encode(picture).decode() for picture in question.pictures)
+    urls = (base64.b64encode(image).decode() for image in question.images)
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{url}"}} for url in urls
     ]

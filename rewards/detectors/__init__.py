@@ -1,16 +1,16 @@
 """What finds objects and what names their colours, for `rewards.geneval`, by name.
 
-A detector is called with pictures (B, H, W, 3) uint8 RGB and returns a list of Detections for each
+A detector is called with images (B, H, W, 3) uint8 RGB and returns a list of Detections for each
 of them. One with `open_vocabulary = True` finds what it is asked for: it is called with the
-pictures and, for each, the class names to look for. Other attributes, all optional:
+images and, for each, the class names to look for. Other attributes, all optional:
 
     threshold, counting_threshold  which scores count; of counting prompts, and of all others
     floor    it does not report what it is less sure of
     classes  the names that it can find
     colors   the colours that it tells itself, () when none
-    load     (), brings the weights; what it raises concerns all pictures
+    load     (), brings the weights; what it raises concerns all images
 
-What names colours is called with one picture (H, W, 3) and some of its Detections, and returns
+What names colours is called with one image (H, W, 3) and some of its Detections, and returns
 for each the name of its colour, or None when it is not sure. It may have `colors` and `load`.
 """
 
@@ -59,22 +59,22 @@ def _load(what: str, known: Mapping[str, str], name: str, args: Mapping[str, Any
 
 
 def detect(
-    find: Detector, pictures: np.ndarray, classes: Sequence[Sequence[str]]
+    find: Detector, images: np.ndarray, classes: Sequence[Sequence[str]]
 ) -> Sequence[Sequence[Detection] | Exception]:
-    """For each picture its Detections, or why there are none: one bad picture spoils no other.
+    """For each image its Detections, or why there are none: one bad image spoils no other.
 
-    A missing package and a device without memory are raised: they concern all pictures.
+    A missing package and a device without memory are raised: they concern all images.
     """
     try:
         told = (classes,) if getattr(find, "open_vocabulary", False) else ()
-        found = find(pictures, *told)
-        if len(found) != len(pictures):
-            raise ValueError(f"answered for {len(found)} of {len(pictures)} pictures")
+        found = find(images, *told)
+        if len(found) != len(images):
+            raise ValueError(f"answered for {len(found)} of {len(images)} images")
         return found
     except (ImportError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        if len(pictures) == 1:
+        if len(images) == 1:
             return [error]
-    rows = range(len(pictures))
-    return [detect(find, pictures[i : i + 1], classes[i : i + 1])[0] for i in rows]
+    rows = range(len(images))
+    return [detect(find, images[i : i + 1], classes[i : i + 1])[0] for i in rows]

@@ -65,12 +65,12 @@ class ClipColors:
         return F.normalize(vectors.mean(1), dim=-1)
 
 
-def cut_out(picture: np.ndarray, detection: Detection) -> np.ndarray:
-    """The object's box in a picture (H, W, 3), grey where its mask is not: (h, w, 3) uint8."""
+def cut_out(image: np.ndarray, detection: Detection) -> np.ndarray:
+    """The object's box in an image (H, W, 3), grey where its mask is not: (h, w, 3) uint8."""
     if detection.mask is not None:
-        picture = np.where(detection.mask[..., None], picture, np.uint8(BACKGROUND))
+        image = np.where(detection.mask[..., None], image, np.uint8(BACKGROUND))
     left, top, right, bottom = detection.box
     x, y = max(math.floor(left), 0), max(math.floor(top), 0)
     return np.ascontiguousarray(
-        picture[y : max(math.ceil(bottom), y + 1), x : max(math.ceil(right), x + 1)]
+        image[y : max(math.ceil(bottom), y + 1), x : max(math.ceil(right), x + 1)]
     )

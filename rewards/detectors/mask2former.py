@@ -41,10 +41,10 @@ RENAMES = {
 
 
 class Mask2FormerDetector:
-    """(B, H, W, 3) uint8 RGB -> for every picture its objects as a list of Detections with masks.
+    """(B, H, W, 3) uint8 RGB -> for every image its objects as a list of Detections with masks.
 
     model: a name on the Hugging Face hub or a folder. threshold, counting_threshold: GenEval's
-    (arXiv 2310.11513). floor: objects less sure are not reported. batch: pictures at a time.
+    (arXiv 2310.11513). floor: objects less sure are not reported. batch: images at a time.
     classes: the names that prompts may use, which must be the model's after RENAMES.
     """
 

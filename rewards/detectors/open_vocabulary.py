@@ -2,7 +2,7 @@
 Grounding DINO (Liu et al. 2023, arXiv 2303.05499) as transformers has them.
 
 They lift the limit to COCO's 80 classes. Neither gives masks, and no published GenEval number was
-made with them: choose the thresholds on pictures of your own.
+made with them: choose the thresholds on images of your own.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torch import Tensor
 from rewards.detectors.object_model import ObjectModel
 from rewards.geneval_rules import Box, Detection
 
-# (model, pictures, classes) -> boxes (B, Q, 4) xyxy in pixels, scores (B, Q, K) in [0, 1]
+# (model, images, classes) -> boxes (B, Q, 4) xyxy in pixels, scores (B, Q, K) in [0, 1]
 Find = Callable[[ObjectModel, np.ndarray, Sequence[str]], tuple[Tensor, Tensor]]
 
 
@@ -34,7 +34,7 @@ def find_owlv2(model: ObjectModel, images: np.ndarray, classes: Sequence[str]):
         attention_mask=told["attention_mask"].repeat(len(images), 1),
         pixel_values=model.pixels(images)["pixel_values"],
     )
-    # The picture was padded at the right and below: boxes are shares of a square's side.
+    # The image was padded at the right and below: boxes are shares of a square's side.
     side = max(images.shape[1:3])
     return _corners(outputs.pred_boxes, (side, side)), outputs.logits.float().sigmoid()
 
@@ -98,12 +98,12 @@ KINDS = {
 
 
 class OpenDetector:
-    """(B, H, W, 3) uint8 RGB and class names for each -> for every picture a list of Detections.
+    """(B, H, W, 3) uint8 RGB and class names for each -> for every image a list of Detections.
 
     kind: "owlv2" or "grounding_dino"; model: a name on the Hugging Face hub or a folder. Every box
     has the class that fits best; of boxes of one class that overlap by more than `overlap`
     (intersection over union) the surest counts. floor: objects less sure are not reported. batch:
-    pictures at a time.
+    images at a time.
     """
 
     open_vocabulary = True
@@ -154,7 +154,7 @@ class OpenDetector:
     def _detections(
         self, boxes: np.ndarray, scores: np.ndarray, names: Sequence[str], size: tuple[int, ...]
     ) -> list[Detection]:
-        """boxes (Q, 4), scores (Q, K) of one picture of size (height, width)."""
+        """boxes (Q, 4), scores (Q, K) of one image of size (height, width)."""
         limits = np.array([size[1], size[0]] * 2)
         boxes = boxes.clip(0, limits)
         kind, best = scores.argmax(1), scores.max(1)
@@ -183,7 +183,7 @@ def _box(row: np.ndarray) -> Box:
 
 
 def _alike(classes: Sequence[Sequence[str]], batch: int) -> Iterator[tuple[slice, Sequence[str]]]:
-    """Neighbours that ask for the same, as the pictures of a group do: rows and their classes."""
+    """Neighbours that ask for the same, as the images of a group do: rows and their classes."""
     start = 0
     for names, same in groupby(map(tuple, classes)):
         end = start + len(list(same))

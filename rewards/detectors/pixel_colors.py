@@ -52,8 +52,8 @@ class PixelColors:
 
     colors = _COLORS
 
-    def __call__(self, picture: np.ndarray, found: Sequence[Detection]) -> list[str | None]:
-        return [color_of(_pixels(picture, detection)) for detection in found]
+    def __call__(self, image: np.ndarray, found: Sequence[Detection]) -> list[str | None]:
+        return [color_of(_pixels(image, detection)) for detection in found]
 
 
 def color_of(levels: np.ndarray) -> str | None:
@@ -71,11 +71,11 @@ def color_of(levels: np.ndarray) -> str | None:
     return best if votes[best] > SHARE * len(levels) else None
 
 
-def _pixels(picture: np.ndarray, detection: Detection) -> np.ndarray:
+def _pixels(image: np.ndarray, detection: Detection) -> np.ndarray:
     if detection.mask is not None:
-        return picture[detection.mask]
+        return image[detection.mask]
     left, top, right, bottom = detection.box
     x, y, width, height = (left + right) / 2, (top + bottom) / 2, right - left, bottom - top
     columns = slice(round(x - MIDDLE * width / 2), round(x + MIDDLE * width / 2) + 1)
     rows = slice(round(y - MIDDLE * height / 2), round(y + MIDDLE * height / 2) + 1)
-    return picture[rows, columns].reshape(-1, 3)
+    return image[rows, columns].reshape(-1, 3)

@@ -1,6 +1,6 @@
 """Finds coloured shapes on a light background with classical vision: no weights, no labels.
 
-For pictures of about 64x64 pixels with a few flat shapes, upright as one would draw them:
+For images of about 64x64 pixels with a few flat shapes, upright as one would draw them:
 circle, square, triangle, star, cross, ring; red, yellow, green, blue, purple, black. A region
 that stands out from the background becomes an object when it lies convincingly on one of the
 ideal shapes and clearly better than on the others; else it is reported as "unknown", so that a
@@ -38,7 +38,7 @@ _PALETTE = np.array(list(COLORS.values()), np.float32)
 
 
 class TinyDetector:
-    """(B, H, W, 3) uint8 RGB -> for every picture its objects as a list of Detections.
+    """(B, H, W, 3) uint8 RGB -> for every image its objects as a list of Detections.
 
     The score is the overlap (soft intersection over union) with the ideal shape; objects that
     have a class are convincing already, so no threshold need be set on it.
@@ -61,9 +61,9 @@ class TinyDetector:
         offset = pixels - background
         contrast = np.sqrt(np.einsum("hwc,hwc->hw", offset, offset))
         mask = (contrast > CONTRAST).astype(np.uint8)
-        picture = Patch(mask=mask, contrast=contrast, pixels=pixels, left=0, top=0)
+        image = Patch(mask=mask, contrast=contrast, pixels=pixels, left=0, top=0)
         found: list[Detection] = []
-        for region in picture.regions(mask):
+        for region in image.regions(mask):
             whole = self._judge(region)
             if whole.name == UNKNOWN or whole.color is None:
                 parts = [self._judge(part) for part in _cut(region)]

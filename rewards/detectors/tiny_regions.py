@@ -1,4 +1,4 @@
-"""Connected regions of a picture, and how one of touching objects falls apart."""
+"""Connected regions of an image, and how one of touching objects falls apart."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ SPECK = 36  # pixels: smaller regions are ignored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A part of the picture: a region's mask (h, w) of 0 and 1 and the pixels around it."""
+    """A part of the image: a region's mask (h, w) of 0 and 1 and the pixels around it."""
 
     mask: np.ndarray
     contrast: np.ndarray  # (h, w) float32, RGB distance from the background

@@ -1,1 +1,1 @@
-"""What rewards with a network share: loading, preprocessing, CLIP, and how alike pictures are."""
+"""What rewards with a network share: loading, preprocessing, CLIP, and how alike images are."""

@@ -1,4 +1,4 @@
-"""A CLIP of transformers: pictures and prompts as unit vectors, compared row by row."""
+"""A CLIP of transformers: images and prompts as unit vectors, compared row by row."""
 
 import functools
 from typing import Any
@@ -32,7 +32,7 @@ class Clip:
 
     reward: who uses it, for messages. tokenizer: where that lies, if not with the model.
     dtype "fp32" or "bf16": of the network; vectors and their products are float32. The weights
-    get no gradient, the pictures do.
+    get no gradient, the images do.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Clip:
         return self._loaded[1]
 
     def images(self, images: Tensor) -> Tensor:
-        """Unit vectors of pictures (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's device."""
+        """Unit vectors of images (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's device."""
         network = self._loaded[0]
         size = network.config.vision_config.image_size
         pixels = clip_pixels(images.to(network.device), size).to(network.dtype)
         return _unit(network.get_image_features(pixel_values=pixels))
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Similarity of each picture and its own prompt: (B, 3, H, W), B prompts -> (B,)."""
+        """Similarity of each image and its own prompt: (B, 3, H, W), B prompts -> (B,)."""
         return cosine(self.images(images), self.texts(prompts))
 
     def _encode(self, prompts: list[str]) -> Tensor:

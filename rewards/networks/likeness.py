@@ -1,4 +1,4 @@
-"""How alike two pictures are, by a measure with a name: 1 = the same."""
+"""How alike two images are, by a measure with a name: 1 = the same."""
 
 import importlib
 from collections.abc import Callable
@@ -18,12 +18,12 @@ WINDOW = 7  # pixels per side of SSIM's window
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likeness:
-    """A measure: what is looked at in each of (B, 3, H, W) pictures, and how two of these compare.
+    """A measure: what is looked at in each of (B, 3, H, W) images, and how two of these compare.
 
     version: what changes its numbers, in one string.
     """
 
-    features: Callable[[Tensor], Any]  # a row for each picture
+    features: Callable[[Tensor], Any]  # a row for each image
     compare: Callable[[Any, Any], float]
     version: str
 
@@ -46,10 +46,10 @@ def likeness(
 ) -> Likeness:
     """The measure of that name.
 
-    "pixels": 1 - mean absolute difference of the pictures on 16 by 16 cells, in [0, 1]; "ssim":
-    structural similarity (Wang et al. 2004), of pictures shrunk until no side is longer than
+    "pixels": 1 - mean absolute difference of the images on 16 by 16 cells, in [0, 1]; "ssim":
+    structural similarity (Wang et al. 2004), of images shrunk until no side is longer than
     `longest`; "clip" or "clip:model": cosine of CLIP's vectors; "module:attribute": cosine of what
-    that callable gives for (B, 3, H, W) pictures in [0, 1], (B, D).
+    that callable gives for (B, 3, H, W) images in [0, 1], (B, D).
     Raises ValueError for another name.
     """
     kind, _, name = measure.partition(":")
@@ -102,11 +102,11 @@ def _shrunk(longest: int) -> Callable[[Tensor], np.ndarray]:
 
 
 def _ssim(a: np.ndarray, b: np.ndarray) -> float:
-    """Of (H, W, 3) uint8. Raises ValueError for pictures smaller than the window."""
+    """Of (H, W, 3) uint8. Raises ValueError for images smaller than the window."""
     from skimage.metrics import structural_similarity
 
     if min(a.shape[:2]) < WINDOW:
         size = " x ".join(map(str, a.shape[:2]))
-        raise ValueError(f"SSIM needs pictures of {WINDOW} x {WINDOW} pixels or more, got {size}")
+        raise ValueError(f"SSIM needs images of {WINDOW} x {WINDOW} pixels or more, got {size}")
     value: Any = structural_similarity(a, b, channel_axis=-1, data_range=255)
     return float(value)

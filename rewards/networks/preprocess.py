@@ -1,7 +1,7 @@
-"""From pictures to what a CLIP reads, in torch alone, so that gradients reach the pixels.
+"""From images to what a CLIP reads, in torch alone, so that gradients reach the pixels.
 
 Scores and their gradients take this one path: what is followed is what is reported. In normalised
-units its pixels lie within 0.017 of those of the processor that works on PIL's 8-bit pictures (PIL
+units its pixels lie within 0.017 of those of the processor that works on PIL's 8-bit images (PIL
 rounds to levels twice on the way). `antialias` makes torch use PIL's own bicubic kernel.
 """
 

@@ -1,4 +1,4 @@
-"""Prompts as vectors, each encoded once: the pictures of a group share their prompt."""
+"""Prompts as vectors, each encoded once: the images of a group share their prompt."""
 
 import warnings
 from collections.abc import Callable, Sequence

@@ -72,8 +72,8 @@ FAMILIES = {
         PARTIAL,
         True,
     ),
-    "pictures": Family(
-        "Learning from pictures",
+    "images": Family(
+        "Learning from images",
         "Objectives on the forward process, from the same rewards. The last two columns say what "
         "it cost until the mean curve, straight between evaluations, first stood where Flow-GRPO's "
         "ends, and what share that is of Flow-GRPO's cost.",
@@ -84,7 +84,7 @@ FAMILIES = {
     "gradients": Family(
         "Learning from the reward's gradient",
         "A differentiable reward, the colours of the pixels against those of the prompt, on "
-        "prompts of two colours and two shapes; the strict GenEval score of the same pictures is "
+        "prompts of two colours and two shapes; the strict GenEval score of the same images is "
         "only watched.",
         "tiny_colors",
         PIXELS + ODE,
@@ -103,7 +103,7 @@ METHODS = (
     Method("Flow-GRPO", "steps", ("rollout.tree={kind: flow_grpo}",), 60, 12, seeds=3),
     Method(
         "DiffusionNFT",
-        "pictures",
+        "images",
         (
             f"objective={{kind: nft, kl_coef: 0, draws: {{count: 4, share: image, {ALL}}}}}",
             "optim.updates_per_rollout=2",
@@ -114,7 +114,7 @@ METHODS = (
     ),
     Method(
         "Online DPO",
-        "pictures",
+        "images",
         (
             f"objective={{kind: dpo, implicit_beta: 100, {SHARED_DRAWS}}}",
             "rollout.prompts=24",
@@ -126,7 +126,7 @@ METHODS = (
     ),
     Method(
         "GDRO, from a store",
-        "pictures",
+        "images",
         (
             f"objective={{kind: gdro, form: top1, implicit_beta: 6, draws: {{count: 2, {MOST}}}}}",
             SLOWER,
@@ -168,28 +168,28 @@ METHODS = (
     ),
     Method(
         "DGPO",
-        "pictures",
+        "images",
         (f"objective={{kind: dgpo, implicit_beta: 20, {SHARED_DRAWS}}}", SLOWER),
         30,
         10,
     ),
     Method(
         "LAIR",
-        "pictures",
+        "images",
         (f"objective={{kind: lair, implicit_beta: 20, {SHARED_DRAWS}}}", SLOWER),
         30,
         10,
     ),
     Method(
         "KTO",
-        "pictures",
+        "images",
         (f"objective={{kind: kto, implicit_beta: 20, {SHARED_DRAWS}}}", SLOWER),
         30,
         10,
     ),
     Method(
         "AWM",
-        "pictures",
+        "images",
         (
             "objective={kind: awm, kl_coef: 0.0005, "
             f"draws: {{count: 2, share: group, stratified: false, {ALL}}}}}",
@@ -200,7 +200,7 @@ METHODS = (
     ),
     Method(
         "SFT, from a fine store",
-        "pictures",
+        "images",
         (f"objective={{kind: sft, {FINE_DRAWS}}}", "rollout.prompts=16", "optim.lr=3e-4"),
         60,
         20,
@@ -208,7 +208,7 @@ METHODS = (
     ),
     Method(
         "Best of n, from a fine store",
-        "pictures",
+        "images",
         (
             f"objective={{kind: sft, winners: one, {FINE_DRAWS}}}",
             "rollout.prompts=48",
@@ -220,7 +220,7 @@ METHODS = (
     ),
     Method(
         "RWR, from a fine store",
-        "pictures",
+        "images",
         (
             f"objective={{kind: rwr, rwr_lambda: 0.2, {FINE_DRAWS}}}",
             "rollout.prompts=16",

@@ -1,9 +1,9 @@
-"""Compare objectives on the tiny world: each learns, and what it costs in pictures and time.
+"""Compare objectives on the tiny world: each learns, and what it costs in images and time.
 
     python -m scripts.compare.objectives
 
 Trains the built-in pipeline with each of METHODS on one thread, one run after the other, then
-writes gallery/objectives: tables, curves against pictures drawn and wall time, and their data. Some
+writes gallery/objectives: tables, curves against images drawn and wall time, and their data. Some
 80 minutes on one core of a 2-core CPU. Stopped, it goes on with the run where it was; --only NAME
 trains some methods alone (a second core can take others), --page writes the page of what is there.
 """
@@ -103,12 +103,12 @@ def collect(stored: Stored, family: Family, seed: int, folder: Path) -> None:
         began = time.perf_counter()
         config = configuration(family, seed, folder, *stored.changes)
         (row,) = collect_groups(config, folder, groups=stored.groups)
-        spent = {"seconds": time.perf_counter() - began, "pictures": row["pictures"]}
+        spent = {"seconds": time.perf_counter() - began, "images": row["images"]}
         write_text(folder / SPENT, json.dumps(spent))
 
 
 def read_run(method: Method, seed: int, runs: Path) -> Run:
-    spent = {"seconds": 0.0, "pictures": 0.0}
+    spent = {"seconds": 0.0, "images": 0.0}
     if method.store is not None:
         spent = json.loads((store_of(method.store, seed, runs) / SPENT).read_text())
     metrics = read_metrics(folder_of(method, seed, runs))
@@ -153,7 +153,7 @@ def section(
         for m in methods
     ]
     shown = [run for m in methods for run in done[m.name]]
-    axes = ("pictures", "wall-time")
+    axes = ("images", "wall-time")
     write_charts(output, shown, f"eval/{family.score}", axes=axes, prefix=f"{name}-", level=level)
     charts = "\n".join(f"![{family.score} against {axis}]({name}-{axis}.png)" for axis in axes)
     recipes = "\n".join(
@@ -177,11 +177,11 @@ def told(stored: Stored) -> str:
 
 
 INTRODUCTION = """`python -m scripts.compare.objectives`, on {machine}. The built-in pipeline
-learns with each objective from its base weights. Scores are those of 600 pictures of unseen
-prompts; a change is that of the last evaluation from the first, picture by picture, averaged over
+learns with each objective from its base weights. Scores are those of 600 images of unseen
+prompts; a change is that of the last evaluation from the first, image by image, averaged over
 the seeds first, with its paired 95 % bootstrap interval. *quality* is `tiny_quality`, from 1 to 5
-against the drawing program's own pictures: a check on what the learned reward misses. *corrected*
-is GDRO's corrected score, score * (quality - 3) + 0.2. *pictures* are those drawn to learn from,
+against the drawing program's own images: a check on what the learned reward misses. *corrected*
+is GDRO's corrected score, score * (quality - 3) + 0.2. *images* are those drawn to learn from,
 *seconds* those of iterations without evaluations, both including what was spent on a store.
 
 All recipes are the `quickstart` preset with `{shared}`, the changes of their family and their own;

@@ -14,7 +14,7 @@ from scripts.compare.runs import Point, Run, cost_to_reach, mean_curve, seconds_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One method over its seeds. change: of the score, picture by picture, each averaged over the
+    """One method over its seeds. change: of the score, image by image, each averaged over the
     seeds first. before, after: means by measure. curve: the mean over seeds."""
 
     method: str
@@ -25,8 +25,8 @@ class Outcome:
     curve: Sequence[Point]
 
 
-def pictures_of(point: Point) -> float:
-    return point.pictures
+def images_of(point: Point) -> float:
+    return point.images
 
 
 def outcome(
@@ -50,8 +50,8 @@ def differences(
 ) -> list[Interval]:
     """How far the score of some runs lies above that of others after so many iterations.
 
-    Seed by seed, then of the means over seeds; picture by picture, which both drew from one noise.
-    The intervals know how pictures differ, not how seeds do.
+    Seed by seed, then of the means over seeds; image by image, which both drew from one noise.
+    The intervals know how images differ, not how seeds do.
     """
     alone = [([a], [b]) for a, b in zip(folders, others, strict=True)]
     return [
@@ -61,7 +61,7 @@ def differences(
 
 
 def _measures(folders: Sequence[Path], step: int, quality: str | None) -> dict[str, Tensor]:
-    """(N,) of each measure, the mean over runs of each held-out picture."""
+    """(N,) of each measure, the mean over runs of each held-out image."""
     found = [
         Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors").measures(quality)
         for folder in folders
@@ -74,7 +74,7 @@ def table(
 ) -> list[dict[str, str]]:
     """A row a method: score, its change with a 95 % interval, quality, corrected score, and what
     it cost, candidates apart where any were drawn. With the curve of another method as a goal also
-    the pictures and seconds until the mean curve first stood at its last score, and these as shares
+    the images and seconds until the mean curve first stood at its last score, and these as shares
     of what it took."""
     rows = []
     explored = any(o.curve[-1].candidates for o in outcomes)
@@ -88,13 +88,13 @@ def table(
             "quality": _change(o, quality, 2),
             "corrected": _change(o, corrected),
             "iterations": str(last.step),
-            "pictures": f"{last.pictures:.0f}",
+            "images": f"{last.images:.0f}",
             **({"candidates": f"{last.candidates:.0f}"} if explored else {}),
             "seconds": f"{last.seconds:.0f}",
         }
         if goal is not None:
             level = goal[-1].scores[f"eval/{score}"]
-            for name, cost in (("pictures", pictures_of), ("seconds", seconds_of)):
+            for name, cost in (("images", images_of), ("seconds", seconds_of)):
                 reached = cost_to_reach(o.curve, f"eval/{score}", level, cost)
                 row[f"{name} to {level:.3f}"] = (
                     "never"

@@ -3,7 +3,7 @@
     python -m scripts.compare.rewards
 
 Trains the presets of RUNS on one thread, one after the other, then writes gallery/rewards: a table,
-curves and pictures of each, and their data. Some 20 minutes on one core of a 2-core CPU. Stopped,
+curves and images of each, and their data. Some 20 minutes on one core of a 2-core CPU. Stopped,
 it goes on where it was; --page writes the page of what is there.
 """
 
@@ -41,30 +41,30 @@ RUNS = (
         "OCR",
         "Words that its pretraining never showed, read back by RapidOCR. Each word is trained in "
         "three wordings and measured in the fourth. The strict rule, which charges for further "
-        "text, is watched and agrees: nothing else is written. The pictures show what is learned "
+        "text, is watched and agrees: nothing else is written. The images show what is learned "
         "in 80 iterations: to draw cleanly, of the words that the pipeline knows, the one nearest "
-        "to the asked one (CAT for COAT, BOX for BOW). 2 of the base's 272 pictures are right in "
+        "to the asked one (CAT for COAT, BOX for BOW). 2 of the base's 272 images are right in "
         "full, and none afterwards.",
     ),
     Shown(
         "tiny-sd3-nft-geneval",
         "GenEval",
-        "Trained on the partial score, the share of a prompt's demands that a picture meets; "
+        "Trained on the partial score, the share of a prompt's demands that an image meets; "
         "`geneval_strict` asks for all of them and is only watched.",
     ),
     Shown(
         "tiny-sd3-nft-compressibility",
         "JPEG compressibility",
-        "Minus the size of the JPEG file in 500 kB. Nothing in this reward asks for a picture, and "
+        "Minus the size of the JPEG file in 500 kB. Nothing in this reward asks for an image, and "
         "the two measures that are only watched show what it costs to follow it; a pull to the "
         "base (`kl_coef: 0.5`) slows the fall. Without it, 24 iterations ended at 0.8 kB a "
-        "picture, with blank paper: quality 1.1, strict score 0.",
+        "image, with blank paper: quality 1.1, strict score 0.",
     ),
     Shown(
         "tiny-sd3-nft-composite",
         "OCR and GenEval, normalised each (GDPO)",
         "Two rewards on prompts of seven kinds; each applies to its own, and is compared within "
-        "its prompt's pictures before the two are added.",
+        "its prompt's images before the two are added.",
     ),
 )
 
@@ -112,13 +112,13 @@ def write_page(runs: Path, output: Path, machine: str) -> None:
 
 
 def section(shown: Shown, run: Run, folder: Path, output: Path) -> str:
-    """The part of the page for one preset; its pictures go beside the page."""
+    """The part of the page for one preset; its images go beside the page."""
     curve = points(run)
     last = curve[-1]
     names = list(curve[0].scores)
     lines = {n: [(float(p.step), p.scores[n]) for p in curve] for n in names}
     write_bytes(output / f"{shown.preset}.png", png(draw_curves(lines)))
-    shutil.copyfile(folder / "gallery" / "grid.png", output / f"{shown.preset}-pictures.png")
+    shutil.copyfile(folder / "gallery" / "grid.png", output / f"{shown.preset}-images.png")
     ends = [
         Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors")
         for step in (0, last.step)
@@ -129,12 +129,12 @@ def section(shown: Shown, run: Run, folder: Path, output: Path) -> str:
             "base": f"{row['base']:.4g}",
             "aligned": f"{row['aligned']:.4g}",
             "change": f"{row['change']:+.4g} [{row['95% low']:.4g}, {row['95% high']:.4g}]",
-            "held-out pictures": f"{row['pictures']}",
+            "held-out images": f"{row['images']}",
         }
         for row in table(compare(*ends))
     ]
     told = (
-        f"`flowrl train {shown.preset}`: {last.step} iterations, {last.pictures:.0f} pictures "
+        f"`flowrl train {shown.preset}`: {last.step} iterations, {last.images:.0f} images "
         f"drawn to learn from, {last.seconds:.0f} seconds. {shown.text}"
     )
     return SECTION.format(
@@ -151,7 +151,7 @@ INTRODUCTION = """# Rewards
 `python -m scripts.compare.rewards`, on {machine}.
 
 The built-in pipeline learns four kinds of reward with DiffusionNFT, from its base weights, one seed
-each. Scores are those of held-out prompts before and after; a change is paired picture by picture,
+each. Scores are those of held-out prompts before and after; a change is paired image by image,
 with its 95 % bootstrap interval. Seconds are those of iterations, without evaluations. `curves.csv`
 has every evaluation.
 """
@@ -162,7 +162,7 @@ SECTION = """## {title}
 {table}
 
 ![Held-out scores against iterations]({preset}.png)
-![Base and aligned pictures of the same prompts and noise]({preset}-pictures.png)
+![Base and aligned images of the same prompts and noise]({preset}-images.png)
 """
 
 

@@ -1,4 +1,4 @@
-"""Methods side by side: held-out scores against wall time, forwards and pictures, as curves and a
+"""Methods side by side: held-out scores against wall time, forwards and images, as curves and a
 table."""
 
 import csv
@@ -24,29 +24,29 @@ SHARE = 0.6  # of the first method's wall time, the mark that a tree is asked to
 class Run:
     """One training run: its method, its seed, and its metrics as `read_metrics` gives them.
 
-    seconds, pictures: spent before it began, on the store that it learns from.
+    seconds, images: spent before it began, on the store that it learns from.
     """
 
     method: str
     seed: int
     metrics: Sequence[Mapping[str, Any]]
     seconds: float = 0.0
-    pictures: float = 0.0
+    images: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """An evaluation: the scores after so many seconds, forwards and drawn pictures.
+    """An evaluation: the scores after so many seconds, forwards and drawn images.
 
     Evaluations themselves take no part in them. forwards: velocities of rollouts, of candidates and
-    of training, whose backwards are not counted; nor are those of audits. pictures: those drawn to
+    of training, whose backwards are not counted; nor are those of audits. images: those drawn to
     learn from; candidates: those drawn beside them, only to choose by.
     """
 
     step: int
     seconds: float
     forwards: float
-    pictures: float
+    images: float
     candidates: float
     scores: Mapping[str, float]
 
@@ -59,25 +59,25 @@ AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
         "thousand forwards, of rollouts and training",
         lambda p: p.forwards / 1e3,
     ),
-    "pictures": ("thousand pictures drawn to learn from", lambda p: p.pictures / 1e3),
+    "images": ("thousand images drawn to learn from", lambda p: p.images / 1e3),
 }
 
 
 def points(run: Run) -> list[Point]:
     """The evaluations of a run, in order."""
-    seconds, pictures, candidates, forwards = run.seconds, run.pictures, 0.0, 0.0
+    seconds, images, candidates, forwards = run.seconds, run.images, 0.0, 0.0
     found = []
     for line in run.metrics:
         seconds += sum(line.get(name) or 0.0 for name in TIMES)
         forwards += sum(line.get(name) or 0.0 for name in PASSES)
-        drawn = line.get("tree/forwards") or 0.0  # none, where pictures are read from a store
-        pictures += (line.get("tree/leaves") or 0.0) if drawn else 0.0
+        drawn = line.get("tree/forwards") or 0.0  # none, where images are read from a store
+        images += (line.get("tree/leaves") or 0.0) if drawn else 0.0
         candidates += line.get("explore/candidates") or 0.0
         scores = {name: value for name, value in line.items() if name.startswith("eval/")}
         if scores:
             found.append(
                 Point(
-                    step=line["step"], seconds=seconds, forwards=forwards, pictures=pictures,
+                    step=line["step"], seconds=seconds, forwards=forwards, images=images,
                     candidates=candidates, scores=scores,
                 )
             )  # fmt: skip
@@ -92,7 +92,7 @@ def mean_curve(runs: Sequence[Run]) -> list[Point]:
             step=together[0].step,
             seconds=mean(p.seconds for p in together),
             forwards=mean(p.forwards for p in together),
-            pictures=mean(p.pictures for p in together),
+            images=mean(p.images for p in together),
             candidates=mean(p.candidates for p in together),
             scores={name: mean(p.scores[name] for p in together) for name in together[0].scores},
         )
@@ -181,11 +181,11 @@ def write_table(path: Path, runs: Sequence[Run]) -> None:
     table = csv.writer(text, lineterminator="\n")
     names = sorted({name for run in runs for name in points(run)[0].scores})
     explored = ["candidates"] if any(points(run)[-1].candidates for run in runs) else []
-    costs = ["seconds", "forwards", "pictures", *explored]
+    costs = ["seconds", "forwards", "images", *explored]
     table.writerow(["method", "seed", "iteration", *costs, *names])
     for run in runs:
         for p in points(run):
-            numbers = [f"{p.seconds:.1f}", f"{p.forwards:.0f}", f"{p.pictures:.0f}"]
+            numbers = [f"{p.seconds:.1f}", f"{p.forwards:.0f}", f"{p.images:.0f}"]
             numbers += [f"{p.candidates:.0f}"] if explored else []
             scores = [_cell(p.scores.get(name)) for name in names]
             table.writerow([run.method, run.seed, p.step, *numbers, *scores])

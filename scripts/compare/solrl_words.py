@@ -2,16 +2,16 @@
 
 INTRODUCTION = """`python -m scripts.compare.solrl`, on {machine}. The built-in pipeline learns
 GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from
-{rollout.group_size} pictures of each of {rollout.prompts} prompts, in {iterations} iterations of
+{rollout.group_size} images of each of {rollout.prompts} prompts, in {iterations} iterations of
 {updates} updates. *24 of 24* draws these alone. *24 of 96* draws {explore.candidates} candidates of
 each prompt first, in {explore.steps} steps instead of {rollout.steps} and in NVFP4, and then those
 with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
 scores are not learned from.
 
-Scores are those of {images} pictures of unseen prompts. A change is that of the last evaluation
-from the first, picture by picture, averaged over the seeds first, with its paired 95 % bootstrap
+Scores are those of {images} images of unseen prompts. A change is that of the last evaluation
+from the first, image by image, averaged over the seeds first, with its paired 95 % bootstrap
 interval; *above* compares arms in the same way, after the same number of updates. These intervals
-know how pictures differ, not how seeds do: for that compare the columns. *pictures* are those drawn
+know how images differ, not how seeds do: for that compare the columns. *images* are those drawn
 to learn from, *candidates* those drawn beside them only to choose by. *seconds* are those of
 iterations without evaluations, candidates and audits included. The last columns say what it took
 until the mean curve, straight between evaluations, first stood where that of 24 of 24 ends, and
@@ -36,7 +36,7 @@ that a choice by exact scores has too, which of equal ones takes the first; *ran
 rank, 1 the highest, ties averaged; *perfect*, that of a choice by exact scores; at random it is
 48.5 of 96. *contrast* is the difference of exact scores between the halves, as a share of the
 largest possible. *no rho* counts prompts whose scores are all equal."""
-AUDITS = """## Do candidates rank as exact pictures do?
+AUDITS = """## Do candidates rank as exact images do?
 
 {text}
 
@@ -55,7 +55,7 @@ information in an update. Where noise does not limit learning that shows in noth
 from two prompts each, two an iteration, 36 iterations and `optim.lr` 8e-4 the partial scores ended
 at 0.798, 0.798 and 0.802 with 24 of 96 (four over six) and at 0.821, 0.787 and 0.795 with 24 of 24.
 So the preset updates from one prompt at a time. A score of few values bounds the gain, too: where
-half of a prompt's pictures are right, any 24 have as much contrast as can be. And as the policy
+half of a prompt's images are right, any 24 have as much contrast as can be. And as the policy
 learns, candidates rank less well: one that fails is then often made to fail by few steps alone."""
 RECIPES = """## Recipes
 

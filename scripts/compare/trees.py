@@ -20,8 +20,8 @@ SEEDS = (0, 1, 2)
 CARD = """# Trees against chains
 
 `python -m scripts.compare.trees`, on {machine}. The built-in pipeline learns GenEval's partial
-score, as in the quickstart, with rollouts of different shapes: always 16 pictures of each of 6
-prompts in 5 steps, seeds {seeds}. Scores are those of 600 pictures of unseen prompts, means over
+score, as in the quickstart, with rollouts of different shapes: always 16 images of each of 6
+prompts in 5 steps, seeds {seeds}. Scores are those of 600 images of unseen prompts, means over
 the seeds, with their standard deviation over seeds. Seconds are those of iterations, without
 evaluations; forwards are those of rollouts and training, without backwards and the reference's.
 
@@ -41,7 +41,7 @@ Partial score (share of the demands that are met):
 
 {partial}
 
-Recipes, on top of `quickstart` with `{shared}`. Credit is the quickstart's (all pictures of the
+Recipes, on top of `quickstart` with `{shared}`. Credit is the quickstart's (all images of the
 prompt, `scale: global`) unless a row says otherwise, not what each method's authors use; windows on
 the first two steps, where the quickstart has its own, are told apart from the shape of the tree by
 *Flow-GRPO-Fast, first steps*, chains with that window.
@@ -64,7 +64,7 @@ SHARED = [
 
 @dataclass(frozen=True)
 class Method:
-    """A rollout to compare. All draw 16 pictures of each of 6 prompts in 5 steps."""
+    """A rollout to compare. All draw 16 images of each of 6 prompts in 5 steps."""
 
     name: str
     iterations: int

@@ -30,7 +30,7 @@ from scripts.pretrain_tiny.score import write_card
 
 HISTORY = (
     f"In the last {pretrain.FLOW_DECAY:.0%} of the flow's steps, while the learning rate fell, "
-    f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other pictures, so that alignment "
+    f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other images, so that alignment "
     "has something to mend.\n"
 )
 TAUGHT = (
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--backbone", choices=MODELS, default="sd3")
     parser.add_argument(
-        "--work", type=Path, required=True, help="folder for pictures and unfinished weights"
+        "--work", type=Path, required=True, help="folder for images and unfinished weights"
     )
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the finished pipeline"
@@ -60,10 +60,10 @@ def arguments() -> argparse.Namespace:
         type=Path,
         help="finished tiny SD3: take its autoencoder, and learn from its guided velocity",
     )
-    parser.add_argument("--pictures", type=int, default=60_000)
+    parser.add_argument("--images", type=int, default=60_000)
     parser.add_argument("--vae-steps", type=int, default=3_500)
     parser.add_argument("--flow-steps", type=int, default=16_500)
-    parser.add_argument("--batch", type=int, default=64, help="pictures in a step of the flow")
+    parser.add_argument("--batch", type=int, default=64, help="images in a step of the flow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -120,7 +120,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    images, captions = pretrain.pictures(args.work, args.pictures, args.seed, args.threads)
+    images, captions = pretrain.images(args.work, args.images, args.seed, args.threads)
 
     make_vae, make_model = MODELS[args.backbone]
     torch.manual_seed(args.seed)

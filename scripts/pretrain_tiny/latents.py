@@ -100,9 +100,9 @@ def normalise_latents(vae: Any, images: np.ndarray) -> None:
 
 @torch.no_grad()
 def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
-    """Normalised latents of every picture, (count, C, h, w) float32, cached in `path`.
+    """Normalised latents of every image, (count, C, h, w) float32, cached in `path`.
 
-    Raises UserError when `path` holds those of another number of pictures.
+    Raises UserError when `path` holds those of another number of images.
     """
     if not path.exists():
         parts = [_encode(vae, part) for part in np.array_split(images, len(images) // 64)]
@@ -111,5 +111,5 @@ def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
         save_state(path, {"latents": latents.half()})
     latents = load_state(path)["latents"].float()
     if len(latents) != len(images):
-        raise UserError(f"{path} holds {len(latents)} pictures, not {len(images)}: delete it")
+        raise UserError(f"{path} holds {len(latents)} images, not {len(images)}: delete it")
     return latents

@@ -29,7 +29,7 @@ SHARES = {  # how often each kind is drawn
 }  # fmt: skip
 GUIDANCE = 7.0  # the highest that a model learns from a teacher; the lowest is 1
 DROPOUT = 0.1  # share of captions replaced by "", for classifier-free guidance
-MISLABELLED = 0.2  # share of captions of another picture, while the flow's learning rate falls
+MISLABELLED = 0.2  # share of captions of another image, while the flow's learning rate falls
 FLOW_DECAY = 0.15  # last share of the steps, of falling learning rate
 
 
@@ -59,7 +59,7 @@ class TinyModel(Protocol):
         ...
 
 
-# --- pictures ---------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------
 
 
 def _example(seed: int, index: int) -> tuple[Prompt, random.Random]:
@@ -73,9 +73,9 @@ def _draw_range(seed: int, start: int, stop: int) -> tuple[np.ndarray, list[str]
     return np.stack([draw(p, rng) for p, rng in pairs]), [p["prompt"] for p, _ in pairs]
 
 
-def pictures(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndarray, list[str]]:
-    """`count` pictures (count, 64, 64, 3) uint8 with their captions, cached in `folder`."""
-    path = folder / f"pictures-{seed}-{count}.npz"
+def images(folder: Path, count: int, seed: int, workers: int) -> tuple[np.ndarray, list[str]]:
+    """`count` images (count, 64, 64, 3) uint8 with their captions, cached in `folder`."""
+    path = folder / f"images-{seed}-{count}.npz"
     if not path.exists():
         cuts = np.linspace(0, count, max(2, count // 500), dtype=int)
         jobs = [(seed, int(a), int(b)) for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -110,9 +110,9 @@ def fit_flow(
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
     With a `teacher` of the same latents, regress its guided velocity at a guidance drawn for each
-    picture, so that the model learns to guide itself (Meng et al. 2023, arXiv 2210.03142).
+    image, so that the model learns to guide itself (Meng et al. 2023, arXiv 2210.03142).
 
-    While the learning rate falls, a share of the pictures comes with the caption of any other one.
+    While the learning rate falls, a share of the images comes with the caption of any other one.
     The model then follows its prompt less reliably than it could, and a reward can mend that.
     latents: (N, *latent), one for each caption.
     """
@@ -180,7 +180,7 @@ def tokenized(
 
 
 def mislabel(rows: Tensor, share: float, count: int, generator: torch.Generator) -> Tensor:
-    """Of which picture each of `rows` (B,) long gets the caption.
+    """Of which image each of `rows` (B,) long gets the caption.
 
     -> (B,) long: its own, or with probability `share` any of the `count`.
     """

@@ -53,7 +53,7 @@ pipe = DiffusionPipeline.from_pretrained(pipeline_path("{name}"))
 pipe("a red circle and a blue square"{size}).images[0]
 ```
 
-Made by `scripts/pretrain_tiny` from procedurally drawn pictures (`flowrl/tiny/draw.py`): no
+Made by `scripts/pretrain_tiny` from procedurally drawn images (`flowrl/tiny/draw.py`): no
 photographs, no scraped data. Words are set in Aileron Regular by Sora Sagano (CC0), the typeface
 that Pillow carries. Weights: Apache-2.0.
 
@@ -61,7 +61,7 @@ that Pillow carries. Weights: Apache-2.0.
 ## Scores
 
 Held-out prompts, which neither pretraining nor alignment draws; most of those for words ask for a
-word that was never drawn. Strict GenEval: the picture meets
+word that was never drawn. Strict GenEval: the image meets
 every demand, as judged by the classical detector `rewards/detectors/tiny.py`. OCR: RapidOCR, rule
 of Flow-GRPO.
 
@@ -72,12 +72,12 @@ Preset: 5 steps, guidance 1, 12 text tokens. Plain: `pipe(prompt{size})`, hence 
 |---|---|---|
 {rows}
 Measured by `python -m scripts.pretrain_tiny.score` on a 2-core CPU over {preset} and {plain}
-pictures a kind.
+images a kind.
 """
 
 
 def scores(pipeline, records: Sequence[PromptRecord], count: int, batch: int, **call) -> float:
-    """Mean score of `count` pictures over prompts of one kind, prompts in turn, seeds 0, 1, ..."""
+    """Mean score of `count` images over prompts of one kind, prompts in turn, seeds 0, 1, ..."""
     chosen = [records[i % len(records)] for i in range(count)]
     ocr = "ocr_text" in chosen[0].metadata
     spec = RewardSpec(
@@ -96,7 +96,7 @@ def scores(pipeline, records: Sequence[PromptRecord], count: int, batch: int, **
 
 
 def write_card(folder: Path, *, preset: int = 100, plain: int = 24, history: str = "") -> None:
-    """Score `preset` and `plain` pictures of every kind, and write README.md into the folder."""
+    """Score `preset` and `plain` images of every kind, and write README.md into the folder."""
     pipeline = load_pipeline(str(folder), dtype="fp32", device="cpu")
     size, defaults = CALLS[type(pipeline).__name__]
     found = {}
@@ -128,16 +128,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("pipeline", type=Path)
-    parser.add_argument("--preset-pictures", type=int, default=100, help="pictures of each kind")
-    parser.add_argument("--plain-pictures", type=int, default=24)
+    parser.add_argument("--preset-images", type=int, default=100, help="images of each kind")
+    parser.add_argument("--plain-images", type=int, default=24)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--history", default="", help="how this copy was made, for the card")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     write_card(
         args.pipeline,
-        preset=args.preset_pictures,
-        plain=args.plain_pictures,
+        preset=args.preset_images,
+        plain=args.plain_images,
         history=args.history,
     )
 

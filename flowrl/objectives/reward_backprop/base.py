@@ -115,9 +115,9 @@ class Velocities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardBackprop:
-    """The loss -r, or relu(hinge - r), of pictures, and the pull to the base model.
+    """The loss -r, or relu(hinge - r), of images, and the pull to the base model.
 
-    hinge: the reward beyond which a picture is good enough. kl_coef: weight of the mean squared
+    hinge: the reward beyond which an image is good enough. kl_coef: weight of the mean squared
     distance of velocities from the reference's, wherever the gradient reaches them.
     """
 
@@ -141,11 +141,11 @@ class RewardBackprop:
         velocities: Velocities,
         weight: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Mean over pictures of weight * loss, and metrics.
+        """Mean over images of weight * loss, and metrics.
 
-        moved: (n, *latent), a tangent: zeros with the gradient of each picture's clean latent.
+        moved: (n, *latent), a tangent: zeros with the gradient of each image's clean latent.
         reward, gradient: (n,), like moved, at that latent. weight: (n,) without gradient, or 1.
-        Pictures without a finite reward or gradient count 0, and their share is a metric.
+        Images without a finite reward or gradient count 0, and their share is a metric.
         """
         good = reward.isfinite() & gradient.flatten(1).isfinite().all(1)
         reward = torch.where(good, reward, 0).to(moved)
@@ -186,7 +186,7 @@ def later(field: VelocityField) -> VelocityField:
 
 
 def seeds(batch: Trajectories, role: str, copies: int = 1) -> list[int]:
-    """One for each picture and copy, picture by picture: of its number and the batch's seed."""
+    """One for each image and copy, image by image: of its number and the batch's seed."""
     return [
         noise_seed(seed=batch.seed, iteration=0, prompt="path", root=image, step=copy, role=role)
         for image in batch.image.tolist()

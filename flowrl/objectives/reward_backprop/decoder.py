@@ -36,7 +36,7 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
 class RewardGradient:
     """Makes the reward field of a rollout's prompts: rewards and their gradients at clean latents.
 
-    The weighted sum is that of training, held-out rewards left out. At most `batch_size` pictures
+    The weighted sum is that of training, held-out rewards left out. At most `batch_size` images
     have a graph at any time, none when the field returns. Only the latents get a gradient: the
     decoder's and the rewards' weights get none.
     """
@@ -47,7 +47,7 @@ class RewardGradient:
     def __call__(self, rollout: Rollout) -> RewardField:
         """A field over latents (B, *latent) and numbers of the rollout's prompts (B,) long.
 
-        A picture without an applicable score has reward and gradient NaN; a gradient that is not
+        An image without an applicable score has reward and gradient NaN; a gradient that is not
         finite is left as it is.
         """
 
@@ -87,10 +87,10 @@ def differentiate(
     metadata: list[dict],
     words: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the rewards of pictures (L, 3, H, W) in [0, 1], and its gradient.
+    """Weighted sum of the rewards of images (L, 3, H, W) in [0, 1], and its gradient.
 
     (L,) fp32, NaN where `combine` has NaN, transforms and stand-ins included; and like images, 0
-    there. One reward has a graph at a time. Pictures are not rounded to 8 bits, which has no
+    there. One reward has a graph at a time. Images are not rounded to 8 bits, which has no
     gradient. words: put before every prompt, after asking which rewards apply to it. Raises
     RewardFailure for a reward that fails, or that gradients do not reach.
     """
@@ -137,12 +137,12 @@ def _slope(
     if found is None:
         raise RewardFailure(
             f"reward {spec.name!r} says `differentiable = True`, but no gradient reaches the "
-            "pictures: it must compute a tensor from them by torch, without detach or no_grad"
+            "images: it must compute a tensor from them by torch, without detach or no_grad"
         )
     if scores.shape != (len(images),):
         raise RewardFailure(
             f"reward {spec.name!r} answered with shape {tuple(scores.shape)} for {len(images)} "
-            f"pictures; expected ({len(images)},)"
+            f"images; expected ({len(images)},)"
         )
     known = scores.detach().float().cpu()
     known[list(reasons or ())] = math.nan

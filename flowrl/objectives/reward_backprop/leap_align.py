@@ -78,7 +78,7 @@ class Leaps:
     active: of these, how many at its beginning get a gradient; those after the first get
     support_coef of it. nested_coef: how much of the second leap's Jacobian is kept; 0 makes the
     loss linear.
-    Values are the rollout's, at x_j and at the end. Each picture's loss is divided by the sum of
+    Values are the rollout's, at x_j and at the end. Each image's loss is divided by the sum of
     its leaps' mean absolute distances from the true states, none smaller than distance_floor.
     """
 

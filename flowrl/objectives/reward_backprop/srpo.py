@@ -30,7 +30,7 @@ class SRPO:
     positive, negative: words for the better and the worse, put before each prompt. The reward is
     then (1 + k) r(better) - r(worse), what the reward likes in any case nearly cancels, and k goes
     with the step from its first number, at noise, to its second. Without words it is r for both,
-    and what changes sign at the step up is how the picture moves: one that is good enough has
+    and what changes sign at the step up is how the image moves: one that is good enough has
     no gradient in either. fresh: another noise in place of the chain's own.
     """
 

@@ -1,4 +1,4 @@
-"""What every executor does: take pictures, and answer later with scores or why there are none."""
+"""What every executor does: take images, and answer later with scores or why there are none."""
 
 import functools
 import math
@@ -24,7 +24,7 @@ class RewardFailure(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One reward's scores of B pictures.
+    """One reward's scores of B images.
 
     scores: (B,) float32 on the CPU, NaN where there is none; reasons: why, by row; a row without a
     score always has a reason. seconds: from asking to the answer.
@@ -38,7 +38,7 @@ class Answer:
 class Executor(Protocol):
     """Asks one reward. `submit` may return before the answer is there; answers may be asked for in
     any order. A failure is an Answer of NaN with reasons: the future raises RewardFailure only for
-    what no further picture can mend (a missing package, an answer of the wrong length)."""
+    what no further image can mend (a missing package, an answer of the wrong length)."""
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         """images: (B, 3, H, W) float32 in [0, 1], multiples of 1/255, on the CPU."""
@@ -50,7 +50,7 @@ class Executor(Protocol):
 
 
 def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
-    """No scores for `count` pictures, all for one reason."""
+    """No scores for `count` images, all for one reason."""
     return Answer(
         scores=torch.full((count,), math.nan),
         reasons=dict.fromkeys(range(count), reason),
@@ -59,7 +59,7 @@ def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
 
 
 def joined(parts: Sequence[Answer], seconds: float) -> Answer:
-    """The answers to consecutive pictures as one."""
+    """The answers to consecutive images as one."""
     reasons: dict[int, str] = {}
     start = 0
     for part in parts:
@@ -70,14 +70,14 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
 
 
 def to_levels(images: Tensor) -> Tensor:
-    """Pictures in [0, 1], of any shape -> their 256 levels as a file would hold them, uint8 on the
+    """Images in [0, 1], of any shape -> their 256 levels as a file would hold them, uint8 on the
     CPU. What is not finite must be kept from it: it has no level."""
-    # In place where nobody else holds the numbers: pictures are large, and a GPU waits for this.
+    # In place where nobody else holds the numbers: images are large, and a GPU waits for this.
     return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
 
 
 def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
-    """What a reward returned for `count` pictures: scores (count,) and reasons by row.
+    """What a reward returned for `count` images: scores (count,) and reasons by row.
 
     A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
     pair of them and a mapping from row to why it is missing; a row with a reason has no score,
@@ -95,7 +95,7 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
         raise ValueError(f"answered with {type(answer).__name__}, expected numbers") from error
     if scores.shape != (count,):
         raise ValueError(
-            f"answered with shape {tuple(scores.shape)} for {count} pictures; expected ({count},)"
+            f"answered with shape {tuple(scores.shape)} for {count} images; expected ({count},)"
         )
     why = {
         i: "the reward gave no finite number"
@@ -111,7 +111,7 @@ def ask(
     """Call a reward here and now.
 
     Whatever it raises becomes the reason why its scores are missing, except a missing package and
-    an answer of the wrong form, which are RewardFailure: they would fail for every picture. What a
+    an answer of the wrong form, which are RewardFailure: they would fail for every image. What a
     device without memory raises is left to the caller.
     """
     began = time.perf_counter()
@@ -137,7 +137,7 @@ def ask(
 
 
 class _Later(Future):
-    """Work that is done when its result is asked for: pictures are drawn first, and the network
+    """Work that is done when its result is asked for: images are drawn first, and the network
     that draws them has the device and its number format for itself."""
 
     def __init__(self, work: Callable[[], Answer]):
@@ -150,7 +150,7 @@ class _Later(Future):
                 self.set_result(self._work())
             except Exception as error:
                 self.set_exception(error)
-            del self._work  # which holds the pictures
+            del self._work  # which holds the images
         return super().result(timeout)
 
 
@@ -192,11 +192,11 @@ class _Background:
 
 
 class InlineExecutor:
-    """Calls the reward with at most `micro_batch` pictures at once, None for all, when the answer
+    """Calls the reward with at most `micro_batch` images at once, None for all, when the answer
     is asked for. Where the device's memory does not suffice, the micro-batch is halved for good;
     not of a reward that compares whole groups.
 
-    background: at once and in a thread of its own, while further pictures are drawn; for rewards
+    background: at once and in a thread of its own, while further images are drawn; for rewards
     that wait for a network. There is no deadline but the reward's own.
     """
 

@@ -264,13 +264,13 @@ def _retry_after(value: str | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedRequest:
-    """Pictures (b, H, W, 3) uint8 that are judged together, and the names they go by.
+    """Images (b, H, W, 3) uint8 that are judged together, and the names they go by.
 
     key: the same in every try, so that none counts twice.
     """
 
     ids: list[str]
-    pictures: np.ndarray
+    images: np.ndarray
     prompts: list[str]
     metadata: list[dict]
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -309,7 +309,7 @@ class Client:
 
     @property
     def batches(self) -> list[int]:
-        """The most pictures that each server takes; of those that have said it, so after
+        """The most images that each server takes; of those that have said it, so after
         `fetch_info` at least one."""
         return [info.max_batch for info in self._infos()]
 
@@ -322,7 +322,7 @@ class Client:
         return self.said
 
     async def score(self, question: PreparedRequest, ends: float) -> Answer:
-        """Scores, or NaN for all pictures and why. Raises RewardFailure for what no try mends."""
+        """Scores, or NaN for all images and why. Raises RewardFailure for what no try mends."""
         try:
             async with asyncio.timeout_at(ends), self._slots:
                 body = await asyncio.to_thread(self._body, question)
@@ -367,7 +367,7 @@ class Client:
             )
         if self.codec not in info.codecs:
             raise RewardFailure(
-                f"reward {self.name!r}: {server.url} does not take pictures as {self.codec}; set "
+                f"reward {self.name!r}: {server.url} does not take images as {self.codec}; set "
                 f"executor.codec to one of {', '.join(info.codecs)}"
             )
         self._check_version(server, said.version)
@@ -390,7 +390,7 @@ class Client:
                 question.ids, question.prompts, question.metadata, strict=True
             )
         ]
-        blobs = [encode(picture, self.codec) for picture in question.pictures]
+        blobs = [encode(image, self.codec) for image in question.images]
         if not multipart:
             for item, blob in zip(items, blobs, strict=True):
                 item["image"] = base64.b64encode(blob).decode()
@@ -407,7 +407,7 @@ class Client:
         most = max(info.max_body for info in self._infos())
         if size > most:
             raise RewardFailure(
-                f"reward {self.name!r}: {len(items)} pictures are {size} bytes, and its server "
+                f"reward {self.name!r}: {len(items)} images are {size} bytes, and its server "
                 f"takes {most}; lower executor.micro_batch, or raise --max-body there"
             )
         if not multipart:
@@ -441,10 +441,10 @@ class Client:
             )
         ids = [result.id for result in answer.results]
         if len(ids) != len(question.ids):
-            sizes = f"{len(ids)} results for {len(question.ids)} pictures"
+            sizes = f"{len(ids)} results for {len(question.ids)} images"
             return self._useless(server, question, f"answered with {sizes}")
         if ids != question.ids or answer.reward != self.name:
-            return self._useless(server, question, "answered for other pictures than were sent")
+            return self._useless(server, question, "answered for other images than were sent")
         if answer.key != question.key:
             return self._useless(server, question, "answered another question, by its key")
         self.servers.answered(server)
@@ -462,12 +462,12 @@ class Client:
 
 
 def _suits(count: int, body: _Body, server: Server) -> bool:
-    """Whether a server takes `count` pictures in this form, as far as is known of it."""
+    """Whether a server takes `count` images in this form, as far as is known of it."""
     info = server.info
     if info is None or server.stale:
         return True
     if count > info.max_batch:
-        server.trouble = f"takes {info.max_batch} pictures at a time, not {count}"
+        server.trouble = f"takes {info.max_batch} images at a time, not {count}"
     elif body.size > info.max_body:
         server.trouble = f"takes {info.max_body} bytes at a time, not {body.size}"
     elif body.multipart and "multipart" not in info.forms:
@@ -545,7 +545,7 @@ class _Rest:
 class HTTPExecutor:
     """The reward `name` of the servers at `urls`, as executor and as reward.
 
-    It keeps to at most `in_flight` requests of at most `micro_batch` pictures (None: never split;
+    It keeps to at most `in_flight` requests of at most `micro_batch` images (None: never split;
     groups of a reward that compares them never are). timeout: seconds without a byte, after which
     a request is tried again; deadline: seconds for all tries of one `submit`, its time in the
     queue included. When all servers were silent for that long twice, they are left alone a while.
@@ -620,11 +620,11 @@ class HTTPExecutor:
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if len(images) and not images.isfinite().all():
             future: Future[Answer] = Future()
-            future.set_result(failed(len(images), "pictures hold NaN or infinite pixels"))
+            future.set_result(failed(len(images), "images hold NaN or infinite pixels"))
             return future
-        pictures = to_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
+        levels = to_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
         opened = self._opened()
-        return opened.loop.start(self._answer(opened, pictures, prompts, metadata))
+        return opened.loop.start(self._answer(opened, levels, prompts, metadata))
 
     def close(self) -> None:
         """Ends all threads; what was not answered is cancelled."""
@@ -674,19 +674,19 @@ class HTTPExecutor:
         )
 
     async def _answer(
-        self, opened: _Open, pictures: np.ndarray, prompts: list[str], metadata: list[dict]
+        self, opened: _Open, images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> Answer:
         began = time.monotonic()
         if left := self._rest.left():
             return failed(len(prompts), self._rest_reason(opened, left))
-        parts = await self._parts(opened, pictures, prompts, metadata)
+        parts = await self._parts(opened, images, prompts, metadata)
         if prompts:
             heard = opened.client.servers.heard >= began
             self._rest.note(heard=heard, began=began)
         return joined(parts, time.monotonic() - began)
 
     async def _parts(
-        self, opened: _Open, pictures: np.ndarray, prompts: list[str], metadata: list[dict]
+        self, opened: _Open, images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> list[Answer]:
         ends, count = asyncio.get_running_loop().time() + self.deadline, len(prompts)
         try:
@@ -696,7 +696,7 @@ class HTTPExecutor:
         size = self._size(said, opened.client.batches, count)
         tasks = [
             asyncio.create_task(opened.client.score(question, ends))
-            for question in _split(pictures, prompts, metadata, size)
+            for question in _split(images, prompts, metadata, size)
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -705,26 +705,26 @@ class HTTPExecutor:
                 task.cancel()
 
     def _size(self, said: RewardInfo, batches: list[int], count: int) -> int:
-        """Pictures in one request: every server takes them, or of whole groups one of them."""
+        """Images in one request: every server takes them, or of whole groups one of them."""
         if said.scope == "sample" and self.micro_batch is not None:
             return min(self.micro_batch, *batches)
         most = max(batches)
         if count > most:
             raise RewardFailure(
-                f"reward {self.name!r}: {count} pictures must not be split, and its server takes "
+                f"reward {self.name!r}: {count} images must not be split, and its server takes "
                 f"{most} at a time; raise --max-batch there, or lower rollout.group_size"
             )
         return max(count, 1)
 
 
 def _split(
-    pictures: np.ndarray, prompts: list[str], metadata: list[dict], size: int
+    images: np.ndarray, prompts: list[str], metadata: list[dict], size: int
 ) -> Iterator[PreparedRequest]:
     for start in range(0, len(prompts), size):
         rows = slice(start, start + size)
         yield PreparedRequest(
             ids=[str(row) for row in range(len(prompts))[rows]],
-            pictures=pictures[rows],
+            images=images[rows],
             prompts=prompts[rows],
             metadata=metadata[rows],
         )

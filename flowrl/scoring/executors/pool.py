@@ -83,7 +83,7 @@ def prepare(target: str, args: Mapping[str, Any], name: str) -> None:
 
 
 def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Reply:
-    """Ask the reward about pictures (B, 3, H, W) of 0 to 255.
+    """Ask the reward about images (B, 3, H, W) of 0 to 255.
 
     Only plain data goes back: an exception of someone else's might not survive the way.
     """
@@ -188,7 +188,7 @@ class Process:
             self.retire()
             raise TookTooLong(
                 f"took longer than {limit} and was stopped; give it a longer timeout, or fewer "
-                "pictures at a time"
+                "images at a time"
             ) from error
         except Closed:
             raise
@@ -243,7 +243,7 @@ class Process:
 def _how(error: Exception) -> str:
     """For people: what the process died of."""
     if not isinstance(error, ProcessExpired):
-        return f"its process ended before it took up the pictures ({error})"
+        return f"its process ended before it took up the images ({error})"
     code = error.exitcode or 0
     if -code in set(signal.Signals):
         return (
@@ -298,13 +298,13 @@ class PoolExecutor:
 
     A micro-batch that takes longer than `timeout` seconds is stopped by killing its process, and is
     not tried again. One whose process dies is tried once more: the machine may be to blame. Either
-    way its pictures alone have no score, and a new process takes the next. After three in a row
+    way its images alone have no score, and a new process takes the next. After three in a row
     without an answer nothing is asked for a minute, so that a broken reward costs minutes, not
     hours. The first micro-batch of each process has `start` seconds more, to load the reward; once
     one has loaded it, those after it have twice what that took.
 
-    micro_batch: most pictures of one question; None never splits a submission, as rewards that
-    compare the pictures of a prompt need it. max_tasks: questions after which a process is
+    micro_batch: most images of one question; None never splits a submission, as rewards that
+    compare the images of a prompt need it. max_tasks: questions after which a process is
     replaced, against engines that leak. Processes start with the first submission, ignore Ctrl-C
     and end with this one. What is submitted is kept as bytes until it is answered, at most a
     rollout; the queue has no other bound.
