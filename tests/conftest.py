@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads than free cores is far slower
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# Last, so that an installed flowrl is the one that is tested; `scripts` is found in the clone.
-sys.path.append(str(Path(__file__).parent.parent))
-
 import pytest
 from hypothesis import settings
 
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.planning.model_specs import Size
     from flowrl.training.loop import Learner
+    from flowrl.training.run import Run
 
 settings.register_profile("flowrl", deadline=None, derandomize=True, database=None)
 settings.load_profile("flowrl")
@@ -34,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.showlocals = True  # a test that loops over cases names the one that fails
     if not config.getoption("--weights"):
         os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -70,33 +68,10 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The built-in pipeline, or where it is not installed one of its shape with random weights."""
+def tiny_pipeline_path() -> str:
     from flowrl.backbones.loading import pipeline_path
-    from flowrl.errors import UserError
 
-    try:
-        return pipeline_path("tiny-sd3")
-    except UserError:
-        return _random_pipeline(tmp_path_factory.mktemp("tiny"))
-
-
-def _random_pipeline(folder: Path) -> str:
-    import torch
-
-    from scripts.pretrain_tiny.sd3 import TinySD3, autoencoder
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = TinySD3(folder / "tokenizers")
-        # Random weights hardly look at the text; a larger spread makes them.
-        for name, parameter in model.module.named_parameters():
-            if name.startswith("text_encoder") and parameter.ndim > 1:
-                parameter.data.mul_(8)
-        pipeline = model.pipeline(model.module.eval(), autoencoder().eval())
-    pipeline.vae.register_to_config(scaling_factor=1.3, shift_factor=0.1)
-    pipeline.save_pretrained(folder / "pipeline")
-    return str(folder / "pipeline")
+    return pipeline_path("tiny-sd3")
 
 
 @pytest.fixture(scope="session")
@@ -131,7 +106,7 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
 
     def make(**changes: dict[str, Any] | list[Any]) -> Config:
         base: dict[str, Any] = {
-            "pipeline": {"path": tiny_pipeline_path, "device": "cpu", "max_sequence_length": 12},
+            "pipeline": {"device": "cpu", "max_sequence_length": 12},
             "lora": {"rank": 4, "alpha": 6},
             "prompts": {"train": "tiny:geneval:train"},
             "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8},
@@ -141,6 +116,9 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
         }
         for section, value in changes.items():
             base[section] = base.get(section, {}) | value if isinstance(value, dict) else value
+        family = base["pipeline"].get("backbone", "sd3")
+        path = f"tiny-{family}" if family in ("flux", "sana") else tiny_pipeline_path
+        base["pipeline"] = {"path": path} | base["pipeline"]
         return parse_config(base)
 
     return make
@@ -163,6 +141,38 @@ def make_learner(
             pipeline=load_tiny(config.pipeline.dtype, config.pipeline.backbone), rewards=rewards
         )
         return build_learner(config, Runtime(device="cpu"), given)
+
+    return make
+
+
+@pytest.fixture
+def make_run(
+    tiny_config: Callable[..., Config], load_tiny: Callable[..., Any], tmp_path: Path
+) -> Callable[..., tuple[Config, Learner, Run]]:
+    """(configuration, learner, run) in the folder `run`, changed as `tiny_config` is.
+
+    resume: the state of the checkpoint that it goes on from; evaluator: in place of its own.
+    """
+    from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
+    from flowrl.config import config_yaml
+    from flowrl.training.checkpoint import write_config
+    from flowrl.utils.distributed import Runtime
+
+    def make(
+        resume: dict[str, Any] | None = None, *, evaluator: Any = None, **changes: Any
+    ) -> tuple[Config, Learner, Run]:
+        own = {"iterations": 4, "checkpoint_every": 100, "output_dir": str(tmp_path / "run")}
+        config = tiny_config(**changes | {"run": own | changes.get("run", {})})
+        learner = build_learner(
+            config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny())
+        )
+        backbone = learner.policy.backbone
+        evaluator = evaluator or build_evaluator(
+            config, backbone.pipeline, learner.specs, ProvidedObjects()
+        )
+        run = build_run(config, learner, evaluator, resume, resumed=resume is not None)
+        write_config(run.folder, config_yaml(config))
+        return config, learner, run
 
     return make
 

@@ -21,7 +21,7 @@ def numbered(*rows):
     return torch.tensor(rows)
 
 
-def test_views_write_into_one_table():
+def test_errors_are_kept_in_one_table_and_shared_under_their_key(tmp_path):
     errors = ReferenceErrors.empty(5, 3, "key")
     first = errors.view(numbered(4, 2, 0), numbered(1, 1, 0))
     first.put(numbered(0, 2), numbered([2, 0], [1, 2]), torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -30,9 +30,6 @@ def test_views_write_into_one_table():
     found = second.get(numbered(1, 0), everything)
     assert found.nan_to_num(-1).tolist() == [[2.0, -1.0, 1.0], [-1.0, 3.0, 4.0]]
     assert int(errors.table.isfinite().sum()) == 4 and errors.pool == 3
-
-
-def test_what_another_process_knows_is_saved_and_known_here_too(tmp_path):
     errors = ReferenceErrors.empty(2, 2, "key")
     theirs = errors.table.clone()
     errors.table[0, 0], theirs[0, 0], theirs[1, 1] = 1.0, 5.0, 2.0
@@ -41,9 +38,6 @@ def test_what_another_process_knows_is_saved_and_known_here_too(tmp_path):
     again = ReferenceErrors.empty(2, 2, "key")
     assert again.load(tmp_path / "file")
     assert torch.equal(again.table.nan_to_num(-1), errors.table.nan_to_num(-1))
-
-
-def test_only_errors_of_the_same_key_are_loaded(tmp_path):
     errors = ReferenceErrors.empty(2, 2, "key")
     errors.table.fill_(1.0)
     errors.save(tmp_path / "file", Two(errors.table))

@@ -38,7 +38,7 @@ def gathered(keep: list[list[int]]) -> Transitions:
     )
 
 
-def test_edges_stand_under_their_parents_level_by_level_and_tree_by_tree():
+def test_edges_stand_under_their_parents_and_leaves_tree_by_tree():
     batch = gathered([[1, 1, 1, 1], [1, 1, 1, 1]])
     assert batch.x[:, 0].tolist() == [0, 10, 1, 11]
     assert batch.group.tolist() == [6, 7, 6, 7] and batch.prompt.tolist() == [0, 1, 0, 1]
@@ -50,24 +50,18 @@ def test_edges_stand_under_their_parents_level_by_level_and_tree_by_tree():
     assert batch.g.tolist() == pytest.approx([0.7] * 4 + [0.3] * 4)
     assert batch.sigma_next.tolist() == [0.5] * 4 + [0.0] * 4
     assert batch.step.tolist() == [0] * 4 + [1] * 4
-
-
-def test_a_parent_without_kept_edges_costs_no_forward():
+    # A parent without kept edges costs no forward.
     batch = gathered([[0, 1, 0, 0], [0, 0, 0, 1]])
     assert batch.x[:, 0].tolist() == [0, 11]
     assert batch.x_next[:, 0].tolist() == [2, 14] and batch.parent.tolist() == [0, 1]
     assert len(gathered([[0] * 4, [0] * 4])) == 0
-
-
-def test_metrics_count_forwards_and_the_edges_without_advantage():
+    # Metrics count forwards and the edges without advantage.
     cond = Conditioning(tensors={"a": torch.zeros(2, 1)})
     advantage = torch.tensor([[0.0, 2, 3, 0], [5, 0, 7, 8]])
     batch = transitions(two_trees(), advantage, advantage != 0, torch.tensor([6, 7]), cond)
     metrics = {name: value.item() for name, value in batch.metrics().items()}
     assert metrics == {"tree/train_forwards": 4, "tree/no_advantage": 3 / 8}
-
-
-def test_leaves_come_tree_by_tree_with_their_prompts():
+    # Leaves come tree by tree with their prompts.
     assert two_trees().leaves()[:, 0].tolist() == [3, 4, 5, 13, 14, 15]
     assert two_trees().prompt_of_leaves().tolist() == [0, 0, 0, 1, 1, 1]
 
@@ -104,9 +98,28 @@ def test_updates_hold_every_row_once_and_never_cut_a_group(groups, count):
     assert sum(map(len, owner)) == len(set(groups))
 
 
-def test_updates_are_dealt_by_the_number_of_the_group_alone():
-    """So that processes that hold different groups agree on which update a group belongs to."""
+def test_rows_are_dealt_by_group_and_taken_with_their_edges():
+    # Updates are dealt by the number of the group alone. So that processes that hold different
+    # groups agree on which update a group belongs to.
     assert [p.group.tolist() for p in rows([4, 5, 6, 7]).updates(2)] == [[4, 6], [5, 7]]
+    # Taking parents takes their edges.
+    part = rows([0, 0, 1, 1], children=2).take(torch.tensor([1, 3]))
+    assert part.x[:, 0].tolist() == [1, 3] and part.group.tolist() == [0, 1]
+    assert part.parent.tolist() == [0, 0, 1, 1]
+    assert part.x_next[:, 0].tolist() == [102, 103, 106, 107]
+    assert part.mean_old[:, 0].tolist() == [202, 203, 206, 207]
+    assert part.advantage.tolist() == [302, 303, 306, 307]
+    assert part.weight.tolist() == [402, 403, 406, 407]
+    # Conditioning is gathered and joined row by row.
+    cond = Conditioning(tensors={"a": torch.arange(6.0).view(3, 2), "b": torch.arange(3.0)})
+    joined = Conditioning.cat([cond, cond.take(torch.tensor([2, 0]))])
+    assert len(joined) == 5
+    assert joined.tensors["b"].tolist() == [0, 1, 2, 2, 0]
+    assert torch.equal(joined.tensors["a"][3], cond.tensors["a"][2])
+    # Data cannot be changed in place by name.
+    for field in ["x", "prompt"]:
+        with pytest.raises(AttributeError):
+            setattr(two_trees(), field, torch.zeros(1))
 
 
 @given(
@@ -122,27 +135,3 @@ def test_chunks_are_the_parents_in_order_with_all_their_edges(groups, size, chil
     assert all(0 < len(c.x) <= size and len(c) == children * len(c.x) for c in chunks)
     for chunk in chunks:
         assert torch.equal(chunk.parent, torch.arange(len(chunk.x)).repeat_interleave(children))
-
-
-def test_taking_parents_takes_their_edges():
-    part = rows([0, 0, 1, 1], children=2).take(torch.tensor([1, 3]))
-    assert part.x[:, 0].tolist() == [1, 3] and part.group.tolist() == [0, 1]
-    assert part.parent.tolist() == [0, 0, 1, 1]
-    assert part.x_next[:, 0].tolist() == [102, 103, 106, 107]
-    assert part.mean_old[:, 0].tolist() == [202, 203, 206, 207]
-    assert part.advantage.tolist() == [302, 303, 306, 307]
-    assert part.weight.tolist() == [402, 403, 406, 407]
-
-
-def test_conditioning_is_gathered_and_joined_row_by_row():
-    cond = Conditioning(tensors={"a": torch.arange(6.0).view(3, 2), "b": torch.arange(3.0)})
-    joined = Conditioning.cat([cond, cond.take(torch.tensor([2, 0]))])
-    assert len(joined) == 5
-    assert joined.tensors["b"].tolist() == [0, 1, 2, 2, 0]
-    assert torch.equal(joined.tensors["a"][3], cond.tensors["a"][2])
-
-
-@pytest.mark.parametrize("field", ["x", "prompt"])
-def test_data_cannot_be_changed_in_place_by_name(field):
-    with pytest.raises(AttributeError):
-        setattr(two_trees(), field, torch.zeros(1))

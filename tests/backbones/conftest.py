@@ -1,7 +1,8 @@
-"""What the tests of all backbones share: requests, pictures of the tiny world, our sampler."""
+"""What the tests of all backbones share: requests, images of the tiny world, both samplers."""
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.flux import Flux
+from flowrl.backbones.sana import Sana
+from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
@@ -19,7 +23,9 @@ from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan
 from flowrl.utils.images import to_tensor
 
-COUNT = 4
+COUNT, STEPS = 4, 3
+NEGATIVE = "a red circle"
+FAMILIES: dict[str, Any] = {"sd3": SD3, "flux": Flux, "sana": Sana}
 
 
 @pytest.fixture(scope="module")
@@ -36,37 +42,78 @@ def request_() -> RolloutRequest:
 
 
 @pytest.fixture(scope="module")
-def drawn() -> Callable[[int], Tensor]:
-    """Pictures of the tiny world, which the autoencoders know."""
-
-    def draw(count: int) -> Tensor:
-        prompts = split_prompts("colors", "test")[:count]
-        return to_tensor([Image.fromarray(draw_tiny(p, Random(i))) for i, p in enumerate(prompts)])
-
-    return draw
+def tiny_images() -> Tensor:
+    """Images of the tiny world, which the autoencoders know."""
+    prompts = split_prompts("colors", "test")[:COUNT]
+    return to_tensor([Image.fromarray(draw_tiny(p, Random(i))) for i, p in enumerate(prompts)])
 
 
 @pytest.fixture(scope="module")
-def noiseless(request_: RolloutRequest) -> Callable[..., Tensor]:
-    """Clean latents (4, *latent) of the request, drawn without noise in one batch."""
+def load_alive(load_tiny: Callable[..., Any]) -> Callable[..., Any]:
+    """A pipeline of a family that can be compared with ours.
 
-    def sample(backbone: Backbone, steps: int, negative: str = "") -> Tensor:
-        schedule = Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], level=0.0)
-        cond = TextCache(backbone, negative)(request_.prompts)
+    FLUX's without layers of zeros, which would hide what they are given; SANA's with the scheduler
+    whose steps are flowrl's without noise.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    def load(family: str, dtype: str = "fp32") -> Any:
+        pipeline = load_tiny(dtype, family)
+        generator = torch.Generator().manual_seed(0)
+        if family == "flux":
+            for parameter in pipeline.transformer.parameters():
+                if not parameter.any():
+                    parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
+        if family == "sana":
+            pipeline.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+        return pipeline
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def pipelines(load_alive: Callable[..., Any]) -> dict[str, Any]:
+    return {family: load_alive(family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def ours(request_: RolloutRequest) -> Callable[..., tuple[Any, Tensor]]:
+    """(family, pipeline, guidance) -> our backbone and its clean latents, sampled without noise."""
+
+    def sample(
+        family: str, pipeline: Any, guidance: float = 3.5, tokens: int = 12, **size: int
+    ) -> tuple[Backbone, Tensor]:
+        made = FAMILIES[family](pipeline, guidance=guidance, max_sequence_length=tokens, **size)
+        schedule = Schedule(sigmas=made.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
+        cond = TextCache(made, "" if family == "flux" else NEGATIVE)(request_.prompts)
         with torch.no_grad():
-            tree = draw(
-                backbone, backbone.velocity, cond, request_, ode_plan(steps), schedule, COUNT
-            )
-        return tree.leaves()
+            tree = draw(made, made.velocity, cond, request_, ode_plan(STEPS), schedule, COUNT)
+        return made, tree.leaves()
 
     return sample
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+@pytest.fixture(scope="module")
+def theirs(request_: RolloutRequest) -> Callable[..., Tensor]:
+    """What the backbone's pipeline itself samples from the same noise."""
 
+    def sample(backbone: Any, output: str = "latent") -> Tensor:
+        latents = request_.noise((), 0, "init", backbone.latent_shape())
+        if isinstance(backbone, Sana):
+            options = {"use_resolution_binning": False, "latents": latents}
+        else:
+            options = {"latents": latents.to(backbone.dtype)}
+        if not isinstance(backbone, Flux):
+            options["negative_prompt"] = [NEGATIVE] * COUNT
+        return backbone.pipeline(
+            [p.text for p in request_.prompts],
+            guidance_scale=backbone.guidance,
+            num_inference_steps=STEPS,
+            max_sequence_length=backbone.max_sequence_length,
+            height=backbone.height,
+            width=backbone.width,
+            output_type=output,
+            **options,
+        ).images
 
-@pytest.fixture(scope="session", name="relative")
-def relative_error() -> Callable[[Tensor, Tensor], float]:
-    """|found - expected| / |expected|, of all entries."""
-    return relative
+    return sample

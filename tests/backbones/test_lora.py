@@ -38,7 +38,7 @@ def policy_of(pipeline, config):
     return policy
 
 
-def pictures(pipeline, guidance=2.0):
+def images(pipeline, guidance=2.0):
     return pipeline(
         PROMPTS,
         guidance_scale=guidance,
@@ -60,48 +60,37 @@ def saved(request, load_tiny, tmp_path_factory):
     return family, policy, folder
 
 
-def test_every_layer_of_the_familys_list_is_adapted(saved):
-    family, policy, _ = saved
-    assert count_layers(policy.network) == LAYERS[family]
-
-
-@pytest.mark.parametrize("name", [POLICY, EMA])
-def test_its_own_pipeline_takes_the_lora_whole_and_draws_the_policys_pictures(
-    saved, load_tiny, name
+def test_every_layer_of_the_familys_list_is_adapted_saved_and_loaded_with_its_strength(
+    saved, load_tiny
 ):
     family, policy, folder = saved
-    fresh = load_tiny(family=family)
-    base = pictures(fresh)
-    fresh.load_lora_weights(folder / name)
-    assert count_layers(fresh.transformer) == LAYERS[family]
-    loaded = pictures(fresh)
-    with policy.using(name):
-        own = pictures(policy.backbone.pipeline)
-    # Weights from a file lie otherwise in memory, so that sums round otherwise in their last bit;
-    # after all steps that is up to a hundredth of a grey level.
-    torch.testing.assert_close(loaded, own, rtol=0, atol=4e-5)
-    assert (loaded - base).abs().max() > 1e-2
-
-
-def test_loading_counts_its_layers_and_the_strength_is_in_the_file(saved, load_tiny):
-    family, _, folder = saved
+    assert count_layers(policy.network) == LAYERS[family]
     assert load_lora(load_tiny(family=family), folder / POLICY) == LAYERS[family]
     assert read_lora(folder / POLICY)[1] == 1.5
-
-
-def test_a_lora_of_another_family_is_refused(saved, load_tiny):
-    family, _, folder = saved
     other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
-    with pytest.raises(UserError, match="does not fit this pipeline|trained for another pipeline"):
+    with pytest.raises(UserError, match="pipeline"):
         load_lora(load_tiny(family=other), folder / POLICY)
 
 
-# --- the dual blocks of SD3.5-medium -----------------------------------------------------------
+def test_its_own_pipeline_takes_the_lora_whole_and_samples_the_policys_images(saved, load_tiny):
+    family, policy, folder = saved
+    for name in (POLICY, EMA):
+        fresh = load_tiny(family=family)
+        base = images(fresh)
+        fresh.load_lora_weights(folder / name)
+        assert count_layers(fresh.transformer) == LAYERS[family]
+        loaded = images(fresh)
+        with policy.using(name):
+            own = images(policy.backbone.pipeline)
+        # Weights from a file lie otherwise in memory, so that sums round otherwise in their last
+        # bit; after all steps that is up to a hundredth of a grey level.
+        torch.testing.assert_close(loaded, own, rtol=0, atol=4e-5)
+        assert (loaded - base).abs().max() > 1e-2
 
 
 @pytest.fixture(scope="module")
 def dual(load_tiny):
-    """A pipeline whose first two of four blocks attend to the picture twice."""
+    """A pipeline whose first two of four blocks attend to the image twice."""
     from diffusers import SD3Transformer2DModel
 
     def load():
@@ -122,15 +111,12 @@ def adapted(policy):
     return {name for name, module in policy.network.named_modules() if hasattr(module, "lora_A")}
 
 
-def test_dual_attention_is_frozen_unless_asked_for(dual):
+def test_dual_attention_is_frozen_unless_asked_for_and_comes_beside_given_targets(dual):
     plain = policy_of(dual(), recipe())
     both = policy_of(dual(), recipe(dual_attention=True))
     assert not any("attn2" in name for name in adapted(plain))
     added = {f"transformer_blocks.{i}.{target}" for i in (0, 1) for target in DUAL_TARGETS}
     assert adapted(both) - adapted(plain) == added
-
-
-def test_dual_attention_comes_beside_targets_that_are_given(dual):
     policy = policy_of(dual(), recipe(dual_attention=True, targets=["attn.to_q"]))
     assert {name.split(".", 2)[2] for name in adapted(policy)} == {"attn.to_q", *DUAL_TARGETS}
 
@@ -140,13 +126,11 @@ def test_a_lora_with_dual_attention_is_the_policy_in_a_fresh_pipeline(dual, tmp_
     save_lora(policy.backbone.pipeline, tmp_path, adapter=POLICY)
     fresh = dual()
     assert load_lora(fresh, tmp_path) == count_layers(policy.network) == 4 * 8 - 1 + 2 * 4
-    torch.testing.assert_close(
-        pictures(fresh), pictures(policy.backbone.pipeline), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(images(fresh), images(policy.backbone.pipeline), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", LAYERS)
-def test_dual_attention_is_refused_where_is_none(load_tiny, family):
+def test_dual_attention_is_refused_where_is_none(load_tiny):
     """SANA's attention to the text is called attn2 too, and is not meant."""
-    with pytest.raises(UserError, match=r"lora.dual_attention is true, but this \w+ has no block"):
-        policy_of(load_tiny(family=family), recipe(family, dual_attention=True))
+    for family in LAYERS:
+        with pytest.raises(UserError, match="lora.dual_attention"):
+            policy_of(load_tiny(family=family), recipe(family, dual_attention=True))

@@ -15,18 +15,16 @@ FAMILIES = ("sd3", "flux", "sana")
 OTHERS = [pytest.param("sd3", marks=pytest.mark.slow), "flux", "sana"]
 
 
-def pipeline_of(family: str, path: str) -> dict[str, str]:
-    """The options that choose a tiny pipeline; path: of the tiny SD3."""
-    return {"path": path if family == "sd3" else f"tiny-{family}", "backbone": family}
-
-
-def on_every(names: Iterable[str]) -> list[Any]:
-    """Cases (name, family): each name on one family, in turn, and with --slow on the others."""
-    return [
-        pytest.param(name, family, marks=[] if i % 3 == turn else pytest.mark.slow)
-        for i, name in enumerate(names)
-        for turn, family in enumerate(FAMILIES)
+def in_turn(names: Iterable[str]) -> list[Any]:
+    """Cases (names, family): each name on one family, in turn, and with --slow on the others."""
+    names = list(names)
+    quick = {family: names[turn :: len(FAMILIES)] for turn, family in enumerate(FAMILIES)}
+    others = {family: [name for name in names if name not in quick[family]] for family in FAMILIES}
+    slow = [
+        pytest.param(rest, f, marks=pytest.mark.slow, id=f"{f}, others")
+        for f, rest in others.items()
     ]
+    return [pytest.param(some, family, id=family) for family, some in quick.items() if some] + slow
 
 
 def assert_learns(learner: Learner, iterations: int = 2) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, OTHERS, pipeline_of
+from families import FAMILIES, OTHERS
 from PIL import Image
 
 from flowrl.api import align, build_gallery, evaluate_model, sample_images
@@ -17,11 +17,11 @@ from flowrl.errors import UserError
 
 
 @pytest.fixture(scope="module", params=OTHERS)
-def run(request, tiny_config, tiny_pipeline_path, tmp_path_factory):
+def run(request, tiny_config, tmp_path_factory):
     """A finished run of one iteration, its family and its pipeline's path."""
     folder = tmp_path_factory.mktemp(request.param) / "run"
     config = tiny_config(
-        pipeline=pipeline_of(request.param, tiny_pipeline_path),
+        pipeline={"backbone": request.param},
         rollout={"prompts": 1, "steps": 2},
         optim={"lr": 0.1},
         run={"output_dir": str(folder), "iterations": 1},
@@ -42,7 +42,8 @@ def sample(path, folder, lora=None, **changes):
     return Image.open(file)
 
 
-def test_samples_have_the_pipelines_own_size_and_follow_the_lora(run, tmp_path):
+def test_samples_galleries_and_evaluations_follow_the_lora(run, tmp_path, load_tiny):
+    # Samples have the pipelines own size and follow the lora.
     _, path, folder = run
     base = sample(path, tmp_path / "base", guidance=1.0)
     aligned = sample(path, tmp_path / "aligned", lora=str(folder))
@@ -55,21 +56,7 @@ def test_samples_have_the_pipelines_own_size_and_follow_the_lora(run, tmp_path):
         base.tobytes(),
         aligned.tobytes(),
     )
-
-
-def test_the_card_draws_as_the_run_was_evaluated(run, load_tiny):
-    """Executed from its text, with the tiny pipeline in place of the one it names."""
-    family, _, folder = run
-    text = (folder / "README.md").read_text()
-    line = next(line for line in text.splitlines() if line.startswith("image = pipe("))
-    pipe = load_tiny(family=family)
-    found: dict = {}
-    exec(line, {"pipe": pipe}, found)
-    assert found["image"].size == (64, 64)
-    assert ("use_resolution_binning=False" in line) == (family == "sana")
-
-
-def test_a_gallery_of_a_base_and_a_lora_finds_out_the_family(run, tmp_path):
+    # A gallery of a base and a lora finds out the family.
     _, path, folder = run
     page = build_gallery(
         None,
@@ -81,13 +68,21 @@ def test_a_gallery_of_a_base_and_a_lora_finds_out_the_family(run, tmp_path):
         output_dir=tmp_path,
     )
     assert page.is_file() and "data:image" in page.read_text()
-
-
-def test_an_evaluation_compares_base_and_lora(run):
+    # An evaluation compares base and lora.
     _, _, folder = run
     rows = evaluate_model(load_config(folder / "config.yaml"), lora=str(folder))
     assert [row["reward"] for row in rows] == ["brightness"]
     assert rows[0]["change"] != 0
+    # The card draws as the run was evaluated. Executed from its text, with the tiny pipeline in
+    # place of the one it names.
+    family, _, folder = run
+    text = (folder / "README.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("image = pipe("))
+    pipe = load_tiny(family=family)
+    found: dict = {}
+    exec(line, {"pipe": pipe}, found)
+    assert found["image"].size == (64, 64)
+    assert ("use_resolution_binning=False" in line) == (family == "sana")
 
 
 @torch.no_grad()
@@ -115,13 +110,13 @@ def test_rlg_combines_the_velocities_of_base_and_lora(run, load_tiny):
     assert torch.equal(latents(), aligned) and (aligned - base).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config, family):
-    other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
-    config = tiny_config(pipeline={"backbone": other})
-    message = f"pipeline.backbone is {other}, but .* write pipeline.backbone={family}"
-    with pytest.raises(UserError, match=message):
-        build_backbone(config, load_tiny(family=family), guidance=1.0)
+def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config):
+    for family in FAMILIES:
+        other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
+        config = tiny_config(pipeline={"backbone": other})
+        message = f"pipeline.backbone is {other}, but .* write pipeline.backbone={family}"
+        with pytest.raises(UserError, match=message):
+            build_backbone(config, load_tiny(family=family), guidance=1.0)
 
 
 def test_a_negative_prompt_is_refused_where_flux_would_ignore_it(tmp_path):

@@ -5,8 +5,7 @@ import string
 import pytest
 import torch
 
-from flowrl.backbones.loading import load_pipeline
-from scripts.pretrain_tiny.sd3 import autoencoder
+from flowrl.backbones.loading import load_pipeline, pipeline_path
 
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -67,14 +66,15 @@ def transformer():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny Z-Image with random weights, as diffusers saves it."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
+    own = AutoencoderKL.load_config(pipeline_path("tiny-sd3"), subfolder="vae")
     with torch.random.fork_rng():
         torch.manual_seed(0)
         words = tokenizer()
         pipeline = ZImagePipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=autoencoder().eval(),
+            vae=AutoencoderKL.from_config(own).eval(),
             text_encoder=text_encoder(words).eval(),
             tokenizer=words,
             transformer=transformer().eval(),

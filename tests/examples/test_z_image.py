@@ -61,7 +61,7 @@ def ours(backbone, request_):
 
 
 def theirs(pipeline, request_, backbone, output):
-    height, width = backbone.picture_size()
+    height, width = backbone.image_size()
     return pipeline(
         list(TEXTS),
         negative_prompt=[NEGATIVE] * len(TEXTS),
@@ -75,16 +75,16 @@ def theirs(pipeline, request_, backbone, output):
     ).images
 
 
-@pytest.mark.parametrize("guidance", [0.0, 5.0])
-@pytest.mark.parametrize("size", [{}, {"height": 32, "width": 48}])
-def test_without_noise_latents_and_pictures_are_diffusers_own(load, request_, guidance, size):
-    pipeline = load()
-    backbone = made(pipeline, guidance, **size)
-    x0 = ours(backbone, request_)
-    assert torch.equal(x0, theirs(pipeline, request_, backbone, "latent"))
-    own = next(decode(backbone, x0, len(TEXTS)))
-    assert torch.equal(own, theirs(pipeline, request_, backbone, "pt"))
-    assert own.shape[2:] == backbone.picture_size()
+def test_without_noise_latents_and_images_are_diffusers_own(load, request_):
+    for guidance in [0.0, 5.0]:
+        for size in [{}, {"height": 32, "width": 48}]:
+            pipeline = load()
+            backbone = made(pipeline, guidance, **size)
+            x0 = ours(backbone, request_)
+            assert torch.equal(x0, theirs(pipeline, request_, backbone, "latent"))
+            own = next(decode(backbone, x0, len(TEXTS)))
+            assert torch.equal(own, theirs(pipeline, request_, backbone, "pt"))
+            assert own.shape[2:] == backbone.image_size()
 
 
 def test_what_the_network_is_given_counts(load, request_):
@@ -117,19 +117,19 @@ def test_texts_of_any_length_have_one_shape_and_what_pads_them_is_not_read(load,
     assert torch.equal(backbone.velocity(x, torch.tensor(0.5), Conditioning(tensors=cond)), v)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(load, dynamic):
-    pipeline = load()
-    pipeline.scheduler.register_to_config(use_dynamic_shifting=dynamic)
-    before = pipeline.scheduler.sigmas.clone()
-    found = made(pipeline).sigmas(STEPS)
-    assert torch.equal(pipeline.scheduler.sigmas, before)
-    pipeline("", height=64, width=64, num_inference_steps=STEPS, guidance_scale=0)
-    assert torch.equal(found, pipeline.scheduler.sigmas)
-    assert found[0] == 1 and found[-1] == 0
+def test_sigmas_are_the_schedulers_and_asking_leaves_it_alone(load):
+    for dynamic in [False, True]:
+        pipeline = load()
+        pipeline.scheduler.register_to_config(use_dynamic_shifting=dynamic)
+        before = pipeline.scheduler.sigmas.clone()
+        found = made(pipeline).sigmas(STEPS)
+        assert torch.equal(pipeline.scheduler.sigmas, before)
+        pipeline("", height=64, width=64, num_inference_steps=STEPS, guidance_scale=0)
+        assert torch.equal(found, pipeline.scheduler.sigmas)
+        assert found[0] == 1 and found[-1] == 0
 
 
-def test_encoding_pictures_is_the_inverse_of_the_latents_scale(load):
+def test_encoding_images_is_the_inverse_of_the_latents_scale(load):
     backbone = made(load())
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     vae = backbone.pipeline.vae
@@ -139,12 +139,11 @@ def test_encoding_pictures_is_the_inverse_of_the_latents_scale(load):
     assert z.shape[1:] == backbone.latent_shape()
 
 
-def test_what_is_guidance_to_one_and_none_to_the_other_is_refused(load):
+def test_sizes_and_guidance_that_do_not_fit_are_refused(load):
+    # What is guidance to one and none to the other is refused.
     with pytest.raises(UserError, match="guidance is 1, but .* set rollout.guidance and"):
         made(load(), 1.0)
-
-
-def test_a_size_that_the_patches_do_not_divide_is_refused(load):
+    # A size that the patches do not divide is refused.
     with pytest.raises(UserError, match="pipeline.width is 72, expected a multiple of 16"):
         made(load(), width=72)
 
@@ -176,7 +175,7 @@ def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
     assert len(lines) == 2 and all(line["grad/norm"] > 0 for line in lines)
 
 
-def test_its_lora_gives_the_policys_pictures_in_a_pipeline_of_diffusers(
+def test_its_lora_gives_the_policys_images_in_a_pipeline_of_diffusers(
     config, load, request_, tmp_path
 ):
     pipeline = load()
@@ -194,43 +193,37 @@ def test_its_lora_gives_the_policys_pictures_in_a_pipeline_of_diffusers(
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}
 
 
-def test_its_layer_rules_are_those_of_its_file(config, tmp_path):
+def test_layer_rules_are_those_of_its_file(config, tmp_path):
     learner = build_learner(config(pipeline=LOW), Runtime(device="cpu"), ProvidedObjects())
     told = (tmp_path / "run" / "training-precision.json").read_text()
     assert "kept by name: cap_embedder" in told and "kept by name: adaLN" not in told
     assert learner.iterate(0)[1]["grad/norm"] > 0
-
-
-def test_so_they_are_where_candidates_are_drawn_cheaply(config, tmp_path):
+    # So they are where candidates are drawn cheaply.
     rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "steps": 2} | LOW}
     objective = {"kind": "nft", "draws": {"count": 1}}
     learner = build_learner(
         config(rollout=rollout, objective=objective), Runtime(device="cpu"), ProvidedObjects()
     )
     assert learner.iterate(0)[1]["grad/norm"] > 0
-    (told,) = (tmp_path / "run").glob("*precision*.json")
-    assert "kept by name: cap_embedder" in told.read_text()
+    told = (tmp_path / "run" / "precision.json").read_text()
+    assert "kept by name: cap_embedder" in told
 
 
 # --- what cannot work -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_a_backbone_that_is_not_whole_is_told_first(config, monkeypatch):
+    # A backbone that is not there is told before anything is loaded.
+    for name, message in [
         ("examples.nosuch:ZImage", "No module named 'examples.nosuch'"),
         ("examples.z_image:Nosuch", "has no attribute 'Nosuch'"),
         ("z_image", "expected sd3, flux, sana or module:attribute: 'z_image' is not written as"),
-    ],
-)
-def test_a_backbone_that_is_not_there_is_told_before_anything_is_loaded(config, name, message):
-    wrong = config(pipeline={"backbone": name, "path": "nosuch"})
-    with pytest.raises(UserError, match="pipeline.backbone is") as error:
-        build_learner(wrong, Runtime(device="cpu"), ProvidedObjects())
-    assert message in str(error.value)
-
-
-def test_members_that_a_backbone_lacks_are_named(config, monkeypatch):
+    ]:
+        wrong = config(pipeline={"backbone": name, "path": "nosuch"})
+        with pytest.raises(UserError, match="pipeline.backbone is") as error:
+            build_learner(wrong, Runtime(device="cpu"), ProvidedObjects())
+        assert message in str(error.value)
+    # Members that a backbone lacks are named.
     monkeypatch.delattr(backbone_class(NAME), "sigmas")
     monkeypatch.delattr(backbone_class(NAME), "lora_targets")
     with pytest.raises(UserError, match="has no lora_targets, sigmas: flowrl/backbones/base.py"):

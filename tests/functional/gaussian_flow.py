@@ -4,16 +4,20 @@ Its velocity is affine in x, so each kernel is an affine map x' = a (x - mean) +
 three numbers are read off a kernel by feeding it points: no Monte Carlo. All in float64.
 """
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.functional.schedule import flux_mu, flux_sigmas, linear_shifted_sigmas, sd3_sigmas
 from flowrl.functional.sde import KERNELS, StepKernel, lift, ode_step
 
 F64 = torch.float64
+
+
+def f64(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=F64)
 
 
 @dataclass(frozen=True)
@@ -93,15 +97,22 @@ def order(counts: list[int], errors: list[float]) -> float:
 
 
 def uniform_sigmas(steps: int) -> Tensor:
-    return linear_shifted_sigmas(steps, shift=1.0, dtype=F64)
+    return torch.linspace(1, 0, steps + 1, dtype=F64)
+
+
+def shifted_sigmas(steps: int, shift: float, smallest: float) -> Tensor:
+    """Even steps from 1 to `smallest`, moved towards noise, and then 0."""
+    even = torch.linspace(1, smallest, steps, dtype=F64)
+    return torch.cat([shift * even / (1 + (shift - 1) * even), torch.zeros(1, dtype=F64)])
 
 
 SCHEDULES = {
     "uniform": uniform_sigmas,
-    "sd3": lambda steps: sd3_sigmas(steps, dtype=F64),
-    "flux": lambda steps: flux_sigmas(steps, flux_mu(1024), dtype=F64),
+    # Stable Diffusion 3 as diffusers has it: the smallest sigma is shifted twice.
+    "sd3": lambda steps: shifted_sigmas(steps, 3.0, 0.003 / 1.002),
+    "flux": lambda steps: shifted_sigmas(steps, math.exp(0.63), 1 / steps),  # of 1024 tokens
 }
-FLOWS = [GaussianFlow(0.5, s) for s in (0.0, 0.25, 0.5, 1.0, 2.0)] + [GaussianFlow(0.0, 0.5)]
+FLOWS = [GaussianFlow(0.5, s) for s in (0.0, 0.5, 2.0)]
 
 
 def no_noise(sigmas: Tensor, level: float) -> Tensor:

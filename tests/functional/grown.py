@@ -1,6 +1,5 @@
 """Trees to test with: those of plans, and random ones that no plan makes."""
 
-import random
 from dataclasses import dataclass
 
 import torch
@@ -101,18 +100,6 @@ def rewarded(draw, tree: Grown | None = None, all_valid: bool = False):
         mask = st.lists(st.booleans(), min_size=rows * leaves, max_size=rows * leaves)
         valid = torch.tensor(draw(mask)).view(rows, leaves)
     return tree, torch.where(valid, reward, torch.nan), valid
-
-
-def renumbered(tree: Grown, seed: int) -> tuple[Grown, Tensor]:
-    """The same tree with its nodes in another order, parents still first: (tree, old numbers)."""
-    chance, order, ready = random.Random(seed), [], [0]
-    while ready:
-        order.append(ready.pop(chance.randrange(len(ready))))
-        ready += tree.children(order[-1])
-    new = {old: i for i, old in enumerate(order)} | {-1: -1}
-    parent = torch.tensor([new[int(tree.parent[old])] for old in order])
-    leaf = torch.tensor([new[int(old)] for old in tree.leaf])
-    return Grown(parent, tree.step[torch.tensor(order)], leaf), torch.tensor(order)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

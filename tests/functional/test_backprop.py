@@ -32,12 +32,6 @@ def test_straight_through_has_the_value_bit_for_bit_and_the_surrogates_gradient(
     assert torch.equal(tangent(surrogate), torch.zeros(1000))
 
 
-@given(times, st.integers(0, 20), st.integers(0, 20))
-def test_lagrange_weights_sum_to_the_time_they_span(support, start, end):
-    weights = lagrange_weights(*(torch.tensor(t, dtype=F64) / 20 for t in (support, start, end)))
-    assert weights.sum().item() == pytest.approx((end - start) / 20, abs=1e-8)
-
-
 @given(times, st.integers(0, 20), st.integers(0, 20), st.data())
 def test_lagrange_weights_are_exact_below_their_order(support, start, end, data):
     """For every power of time that is lower than the number of supports."""
@@ -46,13 +40,6 @@ def test_lagrange_weights_are_exact_below_their_order(support, start, end, data)
     integral = (b ** (power + 1) - a ** (power + 1)) / (power + 1)
     found = (lagrange_weights(at, a, b) * at**power).sum()
     assert found.item() == pytest.approx(integral.item(), abs=1e-8)
-
-
-def test_one_support_is_eulers_step_and_three_are_simpsons_rule():
-    a, b = torch.tensor(0.8), torch.tensor(0.2)
-    assert lagrange_weights(a[None], a, b).item() == pytest.approx(-0.6)
-    simpson = lagrange_weights(torch.tensor([0.8, 0.5, 0.2]), a, b)
-    torch.testing.assert_close(simpson, -0.1 * torch.tensor([1.0, 4.0, 1.0], dtype=F64))
 
 
 @given(st.integers(0, 30), st.integers(1, 30), st.integers(1, 6))
@@ -86,11 +73,11 @@ def test_weighted_choices_have_the_law_of_drawing_one_by_one():
     assert weighted_choice(torch.zeros(1, 3), p, 3).tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize("hinge", [None, 0.3])
-def test_the_slope_is_the_derivative_of_the_loss(hinge):
-    reward = torch.tensor([-1.0, 0.2, 0.4], dtype=F64, requires_grad=True)
-    (slope,) = torch.autograd.grad(reward_loss(reward, hinge).sum(), reward)
-    assert torch.equal(slope, reward_slope(reward.detach(), hinge))
+def test_the_slope_is_the_derivative_of_the_loss():
+    for hinge in [None, 0.3]:
+        reward = torch.tensor([-1.0, 0.2, 0.4], dtype=F64, requires_grad=True)
+        (slope,) = torch.autograd.grad(reward_loss(reward, hinge).sum(), reward)
+        assert torch.equal(slope, reward_slope(reward.detach(), hinge))
 
 
 sigmas = st.floats(0.0, 0.95)

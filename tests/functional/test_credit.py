@@ -5,17 +5,12 @@ import math
 import pytest
 import torch
 from grown import (
-    BALANCED,
     F64,
     LOPSIDED,
     assert_exact_with_nan,
-    branching,
     comb,
     edge_log_probs,
-    from_plan,
     fused,
-    randn,
-    renumbered,
     rewarded,
     trees,
 )
@@ -23,12 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.objectives.advantage import class_population, normalise, population
-from flowrl.objectives.tree_credit import (
-    credit_edges,
-    fuse_path,
-    fuse_uniform,
-    leaves_below,
-)
+from flowrl.objectives.tree_credit import credit_edges, fuse_uniform, leaves_below
 
 nan = math.nan
 
@@ -85,18 +75,6 @@ def test_an_edge_to_a_node_without_a_value_and_the_root_get_nothing(case):
         assert not told[~known].any() and not told[:, 0].any()
 
 
-def test_sibling_credit_of_an_unbranched_edge_is_exactly_zero_and_node_credit_its_childs():
-    reward = randn(3, 6)
-    value = fuse_uniform(BALANCED.below, reward, torch.ones(3, 6).bool())
-    unbranched = [n for n in range(1, 17) if len(BALANCED.children(int(BALANCED.parent[n]))) == 1]
-    assert len(unbranched) == 8
-    assert not credit(BALANCED, value, "sibling")[:, unbranched].any()
-    node = credit(BALANCED, value, "node")
-    parents = BALANCED.parent[unbranched]
-    assert torch.equal(node[:, unbranched], value[:, unbranched])
-    assert torch.equal(value[:, unbranched], value[:, parents])
-
-
 @given(case=rewarded(all_valid=True))
 def test_path_credit_is_that_of_the_leaves_as_separate_trajectories(case):
     """Each with a copy of its path: a shared edge is met once by every leaf below it."""
@@ -108,14 +86,6 @@ def test_path_credit_is_that_of_the_leaves_as_separate_trajectories(case):
         for column, leaf in enumerate(tree.leaf.tolist()):
             told[:, tree.path(leaf)[1:]] += reward[:, [column]]
         assert_exact_with_nan(credit(tree, advantage, mode), told)
-
-
-def test_in_chains_all_modes_but_sibling_broadcast_the_leafs_advantage():
-    chain = from_plan(branching(3, {}))
-    advantage = randn(4, 1).expand(4, 4)
-    for mode in ("node", "path", "fan"):
-        assert torch.equal(credit(chain, advantage, mode)[:, 1:], advantage[:, 1:])
-    assert not credit(chain, advantage, "sibling").any()
 
 
 def test_fan_credit_gives_every_noisy_edge_of_a_comb_its_own_childs_advantage_in_its_fan():
@@ -146,24 +116,6 @@ def test_fan_credit_sums_the_strides_of_a_child():
     assert told[0, 1:3].tolist() == pytest.approx([0, 0], abs=1e-9)
 
 
-@given(case=rewarded(), seed=st.integers(0, 2**16))
-def test_the_order_of_nodes_does_not_matter(case, seed):
-    """Siblings exchanged, their credit is exchanged."""
-    tree, reward, valid = case
-    other, old = renumbered(tree, seed)
-    log_prob, group = edge_log_probs(tree, len(reward)), torch.arange(len(reward)) // 2
-
-    def told(tree, log_prob, mode, scope):
-        value = fuse_path(tree.below, reward, valid, log_prob)
-        among = population(scope, group=group, parent=tree.parent, step=tree.step)
-        return credit(tree, normalise(value, among, floor=0.1), mode, ~value.isnan())
-
-    for mode in ("node", "sibling", "path"):
-        for scope in ("leaf", "prompt", "depth", "sibling"):
-            mixed = told(other, log_prob[:, old], mode, scope)
-            assert_exact_with_nan(mixed, told(tree, log_prob, mode, scope)[:, old], 1e-9)
-
-
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="node, sibling, path or fan"):
+    with pytest.raises(ValueError, match="fan"):
         credit(LOPSIDED, torch.zeros(1, 8), "leaf")

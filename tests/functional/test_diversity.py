@@ -1,7 +1,6 @@
-"""Distances between pictures by where their paths parted."""
+"""Distances between images by where their paths parted."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -29,8 +28,7 @@ def test_leaves_of_a_plan_part_at_its_splits_and_those_of_a_comb_at_its_fans():
     assert ancestors(comb()).tolist() == [[3, 0, 0, 0], [0, 3, 0, 0], [0, 0, 3, 1], [0, 0, 1, 3]]
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)], ids=str)
-@given(seed=st.integers(0, 2**31))
+@given(shape=st.sampled_from([(), (3,), (2, 3, 4)]), seed=st.integers(0, 2**31))
 def test_distances_are_the_means_over_pairs_written_out(shape, seed):
     tree, group = LOPSIDED, torch.tensor([5, 2, 5])
     x0 = randn(3, 4, *shape, seed=seed)
@@ -46,25 +44,7 @@ def test_distances_are_the_means_over_pairs_written_out(shape, seed):
         assert found[key] == pytest.approx(sum(values) / len(values), rel=1e-9)
 
 
-def test_independent_standard_normal_latents_lie_root_two_apart():
-    x0 = randn(2, 6, 4, 64, 64)
-    for distance in pairwise_distance_by_ancestor(x0, ancestors(BALANCED), torch.zeros(2)).values():
-        assert distance == pytest.approx(math.sqrt(2), rel=0.01)
-
-
-def test_paths_that_part_later_end_closer_in_a_random_walk():
-    """After the split at step d of T unit steps, two leaves are sqrt(2 (T - d)) apart."""
-    tree = from_plan(branching(9, {0: 2, 4: 2, 7: 2}))
-    x = torch.zeros(len(tree.parent), 20_000, dtype=torch.float64)
-    for node in range(1, len(x)):
-        x[node] = x[tree.parent[node]] + randn(20_000, seed=node)
-    found = pairwise_distance_by_ancestor(x[None, tree.leaf], ancestors(tree), torch.zeros(1))
-    assert list(found) == [0, 4, 7]
-    for step, distance in found.items():
-        assert distance == pytest.approx(math.sqrt(2 * (9 - step)), rel=0.02)
-
-
-def test_small_distances_are_exact_though_all_pictures_share_a_large_part():
+def test_small_distances_are_exact_though_all_images_share_a_large_part():
     """In a Gram matrix of the latents as they are, differences of 1e-3 in 1e5 would drown."""
     base = (1e5 * randn(100)).expand(1, 6, 100)
     found = pairwise_distance_by_ancestor(base, ancestors(BALANCED), torch.zeros(1))

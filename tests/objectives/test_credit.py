@@ -1,5 +1,6 @@
 """Credit over whole rollouts: published recipes as settings, and shares of processes."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -67,6 +68,7 @@ def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
 
 
 REWARD = [0.1, 0.5, 0.9, 0.3]
+SCOPES, EDGES = ("leaf", "prompt", "depth", "sibling", "joint"), ("node", "sibling", "path")
 
 
 def test_chains_get_flow_grpos_advantage_at_every_step():
@@ -75,18 +77,11 @@ def test_chains_get_flow_grpos_advantage_at_every_step():
     assert bool(keep.all())
 
 
-def test_a_tree_gives_an_edge_the_mean_of_the_pictures_below_it():
+def test_a_tree_gives_an_edge_the_mean_of_the_images_below_it():
     advantage, _ = TreeCredit(scope="leaf")(rollout(TREE, REWARD))
     a = z(REWARD)
     expected = torch.cat([torch.stack([a[:2].mean(), a[2:].mean()]), a, a])
     torch.testing.assert_close(advantage[0], expected)
-
-
-@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth"])
-def test_what_came_before_the_first_split_of_a_lone_tree_has_exactly_no_advantage(scope):
-    plan = TreePlan(1, (NOISY, SPLIT, SPLIT, ODE))
-    advantage, _ = TreeCredit(scope=scope)(rollout(plan, REWARD))
-    assert advantage[0, 0] == 0 and bool((advantage[0, 1:] != 0).any())
 
 
 def test_branch_grpo_compares_the_nodes_of_one_depth():
@@ -145,7 +140,7 @@ def _is_below(r: Rollout, node: int, edge: int) -> bool:
 
 
 def test_mc_grpo_is_a_median_and_an_absolute_deviation():
-    """2601.22582, five pictures: the pivot gets exactly 0 and teaches nothing."""
+    """2601.22582, five images: the pivot gets exactly 0 and teaches nothing."""
     values = [0.1, 0.5, 0.9, 0.3, 0.7]
     plan = TreePlan(5, (NOISY, NOISY, ODE))
     advantage, _ = TreeCredit(center="median", scale="mad", floor=1e-3)(rollout(plan, values))
@@ -187,28 +182,27 @@ def test_a_tree_fuses_gdpos_sums_and_a_failed_component_counts_0():
     assert advantage[0, [4, 8]].tolist() == [0, 0]  # the leaf without any score
 
 
-@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
-@pytest.mark.parametrize("edges", ["node", "sibling", "path"])
-@pytest.mark.parametrize("rewards", ["sum", "gdpo"])
-def test_a_prompt_with_one_score_teaches_exactly_nothing(scope, edges, rewards):
-    plan = replace(TREE, roots=2)
-    reward = [math.nan] * 5 + [0.7] + [math.nan] * 2 + [0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.5, 0.8]
-    advantage, _ = TreeCredit(scope=scope, edges=edges, rewards=rewards)(rollout(plan, reward, 2))
-    assert bool((advantage[:2] == 0).all()) and bool(advantage.isfinite().all())
-    # Leaves of this plan have no siblings: compared with them, no leaf credits its path.
-    assert bool((advantage[2:] != 0).any()) == ((scope, edges) != ("sibling", "path"))
+def test_a_prompt_with_one_score_teaches_exactly_nothing():
+    nan = math.nan
+    reward = [nan] * 5 + [0.7, nan, nan, 0.1, 0.9, 0.4, 0.2, 0.3, 0.6, 0.5, 0.8]
+    r = rollout(replace(TREE, roots=2), reward, 2)
+    for scope, edges, rewards in itertools.product(SCOPES, EDGES, ("sum", "gdpo")):
+        advantage, _ = TreeCredit(scope=scope, edges=edges, rewards=rewards)(r)
+        assert bool((advantage[:2] == 0).all()) and bool(advantage.isfinite().all())
+        # Leaves of this plan have no siblings: compared with them, no leaf credits its path.
+        assert bool((advantage[2:] != 0).any()) == ((scope, edges) != ("sibling", "path"))
 
 
-@pytest.mark.parametrize("fusion", ["path", "local"])
-def test_weighing_by_probability_needs_the_densities_and_vanishes_without_them(fusion):
-    r = rollout(TREE, REWARD)
-    uniform, _ = TreeCredit()(r)
-    weighed, _ = TreeCredit(fusion=fusion)(r)
-    assert not torch.allclose(uniform, weighed)
-    flat, _ = TreeCredit(fusion=fusion)(replace(r, log_prob=torch.zeros_like(r.log_prob)))
-    torch.testing.assert_close(flat, uniform)
-    none, _ = TreeCredit(fusion=fusion, path_coef=0.0)(r)
-    torch.testing.assert_close(none, uniform)
+def test_weighing_by_probability_needs_the_densities_and_vanishes_without_them():
+    for fusion in ["path", "local"]:
+        r = rollout(TREE, REWARD)
+        uniform, _ = TreeCredit()(r)
+        weighed, _ = TreeCredit(fusion=fusion)(r)
+        assert not torch.allclose(uniform, weighed)
+        flat, _ = TreeCredit(fusion=fusion)(replace(r, log_prob=torch.zeros_like(r.log_prob)))
+        torch.testing.assert_close(flat, uniform)
+        none, _ = TreeCredit(fusion=fusion, path_coef=0.0)(r)
+        torch.testing.assert_close(none, uniform)
 
 
 PRUNINGS = {
@@ -219,15 +213,17 @@ PRUNINGS = {
 }
 
 
-@pytest.mark.parametrize(("keep", "leaves"), PRUNINGS.values(), ids=PRUNINGS)
-def test_width_pruning_drops_edges_and_changes_no_advantage(keep, leaves):
-    reward = [0.1, 0.5, 0.9, 0.3] if keep is not PRUNINGS["b2_pairs"][0] else [0.0, 0.5, 1.0, 0.5]
-    r = rollout(TREE, reward)
-    whole, everything = TreeCredit()(r)
-    pruned, kept = TreeCredit(keep=keep)(r)
-    assert torch.equal(whole, pruned) and bool(everything.all())
-    first = [bool(leaves[0] or leaves[1]), bool(leaves[2] or leaves[3])]
-    assert kept[0].tolist() == first + [bool(x) for x in leaves * 2]
+def test_width_pruning_drops_edges_and_changes_no_advantage():
+    for keep, leaves in PRUNINGS.values():
+        reward = (
+            [0.1, 0.5, 0.9, 0.3] if keep is not PRUNINGS["b2_pairs"][0] else [0.0, 0.5, 1.0, 0.5]
+        )
+        r = rollout(TREE, reward)
+        whole, everything = TreeCredit()(r)
+        pruned, kept = TreeCredit(keep=keep)(r)
+        assert torch.equal(whole, pruned) and bool(everything.all())
+        first = [bool(leaves[0] or leaves[1]), bool(leaves[2] or leaves[3])]
+        assert kept[0].tolist() == first + [bool(x) for x in leaves * 2]
 
 
 def test_the_extremes_of_a_prompt_are_sought_among_all_its_trees():
@@ -238,15 +234,7 @@ def test_the_extremes_of_a_prompt_are_sought_among_all_its_trees():
     assert kept[:, 0].tolist() == [True, False, True, False, True, True, False, False]
 
 
-@pytest.mark.parametrize("scope", ["leaf", "prompt", "joint"])
-def test_gains_of_siblings_sum_to_0_and_those_without_siblings_are_0(scope):
-    advantage, _ = TreeCredit(edges="sibling", scope=scope)(rollout(TREE, [1.0, 2.0, 5.0, 9.0]))
-    pairs = advantage[0, :6].view(3, 2)
-    torch.testing.assert_close(pairs.sum(1), torch.zeros(3), rtol=0, atol=1e-6)
-    assert bool((pairs[:, 1] > 0).all()) and advantage[0, 6:].tolist() == [0] * 4
-
-
-def test_missing_pictures_count_nowhere():
+def test_missing_images_count_nowhere():
     advantage, _ = TreeCredit()(rollout(CHAINS, [0.1, math.nan, 0.9, 0.3]))
     own = z([0.1, 0.9, 0.3])
     torch.testing.assert_close(advantage[[0, 2, 3], 0], own)
@@ -256,27 +244,20 @@ def test_missing_pictures_count_nowhere():
     assert bool(tree.isfinite().all())
 
 
-@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
-@pytest.mark.parametrize("plan", [CHAINS, TREE])
-def test_equal_rewards_are_exactly_no_advantage(scope, plan):
-    advantage, _ = TreeCredit(scope=scope)(rollout(plan, [0.1] * 4))
-    assert bool((advantage == 0).all())
-
-
-@pytest.mark.parametrize("scope", ["leaf", "prompt", "depth", "sibling", "joint"])
-@pytest.mark.parametrize("edges", ["node", "sibling", "path"])
-def test_a_process_credits_its_trees_as_one_that_holds_all(scope, edges):
-    plan = replace(TREE, roots=2)
-    generator = torch.Generator().manual_seed(1)
-    reward = torch.rand(16, generator=generator).tolist()
-    whole = rollout(plan, reward, prompts=2)
-    credit = TreeCredit(scope=scope, edges=edges)
-    advantage, keep = credit(whole)
-    own = torch.tensor([1, 2])  # one tree of each prompt
-    t = whole.tree
-    part = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
-    share, kept = credit(replace(whole, tree=part, trees=own))
-    assert torch.equal(share, advantage[own]) and torch.equal(kept, keep[own])
+def test_a_process_credits_its_trees_as_one_that_holds_all():
+    for scope in ["leaf", "prompt", "depth", "sibling", "joint"]:
+        for edges in ["node", "sibling", "path"]:
+            plan = replace(TREE, roots=2)
+            generator = torch.Generator().manual_seed(1)
+            reward = torch.rand(16, generator=generator).tolist()
+            whole = rollout(plan, reward, prompts=2)
+            credit = TreeCredit(scope=scope, edges=edges)
+            advantage, keep = credit(whole)
+            own = torch.tensor([1, 2])  # one tree of each prompt
+            t = whole.tree
+            part = replace(t, x=t.x[own], prompt=t.prompt[own], mean_old=t.mean_old[own])
+            share, kept = credit(replace(whole, tree=part, trees=own))
+            assert torch.equal(share, advantage[own]) and torch.equal(kept, keep[own])
 
 
 def test_advantages_are_bounded_last():

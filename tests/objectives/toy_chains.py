@@ -79,14 +79,11 @@ def no_network(x, sigma, cond):
 
 
 def loss_of(objective, toy, batch, *, reward=field, reference=no_network):
-    return objective.loss(
-        toy,
-        batch,
-        reference=reference,
-        old=no_network,
-        generator=torch.Generator(),
-        reward=reward,
+    loss, metrics = objective.loss(
+        toy, batch, reference=reference, old=no_network, generator=torch.Generator(), reward=reward
     )
+    assert not any(m.requires_grad for m in metrics.values())
+    return loss, metrics
 
 
 def gradient(loss, toy):

@@ -39,7 +39,7 @@ def cond() -> Conditioning:
 
 ODE, NOISY = Step(), Step(noise=True, train=True)
 CHAINS = TreePlan(GROUP, (NOISY,) * (T - 1) + (ODE,))
-# Three pictures of a prompt from one root, trained at the split and after it.
+# Three images of a prompt from one root, trained at the split and after it.
 SPLIT = TreePlan(1, (replace(NOISY, branch=GROUP), NOISY, ODE, ODE))
 
 
@@ -98,9 +98,11 @@ def every_edge(rollout: Rollout) -> Transitions:
 
 def loss_of(objective, toy, batch, reference=no_network):
     # fp32 is the dtype of velocities in training; the toy stays in float64 to compare gradients.
-    return objective.loss(
+    loss, metrics = objective.loss(
         toy, batch, reference=reference, old=no_network, generator=torch.Generator()
     )
+    assert not any(m.requires_grad for m in metrics.values())
+    return loss, metrics
 
 
 def gradient(loss, toy):

@@ -1,3 +1,5 @@
+import functools
+
 import pytest
 import torch
 from small_sizes import TARGETS, small
@@ -16,10 +18,13 @@ from flowrl.planning.activations import (
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
 # Each further family takes seconds.
-ALL = [NAMES[2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[:2])]
+ALL = pytest.mark.parametrize(
+    "name", [NAMES[2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[:2])]
+)
 BF16 = torch.bfloat16
 
 
+@functools.cache
 def training(name, *, rows=2, side=64, dtype=BF16, checkpointing=False, rank=4, **given):
     size = small(name)
     return training_peak(
@@ -33,6 +38,7 @@ def training(name, *, rows=2, side=64, dtype=BF16, checkpointing=False, rank=4, 
     )
 
 
+@functools.cache
 def forward(name, *, rows=2, whole=False):
     size = small(name)
     return forward_peak(
@@ -45,46 +51,30 @@ def forward(name, *, rows=2, whole=False):
     )
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_few_blocks_tell_the_peak_of_all(name, checkpointing):
-    short = training(name, checkpointing=checkpointing)
-    assert short == training(name, checkpointing=checkpointing, whole=True)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_so_they_do_without_gradients(name):
+@ALL
+def test_a_few_blocks_tell_the_peak_of_all_with_and_without_checkpoints_and_gradients(name):
+    for checkpointing in (False, True):
+        short = training(name, checkpointing=checkpointing)
+        assert short == training(name, checkpointing=checkpointing, whole=True)
     assert forward(name) == forward(name, whole=True)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_checkpointing_takes_less_and_no_gradients_take_least(name):
     assert forward(name) < training(name, checkpointing=True) < training(name)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_more_rows_take_more(checkpointing):
-    found = [training("sana-1.6b", rows=n, checkpointing=checkpointing) for n in (1, 2, 4)]
-    assert found == sorted(set(found))
+def test_more_rows_bits_and_the_reference_take_more():
+    name = "sana-1.6b"
+    for checkpointing in (False, True):
+        found = [training(name, rows=n, checkpointing=checkpointing) for n in (1, 2)]
+        assert found == sorted(set(found))
+    assert forward(name, rows=4) > 1.5 * forward(name)  # as with guidance
+    assert training(name) < training(name, dtype=torch.float32)
+    assert training(name, reference=True) >= training(name)
 
 
-def test_guidance_takes_what_twice_the_pictures_take():
-    assert forward("sd3.5-medium", rows=4) > 1.5 * forward("sd3.5-medium", rows=2)
-
-
-def test_16_bits_take_less_than_32():
-    assert training("flux.1-dev") < training("flux.1-dev", dtype=torch.float32)
-
-
-def test_asking_the_reference_meanwhile_never_takes_less():
-    assert training("sana-1.6b", reference=True) >= training("sana-1.6b")
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_tensors_without_memory_are_counted_like_real_ones(name, checkpointing):
+@ALL
+def test_tensors_without_memory_are_counted_like_real_ones(name):
     """A forward and backward on the CPU, in fp32 and without fused kernels on both devices."""
-    assert counted(name, "meta", checkpointing) == counted(name, "cpu", checkpointing)
+    for checkpointing in (False, True):
+        assert counted(name, "meta", checkpointing) == counted(name, "cpu", checkpointing)
 
 
 def counted(name: str, device: str, checkpointing: bool) -> tuple[int, int]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-import pytest
 import torch
 import torch.nn.functional as F
 from small_sizes import TARGETS, small
@@ -86,14 +85,13 @@ def forward_bytes(name: str, *, fake: bool) -> tuple[int, int]:
         return tracker.peak, tracker.live
 
 
-@pytest.mark.parametrize("name", ["sd3.5-medium", "flux.1-dev", "sana-1.6b"])
-def test_a_forward_takes_what_it_takes_under_torchs_autocast(name):
-    assert forward_bytes(name, fake=False) == forward_bytes(name, fake=True)
+def test_a_forward_takes_what_it_takes_under_torchs_autocast():
+    for name in ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]:
+        assert forward_bytes(name, fake=False) == forward_bytes(name, fake=True)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_results_have_the_dtype_that_autocast_gives():
+    for call in [
         lambda x: F.linear(x, x),
         lambda x: x @ x,
         lambda x: F.layer_norm(x, (8,)),
@@ -107,24 +105,22 @@ def test_a_forward_takes_what_it_takes_under_torchs_autocast(name):
         lambda x: F.interpolate(x[None, None], scale_factor=2.0),
         lambda x: F.group_norm(x[None, :, None], 2),
         lambda x: F.conv2d(x[None, None], x[None, None]),
-    ],
-)
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_results_have_the_dtype_that_autocast_gives(call, dtype):
-    with AsOnGPU(BF16):
-        ours = call(torch.empty(8, 8, dtype=dtype, device="meta"))
-    with FakeTensorMode(), cudas_autocast():
-        theirs = call(torch.empty(8, 8, dtype=dtype, device="cuda"))
-    assert ours.dtype == theirs.dtype
+    ]:
+        for dtype in [BF16, torch.float32]:
+            with AsOnGPU(BF16):
+                ours = call(torch.empty(8, 8, dtype=dtype, device="meta"))
+            with FakeTensorMode(), cudas_autocast():
+                theirs = call(torch.empty(8, 8, dtype=dtype, device="cuda"))
+            assert ours.dtype == theirs.dtype
 
 
-@pytest.mark.parametrize("mask", [None, torch.bool])
-def test_attention_never_holds_a_quadratic_matrix(mask):
-    q = torch.empty(1, 2, 4096, 64, dtype=BF16, device="meta", requires_grad=True)
-    given = None if mask is None else torch.empty(1, 2, 1, 4096, dtype=mask, device="meta")
-    with LiveBytes([q]) as count:
-        torch.autograd.backward(fused_attention(q, q, q, given).sum())
-    assert count.peak < 2 * 4096 * 4096  # bytes of one such matrix in 8 bits
+def test_attention_never_holds_a_quadratic_matrix():
+    for mask in [None, torch.bool]:
+        q = torch.empty(1, 2, 4096, 64, dtype=BF16, device="meta", requires_grad=True)
+        given = None if mask is None else torch.empty(1, 2, 1, 4096, dtype=mask, device="meta")
+        with LiveBytes([q]) as count:
+            torch.autograd.backward(fused_attention(q, q, q, given).sum())
+        assert count.peak < 2 * 4096 * 4096  # bytes of one such matrix in 8 bits
 
 
 def test_a_weight_is_cast_once():

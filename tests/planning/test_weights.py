@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
@@ -29,25 +27,35 @@ from flowrl.planning.model_specs import SIZES
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
+FLUX = setup("flux.1-dev")
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_the_weights_of_a_published_network_are_its_numbers_times_two_bytes(name):
-    size = SIZES[name]
-    network = build(as_module(size.transformer, size.config), torch.bfloat16)
-    found = transformer_bytes(network, setup(name))
-    assert found == 2 * sum(t.numel() for t in (*network.parameters(), *network.buffers()))
-    assert found / 2e9 == pytest.approx(size.billions, abs=0.06)
+@pytest.fixture(scope="module")
+def network():
+    return network_of(small("flux.1-dev"), FLUX)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_adapter_has_as_many_numbers_as_pefts(name):
-    size = small(name)
-    network = build(as_module(size.transformer, size.config), torch.bfloat16)
-    expected = adapter_parameters(network, 4, TARGETS[size.family])
-    added = add_adapter(network, 4, TARGETS[size.family])
-    assert sum(p.numel() for p in added) == expected > 0
-    assert {p.dtype for p in added} == {torch.float32}
+def test_the_weights_of_a_published_network_are_its_numbers_times_two_bytes():
+    for name in SIZES:
+        size = SIZES[name]
+        network = build(as_module(size.transformer, size.config), torch.bfloat16)
+        found = transformer_bytes(network, setup(name))
+        assert found == 2 * sum(t.numel() for t in (*network.parameters(), *network.buffers()))
+        assert found / 2e9 == pytest.approx(size.billions, abs=0.06)
+
+
+def test_the_adapter_has_as_many_numbers_as_pefts_whatever_the_number_of_blocks():
+    for name in NAMES:
+        size = small(name)
+        module = as_module(size.transformer, size.config)
+        network = build(module, torch.bfloat16)
+        expected = adapter_parameters(network, 4, TARGETS[size.family])
+        added = add_adapter(network, 4, TARGETS[size.family])
+        assert sum(p.numel() for p in added) == expected > 0
+        assert {p.dtype for p in added} == {torch.float32}
+        assert depths(of_depths(module, depths(module))) == depths(module)
+        two = of_depths(module, dict.fromkeys(depths(module), 2))
+        assert set(depths(two).values()) == {2}
 
 
 def test_a_lora_of_sd35_large_has_its_closed_form():
@@ -58,89 +66,59 @@ def test_a_lora_of_sd35_large_has_its_closed_form():
     assert adapter_parameters(network, 32, TARGETS["sd3"]) == 32 * layers * 2 * 2432
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_number_of_blocks_can_be_changed_kind_by_kind(name):
-    size = small(name)
-    module = as_module(size.transformer, size.config)
-    assert depths(of_depths(module, depths(module))) == depths(module)
-    two = of_depths(module, dict.fromkeys(depths(module), 2))
-    assert set(depths(two).values()) == {2}
-
-
-@pytest.mark.parametrize(
-    ("bits", "library", "expected"),
-    [
+def test_few_bits_have_codes_and_scales():
+    for bits, library, expected in [
         (8, "bitsandbytes", 64 * 128 + 64 * 4),
         (8, "torchao", 64 * 128 + 64 * 2),
         (4, "bitsandbytes", 64 * 128 // 2 + 64 * 128 // 64 * 4),
-    ],
-)
-def test_few_bits_have_codes_and_scales(bits, library, expected):
-    assert few_bits_bytes(64, 128, bits, library) == expected
+    ]:
+        assert few_bits_bytes(64, 128, bits, library) == expected
 
 
-@given(st.sampled_from(NAMES), st.sampled_from([4, 8]))
-def test_a_base_in_few_bits_changes_linear_layers_alone(name, bits):
-    network = network_of(small(name), setup(name))
-    exact = transformer_bytes(network, setup(name))
-    packed = transformer_bytes(network, setup(name, base_bits=bits))
-    linear = sum(layer.weight.numel() for layer in linear_layers(network))
-    scales = packed - (exact - 2 * linear + linear * bits // 8)
-    assert 0 < scales <= linear // 4
-    assert packed < exact
-
-
-def test_torchao_has_no_base_of_4_bits():
+def test_a_base_in_few_bits_changes_linear_layers_alone():
+    for name in NAMES:
+        network = network_of(small(name), setup(name))
+        exact = transformer_bytes(network, setup(name))
+        linear = sum(layer.weight.numel() for layer in linear_layers(network))
+        for bits in (4, 8):
+            packed = transformer_bytes(network, setup(name, base_bits=bits))
+            scales = packed - (exact - 2 * linear + linear * bits // 8)
+            assert 0 < scales <= linear // 4 and packed < exact, (name, bits)
     with pytest.raises(UserError, match="torchao"):
         setup("flux.1-dev", base_bits=4, base_library="torchao")
 
 
-@pytest.mark.parametrize("backend", [FP8Rowwise(), NVFP4Emulated()])
-def test_packed_weights_are_as_large_as_their_backend_packs_them(backend):
+def test_packed_weights_are_as_large_as_their_backend_packs_them():
     weight = torch.randn(64, 96)
-    real = nbytes(backend.pack(weight).values())
-    assert real == nbytes(backend.pack(weight.to("meta")).values())
-
-
-def test_native_nvfp4_takes_half_a_byte_a_weight_and_one_for_16():
+    for backend in (FP8Rowwise(), NVFP4Emulated()):
+        real = nbytes(backend.pack(weight).values())
+        assert real == nbytes(backend.pack(weight.to("meta")).values())
     packed = nbytes(BACKENDS["nvfp4"].pack(torch.empty(256, 256, device="meta")).values())
     assert packed == 256 * 256 // 2 + 256 * 256 // 16 + 4
 
 
-def test_a_copy_that_is_not_quantised_holds_the_adapted_weights_alone():
-    name = "flux.1-dev"
-    network = network_of(small(name), setup(name))
-    exact = Copy(format="bf16")
-    assert copy_bytes(network, exact, setup(name)) == adapted_bytes(network, setup(name)) > 0
-
-
-def test_a_copy_with_the_adapter_beside_it_holds_a_second_adapter():
-    name = "flux.1-dev"
-    network = network_of(small(name), setup(name))
+def test_a_copy_that_is_not_quantised_holds_the_adapted_weights_or_a_second_adapter(network):
+    exact, beside = Copy(format="bf16"), Copy(format="bf16", merge=False)
+    assert copy_bytes(network, exact, FLUX) == adapted_bytes(network, FLUX) > 0
     numbers = adapter_parameters(network, 4, TARGETS["flux"])
-    beside = Copy(format="bf16", merge=False)
-    assert copy_bytes(network, beside, setup(name)) == 4 * numbers
+    assert copy_bytes(network, beside, FLUX) == 4 * numbers
 
 
-def test_layers_that_are_packed_are_not_held_again_in_full():
-    name = "flux.1-dev"
-    network = network_of(small(name), setup(name))
+def test_layers_that_are_packed_are_not_held_again_in_full(network):
     cheap = Copy(format="fp8", min_dim=0)
     packed = packed_layers(network, cheap)
-    kept = adapted_bytes(network, setup(name)) - 2 * sum(
+    kept = adapted_bytes(network, FLUX) - 2 * sum(
         layer.weight.numel()
         for key, layer in network.named_modules()
         if key in packed and key.endswith(tuple(TARGETS["flux"]))
     )
-    assert copy_bytes(network, cheap, setup(name)) == sum(packed.values()) + kept
+    assert copy_bytes(network, cheap, FLUX) == sum(packed.values()) + kept
 
 
-def test_a_precision_that_the_gpu_decides_is_the_larger():
-    name = "flux.1-dev"
-    network = network_of(small(name), setup(name))
+def test_a_precision_that_the_gpu_decides_is_the_larger(network):
     for merge in (True, False):
         fp8, bf16, auto = (
-            copy_bytes(network, Copy(format=format, merge=merge, min_dim=0), setup(name))
+            copy_bytes(network, Copy(format=format, merge=merge, min_dim=0), FLUX)
             for format in ("fp8", "bf16", "auto")
         )
         assert auto == max(fp8, bf16) > 0

@@ -41,16 +41,16 @@ def text_of(body: dict) -> str:
     return body["messages"][0]["content"][-1]["text"]
 
 
-def pictures_of(body: dict) -> list[np.ndarray]:
-    """The pictures of a request, (H, W, 3) uint8."""
+def images_of(body: dict) -> list[np.ndarray]:
+    """The images of a request, (H, W, 3) uint8."""
     parts = (p for p in body["messages"][0]["content"] if p["type"] == "image_url")
     urls = (part["image_url"]["url"].removeprefix("data:image/png;base64,") for part in parts)
     return [np.array(Image.open(io.BytesIO(base64.b64decode(url)))) for url in urls]
 
 
-def redness(picture: np.ndarray) -> float:
+def redness(image: np.ndarray) -> float:
     """In [0, 1]: how much more red than blue there is."""
-    mean = picture.reshape(-1, 3).mean(0)
+    mean = image.reshape(-1, 3).mean(0)
     return float((mean[0] - mean[2]) / 255 + 1) / 2
 
 

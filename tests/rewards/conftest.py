@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
-SIDE = 32  # of the pictures that the tiny networks read
+SIDE = 32  # of the images that the tiny networks read
+ENDS = ("bos", "eos", "pad")
 
 
 @pytest.fixture(scope="session")
@@ -21,30 +22,18 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("clip")
     tokenizer = clip_tokenizer(folder)
     size = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "projection_dim": 768,
-    }
-    text = size | {
-        "vocab_size": len(tokenizer),
-        "max_position_embeddings": CLIP_TOKENS,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    vision = size | {"image_size": SIDE, "patch_size": 8}
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "projection_dim": 768,
+    }  # fmt: skip
+    ends = {f"{end}_token_id": getattr(tokenizer, f"{end}_token_id") for end in ENDS}
+    text = {"vocab_size": len(tokenizer), "max_position_embeddings": CLIP_TOKENS}
+    config = CLIPConfig(
+        text_config=size | text | ends, vision_config=size | {"image_size": SIDE, "patch_size": 8},
+        projection_dim=768, logit_scale_init_value=4.6052,
+    )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = CLIPModel(
-            CLIPConfig(
-                text_config=text,
-                vision_config=vision,
-                projection_dim=768,
-                logit_scale_init_value=4.6052,
-            )
-        )
+        model = CLIPModel(config)
         _spread(model)
     model.save_pretrained(folder)
     return str(folder)
@@ -81,7 +70,7 @@ def _spread(model: torch.nn.Module) -> None:
             parameter.data.mul_(4)
 
 
-def random_pictures(count: int, height: int = SIDE, width: int = SIDE) -> torch.Tensor:
+def images_of_noise(count: int, height: int = SIDE, width: int = SIDE) -> torch.Tensor:
     """(count, 3, height, width), multiples of 1/255, within [0.2, 0.8]: nothing is clipped."""
     generator = torch.Generator().manual_seed(count * height * width)
     levels = torch.randint(51, 205, (count, 3, height, width), generator=generator)
@@ -89,9 +78,9 @@ def random_pictures(count: int, height: int = SIDE, width: int = SIDE) -> torch.
 
 
 @pytest.fixture(scope="session")
-def pictures():
-    """`random_pictures`, for tests."""
-    return random_pictures
+def random_images():
+    """`images_of_noise`, for tests."""
+    return images_of_noise
 
 
 def assert_slopes(score, images: torch.Tensor) -> None:

@@ -22,7 +22,7 @@ def head(tmp_path_factory):
     return folder, layers.eval()
 
 
-def test_it_is_the_published_head_on_the_unit_vector_of_the_picture(tiny_clip, head, pictures):
+def test_it_is_the_published_head_on_the_unit_vector_of_the_image(tiny_clip, head, random_images):
     from transformers import CLIPVisionModelWithProjection
 
     from rewards.networks.preprocess import clip_pixels
@@ -30,40 +30,39 @@ def test_it_is_the_published_head_on_the_unit_vector_of_the_picture(tiny_clip, h
     folder, layers = head
     with torch.no_grad():
         vectors = CLIPVisionModelWithProjection.from_pretrained(tiny_clip)(
-            pixel_values=clip_pixels(pictures(3), 32)
+            pixel_values=clip_pixels(random_images(3), 32)
         ).image_embeds
         expected = layers(vectors / vectors.norm(dim=-1, keepdim=True)).squeeze(1)
     made = Aesthetic(model=tiny_clip, head=str(folder), device="cpu")
     before = torch.get_rng_state()
-    scores = made(pictures(3), ["any"] * 3, [{}] * 3)
+    scores = made(random_images(3), ["any"] * 3, [{}] * 3)
     assert torch.equal(torch.get_rng_state(), before)
     assert scores.shape == (3,) and scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)
     assert expected.std() > 0.01
-    assert torch.equal(scores, made(pictures(3), ["other"] * 3, [{}] * 3))
+    assert torch.equal(scores, made(random_images(3), ["other"] * 3, [{}] * 3))
 
 
-def test_gradients_reach_the_pixels(tiny_clip, head, pictures, right_slopes):
+def test_gradients_reach_the_pixels(tiny_clip, head, random_images, right_slopes):
     made = Aesthetic(model=tiny_clip, head=str(head[0] / FILE), device="cpu")
     assert made.differentiable is True
-    right_slopes(lambda images: made(images, [""] * 3, [{}] * 3), pictures(3, 40, 56))
+    right_slopes(lambda images: made(images, [""] * 3, [{}] * 3), random_images(3, 40, 56))
 
 
-def test_a_file_that_could_run_code_is_not_loaded(tiny_clip, tmp_path, pictures):
-    torch.save({"layers": nn.Linear(2, 2)}, tmp_path / FILE)
+def test_a_file_that_could_run_code_or_another_head_is_refused_and_a_missing_one_is_named(
+    tiny_clip, tmp_path, random_images
+):
     made = Aesthetic(model=tiny_clip, head=str(tmp_path), device="cpu")
-    with pytest.raises(ValueError, match="not read as plain weights"):
-        made(pictures(1), [""], [{}])
-
-
-def test_another_head_is_refused_and_a_missing_one_is_named(tiny_clip, tmp_path, pictures):
-    torch.save({"layers.0.weight": torch.ones(4, 4)}, tmp_path / FILE)
-    other = Aesthetic(model=tiny_clip, head=str(tmp_path), device="cpu")
-    with pytest.raises(ValueError, match="768-1024-128-64-16-1"):
-        other(pictures(1), [""], [{}])
+    for state, says in (
+        ({"layers": nn.Linear(2, 2)}, "plain weights"),
+        ({"layers.0.weight": torch.ones(4, 4)}, "768-1024-128-64-16-1"),
+    ):
+        torch.save(state, tmp_path / FILE)
+        with pytest.raises(ValueError, match=says):
+            made(random_images(1), [""], [{}])
     absent = Aesthetic(model=tiny_clip, head="nobody/no-such-head", device="cpu")
-    with pytest.raises(FileNotFoundError, match=f"hf download nobody/no-such-head {FILE}"):
-        absent(pictures(1), [""], [{}])
+    with pytest.raises(FileNotFoundError, match=f"nobody/no-such-head {FILE}"):
+        absent(random_images(1), [""], [{}])
 
 
 @pytest.mark.weights

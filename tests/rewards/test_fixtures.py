@@ -6,13 +6,12 @@ import torch
 
 from rewards.detectors.tiny import TinyDetector
 from rewards.detectors.tiny_shapes import SHAPES
-from rewards.fixtures import NAMED, SPOTS, blank, fixture, noise, shapes, square, word
+from rewards.fixtures import NAMED, SPOTS, blank, noise, shapes, square, word
 from rewards.images import to_uint8
 from rewards.ocr import rapidocr_reader
 from rewards.tiny_palette import COLORS, PAPER
 
-SIZES = (64, 128, 224)
-PICTURES = {
+IMAGES = {
     "square": lambda size: square("red", size),
     "blank": blank,
     "noise": noise,
@@ -21,22 +20,22 @@ PICTURES = {
 }
 
 
-@pytest.mark.parametrize("name", PICTURES)
-@pytest.mark.parametrize("size", SIZES)
-def test_pictures_are_what_a_file_would_hold_and_the_same_every_time(name, size):
-    picture = PICTURES[name](size)
-    assert picture.shape == (3, size, size) and picture.dtype == torch.float32
-    levels = picture * 255
-    assert levels.min() >= 0 and levels.max() <= 255
-    assert torch.equal(levels.round() / 255, picture)
-    assert torch.equal(picture, PICTURES[name](size))
+def test_images_are_what_a_file_would_hold_and_the_same_every_time():
+    for name, make in IMAGES.items():
+        for size in (64, 128, 224):
+            image = make(size)
+            assert image.shape == (3, size, size) and image.dtype == torch.float32, name
+            levels = image * 255
+            assert levels.min() >= 0 and levels.max() <= 255, name
+            assert torch.equal(levels.round() / 255, image), name
+            assert torch.equal(image, make(size)), name
 
 
-@pytest.mark.parametrize("color", NAMED)
-def test_a_square_has_its_colour_in_the_middle_and_paper_around(color):
-    levels = to_uint8(square(color, 96)[None])[0]
-    assert tuple(levels[48, 48]) == NAMED[color]
-    assert tuple(levels[2, 2]) == tuple(levels[93, 48]) == PAPER
+def test_a_square_has_its_colour_in_the_middle_and_paper_around():
+    for color in NAMED:
+        levels = to_uint8(square(color, 96)[None])[0]
+        assert tuple(levels[48, 48]) == NAMED[color]
+        assert tuple(levels[2, 2]) == tuple(levels[93, 48]) == PAPER
 
 
 def test_a_colour_or_shape_that_does_not_exist_is_named():
@@ -48,7 +47,7 @@ def test_a_colour_or_shape_that_does_not_exist_is_named():
         shapes([("star", "red")] * 5)
 
 
-def test_a_blank_picture_is_paper_and_noise_depends_on_its_seed_alone():
+def test_a_blank_image_is_paper_and_noise_depends_on_its_seed_alone():
     assert (to_uint8(blank(32)[None]) == PAPER[0]).all()
     torch.manual_seed(0)
     state = torch.get_rng_state()
@@ -58,17 +57,19 @@ def test_a_blank_picture_is_paper_and_noise_depends_on_its_seed_alone():
     assert 0.45 < first.mean() < 0.55
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_the_detector_of_the_tiny_world_finds_every_shape_and_colour(size):
-    detector, rng = TinyDetector(), random.Random(0)
-    wanted = [[pair] for pair in itertools.product(SHAPES, COLORS)]
-    for count in SPOTS:
-        for _ in range(12):
-            picked = zip(rng.sample(SHAPES, count), rng.sample(list(COLORS), count), strict=True)
-            wanted.append(list(picked))
-    for objects in wanted:
-        (found,) = detector(to_uint8(shapes(objects, size)[None]))
-        assert sorted((d.name, d.color) for d in found) == sorted(objects)
+def test_the_detector_of_the_tiny_world_finds_every_shape_and_colour():
+    for size in [64, 128, 256]:
+        detector, rng = TinyDetector(), random.Random(0)
+        wanted = [[pair] for pair in itertools.product(SHAPES, COLORS)]
+        for count in SPOTS:
+            for _ in range(12):
+                picked = zip(
+                    rng.sample(SHAPES, count), rng.sample(list(COLORS), count), strict=True
+                )
+                wanted.append(list(picked))
+        for objects in wanted:
+            (found,) = detector(to_uint8(shapes(objects, size)[None]))
+            assert sorted((d.name, d.color) for d in found) == sorted(objects)
 
 
 def test_the_first_of_two_shapes_stands_on_the_left():
@@ -77,22 +78,14 @@ def test_the_first_of_two_shapes_stands_on_the_left():
     assert (left.name, right.name) == ("star", "cross")
 
 
-@pytest.mark.parametrize("text", ["CAT", "Hello", "GRAND OPENING", "Fresh bread", "Open every day"])
-@pytest.mark.parametrize("size", [96, 128, 256])
-def test_words_fit_and_are_read_by_a_real_engine(text, size):
-    picture = to_uint8(word(text, size)[None])[0]
-    border = [picture[0], picture[-1], picture[:, 0], picture[:, -1]]
-    assert all((edge == PAPER[0]).all() for edge in border)
-    lines = READ(picture[..., ::-1].copy())
-    assert "".join(lines).replace(" ", "").lower() == text.replace(" ", "").lower()
+def test_words_fit_and_are_read_by_a_real_engine():
+    for text in ["CAT", "Hello", "GRAND OPENING", "Fresh bread", "Open every day"]:
+        for size in [96, 128, 256]:
+            image = to_uint8(word(text, size)[None])[0]
+            border = [image[0], image[-1], image[:, 0], image[:, -1]]
+            assert all((edge == PAPER[0]).all() for edge in border)
+            lines = READ(image[..., ::-1].copy())
+            assert "".join(lines).replace(" ", "").lower() == text.replace(" ", "").lower()
 
 
 READ = rapidocr_reader()
-
-
-def test_a_fixture_is_a_plain_dict_with_all_its_parts():
-    better, worse = square("red", 32), square("blue", 32)
-    made = fixture("red above blue", better, worse, "a red square", {"tag": "colors"})
-    assert set(made) == {"says", "prompt", "metadata", "better", "worse", "others"}
-    assert made["metadata"] == {"tag": "colors"} and made["others"] == ()
-    assert fixture("x", better, worse)["metadata"] == {}

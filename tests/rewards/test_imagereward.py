@@ -13,7 +13,7 @@ PROMPTS = ["a red circle", "two blue stars", "a red circle"]
 
 
 class Sight(nn.Module):
-    """Pictures (B, 3, 224, 224) -> one vector for each of 16 patches, (B, 16, 24)."""
+    """Images (B, 3, 224, 224) -> one vector for each of 16 patches, (B, 16, 24)."""
 
     def __init__(self):
         super().__init__()
@@ -25,7 +25,7 @@ class Sight(nn.Module):
 
 @pytest.fixture(scope="module")
 def network(tiny_clip):
-    """The parts of the package's model: a BLIP text encoder that looks at pictures, and a head."""
+    """The parts of the package's model: a BLIP text encoder that looks at images, and a head."""
     from transformers import AutoTokenizer, BlipTextConfig
     from transformers.models.blip.modeling_blip_text import BlipTextModel
 
@@ -56,7 +56,7 @@ def made(network, monkeypatch):
 
 
 def one(network, image, prompt):
-    """The published way: one picture, one prompt."""
+    """The published way: one image, one prompt."""
     text = network.blip.tokenizer(
         prompt, padding="max_length", truncation=True, max_length=35, return_tensors="pt"
     )
@@ -72,36 +72,34 @@ def one(network, image, prompt):
     return (raw - network.mean) / network.std
 
 
-def test_each_picture_is_scored_with_its_own_prompt_as_if_alone(made, network, pictures):
-    images = pictures(3, 64, 80)
+def test_each_image_is_scored_with_its_own_prompt_as_if_alone_in_one_pass(
+    made, network, random_images
+):
+    rows = []
+    hook = network.blip.text_encoder.register_forward_hook(
+        lambda module, given, output: rows.append(len(output.last_hidden_state))
+    )
+    images = random_images(3, 64, 80)
     scores = made(images, PROMPTS, [{}] * 3)
+    hook.remove()
+    assert rows == [3]  # and not one for each pair
     assert scores.shape == (3,) and scores.dtype == torch.float32
     alone = [one(network, image, prompt) for image, prompt in zip(images, PROMPTS, strict=True)]
     assert scores.tolist() == pytest.approx(alone, rel=1e-4, abs=1e-5)
     assert scores.std() > 0.01
 
 
-def test_a_batch_costs_one_pass_and_not_one_for_each_pair(made, network, pictures):
-    rows = []
-    hook = network.blip.text_encoder.register_forward_hook(
-        lambda module, given, output: rows.append(len(output.last_hidden_state))
-    )
-    made(pictures(3), PROMPTS, [{}] * 3)
-    hook.remove()
-    assert rows == [3]
-
-
-def test_prompts_beyond_35_tokens_are_cut_with_a_warning(made, pictures):
+def test_prompts_beyond_35_tokens_are_cut_with_a_warning(made, random_images):
     long = "a red circle " * 20
     with pytest.warns(UserWarning, match="ImageReward reads 35 tokens"):
-        cut = made(pictures(1), [long], [{}])
+        cut = made(random_images(1), [long], [{}])
     with pytest.warns(UserWarning):
-        assert torch.equal(cut, made(pictures(1), [long + "and two stars"], [{}]))
+        assert torch.equal(cut, made(random_images(1), [long + "and two stars"], [{}]))
 
 
-def test_without_its_package_one_sentence_says_what_to_do(pictures):
+def test_without_its_package_one_sentence_says_what_to_do(random_images):
     with pytest.raises(ImportError) as caught:
-        ImageReward()(pictures(1), PROMPTS[:1], [{}])
+        ImageReward()(random_images(1), PROMPTS[:1], [{}])
     for words in ("pip install image-reward", "docs/reward-servers.md"):
         assert words in str(caught.value)
 

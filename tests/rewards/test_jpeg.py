@@ -33,13 +33,13 @@ def test_another_encoder_agrees():
     y, x = np.mgrid[0:128, 0:128]
     waves = [np.sin(x / 9) * np.cos(y / 7), np.sin((x + y) / 13), np.cos(x / 5)]
     smooth = torch.from_numpy(np.stack(waves)).float()[None] / 2 + 0.5
-    pictures = [PLAIN, NOISE, smooth]
-    for picture in pictures:
-        levels = (picture[0] * 255).round().byte().permute(1, 2, 0).numpy()[..., ::-1]
+    images = [PLAIN, NOISE, smooth]
+    for image in images:
+        levels = (image[0] * 255).round().byte().permute(1, 2, 0).numpy()[..., ::-1]
         options = [cv2.IMWRITE_JPEG_QUALITY, 95]
         options += [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420]
         _, other = cv2.imencode(".jpg", np.ascontiguousarray(levels), options)
-        own = Incompressibility()(picture, [""], [{}]).item()
+        own = Incompressibility()(image, [""], [{}]).item()
         assert own == pytest.approx(len(other) / 1000, rel=0.02)
 
 
@@ -50,13 +50,10 @@ def test_fixtures_are_judged_in_their_right_order():
             assert scores[0] > scores[1], item["says"]
 
 
-def test_quality_counts_and_must_be_one():
+def test_quality_counts_must_be_one_and_versions_tell_it_and_the_two_rewards_apart():
     best, worse = (Incompressibility(quality)(NOISE, [""], [{}]) for quality in (95, 30))
     assert worse < best
     with pytest.raises(ValueError, match="between 1 and 100"):
         Incompressibility(0)
-
-
-def test_versions_tell_qualities_and_the_two_rewards_apart():
     made = [kind(quality) for kind in (Compressibility, Incompressibility) for quality in (30, 95)]
     assert len({reward.version for reward in made}) == len(made)

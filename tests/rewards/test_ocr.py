@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rewards.ocr import MODES, OCR, flow_grpo_score, quoted
+from rewards.ocr import MODES, OCR, quoted
 
 words = st.text("ABCDEFGH abc.!", min_size=1, max_size=12).filter(str.strip)
 WHITE = torch.full((1, 3, 64, 64), 0.95)
@@ -69,10 +69,10 @@ EDGES = [  # prompt, lines, score by hand
 ]
 
 
-@pytest.mark.parametrize("prompt, lines, score", EDGES)
-def test_the_rule_is_the_published_one(prompt, lines, score):
-    assert published(prompt, [(line, 1.0) for line in lines]) == pytest.approx(score)
-    assert read_as(lines, prompt, {}) == pytest.approx(score)
+def test_the_rule_is_the_published_one():
+    for prompt, lines, score in EDGES:
+        assert published(prompt, [(line, 1.0) for line in lines]) == pytest.approx(score)
+        assert read_as(lines, prompt, {}) == pytest.approx(score)
 
 
 anything = st.text(st.sampled_from("abAB é.!'\u00a0\u201c"), max_size=10)
@@ -94,13 +94,9 @@ def test_scores_lie_in_0_to_1_and_exact_text_scores_1(text, target):
         assert judged("", target, mode=mode) == 0
 
 
-@given(words, words)
-def test_spaces_do_not_matter(text, target):
-    assert judged(text, target) == judged(text.replace(" ", ""), " ".join(target))
-
-
 @given(words, words, words)
-def test_text_around_the_target_is_free_by_the_published_rule_and_costs_in_strict(a, target, b):
+def test_spaces_do_not_matter_and_text_around_the_target_costs_in_strict_alone(a, target, b):
+    assert judged(a, target) == judged(a.replace(" ", ""), " ".join(target))
     assert judged(a + target + b, target) == 1
     assert judged(a + target + b, target, mode="strict") < 1
     assert judged(a + target + b, target, mode="strict", extra_text=False) == 1
@@ -115,99 +111,67 @@ def test_one_wrong_character_of_n_costs_one_nth(target, data):
         assert judged(wrong, target, mode=mode) == pytest.approx(1 - 1 / len(target))
 
 
-def test_lines_are_joined_with_nothing_between():
-    assert flow_grpo_score(["HEL", "LO"], "hello") == 1
-
-
-def test_strict_folds_unicode_and_can_ignore_the_order_of_words():
+def test_strict_folds_unicode_and_can_count_words_whatever_their_order_and_those_around_them():
     assert judged("ＣＡＦÉ", "café", mode="strict") == 1
     assert judged("SALE BIG", "big sale", mode="strict") < 1
     assert judged("SALE BIG", "big sale", mode="strict", word_order=False) == 1
-
-
-@pytest.mark.parametrize(
-    "lines, target, score",
-    [
+    free = {"mode": "strict", "extra_text": False, "word_order": False}
+    for lines, target, score in (
         (["apple mango zebra"], "apple zebra", 1),
         (["zebra kiwi", "mango apple"], "apple zebra", 1),
         (["applezebra"], "apple zebra", 1),  # the engine saw no space
         (["apple mango"], "apple apple", 1 - 5 / 10),  # one apple is not two
         (["apple apple"], "apple", 1),
         (["appl zebra"], "apple zebra", 0.9),
-    ],
-)
-def test_without_order_and_with_other_words_around_it_is_the_words_that_count(lines, target, score):
-    found = read_as(
-        lines, "", {"ocr_text": target}, mode="strict", extra_text=False, word_order=False
-    )
-    assert found == pytest.approx(score)
+    ):
+        assert read_as(lines, "", {"ocr_text": target}, **free) == pytest.approx(score), lines
 
 
-@pytest.mark.parametrize(
-    "prompt, spans",
-    [
-        ("ein Schild \u201eGO\u201c", ["GO"]),
-        ("ein Schild \u201eGO\u201c und \u201eSTOP\u201c hier", ["GO", "STOP"]),
-        ("znak \u201eGO\u201d", ["GO"]),
-        ("\u201eGO\u201c and \u201cSTOP\u201d", ["GO", "STOP"]),
-        ("ein Schild \u201eGO", ["GO"]),
-        ("ein Schild \u201e\u201c", []),
+def test_targets_are_the_quoted_spans_or_the_metadatas_texts():
+    for prompt, spans in (
+        ("ein Schild „GO“ und „STOP“ hier", ["GO", "STOP"]),
+        ("znak „GO”", ["GO"]),
+        ("„GO“ and “STOP”", ["GO", "STOP"]),
+        ("ein Schild „GO", ["GO"]),
+        ("ein Schild „“", []),
         ('a sign "GO" and "STOP"', ["GO", "STOP"]),
-        ("a sign \u201cGO\u201d", ["GO"]),
+        ("a sign “GO” and “STOP”", ["GO", "STOP"]),
         ('a sign "GO', ["GO"]),
-        ("a sign \u201cGO", ["GO"]),
-        ('a sign \u201cGO"', ["GO"]),
-        ("\u201cGO\u201d and \u201cSTOP\u201d", ["GO", "STOP"]),
+        ("a sign “GO", ["GO"]),
+        ('a sign “GO"', ["GO"]),
         ('a sign ""', []),
         ('a sign " "', []),
         ('a sign "', []),
-        ("a sign \u201c\u201d", []),
+        ("a sign “”", []),
         ("a sign", []),
-    ],
-)
-def test_targets_are_the_quoted_spans(prompt, spans):
-    assert quoted(prompt) == spans
-    assert OCR().targets(prompt, {}) == spans[:1]
-    assert OCR(mode="strict").targets(prompt, {}) == spans
-    assert OCR().targets(prompt, {"ocr_text": "EXIT"}) == ["EXIT"]
-    assert OCR().targets(prompt, {"ocr_text": None}) == spans[:1]
-
-
-def test_metadata_may_name_several_texts_or_a_number():
+    ):
+        assert quoted(prompt) == spans, prompt
+        assert OCR().targets(prompt, {}) == spans[:1], prompt
+        assert OCR(mode="strict").targets(prompt, {}) == spans, prompt
+        assert OCR().targets(prompt, {"ocr_text": "EXIT"}) == ["EXIT"], prompt
+        assert OCR().targets(prompt, {"ocr_text": None}) == spans[:1], prompt
     assert OCR(mode="strict").targets("", {"ocr_text": ["BIG", "SALE"]}) == ["BIG", "SALE"]
     assert OCR().targets("", {"ocr_text": 2024}) == ["2024"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "prompt, metadata",
-    [
-        ('a sign ""', {}),
-        ('a sign that is 12"', {}),
-        ("a sign \u201c \u201d", {}),
-        ("a sign\u201d", {}),
-        ("a sign", {"ocr_text": ""}),
-        ("a sign", {"ocr_text": [" "]}),
-        ('a sign "GO"', {"ocr_text": ""}),
-        ("ein Schild \u201e\u201c", {}),
-        ("a sign", {"ocr_text": []}),
-    ],
-)
-def test_quotes_with_nothing_to_read_are_found_before_training(mode, prompt, metadata):
-    assert OCR(mode).applies(prompt, metadata)
-    with pytest.raises(ValueError, match="nothing to read"):
-        OCR(mode).check(prompt, metadata)
+def test_what_is_nothing_to_read_or_no_text_is_found_before_training_in_every_mode():
+    for mode in MODES:
+        made = OCR(mode)
+        for prompt in ('a sign ""', 'a sign that is 12"', "a sign “ ”", "a sign”", "Schild „“"):
+            assert made.applies(prompt, {})
+            with pytest.raises(ValueError, match="nothing to read"):
+                made.check(prompt, {})
+        for text in ("", [" "], []):
+            assert made.applies('a sign "GO"', {"ocr_text": text})
+            with pytest.raises(ValueError, match="nothing to read"):
+                made.check('a sign "GO"', {"ocr_text": text})
+        for wrong in ([None], ["GO", None], {"text": "GO"}, [["GO"]], True):
+            with pytest.raises(ValueError, match="ocr_text"):
+                made.check("a sign", {"ocr_text": wrong})
+            assert not {"None", "True", str(wrong)} & set(made.targets("", {"ocr_text": wrong}))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("given", [[None], ["GO", None], {"text": "GO"}, [["GO"]], True], ids=str)
-def test_what_is_no_text_is_refused_and_never_read_as_one(mode, given):
-    with pytest.raises(ValueError, match="ocr_text is .* expected a text or a list of texts"):
-        OCR(mode).check("a sign", {"ocr_text": given})
-    assert not {"None", "True", str(given)} & set(OCR(mode).targets("", {"ocr_text": given}))
-
-
-def test_a_missing_package_concerns_all_pictures_and_is_raised(monkeypatch):
+def test_a_missing_package_concerns_all_images_and_is_raised(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
     made = OCR()
     made._read = lambda image: ["CAR"]
@@ -215,20 +179,16 @@ def test_a_missing_package_concerns_all_pictures_and_is_raised(monkeypatch):
         made(WHITE, [""], [{"ocr_text": "CAT"}])
 
 
-def test_prompts_without_quotes_are_not_ours_and_those_with_a_text_are_fine():
-    assert not OCR().applies("a sign", {}) and not OCR().applies("a sign", {"ocr_text": None})
-    for prompt, metadata in (('a "GO" sign', {}), ("a sign", {"ocr_text": "GO"})):
-        assert OCR().applies(prompt, metadata)
-        OCR().check(prompt, metadata)
-
-
-def test_a_prompt_without_text_is_missing_and_not_zero():
+def test_a_prompt_without_text_is_missing_and_one_without_quotes_is_not_ours():
     made = OCR()
     made._read = lambda image: ["CAT"]
     for prompt in ("a cat", 'a cat ""', ""):
         scores, reasons = made(WHITE, [prompt], [{}])
-        assert math.isnan(scores.item())
-        assert reasons == {0: "the prompt asks for no text: put it in quotes or in ocr_text"}
+        assert math.isnan(scores.item()) and "ocr_text" in reasons[0] and len(reasons) == 1
+    assert not made.applies("a sign", {}) and not made.applies("a sign", {"ocr_text": None})
+    for prompt, metadata in (('a "GO" sign', {}), ("a sign", {"ocr_text": "GO"})):
+        assert made.applies(prompt, metadata)
+        made.check(prompt, metadata)
 
 
 def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero():
@@ -242,7 +202,7 @@ def test_a_failing_engine_gives_nan_with_a_reason_and_an_empty_page_gives_zero()
     images = torch.cat([WHITE, 0 * WHITE])
     scores, reasons = made(images, ["", ""], [{"ocr_text": "CAT"}] * 2)
     assert scores[0] == 0 and scores[1].isnan()
-    assert reasons == {1: "the engine failed: RuntimeError: out of order"}
+    assert list(reasons) == [1] and "RuntimeError: out of order" in reasons[1]
     scores, reasons = made(0 * WHITE, [""], [{"ocr_text": "CAT"}])
     assert scores.isnan().all() and 0 in reasons
 

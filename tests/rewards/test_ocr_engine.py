@@ -1,4 +1,4 @@
-"""RapidOCR on pictures of real words, drawn with Pillow."""
+"""RapidOCR on images of real words, drawn with Pillow."""
 
 import random
 import time
@@ -32,16 +32,16 @@ def test_drawn_words_are_read(reader):
 
 
 def test_reading_is_repeatable_and_does_not_depend_on_what_came_before(reader):
-    """Small and large, dark and blank pictures between: the same words, to the letter."""
+    """Small and large, dark and blank images between: the same words, to the letter."""
     rng = random.Random(4)
     page = np.full((512, 512, 3), 235, np.uint8)
-    pictures = [draw(all_prompts("ocr")[i], rng)[..., ::-1].copy() for i in (0, 5, 9)]
-    pictures += [np.full((64, 64, 3), 240, np.uint8), page, 0 * page]
-    alone = [reader(picture) for picture in pictures]
+    images = [draw(all_prompts("ocr")[i], rng)[..., ::-1].copy() for i in (0, 5, 9)]
+    images += [np.full((64, 64, 3), 240, np.uint8), page, 0 * page]
+    alone = [reader(image) for image in images]
     assert all(alone[:3]) and alone[3:] == [[], [], []]
     for _ in range(2):
-        order = rng.sample(range(len(pictures)), len(pictures))
-        assert [reader(pictures[i]) for i in order] == [alone[i] for i in order]
+        order = rng.sample(range(len(images)), len(images))
+        assert [reader(images[i]) for i in order] == [alone[i] for i in order]
 
 
 def test_fixtures_are_judged_in_their_right_order(reader):
@@ -73,7 +73,7 @@ SIZES = (64, 96, 128, 256, 512)
 
 
 def rendered(word: str, size: int, rng: random.Random, light: bool) -> np.ndarray:
-    """A word across 50 to 92 % of a square picture, anywhere in it: (size, size, 3) uint8."""
+    """A word across 50 to 92 % of a square image, anywhere in it: (size, size, 3) uint8."""
     ink, paper = rng.randint(0, 60), rng.randint(190, 255)
     canvas = Image.new("RGB", (size, size), (ink if light else paper,) * 3)
     pen = ImageDraw.Draw(canvas)
@@ -91,9 +91,9 @@ def share_read(read, size: int, count: int) -> float:
     rng, wrong, seconds = random.Random(size), [], 0.0
     for i in range(count):
         word = rng.choice([str.upper, str.capitalize, str])(rng.choice(WORDS))
-        picture = np.ascontiguousarray(rendered(word, size, rng, bool(i % 2))[..., ::-1])
+        image = np.ascontiguousarray(rendered(word, size, rng, bool(i % 2))[..., ::-1])
         began = time.perf_counter()
-        lines = read(picture)
+        lines = read(image)
         seconds += time.perf_counter() - began
         if "".join(lines).replace(" ", "").lower() != word.lower():  # as the rule compares
             wrong.append((word, lines))
@@ -111,7 +111,7 @@ def test_98_percent_of_clean_words_are_read_at_every_size(reader):
     assert min(share_read(reader, size, 300) for size in SIZES) >= 0.98
 
 
-def test_large_pictures_are_read_too(reader):
+def test_large_images_are_read_too(reader):
     small = draw(all_prompts("ocr")[1], random.Random(5))[..., ::-1]
     page = np.full((512, 512, 3), 235, np.uint8)
     page[200:328, 100:228] = small.repeat(2, 0).repeat(2, 1)

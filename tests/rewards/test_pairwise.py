@@ -1,28 +1,29 @@
+import functools
 import math
 
 import pytest
 import torch
-from chat_servers import completion, pictures_of, redness, refusal, scripted
+from chat_servers import completion, images_of, redness, refusal, scripted
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rewards.pairwise import PairwiseWinRate, chosen_pairs, verdict, win_rates
 
 SHADES = [0.9, 0.1, 0.5, 0.7]  # of red; the rest is blue
-PICTURES = torch.tensor([[s, 0, 1 - s] for s in SHADES])[:, :, None, None].expand(-1, 3, 8, 8)
+IMAGES = torch.tensor([[s, 0, 1 - s] for s in SHADES])[:, :, None, None].expand(-1, 3, 8, 8)
 wins_of_all = st.integers(2, 9).flatmap(
     lambda n: st.tuples(st.just(n), st.lists(st.floats(0, 1), min_size=36, max_size=36))
 )
 
 
 def redder(body, taste=0.0):
-    """P(1) grows with the redness of the first picture against the second."""
-    first, second = (redness(picture) for picture in pictures_of(body))
+    """P(1) grows with the redness of the first image against the second."""
+    first, second = (redness(image) for image in images_of(body))
     one = 1 / (1 + math.exp(-8 * (first - second) - taste))
     return completion("", {"1": one, "2": 1 - one})
 
 
-def compared(script, images=PICTURES, **args):
+def compared(script, images=IMAGES, **args):
     with scripted(script) as server:
         made = PairwiseWinRate({"model": "m", "base_url": server.url, "rounds": 1}, **args)
         rates, reasons = made(images, ["red"] * len(images), [{}] * len(images))
@@ -30,7 +31,7 @@ def compared(script, images=PICTURES, **args):
 
 
 @given(wins_of_all)
-def test_win_rates_of_all_pairs_sum_to_half_the_pictures(drawn):
+def test_win_rates_of_all_pairs_sum_to_half_the_images(drawn):
     count, values = drawn
     wins = dict(zip(chosen_pairs(count), values, strict=False))
     rates = win_rates(count, wins)
@@ -39,13 +40,13 @@ def test_win_rates_of_all_pairs_sum_to_half_the_pictures(drawn):
 
 
 @given(st.permutations(range(6)))
-def test_with_a_strict_order_the_rate_is_the_share_of_pictures_below(order):
+def test_with_a_strict_order_the_rate_is_the_share_of_images_below(order):
     wins = {(i, j): float(order[i] > order[j]) for i, j in chosen_pairs(6)}
     assert win_rates(6, wins) == [pytest.approx(place / 5) for place in order]
 
 
 @given(wins_of_all, st.data())
-def test_a_comparison_left_out_changes_only_its_two_pictures(drawn, data):
+def test_a_comparison_left_out_changes_only_its_two_images(drawn, data):
     count, values = drawn
     wins = dict(zip(chosen_pairs(count), values, strict=False))
     out = data.draw(st.sampled_from(sorted(wins)))
@@ -56,13 +57,8 @@ def test_a_comparison_left_out_changes_only_its_two_pictures(drawn, data):
     assert all(before[i] == after[i] for i in range(count) if i not in out)
 
 
-def test_a_picture_without_comparisons_has_no_rate():
-    rates = win_rates(3, {(0, 1): 0.75})
-    assert rates[:2] == [0.75, 0.25] and math.isnan(rates[2])
-
-
 @given(st.integers(2, 30), st.integers(1, 30))
-def test_every_picture_meets_as_many_others_and_at_least_the_wanted(count, rivals):
+def test_every_image_meets_as_many_others_and_at_least_the_wanted(count, rivals):
     pairs = chosen_pairs(count, rivals)
     assert pairs == chosen_pairs(count, rivals)
     assert len(set(pairs)) == len(pairs) and all(0 <= i < j < count for i, j in pairs)
@@ -71,29 +67,25 @@ def test_every_picture_meets_as_many_others_and_at_least_the_wanted(count, rival
     assert min(rivals, count - 1) <= met[0] <= rivals + 1
 
 
-def test_the_preferred_picture_wins_more_often():
+def test_the_preferred_image_wins_more_often_and_fewer_rivals_cost_fewer_questions():
     rates, reasons, asked = compared(redder)
     assert sorted(SHADES) == [s for _, s in sorted(zip(rates, SHADES, strict=True))]
     assert sum(rates) == pytest.approx(2) and not reasons
-    assert asked == 12
+    assert asked == 12 and compared(redder, rivals=2)[2] == 8
 
 
-@pytest.mark.parametrize("taste", [-3.0, 3.0])
-def test_a_liking_for_one_place_cancels_when_both_orders_are_asked(taste):
-    same = PICTURES[:1].expand(3, -1, -1, -1) + torch.tensor([0, 1e-2, 2e-2])[:, None, None, None]
-    rates, _, _ = compared(lambda body: redder(body, taste), same)
-    assert rates == [pytest.approx(0.5, abs=0.02)] * 3
-    lopsided, _, asked = compared(lambda body: redder(body, taste), same, both_orders=False)
-    assert abs(lopsided[0] - 0.5) > 0.4 and asked == 3
+def test_a_liking_for_one_place_cancels_when_both_orders_are_asked():
+    same = IMAGES[:1].expand(3, -1, -1, -1) + torch.tensor([0, 1e-2, 2e-2])[:, None, None, None]
+    for taste in (-3.0, 3.0):
+        script = functools.partial(redder, taste=taste)
+        assert compared(script, same)[0] == [pytest.approx(0.5, abs=0.02)] * 3
+        lopsided, _, asked = compared(script, same, both_orders=False)
+        assert abs(lopsided[0] - 0.5) > 0.4 and asked == 3
 
 
-def test_fewer_rivals_cost_fewer_questions():
-    assert compared(redder, rivals=2)[2] == 8
-
-
-def test_a_lost_comparison_is_left_out_and_a_picture_without_any_is_missing():
+def test_a_lost_comparison_is_left_out_and_an_image_without_any_is_missing():
     def script(body):
-        blue = min(redness(picture) for picture in pictures_of(body)) < 0.2
+        blue = min(redness(image) for image in images_of(body)) < 0.2
         return refusal(500) if blue else redder(body)
 
     rates, reasons, _ = compared(script)
@@ -102,39 +94,38 @@ def test_a_lost_comparison_is_left_out_and_a_picture_without_any_is_missing():
 
 
 def test_a_pair_of_which_one_order_is_lost_is_left_out():
-    """Or the place of a picture would count."""
+    """Or the place of an image would count."""
 
     def script(body):
-        first, second = (redness(picture) for picture in pictures_of(body))
+        first, second = (redness(image) for image in images_of(body))
         return refusal(400) if first > second else redder(body)
 
     rates, reasons, _ = compared(script)
     assert all(map(math.isnan, rates)) and set(reasons) == set(range(4))
 
 
-def test_verdicts_in_words_count_as_whole_wins():
+def test_verdicts_in_words_count_as_whole_wins_and_none_is_missing():
     def script(body):
-        first, second = (redness(picture) for picture in pictures_of(body))
+        first, second = (redness(image) for image in images_of(body))
         place = 1 if first > second else 2
         return completion(f"Image 2 is better? no: <answer>Image {place} is better</answer>")
 
     rates, _, _ = compared(script, mode="text")
     assert rates == [1.0, 0.0, pytest.approx(1 / 3), pytest.approx(2 / 3)]
-
-
-def test_no_verdict_is_no_draw():
-    with pytest.raises(ValueError, match="which picture is better"):
+    with pytest.raises(ValueError, match="which image is better"):
         verdict("both are fine")
     rates, reasons, _ = compared(lambda body: completion("both are fine"), mode="text")
     assert all(map(math.isnan, rates)) and set(reasons) == set(range(4))
 
 
-def test_pictures_of_several_prompts_are_not_compared():
+def test_images_of_several_prompts_and_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="several prompts"):
-        PairwiseWinRate({"model": "m"})(PICTURES[:2], ["a", "b"], [{}, {}])
+        PairwiseWinRate({"model": "m"})(IMAGES[:2], ["a", "b"], [{}, {}])
+    for args in ({"mode": "x"}, {"rivals": 0}, {"template": "?"}):
+        with pytest.raises(ValueError):
+            PairwiseWinRate({"model": "m"}, **args)
 
 
-@pytest.mark.parametrize("args", [{"mode": "x"}, {"rivals": 0}, {"template": "?"}])
-def test_settings_that_cannot_work_are_refused(args):
-    with pytest.raises(ValueError):
-        PairwiseWinRate({"model": "m"}, **args)
+def test_an_image_without_comparisons_has_no_rate():
+    rates = win_rates(3, {(0, 1): 0.75})
+    assert rates[:2] == [0.75, 0.25] and math.isnan(rates[2])

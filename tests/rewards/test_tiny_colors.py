@@ -1,4 +1,4 @@
-"""The colour reward on squares painted by hand and on pictures of the drawing program."""
+"""The colour reward on squares painted by hand and on images of the drawing program."""
 
 import functools
 import random
@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -41,9 +41,8 @@ def test_the_palette_is_the_drawing_programs_and_well_apart():
     assert torch.pdist(centres).min() > 0.45
 
 
-@pytest.mark.parametrize(
-    "prompt, names",
-    [
+def test_colours_are_whole_words_outside_of_quotes():
+    for prompt, names in [
         ("a Red circle and a blue square", ["red", "blue"]),
         ("a red circle and a red star", ["red"]),
         ("three stars", []),
@@ -51,11 +50,9 @@ def test_the_palette_is_the_drawing_programs_and_well_apart():
         ('the word "RED"', []),
         ('a green sign "RED', ["green"]),
         ("a sign \u201cBLUE\u201d, yellow", ["yellow"]),
-    ],
-)
-def test_colours_are_whole_words_outside_of_quotes(prompt, names):
-    assert named_colors(prompt) == names
-    assert TinyColors().applies(prompt, {}) == bool(names)
+    ]:
+        assert named_colors(prompt) == names
+        assert TinyColors().applies(prompt, {}) == bool(names)
 
 
 def test_a_prompt_without_a_colour_is_missing_and_leaves_the_others_alone():
@@ -96,12 +93,13 @@ def test_painting_the_background_does_not_pay(color):
     assert score(everywhere / 255, prompt) < 0.01 < falling[0] - 0.9
 
 
+@settings(max_examples=15)
 @given(st.lists(colors, min_size=1, max_size=6, unique=True))
-def test_no_tint_of_the_whole_picture_comes_near_an_object(names):
+def test_no_tint_of_the_whole_image_comes_near_an_object(names):
     levels = torch.linspace(0, 1, 14)
     tints = torch.cartesian_prod(levels, levels, levels)[:, :, None, None]
     scores = TinyColors()(tints, [" ".join(names)] * len(tints), [{}] * len(tints))
-    assert scores.max() < 0.5  # drawn pictures: 0.92
+    assert scores.max() < 0.5  # drawn images: 0.92
 
 
 @given(colors, colors)
@@ -134,7 +132,7 @@ def test_finite_differences_agree_with_the_gradient():
 
 
 @given(colors, st.sampled_from((0.0, 0.5, 1.0)), st.sampled_from((torch.float32, torch.float64)))
-def test_plain_pictures_have_finite_scores_and_gradients(color, level, dtype):
+def test_plain_images_have_finite_scores_and_gradients(color, level, dtype):
     image = torch.full((1, 3, 16, 16), level, dtype=dtype)
     assert 0 <= score(image, f"a {color} ring") < 0.2
     assert slope(image, f"a {color} ring").isfinite().all()
@@ -148,14 +146,11 @@ def test_scores_lie_in_0_to_1(names, seed, contrast):
     assert scores.dtype == torch.float32 and ((scores >= 0) & (scores <= 1)).all()
 
 
-def test_half_precision_is_scored_in_single():
+def test_half_precision_is_scored_in_single_size_does_not_matter_and_rows_stand_alone():
     image = painted(("green", 8))
     halved = TinyColors()(image.half(), ["a green square"], [{}])
     assert halved.dtype == torch.float32
     assert halved.item() == pytest.approx(score(image, "a green square"), abs=1e-3)
-
-
-def test_size_does_not_matter_and_pictures_are_scored_one_by_one():
     image = painted(("red", 4), ("blue", 36))
     large = image.repeat_interleave(3, 2).repeat_interleave(3, 3)
     assert score(large, "a red star") == pytest.approx(score(image, "a red star"), abs=1e-12)
@@ -167,23 +162,23 @@ def test_size_does_not_matter_and_pictures_are_scored_one_by_one():
 
 
 @functools.cache
-def drawn(tag: str, count: int = 200) -> tuple[Tensor, list[str]]:
+def drawn(tag: str, count: int = 100) -> tuple[Tensor, list[str]]:
     rng = random.Random(tag)
     prompts = [rng.choice(all_prompts(tag)) for _ in range(count)]
     images = torch.from_numpy(np.stack([program.draw(prompt, rng) for prompt in prompts]))
     return images.permute(0, 3, 1, 2) / 255, [prompt["prompt"] for prompt in prompts]
 
 
-@pytest.mark.parametrize("tag", ("colors", "color_attr"))
-def test_drawn_pictures_score_high_and_those_of_other_colours_low(tag):
-    images, prompts = drawn(tag)
-    metadata: list[dict] = [{}] * len(prompts)
-    right = TinyColors()(images, prompts, metadata)
-    assert right.mean() > 0.9 and right.min() > 0.8
-    others = prompts[1:] + prompts[:1]
-    disjoint = [
-        not set(named_colors(a)) & set(named_colors(b))
-        for a, b in zip(prompts, others, strict=True)
-    ]
-    wrong = TinyColors()(images, others, metadata)[torch.tensor(disjoint)]
-    assert len(wrong) > 60 and wrong.mean() < 0.06 and wrong.max() < 0.15
+def test_drawn_images_score_high_and_those_of_other_colours_low():
+    for tag in ("colors", "color_attr"):
+        images, prompts = drawn(tag)
+        metadata: list[dict] = [{}] * len(prompts)
+        right = TinyColors()(images, prompts, metadata)
+        assert right.mean() > 0.9 and right.min() > 0.8
+        others = prompts[1:] + prompts[:1]
+        disjoint = [
+            not set(named_colors(a)) & set(named_colors(b))
+            for a, b in zip(prompts, others, strict=True)
+        ]
+        wrong = TinyColors()(images, others, metadata)[torch.tensor(disjoint)]
+        assert len(wrong) > 30 and wrong.mean() < 0.06 and wrong.max() < 0.15

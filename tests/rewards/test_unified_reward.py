@@ -17,30 +17,23 @@ def judged(text, form, **args):
     return score, reasons, text_of(server.asked[0])
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
+def test_the_final_score_is_a_share_of_5_and_the_axes_are_averaged_and_brought_to_0_to_1():
+    for text, expected in (
         ("Final Score: 5", 1.0),
         ("cat (object): 1\nFinal Score: **3.5**", 0.7),
         ("Final Score:1", 0.2),
         ("Final Score: 4.", 0.8),
         ("Final Score: 4, as the cat is there.", 0.8),
-    ],
-)
-def test_the_final_score_is_a_share_of_5(text, expected):
-    assert final_score(text) == pytest.approx(expected)
+    ):
+        assert final_score(text) == pytest.approx(expected), text
     assert judged(text, "1.5")[0] == pytest.approx(expected)
+    for scores, expected in (((1, 1, 1), 0), ((5, 5, 5), 1), ((4, 2.5, 2.5), 0.5)):
+        assert axes_score(AXES.format(*scores)) == pytest.approx(expected), scores
+        assert judged(AXES.format(*scores), "2.0")[0] == pytest.approx(expected), scores
 
 
-@pytest.mark.parametrize("scores, expected", [((1, 1, 1), 0), ((5, 5, 5), 1), ((4, 2.5, 2.5), 0.5)])
-def test_the_axes_are_averaged_and_brought_to_0_to_1(scores, expected):
-    assert axes_score(AXES.format(*scores)) == pytest.approx(expected)
-    assert judged(AXES.format(*scores), "2.0")[0] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    "form, text",
-    [
+def test_a_text_of_another_form_is_missing_not_0():
+    for form, text in [
         ("1.5", "a nice cat"),
         ("1.5", "Final Score: 0"),
         ("1.5", "Final Score: 7"),
@@ -56,26 +49,18 @@ def test_the_axes_are_averaged_and_brought_to_0_to_1(scores, expected):
         ("2.0", "Final Score: 5"),
         ("2.0", AXES.format(4, 4, "good")),
         ("2.0", AXES.format(4, 40, 4)),
-    ],
-)
-def test_a_text_of_another_form_is_missing_not_0(form, text):
-    score, reasons, _ = judged(text, form)
-    assert math.isnan(score) and "score" in reasons[0]
+    ]:
+        score, reasons, _ = judged(text, form)
+        assert math.isnan(score) and "score" in reasons[0]
 
 
-@pytest.mark.parametrize("form", ["1.5", "2.0"])
-def test_the_caption_stands_where_the_models_look_for_it(form):
-    assert judged("", form)[2].endswith("Text Caption: [a cat]")
-
-
-def test_the_models_own_question_can_be_given():
+def test_the_caption_stands_where_the_models_look_for_it_and_their_question_can_be_given():
+    for form in ("1.5", "2.0"):
+        assert judged("", form)[2].endswith("Text Caption: [a cat]")
     assert judged("", "2.0", template="As trained: {prompt}")[2] == "As trained: a cat"
-
-
-@pytest.mark.parametrize("args", [{"form": "3"}, {"template": "rate it"}])
-def test_settings_that_cannot_work_are_refused(args):
-    with pytest.raises(ValueError):
-        UnifiedReward({"model": "m"}, **args)
+    for args in ({"form": "3"}, {"template": "rate it"}):
+        with pytest.raises(ValueError):
+            UnifiedReward({"model": "m"}, **args)
 
 
 def test_the_version_tells_apart_what_changes_the_numbers():

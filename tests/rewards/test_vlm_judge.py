@@ -2,18 +2,18 @@ import math
 
 import pytest
 import torch
-from chat_servers import completion, free_port, pictures_of, redness, refusal, scripted, text_of
+from chat_servers import completion, free_port, images_of, redness, refusal, scripted, text_of
 
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 from rewards.fixtures import square
 from rewards.vlm_judge import VLMJudge
 
-PICTURES = torch.stack([square("red", 32), square("blue", 32)])
+IMAGES = torch.stack([square("red", 32), square("blue", 32)])
 PROMPTS = ["a red square", "a red square"]
 
 
-def judged(script, mode="expectation", images=PICTURES, prompts=PROMPTS, **args):
+def judged(script, mode="expectation", images=IMAGES, prompts=PROMPTS, **args):
     with scripted(script) as server:
         made = VLMJudge({"model": "m", "base_url": server.url, "rounds": 1}, mode, **args)
         scores, reasons = made(images, prompts, [{}] * len(images))
@@ -21,27 +21,26 @@ def judged(script, mode="expectation", images=PICTURES, prompts=PROMPTS, **args)
 
 
 def by_colour(body):
-    likes = 0.1 + 0.8 * redness(pictures_of(body)[0])
+    likes = 0.1 + 0.8 * redness(images_of(body)[0])
     return completion("5", {"5": likes, "0": 1 - likes})
 
 
-@pytest.mark.parametrize("answer", range(6))
-def test_all_mass_on_one_score_is_its_share_of_the_best(answer):
-    _, _, scores, reasons = judged(lambda body: completion("", {f" {answer}": 1.0}))
-    assert scores == [pytest.approx(answer / 5)] * 2 and not reasons
+def test_all_mass_on_one_score_is_its_share_of_the_best():
+    for answer in range(6):
+        said = completion("", {f" {answer}": 1.0})
+        _, _, scores, reasons = judged(lambda body, said=said: said)
+        assert scores == [pytest.approx(answer / 5)] * 2 and not reasons
 
 
-def test_one_token_with_twenty_alternatives_is_asked_for():
-    _, server, _, _ = judged(by_colour)
+def test_each_image_is_judged_by_what_it_shows_with_one_token_of_twenty_alternatives():
+    _, server, (red, blue), _ = judged(by_colour)
+    assert red > blue
     for body in server.asked:
         assert (body["max_tokens"], body["top_logprobs"]) == (1, 20)
-        assert "a red square" in text_of(body)
-        assert "one of 0, 1, 2, 3, 4, 5" in text_of(body)
-
-
-def test_each_picture_is_judged_by_what_it_shows():
-    _, _, (red, blue), _ = judged(by_colour)
-    assert red > blue
+        assert "a red square" in text_of(body) and "0, 1, 2, 3, 4, 5" in text_of(body)
+    prompt = "{prompt} {answers} {lowest} 100%"  # which arrives as it is
+    _, server, _, _ = judged(by_colour, images=IMAGES[:1], prompts=[prompt])
+    assert prompt in text_of(server.asked[0])
 
 
 def test_letters_may_stand_for_scores():
@@ -61,41 +60,36 @@ def test_yes_or_no():
     assert scores == [pytest.approx(0.75)] * 2
 
 
-def test_a_text_is_read_by_its_last_score():
+def test_a_text_is_read_by_its_last_score_or_by_a_pattern_of_ones_own():
     text = "I see <Score>1</Score> no, <Score> 4 </Score>"
     _, server, scores, _ = judged(lambda body: completion(text), "text", max_tokens=99)
     assert scores == [0.8, 0.8]
     assert server.asked[0]["max_tokens"] == 99 and "logprobs" not in server.asked[0]
+    ten = {str(n): n for n in range(11)}
+    for said, args, expected in (
+        ("<Score>10</Score>", {}, 1.0),
+        ("rated 7/10", {"pattern": r"(\d+)/10"}, 0.7),
+    ):
+        answer = completion(said)
+        found = judged(lambda body, answer=answer: answer, "text", scores=ten, **args)[2]
+        assert found == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "4",
-        "<Score>four</Score>",
-        "<Score>9</Score>",
-        "<Score>-1</Score>",
-        "<Score>4/10</Score>",
-        "<Score>4</Score>, I mean <Score>4,5</Score>",
-    ],
-)
-def test_a_text_without_a_score_is_missing_not_0(text):
-    _, _, scores, reasons = judged(lambda body: completion(text), "text")
-    assert all(map(math.isnan, scores))
-    assert set(reasons) == {0, 1} and "score" in reasons[0]
+def test_a_text_without_a_score_is_missing_not_0():
+    four = "<Score>4</Score>"
+    for text in ("", "4", "<Score>four</Score>", "<Score>9</Score>", "<Score>-1</Score>",
+                 "<Score>4/10</Score>", f"{four}, I mean <Score>4,5</Score>"):  # fmt: skip
+        answer = completion(text)
+        _, _, scores, reasons = judged(lambda body, answer=answer: answer, "text")
+        assert all(map(math.isnan, scores)) and set(reasons) == {0, 1}, text
+        assert "score" in reasons[0], text
 
 
-def test_a_text_that_was_cut_is_missing_whatever_it_says_until_then():
-    cut = completion("as a draft <Score>1</Score> but on second thoughts it is")
+def test_a_text_that_was_cut_is_missing_but_one_token_counts():
+    cut = completion("as a draft <Score>1</Score> but it is", {"5": 1.0})
     cut["choices"][0]["finish_reason"] = "length"
     _, _, scores, reasons = judged(lambda body: cut, "text")
-    assert all(map(math.isnan, scores)) and "raise max_tokens" in reasons[0]
-
-
-def test_one_token_is_always_cut_and_counts_all_the_same():
-    cut = completion("5", {"5": 1.0})
-    cut["choices"][0]["finish_reason"] = "length"
+    assert all(map(math.isnan, scores)) and "max_tokens" in reasons[0]
     assert judged(lambda body: cut)[2] == [1.0, 1.0]
 
 
@@ -107,77 +101,51 @@ def test_answers_beside_the_point_are_missing_not_0():
 
 def test_a_failed_question_spoils_no_other_score():
     def script(body):
-        return refusal(400) if redness(pictures_of(body)[0]) < 0.5 else by_colour(body)
+        return refusal(400) if redness(images_of(body)[0]) < 0.5 else by_colour(body)
 
     _, _, (red, blue), reasons = judged(script)
     assert red > 0.5 and math.isnan(blue)
     assert list(reasons) == [1] and "answered 400" in reasons[1]
 
 
-def test_prompts_with_braces_arrive_as_they_are():
-    prompt = "{prompt} {answers} {lowest} 100%"
-    _, server, _, _ = judged(by_colour, images=PICTURES[:1], prompts=[prompt])
-    assert prompt in text_of(server.asked[0])
-
-
 def test_people_are_told_the_reward_the_prompt_and_what_to_do():
     server = {"model": "m", "base_url": f"http://127.0.0.1:{free_port()}/v1", "rounds": 1}
     spec = RewardSpec(name="judge", reward=VLMJudge(server))
-    result = score([spec], PICTURES, PROMPTS, [{}, {}])
+    result = score([spec], IMAGES, PROMPTS, [{}, {}])
     assert not result.valid.any()
     told = result.errors["judge"]
-    assert "2 of 2 pictures" in told and "'a red square'" in told
+    assert "2 of 2 images" in told and "'a red square'" in told
     assert f"{server['base_url']} cannot be reached" in told and "is it running" in told
 
 
 def test_the_version_tells_judges_apart_whose_numbers_differ():
     server = {"model": "m"}
-    judges = [
-        VLMJudge(server),
-        VLMJudge({"model": "n"}),
-        VLMJudge(server, "yes_no"),
-        VLMJudge(server, template="{prompt}?"),
-        VLMJudge(server, scores={"1": 1, "2": 2}),
-        VLMJudge(server, longest=256),
-    ]
-    assert len({judge.version for judge in judges}) == len(judges)
+    judges = [VLMJudge(server), VLMJudge({"model": "n"}), VLMJudge(server, "yes_no")]
+    changes = ({"template": "{prompt}?"}, {"scores": {"1": 1, "2": 2}}, {"longest": 256})
+    versions = {judge.version for judge in (*judges, *(VLMJudge(server, **c) for c in changes))}
+    assert len(versions) == 6
 
 
-@pytest.mark.parametrize(
-    "args, says",
-    [
-        ({"mode": "maybe"}, "mode is one of"),
+def test_settings_that_cannot_work_are_refused():
+    for args, says in (
+        ({"mode": "maybe"}, "mode"),
         ({"template": "good?"}, "{prompt}"),
         ({"scores": {"1": 1.0}}, "two or more"),
-        ({"scores": {"a": 1.0, "A": 2.0}}, "two or more different"),
+        ({"scores": {"a": 1.0, "A": 2.0}}, "two or more"),
         ({"scores": {"a": 0.0, "b": -1.0}}, "above 0"),
-        ({"scores": {str(n): n for n in range(1, 11)}}, "'1' is the beginning of '10'"),
-        ({"scores": {"Good": 1, "goodish": 0.5}}, "'Good' is the beginning of 'goodish'"),
+        ({"scores": {str(n): n for n in range(1, 11)}}, "'1' .*'10'"),
+        ({"scores": {"Good": 1, "goodish": 0.5}}, "'Good' .*'goodish'"),
         ({"mode": "text", "pattern": "("}, "pattern"),
         ({"mode": "text", "pattern": r"\d+"}, "one group"),
-        ({"server": None}, "needs the server that it asks, .*docs/judges.md"),
-        ({"server": {"base_url": "http://127.0.0.1/v1"}}, "at least the model"),
+        ({"server": None}, "needs the server"),
+        ({"server": {"base_url": "http://127.0.0.1/v1"}}, "model"),
         ({"server": {"model": "m", "url": "http://127.0.0.1/v1"}}, "'url'"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(args, says):
-    with pytest.raises((ValueError, TypeError), match=says):
-        VLMJudge(**{"server": {"model": "m"}} | args)
+    ):
+        with pytest.raises((ValueError, TypeError), match=says):
+            VLMJudge(**{"server": {"model": "m"}} | args)
 
 
-def test_a_text_may_end_in_scores_of_two_digits():
-    ten = {str(n): n for n in range(1, 11)}
-    text = "<Score>10</Score>"
-    assert judged(lambda body: completion(text), "text", scores=ten)[2] == [1.0, 1.0]
-
-
-def test_the_pattern_may_be_anothers():
-    ten = {str(n): n for n in range(11)}
-    rated = judged(lambda body: completion("rated 7/10"), "text", scores=ten, pattern=r"(\d+)/10")
-    assert rated[2] == [0.7, 0.7]
-
-
-def test_its_fixtures_ask_for_what_the_better_picture_shows():
+def test_its_fixtures_ask_for_what_the_better_image_shows():
     for case in VLMJudge({"model": "m"}).fixtures():
         better, worse = (
             redness(case[k].permute(1, 2, 0).numpy() * 255) for k in ("better", "worse")

@@ -54,25 +54,20 @@ def test_numbers_may_be_written_in_letters_and_digits():
     assert set(accepted(["many", "12"])) == {"many", "twelve", "12"}
 
 
-@pytest.mark.parametrize(
-    "pairs",
-    [[], "Red?", [["Red?"]], [["Red?", 1]], [["Red?", []]], [["Red?", " "]], [[1, "yes"]], None],
-    ids=str,
-)
-def test_question_lists_of_another_form_are_refused_before_anything_is_drawn(pairs):
-    with pytest.raises(ValueError, match="expected .*question, answer"):
-        VLMQuestions({"model": "m"}).check("p", {"vqa_list": pairs})
-
-
-@pytest.mark.parametrize("answer", ["traffic light", ["lamp", "traffic light"]], ids=str)
-def test_answers_of_several_words_of_which_only_the_first_would_be_seen_are_refused(answer):
-    with pytest.raises(ValueError, match="'traffic light' .* one word"):
-        VLMQuestions({"model": "m"}).check("p", {"vqa_list": [["What?", answer]]})
-
-
-def test_question_lists_of_the_right_form_pass():
-    questions = {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]}
-    assert VLMQuestions({"model": "m"}).check("p", questions) is None
+def test_question_lists_of_another_form_are_refused_before_anything_is_sampled():
+    reward = VLMQuestions({"model": "m"})
+    reward.check("p", {"vqa_list": [["Red?", "yes"], ["How many?", ["2"]]]})
+    forms = ([], "Red?", [["Red?"]], [["Red?", 1]], [["Red?", []]], [["Red?", " "]], [[1, "yes"]])
+    for pairs in (*forms, None):
+        with pytest.raises(ValueError, match="question, answer"):
+            reward.check("p", {"vqa_list": pairs})
+    # Only the first of several words would be seen.
+    for answer in ("traffic light", ["lamp", "traffic light"]):
+        with pytest.raises(ValueError, match="'traffic light'"):
+            reward.check("p", {"vqa_list": [["What?", answer]]})
+    for args in ({"mean": "median"}, {"template": "Answer!"}):
+        with pytest.raises(ValueError):
+            VLMQuestions({"model": "m"}, **args)
 
 
 def test_the_version_tells_apart_what_changes_the_numbers_without_holding_the_question():
@@ -82,9 +77,3 @@ def test_the_version_tells_apart_what_changes_the_numbers_without_holding_the_qu
     versions = [VLMQuestions(server, **change).version for change in changes]
     assert len(set(versions)) == len(versions)
     assert "one word" not in "".join(versions)
-
-
-@pytest.mark.parametrize("args", [{"mean": "median"}, {"template": "Answer!"}])
-def test_settings_that_cannot_work_are_refused(args):
-    with pytest.raises(ValueError):
-        VLMQuestions({"model": "m"}, **args)

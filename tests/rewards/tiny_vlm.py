@@ -33,16 +33,13 @@ def tokenizer():
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     raw.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
         extra_special_tokens={"image_token": "<image>"},
-    )
+    )  # fmt: skip
 
 
 def write_vlm(folder: Path, says: str) -> None:
-    """A LLaVA whose answers hold only the letters of `says`; which ones depends on the pictures.
+    """A LLaVA whose answers hold only the letters of `says`; which ones depends on the images.
 
     After a dozen letters the end of the answer becomes likelier with each.
     """
@@ -67,11 +64,9 @@ def write_vlm(folder: Path, says: str) -> None:
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     size = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
         "num_attention_heads": 2,
-    }
+    }  # fmt: skip
     config = LlavaConfig(
         vision_config=CLIPVisionConfig(**size, image_size=SIDE, patch_size=PATCH),
         text_config=LlamaConfig(
@@ -84,7 +79,7 @@ def write_vlm(folder: Path, says: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlavaForConditionalGeneration(config)
-        for parameter in model.parameters():  # so that answers depend on the picture
+        for parameter in model.parameters():  # so that answers depend on the image
             if parameter.ndim > 1:
                 parameter.data.mul_(8)
     allowed = set(words.convert_tokens_to_ids([*says, "</s>"]))
@@ -105,10 +100,8 @@ def served(folder: Path) -> Iterator[str]:
     with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-c", command, *arguments, "--device", "cpu"],
-            env=environment,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
+            env=environment, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
     try:
         _wait_for(f"http://127.0.0.1:{port}/health", process, log)
         yield f"http://127.0.0.1:{port}/v1"

@@ -36,56 +36,40 @@ def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict
     return module.state_dict(), ema.state_dict()
 
 
-@pytest.mark.parametrize("stop_at", [1, 4])
-def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch, stop_at):
-    whole = fit(tmp_path / "whole")
+def same(one: tuple[dict, dict], other: tuple[dict, dict]) -> bool:
+    return all(torch.equal(a[k], b[k]) for a, b in zip(one, other, strict=True) for k in a)
+
+
+def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch):
+    """Also where the number of steps is another than before, as long as the decay has not begun."""
+    wholes = {steps: fit(tmp_path / f"whole {steps}", steps=steps) for steps in (STEPS, 12)}
+    assert not torch.equal(wholes[STEPS][0]["weight"], wholes[STEPS][1]["weight"])
+    assert same(wholes[STEPS], fit(tmp_path / f"whole {STEPS}", stop_at=0))  # loaded, not trained
     monkeypatch.setattr(loop, "SAVE_SECONDS", -1)  # after every step
-    with pytest.raises(Stopped):
-        fit(tmp_path / "parts", stop_at=stop_at)
-    parts = fit(tmp_path / "parts")
-    for a, b in zip(whole, parts, strict=True):
-        assert all(torch.equal(a[k], b[k]) for k in a)
-    assert not torch.equal(whole[0]["weight"], whole[1]["weight"])
+    for stop_at, steps in ((1, STEPS), (4, STEPS), (4, 12)):
+        folder = tmp_path / f"stopped at {stop_at} of {steps}"
+        with pytest.raises(Stopped):
+            fit(folder, stop_at=stop_at)
+        assert same(fit(folder, steps=steps), wholes[steps])
 
 
-def test_before_the_decay_the_number_of_steps_may_change(tmp_path, monkeypatch):
-    whole = fit(tmp_path / "whole", steps=12)
-    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    with pytest.raises(Stopped):
-        fit(tmp_path / "parts", stop_at=4)
-    parts = fit(tmp_path / "parts", steps=12)
-    for a, b in zip(whole, parts, strict=True):
-        assert all(torch.equal(a[k], b[k]) for k in a)
-
-
-@pytest.mark.parametrize(("first", "saved", "steps"), [(6, 6, 12), (14, 10, 11), (14, 10, 9)])
-def test_once_it_began_the_number_of_steps_is_fixed(tmp_path, monkeypatch, first, saved, steps):
+def test_once_the_decay_began_the_number_of_steps_is_fixed(tmp_path, monkeypatch):
     """Step 6 lies in the decay of 6, step 10 in the decay of 11 and after the end of 9."""
     monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
-    with contextlib.suppress(Stopped):  # one that is saved at its end is not stopped
-        fit(tmp_path, stop_at=saved, steps=first)
-    with pytest.raises(UserError, match=f"step {saved} of {first}: too late to train {steps}"):
-        fit(tmp_path, steps=steps)
+    for first, saved, steps in ((6, 6, 12), (14, 10, 11), (14, 10, 9)):
+        with contextlib.suppress(Stopped):  # one that is saved at its end is not stopped
+            fit(tmp_path / f"{steps}", stop_at=saved, steps=first)
+        with pytest.raises(UserError, match=f"step {saved} of {first}: too late to train {steps}"):
+            fit(tmp_path / f"{steps}", steps=steps)
 
 
-@pytest.mark.parametrize(("steps", "decay"), [(1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)])
-def test_the_decay_starts_where_the_rate_leaves_its_peak(monkeypatch, steps, decay):
-    monkeypatch.setattr(loop, "WARM_UP", 1)
-    start = loop.decay_start(steps, decay)
-    assert loop.trapezoid(start - 1, steps, decay) == pytest.approx(1, abs=1e-9)
-    assert loop.trapezoid(start, steps, decay) < 1 - 1e-9
-
-
-def test_the_learning_rate_rises_stays_and_falls_to_zero():
+def test_the_learning_rate_rises_stays_and_falls_to_zero(monkeypatch):
     factors = [loop.trapezoid(step, 1000, 0.3) for step in range(1001)]
     assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
     assert set(factors[loop.WARM_UP : 700]) == {1.0}
     assert factors[850] == pytest.approx(0.5)
-    # Before the decay the length of the training does not matter: it may still be changed.
-    assert factors[:700] == [loop.trapezoid(step, 5000, 0.3) for step in range(700)]
-
-
-def test_a_finished_stage_is_loaded_and_not_trained_again(tmp_path):
-    first = fit(tmp_path)
-    again = fit(tmp_path, stop_at=0)
-    assert all(torch.equal(first[0][k], again[0][k]) for k in first[0])
+    monkeypatch.setattr(loop, "WARM_UP", 1)
+    for steps, decay in ((1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)):
+        start = loop.decay_start(steps, decay)
+        assert loop.trapezoid(start - 1, steps, decay) == pytest.approx(1, abs=1e-9)
+        assert loop.trapezoid(start, steps, decay) < 1 - 1e-9

@@ -19,23 +19,20 @@ from flowrl.tiny.world import (
 )
 
 
-@pytest.mark.parametrize("tag", TAGS)
-def test_train_and_test_share_no_text_and_lose_none(tag):
-    train, test = ({p["prompt"] for p in split_prompts(tag, s)} for s in ("train", "test"))
-    new = {p["prompt"] for p in split_prompts(tag, "test") if p.get("ocr_text") in NEW_WORDS}
-    assert not train & test
-    assert train | (test - new) == {p["prompt"] for p in all_prompts(tag)}
-    assert len(train) + len(test - new) == len(all_prompts(tag))
-    assert len(test - new) == len(all_prompts(tag)) // 6
-    assert len(new) == (len(NEW_WORDS) * len(WORD_TEMPLATES) if tag == "ocr" else 0)
-
-
-def test_words_held_out_altogether_are_spelt_with_letters_that_are_drawn():
+def test_train_and_test_share_nothing_and_lose_nothing():
+    # Train and test share no text and lose none.
+    for tag in TAGS:
+        train, test = ({p["prompt"] for p in split_prompts(tag, s)} for s in ("train", "test"))
+        new = {p["prompt"] for p in split_prompts(tag, "test") if p.get("ocr_text") in NEW_WORDS}
+        assert not train & test
+        assert train | (test - new) == {p["prompt"] for p in all_prompts(tag)}
+        assert len(train) + len(test - new) == len(all_prompts(tag))
+        assert len(test - new) == len(all_prompts(tag)) // 6
+        assert len(new) == (len(NEW_WORDS) * len(WORD_TEMPLATES) if tag == "ocr" else 0)
+    # Words held out altogether are spelt with letters that are drawn.
     assert not set(NEW_WORDS) & set(WORDS)
     assert set("".join(NEW_WORDS)) <= set("".join(WORDS))
-
-
-def test_words_to_spell_are_new_and_each_is_tested_in_the_one_wording_it_is_not_trained_in():
+    # Words to spell are new and each is tested in the one wording it is not trained in.
     assert not set(UNSEEN_WORDS) & {*WORDS, *NEW_WORDS}
     assert set("".join(UNSEEN_WORDS)) <= set("".join(WORDS))
     train, test = (split_prompts(SPELLING, split) for split in ("train", "test"))
@@ -45,42 +42,34 @@ def test_words_to_spell_are_new_and_each_is_tested_in_the_one_wording_it_is_not_
     assert {p["tag"] for p in [*train, *test]} == {"ocr"}
 
 
-@pytest.mark.parametrize("tag", [t for t in TAGS if t != "ocr"])
-def test_the_text_asks_for_what_the_metadata_demand(tag):
-    for prompt in all_prompts(tag):
-        assert prompt["tag"] == tag
-        for entry in prompt["include"]:
-            assert entry["class"] in SHAPES
-            noun = entry["class"]
-            if entry["count"] > 1:
-                assert f"{NUMBERS[entry['count']]} {noun}" in prompt["prompt"]
-            elif "color" in entry:
-                assert f"{entry['color']} {noun}" in prompt["prompt"]
-            else:
-                assert re.search(rf"\ban? {noun}\b", prompt["prompt"])
-            assert entry.get("color") in (*COLORS, None)
-
-
-def test_a_position_is_asked_of_the_second_entry_towards_the_first():
+def test_texts_ask_for_what_the_metadata_demand():
+    for tag in [t for t in TAGS if t != "ocr"]:
+        for prompt in all_prompts(tag):
+            assert prompt["tag"] == tag
+            for entry in prompt["include"]:
+                assert entry["class"] in SHAPES
+                noun = entry["class"]
+                if entry["count"] > 1:
+                    assert f"{NUMBERS[entry['count']]} {noun}" in prompt["prompt"]
+                elif "color" in entry:
+                    assert f"{entry['color']} {noun}" in prompt["prompt"]
+                else:
+                    assert re.search(rf"\ban? {noun}\b", prompt["prompt"])
+                assert entry.get("color") in (*COLORS, None)
+    # A position is asked of the second entry towards the first.
     for prompt in all_prompts("position"):
         other, placed = prompt["include"]
         relation, target = placed["position"]
         assert target == 0
         assert f"a {placed['class']} {relation} a {other['class']}" in prompt["prompt"]
-
-
-def test_counting_forbids_one_more():
+    # Counting forbids one more.
     for prompt in all_prompts("counting"):
         (wanted,), (forbidden,) = prompt["include"], prompt["exclude"]
         assert forbidden == {"class": wanted["class"], "count": wanted["count"] + 1}
-
-
-def test_words_are_quoted_in_their_prompts():
+    # Words are quoted in their prompts.
     assert {p["ocr_text"] for p in all_prompts("ocr")} == set(WORDS)
     assert all(f'"{p["ocr_text"]}"' in p["prompt"] for p in all_prompts("ocr"))
-
-
-def test_an_unknown_kind_or_split_is_named():
+    # An unknown kind or split is named.
     with pytest.raises(ValueError, match="'cats'"):
         all_prompts("cats")
     with pytest.raises(ValueError, match="'valid'"):

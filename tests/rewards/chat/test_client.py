@@ -23,8 +23,8 @@ def short_pauses(monkeypatch):
     monkeypatch.setattr(chat_module, "PAUSE", 0.01)
 
 
-def question(text="?", *pictures, **more) -> Question:
-    return Question(pictures=pictures or (RED,), text=text, **more)
+def question(text="?", *images, **more) -> Question:
+    return Question(images=images or (RED,), text=text, **more)
 
 
 def echo(body: dict) -> dict:
@@ -37,91 +37,67 @@ def ask(server: Scripted | str, *questions: Question, **args) -> list[Reply]:
     return Chat("m", url, **settings).ask(questions or (question(),))
 
 
-def test_answers_are_greedy_in_order_and_thinking_is_switched_off():
+def test_answers_are_greedy_in_order_and_thinking_is_switched_off_where_the_server_knows_of_it():
     with scripted(echo) as server:
         replies = ask(server, *(question(f"q{n}", max_tokens=n) for n in range(1, 30)))
-    assert [r.text for r in replies] == [f"q{n} by m in {n}" for n in range(1, 30)]
-    for body in server.asked:
-        assert body["temperature"] == 0
-        assert body["chat_template_kwargs"] == {"enable_thinking": False}
-        assert "logprobs" not in body
-
-
-def test_a_server_that_refuses_unknown_fields_need_not_hear_of_thinking():
-    with scripted(echo) as server:
+        assert [r.text for r in replies] == [f"q{n} by m in {n}" for n in range(1, 30)]
+        for body in server.asked:
+            assert body["temperature"] == 0 and "logprobs" not in body
+            assert body["chat_template_kwargs"] == {"enable_thinking": False}
         ask(server, thinking=None)
-    assert "chat_template_kwargs" not in server.asked[0]
+        assert "chat_template_kwargs" not in server.asked[-1]
 
 
-FAULTS = {
-    "refused": (lambda s: None, "cannot be reached"),
-    "500": (lambda s: lambda b: refusal(500), "answered 500"),
-    "404": (lambda s: lambda b: refusal(404), "answered 404.*/v1"),
-    "hangs": (lambda s: lambda b: s().hang, "did not answer within 0.3 s"),
-    "drips": (lambda s: lambda b: s().drip, "did not answer within 0.3 s"),
-    "truncated": (lambda s: lambda b: s().truncated, "cannot be reached"),
-    "no JSON": (lambda s: lambda b: b"<html>", "no chat completion"),
-    "plain text": (lambda s: lambda b: (200, {"Content-Type": "text/plain"}, b"hi"), "no chat"),
-    "no choices": (lambda s: lambda b: {"choices": []}, "no chat completion"),
-    "null": (lambda s: lambda b: b"null", "no chat completion"),
-    "no text": (lambda s: lambda b: completion({"a": 1}), "no chat completion"),
-    "null probability": (
-        lambda s: (
-            lambda b: {
-                "choices": [
-                    {
-                        "message": {"content": "5"},
-                        "logprobs": {
-                            "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
-                        },
-                    }
-                ]
-            }
-        ),
-        "no chat completion",
-    ),
+NO_PROBABILITY = completion("5")
+NO_PROBABILITY["choices"][0]["logprobs"] = {
+    "content": [{"top_logprobs": [{"token": "5", "logprob": None}]}]
 }
+FAULTS = (  # what the server answers, given itself; the words of the reason
+    (None, "cannot be reached"),
+    (lambda server: refusal(500), "500"),
+    (lambda server: refusal(404), "404.*/v1"),
+    (lambda server: server.hang, "0.3 s"),
+    (lambda server: server.drip, "0.3 s"),
+    (lambda server: server.truncated, "cannot be reached"),
+    (lambda server: b"<html>", "no chat completion"),
+    (lambda server: (200, {"Content-Type": "text/plain"}, b"hi"), "no chat completion"),
+    (lambda server: {"choices": []}, "no chat completion"),
+    (lambda server: b"null", "no chat completion"),
+    (lambda server: completion({"a": 1}), "no chat completion"),
+    (lambda server: NO_PROBABILITY, "no chat completion"),
+)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_a_missing_reply_that_names_the_server_in_time(fault):
-    make, says = FAULTS[fault]
-    held: list[Scripted] = []
-    script = make(lambda: held[0])
+def test_a_fault_is_a_missing_reply_that_names_the_server_in_time():
     several = [question(f"q{n}", alternatives=20) for n in range(3)]
-    with no_longer_than(2 + SLACK):
-        if script is None:
-            url = f"http://127.0.0.1:{free_port()}/v1"
-            replies = ask(url, *several)
-        else:
-            with scripted(script) as server:
-                held.append(server)
-                url = server.url
-                replies = ask(server, *several, timeout=0.3, deadline=2)
-    for reply in replies:
-        with pytest.raises(ValueError, match=says):
-            reply.heard()
-        assert reply.missing.startswith(url)
-        assert not reply.text and not reply.first
+    for fault, says in FAULTS:
+        with scripted(lambda body, fault=fault: fault(server)) as server:
+            url = server.url if fault else f"http://127.0.0.1:{free_port()}/v1"
+            with no_longer_than(2 + SLACK):
+                replies = ask(url, *several, timeout=0.3, deadline=2)
+        for reply in replies:
+            with pytest.raises(ValueError, match=says):
+                reply.heard()
+            assert reply.missing.startswith(url), says
+            assert not reply.text and not reply.first, says
 
 
-def test_what_another_try_mends_is_tried_again():
+def test_what_another_try_mends_is_tried_again_and_a_mistake_of_ours_is_not():
     answers = [refusal(503), b"garbage", completion("at last")]
     with scripted(lambda body: answers.pop(0)) as server:
         assert ask(server, rounds=3)[0].text == "at last"
-
-
-def test_a_mistake_of_ours_is_not_repeated():
     with scripted(lambda body: refusal(401)) as server:
-        assert "answered 401" in ask(server, rounds=5)[0].missing
-    assert len(server.asked) == 1
+        assert "401" in ask(server, rounds=5)[0].missing
+        assert len(server.asked) == 1
 
 
-def test_a_server_may_say_when_to_come_back():
+def test_a_server_may_say_when_to_come_back_unless_it_is_after_the_deadline():
     answers = [refusal(429, **{"Retry-After": "0.3"}), completion("now")]
     with scripted(lambda body: answers.pop(0)) as server:
-        begun = asyncio.run(_timed(server))
-    assert begun >= 0.3
+        assert asyncio.run(_timed(server)) >= 0.3
+    with scripted(lambda body: refusal(429, **{"Retry-After": "3600"})) as server:
+        with no_longer_than(SLACK):
+            assert "429" in ask(server)[0].missing
 
 
 async def _timed(server: Scripted) -> float:
@@ -130,12 +106,6 @@ async def _timed(server: Scripted) -> float:
     began = loop.time()
     assert ask(server)[0].text == "now"
     return loop.time() - began
-
-
-def test_a_wait_longer_than_the_deadline_is_not_begun():
-    with scripted(lambda body: refusal(429, **{"Retry-After": "3600"})) as server:
-        with no_longer_than(SLACK):
-            assert "answered 429" in ask(server)[0].missing
 
 
 def test_replies_that_came_before_the_deadline_are_kept():
@@ -163,19 +133,15 @@ def test_a_server_that_dies_in_mid_batch_loses_only_what_it_had_not_answered():
     assert sum("cannot be reached" in reply.missing for reply in replies) == 6
 
 
-def test_two_servers_share_the_questions():
+def test_two_servers_share_the_questions_and_a_dead_one_leaves_its_own_to_the_other():
     several = [question(f"q{n}") for n in range(8)]
     with scripted(echo) as one, scripted(echo) as two:
         replies = Chat("m", [one.url, two.url]).ask(several)
-    assert [r.text[:2] for r in replies] == [f"q{n}" for n in range(8)]
-    assert len(one.asked) == len(two.asked) == 4
-
-
-def test_a_dead_server_leaves_its_questions_to_the_other():
-    dead = f"http://127.0.0.1:{free_port()}/v1"
-    with scripted(echo) as alive, no_longer_than(SLACK):
-        replies = Chat("m", [dead, alive.url]).ask([question(f"q{n}") for n in range(6)])
-    assert all(reply.text for reply in replies)
+        assert [r.text[:2] for r in replies] == [f"q{n}" for n in range(8)]
+        assert len(one.asked) == len(two.asked) == 4
+        dead = f"http://127.0.0.1:{free_port()}/v1"
+        with no_longer_than(SLACK):
+            assert all(reply.text for reply in Chat("m", [dead, one.url]).ask(several))
 
 
 def test_the_same_question_is_asked_once_in_a_batch_and_with_a_cache_never_again():
@@ -188,7 +154,7 @@ def test_the_same_question_is_asked_once_in_a_batch_and_with_a_cache_never_again
                 assert len(server.asked) == total
 
 
-def test_the_cache_separates_texts_pictures_lengths_and_probabilities():
+def test_the_cache_separates_texts_images_lengths_and_probabilities():
     different = [
         question("a"),
         question("b"),
@@ -205,14 +171,11 @@ def test_the_cache_separates_texts_pictures_lengths_and_probabilities():
     assert len(server.asked) == len(different)
 
 
-def test_a_failure_is_not_kept():
+def test_a_failure_is_not_kept_and_only_so_many_replies_are(monkeypatch):
     answers = [refusal(400), completion("better")]
     with scripted(lambda body: answers.pop(0)) as server:
         chat = Chat("m", server.url, cache=True)
         assert [chat.ask([question()])[0].text for _ in range(2)] == ["", "better"]
-
-
-def test_only_so_many_replies_are_kept(monkeypatch):
     monkeypatch.setattr(chat_module, "REPLIES_KEPT", 3)
     with scripted(echo) as server:
         chat = Chat("m", server.url, cache=True)
@@ -244,13 +207,10 @@ def test_proxies_from_the_environment_are_not_used(monkeypatch):
         assert ask(server)[0].text
 
 
-def test_without_the_package_one_sentence_says_what_to_install(monkeypatch):
+def test_settings_that_cannot_work_are_refused_and_a_missing_package_is_named(monkeypatch):
+    for args in ({"timeout": 0}, {"rounds": 0}, {"base_url": "localhost:8000"}):
+        with pytest.raises(ValueError):
+            Chat("m", **args)
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ImportError, match="pip install openai"):
         ask("http://127.0.0.1:1/v1")
-
-
-@pytest.mark.parametrize("args", [{"timeout": 0}, {"rounds": 0}, {"base_url": "localhost:8000"}])
-def test_settings_that_cannot_work_are_refused(args):
-    with pytest.raises(ValueError):
-        Chat("m", **args)

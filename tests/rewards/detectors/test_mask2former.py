@@ -48,7 +48,7 @@ def made(folder: str, **args) -> Mask2FormerDetector:
     return Mask2FormerDetector(folder, classes=CLASSES, device="cpu", **args)
 
 
-def pictures(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
+def random_images(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
@@ -60,7 +60,7 @@ def alike(one, other) -> bool:
 
 
 def test_objects_have_boxes_around_their_masks_and_names_as_geneval_has_them(folder):
-    found = made(folder)(pictures())
+    found = made(folder)(random_images())
     assert len(found) == 3 and all(found)
     for item in (item for one in found for item in one):
         left, top, right, bottom = map(int, item.box)
@@ -72,34 +72,34 @@ def test_objects_have_boxes_around_their_masks_and_names_as_geneval_has_them(fol
         assert inside[0].any() and inside[-1].any() and inside[:, 0].any() and inside[:, -1].any()
 
 
-def test_a_picture_has_the_same_objects_alone_and_among_others(folder):
-    images = pictures(5)
+def test_an_image_has_the_same_objects_alone_and_among_others(folder):
+    images = random_images(5)
     together = made(folder, batch=3)(images)
     find = made(folder)
     assert all(alike(find(images[i : i + 1])[0], together[i]) for i in range(5))
 
 
 def test_half_precision_finds_about_the_same(folder):
-    full, half = (made(folder, dtype=dtype)(pictures(1))[0] for dtype in ("fp32", "bf16"))
+    full, half = (made(folder, dtype=dtype)(random_images(1))[0] for dtype in ("fp32", "bf16"))
     assert len(half) == pytest.approx(len(full), rel=0.3)
     assert max(i.score for i in half) == pytest.approx(max(i.score for i in full), abs=0.1)
 
 
 def test_what_is_less_sure_than_the_floor_is_not_reported(folder):
-    every = made(folder, floor=0.0)(pictures())
+    every = made(folder, floor=0.0)(random_images())
     scores = sorted(item.score for one in every for item in one)
     floor = (scores[len(scores) // 2] + scores[len(scores) // 2 - 1]) / 2
-    kept = made(folder, floor=floor)(pictures())
-    assert [item.score for one in kept for item in one] == [
-        item.score for one in every for item in one if item.score >= floor
-    ]
+    kept = made(folder, floor=floor)(random_images())
+    found = [item.score for one in every for item in one if item.score >= floor]
+    assert [item.score for one in kept for item in one] == found
+    assert made(folder, floor=0.999)(random_images(1)) == [[]]
 
 
 def test_the_network_reads_red_green_blue_normalised_by_the_processors_constants(folder):
     find = made(folder)
-    picture = np.zeros((1, 64, 64, 3), np.uint8)
-    picture[..., 0] = 255
-    pixels = find.model.pixels(picture)["pixel_values"][0].mean((1, 2))
+    image = np.zeros((1, 64, 64, 3), np.uint8)
+    image[..., 0] = 255
+    pixels = find.model.pixels(image)["pixel_values"][0].mean((1, 2))
     mean, std = (
         torch.tensor(getattr(find.model.processor, key)) for key in ("image_mean", "image_std")
     )
@@ -107,7 +107,7 @@ def test_the_network_reads_red_green_blue_normalised_by_the_processors_constants
 
 
 def test_masks_lie_where_the_network_saw_the_object(folder):
-    """A network whose one object is wherever the picture is bright, in the lower right."""
+    """A network whose one object is wherever the image is bright, in the lower right."""
     find = made(folder)
     network = find.model.network
 
@@ -125,15 +125,11 @@ def test_masks_lie_where_the_network_saw_the_object(folder):
 
     bright.device, bright.config = network.device, network.config
     find.model.__dict__["network"] = bright
-    picture = np.zeros((1, 48, 96, 3), np.uint8)  # not square: each axis has its own scale
-    picture[:, 24:, 64:] = 255
-    (found,) = find(picture)
+    image = np.zeros((1, 48, 96, 3), np.uint8)  # not square: each axis has its own scale
+    image[:, 24:, 64:] = 255
+    (found,) = find(image)
     assert [item.name for item in found] == ["computer mouse"]
     assert found[0].box == pytest.approx((64, 24, 96, 48), abs=2)
-
-
-def test_a_picture_without_objects_has_none(folder):
-    assert made(folder, floor=0.999)(pictures(1)) == [[]]
 
 
 def test_geneval_judges_with_it_and_with_the_colours_of_pixels(folder):
@@ -141,36 +137,27 @@ def test_geneval_judges_with_it_and_with_the_colours_of_pixels(folder):
     args = {"model": folder, "classes": CLASSES, "device": "cpu"}
     reward = GenEval(detector="mask2former", detector_args=args, colors="pixels", threshold=0.1)
     reward.check("", wanted)
-    images = torch.from_numpy(pictures()).permute(0, 3, 1, 2) / 255
+    images = torch.from_numpy(random_images()).permute(0, 3, 1, 2) / 255
     scores, reasons = reward(images, [""] * 3, [wanted] * 3)
     assert not reasons and ((scores >= 0) & (scores <= 1)).all()
     with pytest.raises(ValueError, match="use|ask others with args"):
         GenEval(detector="mask2former", detector_args=args).check("", wanted)
 
 
-def test_the_thresholds_are_the_papers_and_can_be_changed(folder):
+def test_the_thresholds_are_the_papers_and_other_classes_or_absent_weights_are_named(folder):
     find = Mask2FormerDetector()
     assert (find.threshold, find.counting_threshold) == (0.3, 0.9)
-    reward = GenEval(detector="mask2former", threshold=0.01, detector_args={"model": folder})
-    with pytest.raises(ValueError, match="reports nothing below 0.05"):
-        reward.check("", {"tag": "single_object", "include": [{"class": "cat", "count": 1}]})
-
-
-def test_a_model_of_other_classes_is_refused_and_says_which_it_knows(folder):
-    with pytest.raises(ValueError, match="cat, computer mouse, couch"):
-        Mask2FormerDetector(folder, device="cpu").load()
-
-
-def test_weights_that_are_not_here_are_named_once_for_all_pictures():
-    reward = GenEval(detector="mask2former", detector_args={"model": "nobody/no-such-model"})
-    cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
-    with pytest.raises(FileNotFoundError, match="nobody/no-such-model"):
-        reward(torch.zeros(4, 3, 32, 32), [""] * 4, [cat] * 4)
-
-
-def test_the_eighty_classes_are_each_named_once():
     assert len(COCO) == len(set(COCO)) == 80
     assert set(RENAMES.values()) <= set(COCO) and not set(RENAMES) & set(COCO)
+    cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+    reward = GenEval(detector="mask2former", threshold=0.01, detector_args={"model": folder})
+    with pytest.raises(ValueError, match="0.05"):
+        reward.check("", cat)
+    with pytest.raises(ValueError, match="cat, computer mouse, couch"):
+        Mask2FormerDetector(folder, device="cpu").load()
+    reward = GenEval(detector="mask2former", detector_args={"model": "nobody/no-such-model"})
+    with pytest.raises(FileNotFoundError, match="nobody/no-such-model"):
+        reward(torch.zeros(4, 3, 32, 32), [""] * 4, [cat] * 4)
 
 
 @pytest.mark.weights

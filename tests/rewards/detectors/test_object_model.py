@@ -12,7 +12,7 @@ def made(model: str = "nobody/no-such-model", **args) -> ObjectModel:
     return ObjectModel(model, **(settings | {"dtype": "fp32"} | args))
 
 
-def test_pictures_are_resized_with_pillow_whether_torchvision_is_there_or_not(tmp_path):
+def test_images_are_resized_with_pillow_whether_torchvision_is_there_or_not(tmp_path):
     from transformers import Owlv2ImageProcessor
 
     Owlv2ImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)

@@ -89,7 +89,7 @@ def made(folders, kind: str, **args) -> OpenDetector:
     return OpenDetector(kind, model=folders[kind], device="cpu", **args)
 
 
-def pictures(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
+def random_images(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
@@ -100,46 +100,57 @@ def alike(one, other) -> bool:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_boxes_lie_in_the_picture_and_have_the_names_that_were_asked_for(folders, kind):
-    asked = [("cat",), ("computer mouse", "tv remote"), ("computer mouse", "tv remote")]
-    found = made(folders, kind, floor=0.0)(pictures(), asked)
-    assert [bool(one) for one in found] == [True] * 3
-    for names, one in zip(asked, found, strict=True):
-        for item in one:
-            left, top, right, bottom = item.box
-            assert item.name in names and 0 <= item.score <= 1
-            assert 0 <= left < right <= 64 and 0 <= top < bottom <= 48
+def test_boxes_lie_in_the_image_and_have_the_names_that_were_asked_for(folders):
+    for kind in KINDS:
+        asked = [("cat",), ("computer mouse", "tv remote"), ("computer mouse", "tv remote")]
+        found = made(folders, kind, floor=0.0)(random_images(), asked)
+        assert [bool(one) for one in found] == [True] * 3
+        for names, one in zip(asked, found, strict=True):
+            for item in one:
+                left, top, right, bottom = item.box
+                assert item.name in names and 0 <= item.score <= 1
+                assert 0 <= left < right <= 64 and 0 <= top < bottom <= 48
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_picture_has_the_same_objects_alone_and_among_others(folders, kind):
-    images = pictures(5)
-    asked = [("cat",)] * 3 + [("tv remote", "cat"), ("cat",)]
-    find = made(folders, kind, floor=0.0, batch=2)
-    together = find(images, asked)
-    assert all(together)
-    assert all(alike(find(images[i : i + 1], asked[i : i + 1])[0], together[i]) for i in range(5))
+def test_an_image_has_the_same_objects_alone_and_among_others(folders):
+    for kind in KINDS:
+        images = random_images(5)
+        asked = [("cat",)] * 3 + [("tv remote", "cat"), ("cat",)]
+        find = made(folders, kind, floor=0.0, batch=2)
+        together = find(images, asked)
+        assert all(together)
+        assert all(
+            alike(find(images[i : i + 1], asked[i : i + 1])[0], together[i]) for i in range(5)
+        )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_less_sure_than_the_floor_is_not_reported(folders, kind):
-    asked = [("cat", "tv remote")]
-    every = made(folders, kind, floor=0.0, overlap=1.0)(pictures(1), asked)[0]
-    scores = sorted(item.score for item in every)
-    floor = (scores[len(scores) // 2] + scores[len(scores) // 2 - 1]) / 2
-    kept = made(folders, kind, floor=floor, overlap=1.0)(pictures(1), asked)[0]
-    assert sorted(item.score for item in kept) == [score for score in scores if score > floor]
+def test_what_is_less_sure_than_the_floor_is_not_reported(folders):
+    for kind in KINDS:
+        asked = [("cat", "tv remote")]
+        every = made(folders, kind, floor=0.0, overlap=1.0)(random_images(1), asked)[0]
+        scores = sorted(item.score for item in every)
+        floor = (scores[len(scores) // 2] + scores[len(scores) // 2 - 1]) / 2
+        kept = made(folders, kind, floor=floor, overlap=1.0)(random_images(1), asked)[0]
+        assert sorted(item.score for item in kept) == [score for score in scores if score > floor]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_network_reads_red_green_blue(folders, kind):
-    model = made(folders, kind).model
-    picture = np.zeros((1, 64, 64, 3), np.uint8)
-    picture[..., 0] = 255
-    pixels = model.pixels(picture)["pixel_values"][0].mean((1, 2))
-    mean, std = (torch.tensor(getattr(model.processor, key)) for key in ("image_mean", "image_std"))
-    assert torch.allclose(pixels, (torch.tensor([1.0, 0.0, 0.0]) - mean) / std, atol=1e-5)
+def test_the_network_reads_red_green_blue_and_half_precision_finds_about_the_same(folders):
+    image, asked = np.zeros((1, 64, 64, 3), np.uint8), [("cat", "tv remote")]
+    image[..., 0] = 255
+    for kind in KINDS:
+        model = made(folders, kind).model
+        pixels = model.pixels(image)["pixel_values"][0].mean((1, 2))
+        mean, std = (
+            torch.tensor(getattr(model.processor, key)) for key in ("image_mean", "image_std")
+        )
+        assert torch.allclose(pixels, (torch.tensor([1.0, 0.0, 0.0]) - mean) / std, atol=1e-5)
+        full, half = (
+            made(folders, kind, floor=0.0, overlap=1.0, dtype=dtype)(random_images(1), asked)[0]
+            for dtype in ("fp32", "bf16")
+        )
+        # Half precision has eight bits: scores move by a few hundredths in so wild a network.
+        assert len(half) == pytest.approx(len(full), rel=0.3)
+        assert max(i.score for i in half) == pytest.approx(max(i.score for i in full), abs=0.1)
 
 
 def scripted(boxes: list, scores: list, **args) -> OpenDetector:
@@ -152,25 +163,22 @@ def scripted(boxes: list, scores: list, **args) -> OpenDetector:
     return find
 
 
-def test_a_box_counts_once_and_has_the_class_that_fits_best():
+def test_a_box_counts_once_has_the_class_that_fits_best_and_is_cut_at_the_images_edges():
     boxes = [(0, 0, 20, 20), (1, 1, 21, 21), (0, 0, 20, 20), (40, 40, 60, 60)]
     scores = [(0.5, 0.1), (0.6, 0.1), (0.2, 0.4), (0.3, 0.1)]
-    (found,) = scripted(boxes, scores)(pictures(1, 64, 64), [("cat", "dog")])
+    (found,) = scripted(boxes, scores)(random_images(1, 64, 64), [("cat", "dog")])
     assert sorted((item.name, round(item.score, 3), item.box) for item in found) == [
         ("cat", 0.3, (40, 40, 60, 60)),
         ("cat", 0.6, (1, 1, 21, 21)),
         ("dog", 0.4, (0, 0, 20, 20)),  # another class may lie in the same place
     ]
-
-
-def test_boxes_beyond_the_picture_are_cut_and_those_outside_are_dropped():
     boxes = [(-10, -10, 20, 80), (70, 0, 90, 20)]
-    (found,) = scripted(boxes, [(0.5,), (0.9,)])(pictures(1, 48, 64), [("cat",)])
+    (found,) = scripted(boxes, [(0.5,), (0.9,)])(random_images(1, 48, 64), [("cat",)])
     assert [item.box for item in found] == [(0, 0, 20, 48)]
 
 
 def test_owlv2_boxes_are_shares_of_the_longer_side(folders):
-    """The picture is padded to a square, so a box in its middle is not in the square's."""
+    """The image is padded to a square, so a box in its middle is not in the square's."""
     find = made(folders, "owlv2")
     network = find.model.network
 
@@ -182,7 +190,7 @@ def test_owlv2_boxes_are_shares_of_the_longer_side(folders):
             return type("Output", (), {"pred_boxes": boxes, "logits": torch.tensor([[[4.0]]])})
 
     find.model.__dict__["network"] = Middle()
-    (found,) = find(pictures(1, 48, 96), [("cat",)])
+    (found,) = find(random_images(1, 48, 96), [("cat",)])
     assert found[0].box == pytest.approx((24, 12, 72, 36))
 
 
@@ -203,7 +211,7 @@ def test_a_grounding_dino_class_is_scored_by_its_own_tokens(folders):
             return type("Output", (), {"pred_boxes": boxes, "logits": logits})
 
     find.model.__dict__["network"] = Scripted()
-    (found,) = find(pictures(1, 64, 96), [("cat", "computer mouse")])
+    (found,) = find(random_images(1, 64, 96), [("cat", "computer mouse")])
     words = find.model.tokenizer.convert_ids_to_tokens(seen["ids"])
     assert words == ["[CLS]", "cat", ".", "computer", "mouse", ".", "[SEP]"]
     by_name = {item.name: item for item in found}
@@ -213,28 +221,16 @@ def test_a_grounding_dino_class_is_scored_by_its_own_tokens(folders):
     assert by_name["computer mouse"].score == pytest.approx(sigmoid[1:].mean().item())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_geneval_asks_for_the_classes_of_each_prompt(folders, kind):
-    cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
-    colored = {"tag": "colors", "include": [{"class": "tv remote", "count": 1, "color": "red"}]}
-    args = {"model": folders[kind], "device": "cpu"}
-    reward = GenEval(detector=kind, detector_args=args, colors="pixels")
-    reward.check("", cat), reward.check("", colored)
-    images = torch.from_numpy(pictures(2)).permute(0, 3, 1, 2) / 255
-    scores, reasons = reward(images, ["", ""], [cat, colored])
-    assert not reasons and ((scores >= 0) & (scores <= 1)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_half_precision_finds_about_the_same(folders, kind):
-    asked = [("cat", "tv remote")]
-    full, half = (
-        made(folders, kind, floor=0.0, overlap=1.0, dtype=dtype)(pictures(1), asked)[0]
-        for dtype in ("fp32", "bf16")
-    )
-    # Half precision has eight bits: scores move by a few hundredths in so wild a network.
-    assert len(half) == pytest.approx(len(full), rel=0.3)
-    assert max(i.score for i in half) == pytest.approx(max(i.score for i in full), abs=0.1)
+def test_geneval_asks_for_the_classes_of_each_prompt(folders):
+    for kind in KINDS:
+        cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
+        colored = {"tag": "colors", "include": [{"class": "tv remote", "count": 1, "color": "red"}]}
+        args = {"model": folders[kind], "device": "cpu"}
+        reward = GenEval(detector=kind, detector_args=args, colors="pixels")
+        reward.check("", cat), reward.check("", colored)
+        images = torch.from_numpy(random_images(2)).permute(0, 3, 1, 2) / 255
+        scores, reasons = reward(images, ["", ""], [cat, colored])
+        assert not reasons and ((scores >= 0) & (scores <= 1)).all()
 
 
 def test_kinds_are_known_and_a_detector_is_cheap_to_make():
@@ -245,12 +241,12 @@ def test_kinds_are_known_and_a_detector_is_cheap_to_make():
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_real_checkpoint_finds_a_drawn_square_and_nothing_on_blank_paper(kind):
-    from rewards.fixtures import blank, square
+def test_the_real_checkpoint_finds_a_drawn_square_and_nothing_on_blank_paper():
+    for kind in KINDS:
+        from rewards.fixtures import blank, square
 
-    find = OpenDetector(kind)
-    images = torch.stack([square("red", 512), blank(512)]).permute(0, 2, 3, 1).mul(255).byte()
-    drawn, empty = find(images.numpy(), [("red square",)] * 2)
-    assert [item for item in drawn if item.score > find.threshold]
-    assert not [item for item in empty if item.score > find.threshold]
+        find = OpenDetector(kind)
+        images = torch.stack([square("red", 512), blank(512)]).permute(0, 2, 3, 1).mul(255).byte()
+        drawn, empty = find(images.numpy(), [("red square",)] * 2)
+        assert [item for item in drawn if item.score > find.threshold]
+        assert not [item for item in empty if item.score > find.threshold]

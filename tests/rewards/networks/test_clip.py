@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from rewards.networks.clip import Clip, cosine, projected
+from rewards.networks.clip import Clip, projected
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
 
@@ -16,7 +16,7 @@ def clip(tiny_clip):
 
 @pytest.fixture(scope="module")
 def reference(tiny_clip):
-    """transformers' own forward, with the processor that works on PIL's pictures."""
+    """transformers' own forward, with the processor that works on PIL's images."""
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -43,25 +43,25 @@ def reference(tiny_clip):
     return logits
 
 
-def test_row_by_row_is_the_diagonal_of_transformers_own_forward(clip, reference, pictures):
-    images = pictures(4)
+def test_row_by_row_is_the_diagonal_of_transformers_own_forward(clip, reference, random_images):
+    images = random_images(4)
     expected = reference(images, PROMPTS).diagonal()
     torch.testing.assert_close(clip.scale * clip.cosine(images, PROMPTS), expected)
     assert expected.std() > 1  # the networks look at what they are shown
 
 
-@pytest.mark.parametrize("size", [(64, 64), (48, 80), (200, 120)])
-def test_resized_pictures_score_as_by_the_reference_processor(clip, reference, pictures, size):
-    images = pictures(4, *size)
-    expected = reference(images, PROMPTS).diagonal() / clip.scale
-    difference = (clip.cosine(images, PROMPTS) - expected).abs()
-    assert difference.max() < 0.004  # two levels of some pixels
-    plain = clip.cosine(F.interpolate(images, (32, 32)), PROMPTS)
-    assert (plain - expected).abs().max() > 0.02
+def test_resized_images_score_as_by_the_reference_processor(clip, reference, random_images):
+    for size in [(64, 64), (48, 80), (200, 120)]:
+        images = random_images(4, *size)
+        expected = reference(images, PROMPTS).diagonal() / clip.scale
+        difference = (clip.cosine(images, PROMPTS) - expected).abs()
+        assert difference.max() < 0.004  # two levels of some pixels
+        plain = clip.cosine(F.interpolate(images, (32, 32)), PROMPTS)
+        assert (plain - expected).abs().max() > 0.02
 
 
-def test_a_batch_scores_as_its_pictures_alone_and_rows_do_not_meet(clip, pictures):
-    images = pictures(4)
+def test_a_batch_scores_as_its_images_alone_and_rows_do_not_meet(clip, random_images):
+    images = random_images(4)
     whole = clip.cosine(images, PROMPTS)
     alone = torch.cat([clip.cosine(images[i : i + 1], PROMPTS[i : i + 1]) for i in range(4)])
     torch.testing.assert_close(whole, alone, rtol=0, atol=1e-6)
@@ -75,7 +75,7 @@ def test_a_batch_scores_as_its_pictures_alone_and_rows_do_not_meet(clip, picture
     )
 
 
-def test_equal_prompts_are_encoded_once_with_the_same_result(tiny_clip, pictures):
+def test_equal_prompts_are_encoded_once_with_the_same_result(tiny_clip, random_images):
     clip = Clip(tiny_clip, reward="a test", device="cpu")
     encode, seen = clip.texts.encode, []
     clip.texts.encode = lambda prompts: seen.append(prompts) or encode(prompts)
@@ -84,7 +84,7 @@ def test_equal_prompts_are_encoded_once_with_the_same_result(tiny_clip, pictures
     assert torch.equal(shared[0], shared[2])
     with torch.no_grad():
         torch.testing.assert_close(shared, encode(PROMPTS), rtol=0, atol=1e-6)
-    same = pictures(1).expand(4, -1, -1, -1)
+    same = random_images(1).expand(4, -1, -1, -1)
     scores = clip.cosine(same, PROMPTS)
     assert scores[0] == scores[2] != scores[1]
 
@@ -97,25 +97,23 @@ def test_long_prompts_are_cut_with_a_warning(clip):
 
 
 def test_the_gradient_reaches_the_pixels_and_is_the_slope_of_the_score(
-    clip, pictures, right_slopes
+    clip, random_images, right_slopes
 ):
     for size in ((32, 32), (64, 48)):
-        right_slopes(lambda images: clip.cosine(images, PROMPTS), pictures(4, *size))
+        right_slopes(lambda images: clip.cosine(images, PROMPTS), random_images(4, *size))
     assert all(parameter.grad is None for parameter in clip._loaded[0].parameters())
 
 
-def test_loading_leaves_the_callers_random_numbers_alone(tiny_clip, pictures):
+def test_bf16_moves_the_network_and_neither_the_scale_nor_the_products(
+    tiny_clip, clip, random_images
+):
     before = torch.get_rng_state()
-    Clip(tiny_clip, reward="a test", device="cpu").cosine(pictures(1), PROMPTS[:1])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_bf16_moves_the_network_and_neither_the_scale_nor_the_products(tiny_clip, clip, pictures):
     half = Clip(tiny_clip, reward="a test", device="cpu", dtype="bf16")
-    scores = half.cosine(pictures(4), PROMPTS)
+    scores = half.cosine(random_images(4), PROMPTS)
+    assert torch.equal(torch.get_rng_state(), before)  # as loading leaves them
     assert half._loaded[0].dtype == torch.bfloat16 and scores.dtype == torch.float32
     assert half.scale == clip.scale == pytest.approx(100, rel=1e-4)
-    torch.testing.assert_close(scores, clip.cosine(pictures(4), PROMPTS), rtol=0, atol=0.02)
+    torch.testing.assert_close(scores, clip.cosine(random_images(4), PROMPTS), rtol=0, atol=0.02)
     assert half.version != clip.version
 
 
@@ -127,19 +125,14 @@ def test_both_forms_of_the_projected_vector_are_taken():
     assert projected(BaseModelOutputWithPooling(pooler_output=vector)) is vector
 
 
-def test_row_products_make_no_square_matrix():
-    a, b = torch.rand(2, 5, 7)
-    torch.testing.assert_close(cosine(a, b), (a @ b.T).diagonal())
-
-
-def test_it_is_cheap_to_make_and_names_what_is_missing(tmp_path, pictures):
+def test_it_is_cheap_to_make_and_names_what_is_missing(tmp_path, random_images):
     absent = Clip("nobody/no-such-model", reward="a test", device="cpu")
     with pytest.raises(FileNotFoundError) as caught:
-        absent.images(pictures(1))
+        absent.images(random_images(1))
     assert "`hf download nobody/no-such-model`" in str(caught.value)
     assert "\n" not in str(caught.value)
     empty = Clip(str(tmp_path), reward="a test", device="cpu")
     with pytest.raises(FileNotFoundError, match="holds no such model"):
-        empty.images(pictures(1))
+        empty.images(random_images(1))
     with pytest.raises(ValueError, match="fp32, bf16, not 'fp8'"):
         Clip("a/b", reward="a test", dtype="fp8")

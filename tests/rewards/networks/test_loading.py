@@ -7,17 +7,23 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.scoring.check import line
 from rewards.networks.loading import check_dtype, device_of, imported, read_weights, weights_file
 
 ROOT = Path(__file__).parents[3]
 LIGHT = """
 import sys
+import rewards.detectors.tiny
+print("flowrl" in sys.modules)  # the tiny detector does not know the generator
 import flowrl
 import rewards.aesthetic, rewards.clipscore, rewards.hpsv2, rewards.hpsv3, rewards.imagereward
 import rewards.pickscore
 for made in (rewards.pickscore.PickScore, rewards.clipscore.CLIPScore, rewards.hpsv2.HPSv2,
              rewards.aesthetic.Aesthetic, rewards.imagereward.ImageReward, rewards.hpsv3.HPSv3):
     made()
+from rewards.detectors import *
+for name in DETECTORS: load_detector(name)
+for name in COLOR_NAMERS: load_color_namer(name)
 print(sorted({"torchvision", "open_clip", "transformers", "huggingface_hub"} & set(sys.modules)))
 """
 BROKEN = """
@@ -42,23 +48,35 @@ def run(code: str, *path: Path) -> str:
     return result.stdout
 
 
-def test_importing_and_making_rewards_loads_no_heavy_package():
-    assert run(LIGHT).strip() == "[]"
+def test_importing_and_making_rewards_and_detectors_loads_no_heavy_package():
+    assert run(LIGHT).split() == ["False", "[]"]
 
 
-def test_a_broken_torchvision_gives_one_clear_sentence(tmp_path):
+def broken_torchvision(folder: Path) -> None:
     """Built for another torch it is found, but raises RuntimeError when it is imported."""
-    (tmp_path / "torchvision").mkdir()
+    (folder / "torchvision").mkdir()
     fault = 'raise RuntimeError("operator torchvision::nms does not exist")'
-    (tmp_path / "torchvision" / "__init__.py").write_text(fault)
+    (folder / "torchvision" / "__init__.py").write_text(fault)
+
+
+def test_a_broken_torchvision_is_named_in_place_of_what_builds_on_it(tmp_path, monkeypatch):
+    broken_torchvision(tmp_path)
+    (tmp_path / "builds_on_torchvision.py").write_text("import torchvision")
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="RuntimeError: operator .*reinstall torchvision") as told:
+        imported("builds_on_torchvision", "a test")
+    assert str(told.value).startswith("a test needs builds_on_torchvision")
+
+
+@pytest.mark.slow
+def test_rewards_on_a_broken_torchvision_give_one_clear_sentence(tmp_path):
+    broken_torchvision(tmp_path)
     lines = run(BROKEN, tmp_path).splitlines()
-    assert [line.split(",")[0] for line in lines] == [
-        "HPSv2 needs open_clip",
-        "PickScore needs transformers",
-    ]
-    for line in lines:
-        assert "torchvision does not (RuntimeError: operator torchvision::nms" in line
-        assert "reinstall torchvision" in line
+    needs = ["HPSv2 needs open_clip", "PickScore needs transformers"]
+    assert [told.split(",")[0] for told in lines] == needs
+    for told in lines:
+        assert "torchvision does not (RuntimeError: operator torchvision::nms" in told
 
 
 def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
@@ -72,24 +90,16 @@ def test_a_missing_package_is_named_with_how_to_install_it(monkeypatch):
         imported("math:tau2", "a test")
 
 
-def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_when_missing(tmp_path):
+def test_a_file_is_found_in_a_folder_or_by_itself_and_is_named_in_one_line_when_missing(tmp_path):
     (tmp_path / "w.pt").write_bytes(b"x")
     assert weights_file(str(tmp_path), "w.pt") == weights_file(str(tmp_path / "w.pt"), "any")
-    with pytest.raises(FileNotFoundError, match="holds no file v.pt"):
+    with pytest.raises(FileNotFoundError, match="no file v.pt"):
         weights_file(str(tmp_path), "v.pt")
-    with pytest.raises(FileNotFoundError) as caught:
-        weights_file("nobody/nothing", "w.pt")
-    assert "`hf download nobody/nothing w.pt`" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_what_is_missing_is_said_in_a_line_that_is_shown_whole():
-    from flowrl.scoring.check import line
-
     with pytest.raises(FileNotFoundError) as caught:
         weights_file("trl-lib/ddpo-aesthetic-predictor", "aesthetic-model.pth")
     told = f"FileNotFoundError: {caught.value}"
-    assert line(told) == told and "or name a folder that holds it (" in told
+    assert "`hf download trl-lib/ddpo-aesthetic-predictor aesthetic-model.pth`" in told
+    assert line(told) == told
 
 
 def test_weights_are_read_from_both_kinds_of_files_and_nothing_else(tmp_path):

@@ -1,0 +1,171 @@
+"""The commands' work on the tiny pipeline: images, scores, galleries, a whole training."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from flowrl.api import align, build_gallery, evaluate_model, sample_images
+from flowrl.config import config_yaml, load_config
+from flowrl.errors import UserError
+from flowrl.export.hub import stage
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny_config, tmp_path_factory):
+    """A finished run of three iterations with an evaluation before and after."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    config = tiny_config(
+        run={"output_dir": str(folder), "iterations": 3, "sample_every": 2, "push_to_hub": True},
+        evaluation={"prompts": "tiny:geneval:test", "images": 6, "steps": 3, "batch_size": 6},
+    )
+    with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's
+        patch.setattr("flowrl.api.open_repository", lambda name, private: f"me/{name}")
+        upload = lambda run, to: str(stage(run, run.parent / to, to))  # noqa: E731
+        patch.setattr("flowrl.export.hub.push", upload)
+        rows = align(config)
+    assert [row.name for row in rows] == ["brightness"]
+    return folder
+
+
+def test_a_run_folder_holds_lora_card_gallery_metrics_and_checkpoints(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {0, 1, 2, 3}
+    assert (run_dir / "pytorch_lora_weights.safetensors").is_file()
+    assert (run_dir / "gallery" / "index.html").is_file()
+    assert (run_dir / "gallery" / "grid.png").is_file()
+    assert (run_dir / "samples" / "step-000002.png").is_file()
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["run"]["iterations"] == 3
+    assert "load_lora_weights" in (run_dir / "README.md").read_text()
+
+
+def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
+    run_dir, tiny_pipeline_path
+):
+    uploaded = run_dir.parent / "me" / "small"
+    names = {p.relative_to(uploaded).as_posix() for p in uploaded.rglob("*") if p.is_file()}
+    images = {name for name in names if name.startswith("card/")}
+    assert names == {"pytorch_lora_weights.safetensors", "README.md", "config.yaml"} | images
+    assert {"card/before-after.png", "card/aligned-1.png"} <= images
+    assert (run_dir / "checkpoints").is_dir()  # there, and not uploaded
+    for name in ("README.md", "config.yaml"):
+        text = (uploaded / name).read_text()
+        for private in (str(run_dir.parent), tiny_pipeline_path, str(Path.cwd())):
+            assert private not in text
+    card = (uploaded / "README.md").read_text()
+    assert "pipe.load_lora_weights('me/small')" in card and "After an upload" not in card
+    assert "After an upload" in (run_dir / "README.md").read_text()
+
+
+@pytest.fixture
+def sample(tiny_pipeline_path, tmp_path):
+    """One image of a prompt, as bytes."""
+    usual = {"lora": None, "negative": "", "guidance": 1.0, "steps": 3, "seed": 0}
+    usual |= {"count": 1, "max_sequence_length": 12, "device": "cpu"}
+
+    def make(**changes):
+        options = usual | changes
+        prompts = ["a red circle"]
+        (path,) = sample_images(tiny_pipeline_path, prompts, output_dir=tmp_path, **options)
+        return Image.open(path).tobytes()
+
+    return make
+
+
+def test_a_gallery_can_be_generated_again_with_other_prompts(run_dir, tmp_path):
+    options = {"prompts": "tiny:ocr:test", "count": 3, "seed": 5}
+    page = build_gallery(run_dir, base=None, lora=None, output_dir=tmp_path, **options)
+    assert page.is_file() and page.parent == tmp_path
+    assert "data:image" in page.read_text()
+
+
+def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir, sample, tmp_path):
+    run = str(run_dir)
+    base, aligned = sample(), sample(lora=run)
+    assert base == sample() and base != aligned and base != sample(seed=1)
+    assert sample(lora=run, rlg=0.0) == base and sample(lora=run, rlg=1.0) == aligned
+    assert sample(lora=run, rlg=3.0) not in (base, aligned)
+    options = {"prompts": None, "count": 2, "seed": None, "rlg": [0.0, 1.0, 3.0]}
+    page = build_gallery(run_dir, base=None, lora=None, output_dir=tmp_path / "sweep", **options)
+    html = page.read_text()
+    columns = ["base", "RLG 0", "RLG 1", "RLG 3"]
+    first = re.findall(r'alt="([^:]+): [^"]*"[^>]* src="([^"]+)"', html)[:4]
+    assert [name for name, _ in first] == columns
+    assert first[0][1] == first[1][1] and len({image for _, image in first}) == 3
+    means = re.findall(r"<td>brightness, ([^<]+)</td><td>([^<]+)</td><td>([^<]+)</td>", html)
+    assert [name for name, *_ in means] == columns[1:]
+    assert means[0][1] == means[0][2] and len({base for _, base, _ in means}) == 1
+    assert (tmp_path / "sweep" / "grid.png").is_file()
+
+
+def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):
+    evaluation = load_config(run_dir / "config.yaml").evaluation
+    unsaid = {"lora": str(run_dir), "guidance": None, "max_sequence_length": None}
+    said = {"steps": evaluation.steps, "guidance": evaluation.guidance, "max_sequence_length": 12}
+    plain = sample(**unsaid, steps=None)
+    assert plain == sample(**unsaid | said)
+    assert plain != sample(**unsaid, steps=evaluation.steps + 1)
+
+
+def test_a_negative_prompt_of_the_run_is_the_default(run_dir, tiny_config, sample, tmp_path):
+    config = tiny_config(
+        rollout={"negative": "a blue ring", "guidance": 3.0},
+        evaluation={"prompts": "tiny:geneval:test", "guidance": 3.0, "steps": 2},
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    shutil.copy(run_dir / "pytorch_lora_weights.safetensors", run)
+    (run / "config.yaml").write_text(config_yaml(config))
+    unsaid = {"lora": str(run), "guidance": None, "steps": None, "max_sequence_length": None}
+    empty, blue, stars = (
+        sample(negative=words, **unsaid) for words in ("", "a blue ring", "two green stars")
+    )
+    assert empty == blue != stars
+
+
+def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_path):
+    small = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2}
+    quality = {"name": "tiny_quality", "held_out": True}
+    rewards = [{"name": "brightness"}, quality]
+    prompts = tmp_path / "worded.jsonl"
+    prompts.write_text('{"prompt": "a red circle", "paraphrases": ["one red disc"]}\n')
+    worded = small | {"prompts": str(prompts), "paraphrases": True}
+    rows = evaluate_model(
+        tiny_config(evaluation=worded | {"quality": "tiny_quality"}, rewards=rewards)
+    )
+    means = {row["reward"]: row["mean"] for row in rows}
+    assert {"corrected/brightness", "paraphrase/brightness"} <= set(means)
+    assert not any(math.isnan(mean) for mean in means.values())
+    nowhere = {"path": str(tmp_path / "nowhere")}  # the refusal comes before it is loaded
+    for name, value in (
+        ("quality", "brightness"), ("quality", "beauty"), ("paraphrases", True), ("prompts", None)
+    ):  # fmt: skip
+        settings = small | {name: value}
+        config = tiny_config(pipeline=nowhere, evaluation=settings, rewards=rewards)
+        with pytest.raises(UserError, match=f"evaluation.{name}"):
+            evaluate_model(config)
+    rule = {"held_out": "tiny_quality"}  # nothing is asked of training
+    options = {"prompts": {"retained": 1}, "run": {"stop_when_hacking": rule}}
+    (row,) = evaluate_model(tiny_config(**options, evaluation=small | {"every": 1}))
+    assert row["reward"] == "brightness" and 0 <= row["mean"] <= 1
+
+
+def test_objects_of_the_caller_replace_what_the_recipe_names(tiny_config, load_tiny, tmp_path):
+    seen = []
+
+    def redness(images, prompts, metadata):
+        seen.extend(prompts)
+        return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+    config = tiny_config(run={"output_dir": str(tmp_path / "run"), "iterations": 1})
+    pipeline = load_tiny()
+    before = pipeline.transformer.state_dict()["proj_out.weight"].clone()
+    align(config, pipeline=pipeline, prompts=["a dog", "a cat"], rewards={"redness": redness})
+    assert set(seen) == {"a dog", "a cat"}
+    assert torch.equal(pipeline.transformer.state_dict()["proj_out.weight"], before)

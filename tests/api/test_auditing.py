@@ -1,0 +1,212 @@
+"""`flowrl audit`: every candidate once exactly and once as each preview; nothing is left behind."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+import typer
+
+from flowrl.api import audit_previews, audited
+from flowrl.backbones.lora_files import save_lora
+from flowrl.cli import explained
+from flowrl.cli._console import print_table
+from flowrl.cli.audit import audit, for_people, left_out
+from flowrl.config import config_yaml
+from flowrl.errors import UserError
+
+EXPLORE = {"candidates": 6, "steps": 2, "precision": "bf16", "min_dim": 0}
+
+
+@pytest.fixture(scope="module")
+def recipe(tiny_config, tmp_path_factory):
+    """A recipe file of a small run that explores, made for NFT."""
+    config = tiny_config(
+        rollout={"tree": {"kind": "ode"}, "explore": EXPLORE},
+        objective={"kind": "nft"},
+        rewards=[{"name": "brightness"}, {"name": "compressibility", "held_out": True}],
+        run={"output_dir": "runs/never"},
+    )
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(config_yaml(config))
+    return path
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Counting:
+    """Brightness, and how often it was asked about how many images."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, images, prompts, metadata):
+        self.asked.append(len(images))
+        return images.mean((1, 2, 3))
+
+
+def test_there_is_a_row_a_pair_and_one_each_of_exact_and_random_choices(recipe, load_tiny, here):
+    configs = audited(recipe, prompts=2, steps=[3, 4])
+    rows = audit_previews(configs, precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny())
+    assert [(row.get("steps"), row["precision"]) for row in rows] == [
+        (3, "bf16"), (4, "bf16"), (3, "nvfp4-emulated"), (4, "nvfp4-emulated"),
+        (4, "exact"), (None, "random"),
+    ]  # fmt: skip
+    few, same, *low_bit, exact, random = rows
+    # As many steps in the network's own dtype are the exact images themselves.
+    for row in (same, exact):
+        measures = ("tau", "rho", "pooled rho", "overlap best", "overlap worst", "retention")
+        assert [row[name] for name in measures] == pytest.approx([1] * 6)
+        assert (row["rank best"], row["rank worst"]) == (1.5, 5.5)
+    assert few["quantised"] == same["quantised"] == 0
+    assert all(0 < row["quantised"] < 1 and row["rho"] < 1 for row in low_bit)
+    assert random["rank best"] == random["rank worst"] == 3.5
+    for row in rows[:-1]:
+        assert row["to exact"] == pytest.approx(row["s/image"] / exact["s/image"])
+        assert (row["no rho"], row["missing"]) == (0, 0)
+    assert not list(here.iterdir())
+
+
+def test_all_candidates_are_judged_once_exactly_and_once_as_each_preview(recipe, load_tiny, here):
+    def judged(steps, candidates):
+        reward = Counting()
+        configs = audited(recipe, prompts=2, steps=steps, candidates=candidates)
+        audit_previews(configs, pipeline=load_tiny(), rewards={"brightness": reward})
+        return sum(reward.asked)
+
+    # What rewards are tried with beforehand is the same in all.
+    once = judged([2], 6)
+    assert judged([2, 3], 6) - once == 2 * 6
+    assert judged([2], 9) - once == 2 * (1 + 1) * 3
+
+
+def test_what_is_only_measured_judges_no_candidate(tiny_config, load_tiny, here, monkeypatch):
+    source = "asked = []\ndef probe(images, prompts, metadata):\n"
+    source += "    asked.append(len(images))\n    return images.mean((1, 2, 3))\n"
+    (here / "own_reward.py").write_text(source)
+    monkeypatch.syspath_prepend(str(here))
+    rewards = [{"name": "brightness"}, {"name": "own_reward:probe", "held_out": True}]
+    config = tiny_config(rollout={"tree": {"kind": "ode"}}, objective={"kind": "nft"},
+                         rewards=rewards)  # fmt: skip
+    (here / "recipe.yaml").write_text(config_yaml(config))
+    configs = audited(here / "recipe.yaml", prompts=2, steps=[2], candidates=20)
+    audit_previews(configs, pipeline=load_tiny())
+    import own_reward  # type: ignore[import-not-found]
+
+    assert 0 < sum(own_reward.asked) < 2 * 20  # tried beforehand, no more
+
+
+def test_a_reward_that_is_constant_within_prompts_has_no_rho(recipe, load_tiny, here):
+    def flat(images, prompts, metadata):
+        return torch.tensor([float(len(text)) for text in prompts])
+
+    configs = audited(recipe, prompts=2)
+    row, *_ = audit_previews(configs, pipeline=load_tiny(), rewards={"brightness": flat})
+    assert row["no rho"] == 2 and math.isnan(row["rho"]) and math.isnan(row["retention"])
+
+
+def test_a_lora_draws_where_one_is_named(recipe, make_learner, load_tiny, here):
+    learner = make_learner()
+    generator = torch.Generator().manual_seed(0)
+    for p in learner.policy.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=generator)
+    save_lora(learner.policy.backbone.pipeline, here / "run", adapter="default")
+    configs = audited(recipe, prompts=2, candidates=12)
+    loras = (None, str(here / "run"))
+    rows = [audit_previews(configs, pipeline=load_tiny(), lora=lora)[0] for lora in loras]
+    assert rows[0]["rho"] != rows[1]["rho"]
+
+
+def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_config, tmp_path):
+    (config,) = audited(recipe, ["rollout.steps=3"], prompts=3, candidates=9)
+    explore = config.rollout.explore
+    assert explore and (explore.candidates, explore.steps, explore.min_dim) == (9, 2, 0)
+    assert (config.rollout.prompts, config.rollout.steps, config.objective.kind) == (3, 3, "sft")
+    # A recipe that does not explore gets the defaults, with one step less than its own.
+    plain = tmp_path / "plain.yaml"
+    plain.write_text(config_yaml(tiny_config(rollout={"steps": 4})))
+    for options, steps in (({}, 3), ({"steps": [2]}, 2)):
+        (config,) = audited(plain, prompts=1, **options)
+        explore = config.rollout.explore
+        assert explore and (explore.candidates, explore.steps) == (96, steps)
+
+
+def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_drawn(recipe, load_tiny):
+    reward = Counting()
+    with pytest.raises(UserError, match="precision nvfp4 needs an NVIDIA GPU"):
+        given = {"pipeline": load_tiny(), "rewards": {"brightness": reward}}
+        audit_previews(audited(recipe, prompts=1), precisions=["bf16", "nvfp4"], **given)
+    assert not reward.asked
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command alone -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = typer.Typer(rich_markup_mode="rich")
+    app.command(context_settings={"ignore_unknown_options": True})(audit)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            explained(lambda: app(list(map(str, words)), prog_name="flowrl audit"), debug=False)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+def table(out):
+    """The cells of the printed lines from the header on."""
+    lines = [line.split() for line in out.splitlines()]
+    return lines[next(i for i, line in enumerate(lines) if line[:1] == ["steps"]) :]
+
+
+def test_the_command_prints_a_short_table(run, recipe, here):
+    code, out, _ = run(recipe, "--prompts", 1, "--steps", 4, "rollout.explore.candidates=5")
+    assert code == 0
+    header, row, exact, random = table(out)
+    assert header == "steps precision low-bit rho overlap rank contrast seconds ratio".split()
+    perfect = ["0%", "1.000", "1.00", "1.5", "1.000"]
+    assert row[:7] == ["4", "bf16", *perfect] and exact[:7] == ["4", "exact", *perfect]
+    assert random[:3] == ["n/a", "random", "n/a"] and random[5] == "3.0"
+
+
+def test_the_table_fits_eighty_columns_and_what_a_row_lacks_is_a_sentence_below(capsys):
+    row = {"steps": 10, "precision": "nvfp4-emulated", "quantised": 1.0, "rho": -0.123}
+    row |= {"overlap best": 1.0, "rank best": 127.5, "retention": -0.123, "s/image": 0.01234}
+    print_table(for_people([row | {"to exact": 12.345, "no rho": 3, "missing": 0}]))
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+    row = {"steps": 3, "precision": "bf16", "no rho": 2, "missing": 0}
+    assert left_out([row, row | {"no rho": 0}]) == [
+        "3 steps, bf16: 2 prompts have no rho, their scores are all equal"
+    ]
+
+
+def test_json_has_every_number_under_its_own_name(run, recipe, here):
+    code, out, _ = run(recipe, "--prompts", 1, "--json")
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert code == 0 and [row["precision"] for row in rows] == ["bf16", "exact", "random"]
+    names = {"rho", "tau", "rank_best", "overlap_worst", "contrast", "seconds_per_image"}
+    assert set(rows[0]) >= names and all(re.fullmatch("[a-z_]+", name) for name in rows[0])
+    assert all(set(row) == set(rows[0]) for row in rows)
+    assert rows[1]["rho"] == 1 and rows[2]["rho"] is None
+
+
+def test_what_cannot_be_generated_is_one_sentence(run, recipe, here):
+    for words, name in (
+        ([], "flowrl audit tiny-sd3-solrl-geneval"),
+        ([recipe, "--steps", "9"], "rollout.explore.steps"),
+        ([recipe, "--candidates", "3"], "candidates"),
+        ([recipe, "--precision", "int4"], "precision 'int4'"),
+    ):
+        code, _, err = run(*words)
+        assert code == 1 and name in err and "Traceback" not in err, words

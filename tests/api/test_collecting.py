@@ -1,0 +1,200 @@
+"""Collecting: what is drawn is what is stored, interrupted or not."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.api import collect_groups, with_lora
+from flowrl.backbones.lora_files import save_lora
+from flowrl.build import backbone as build_memory
+from flowrl.build.rollout import about
+from flowrl.errors import UserError
+from flowrl.offline.format import latents_file, open_store, rows_file
+from flowrl.offline.source import StoredGroups
+from flowrl.offline.writer import Refresh, fill
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.combine import FailureLimit
+from flowrl.scoring.spec import RewardSpec
+
+ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 2}
+SPECS = [{"name": "brightness"}, {"name": "compressibility", "held_out": True}]
+
+
+def patchy(images, prompts, metadata):
+    """Fails for every third image."""
+    scores = images.mean((1, 2, 3))
+    scores[::3] = math.nan
+    return scores
+
+
+@pytest.fixture(scope="module")
+def config(tiny_config):
+    return tiny_config(rollout=ROLLOUT, rewards=SPECS)
+
+
+@pytest.fixture(scope="module")
+def collected(config, load_tiny, tmp_path_factory):
+    """A store of three iterations, and the table that was shown."""
+    folder = tmp_path_factory.mktemp("collected") / "store"
+    return folder, collect_groups(config, folder, groups=5, pipeline=load_tiny())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_learner):
+    store = open_store(collected[0])
+    sampler = make_learner(rollout=ROLLOUT, specs=SPECS).source
+    for iteration in range(3):
+        rollout = sampler.collect(iteration, Stopwatch())
+        rows = torch.arange(8) + 8 * iteration
+        assert torch.equal(store.latents(rows), rollout.tree.leaves())
+        assert torch.equal(store.scores[rows], rollout.scores)
+        records = [replace(r, paraphrases=()) for r in sampler.prompts.at(iteration)]
+        assert [g.record for g in store.groups[2 * iteration :][:2]] == records
+    assert torch.equal(torch.tensor(store.about.sigmas), sampler.stage.schedule().sigmas)
+
+
+def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
+    config, collected, tmp_path, monkeypatch
+):
+    """Of more iterations than the recipe's, without the prompts of its evaluations."""
+    evaluation = config.evaluation.model_copy(update={"prompts": "tiny:colors:test"})
+    changes = {"text_encoders": "free", "prompt_cache": str(tmp_path / "prompts")}
+    memory = config.memory.model_copy(update=changes)
+    config = config.model_copy(update={"memory": memory, "evaluation": evaluation})
+    without, load = [], build_memory.load_pipeline
+
+    def watch(path, **options):
+        without.append(len(options["without"]))
+        return load(path, **options)
+
+    monkeypatch.setattr(build_memory, "load_pipeline", watch)
+    folders = [collected[0], tmp_path / "first", tmp_path / "second"]
+    for folder in folders[1:]:
+        collect_groups(config, folder, groups=5)
+    assert without == [0, 3]
+    rows = torch.arange(24)
+    kept, first, second = (open_store(folder).latents(rows) for folder in folders)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, kept, rtol=0, atol=1e-3)  # encoded two at a time there
+
+
+def test_the_table_and_the_rows_tell_where_images_come_from_and_their_means(collected):
+    folder, (row,) = collected
+    store = open_store(folder)
+    assert (row["groups"], row["images"]) == (6, 24)
+    assert row["compressibility"] == pytest.approx(store.scores[:, 1].mean().item())
+    lines = rows_file(collected[0], 2).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["group"] for row in rows] == [4] * 4 + [5] * 4
+    assert [row["image"] for row in rows] == [row["root"] for row in rows] == [0, 1, 2, 3] * 2
+    assert {row["iteration"] for row in rows} == {2} and {row["valid"] for row in rows} == {True}
+    assert json.loads(rows[0]["metadata"])["tag"]
+
+
+def test_a_collection_that_was_killed_goes_on_to_the_same_store(
+    collected, config, load_tiny, tmp_path
+):
+    folder = tmp_path / "store"
+    collect_groups(config, folder, groups=3, pipeline=load_tiny())
+    rows_file(folder, 1).unlink()
+    latents = latents_file(folder, 1)
+    latents.write_bytes(latents.read_bytes()[:100])
+    (folder / "data" / ".000002.jsonl.abc.tmp").write_text('{"half')
+    collect_groups(config, folder, groups=5, pipeline=load_tiny())
+    (folder / "data" / ".000002.jsonl.abc.tmp").unlink()
+    assert files(folder) == files(collected[0])
+
+
+def test_a_full_store_and_that_of_another_recipe_are_kept(
+    collected, config, load_tiny, tiny_config
+):
+    before = files(collected[0])
+    assert collect_groups(config, collected[0], groups=6, pipeline=load_tiny()) == collected[1]
+    assert files(collected[0]) == before
+    other = tiny_config(rollout=ROLLOUT | {"steps": 3}, rewards=[{"name": "brightness"}])
+    with pytest.raises(UserError, match="was collected with .*, and this recipe has"):
+        collect_groups(other, collected[0], groups=8, pipeline=load_tiny())
+
+
+def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
+    sampler = make_learner(rollout=ROLLOUT).source
+    specs = [RewardSpec(name="patchy", reward=patchy)]
+    stage = replace(sampler.stage, specs=specs, failures=FailureLimit(max_fraction=1.0))
+    sampler = replace(sampler, stage=stage)
+    store = fill(tmp_path / "s", about(config, sampler), sampler, shards=2)
+    rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
+    missing = store.scores[:, 0].isnan()
+    assert 0 < int(missing.sum()) < len(store)
+    assert [row["valid"] for row in rows] == (~missing).tolist()
+    assert [row["reward/patchy"] is None for row in rows] == missing.tolist()
+
+
+def test_a_lora_draws_other_images_and_is_named(
+    collected, config, make_learner, load_tiny, tmp_path
+):
+    learner = make_learner(rollout=ROLLOUT)
+    generator = torch.Generator().manual_seed(0)
+    for p in learner.policy.parameters():
+        p.data += 0.1 * torch.randn(p.shape, generator=generator)
+    save_lora(learner.policy.backbone.pipeline, tmp_path / "run", adapter="default")
+    own = with_lora(config, str(tmp_path / "run")).lora
+    assert (own.rank, own.alpha, own.init_from) == (4, 6, str(tmp_path / "run"))
+    lora = str(tmp_path / "run")
+    collect_groups(config, tmp_path / "s", groups=1, lora=lora, pipeline=load_tiny())
+    store, base = open_store(tmp_path / "s"), open_store(collected[0])
+    assert store.about.lora and store.about.lora["path"] == str(tmp_path / "run")
+    rows = torch.arange(8)
+    assert not torch.allclose(store.latents(rows), base.latents(rows), atol=1e-3)
+    expected = learner.source.collect(0, Stopwatch()).tree.leaves()
+    torch.testing.assert_close(store.latents(rows), expected, rtol=0, atol=1e-4)
+
+
+def test_a_refresh_draws_as_many_groups_from_prompts_of_its_own(collected, make_learner, config):
+    like = open_store(collected[0])
+    sampler = make_learner(rollout=ROLLOUT).source
+    refresh = Refresh(like=like, about=about(config, sampler), sampler=sampler, every=5)
+    folder = collected[0].parent / "stores" / "step-000010"
+    store = refresh(10, folder)
+    assert len(store.groups) == len(like.groups) and refresh.finished(folder)
+    assert [g.record.uid for g in store.groups[:2]] == [r.uid for r in sampler.prompts.at(6)]
+    before = files(folder)
+    rows_file(folder, 2).unlink()
+    assert not refresh.finished(folder)
+    refresh(10, folder)
+    assert files(folder) == before
+    with pytest.raises(UserError, match="holds pairs of given images"):
+        pairs = replace(like, about=replace(like.about, recipe={"pairs": "digest"}))
+        replace(refresh, like=pairs)
+
+
+# --- training on it ------------------------------------------------------------------------------
+
+
+def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected, make_learner):
+    """All images of one prompt: the objective sees the latents, rewards and words it would have
+    seen when they were drawn."""
+    learner = make_learner(
+        rollout=ROLLOUT | {"prompts": 1, "tree": {"kind": "ode"}}, objective={"kind": "gdro"}
+    )
+    store = open_store(collected[0])
+    sampler = learner.source
+    given = {"backbone": sampler.stage.backbone, "encode": sampler.stage.encode}
+    given |= {"specs": learner.specs, "runtime": learner.runtime}
+    stored = StoredGroups(store, **given, prompts=1, group_size=4, seed=3)
+    rollout = stored.collect(0, Stopwatch())
+    batch = learner.objective.prepare(rollout)
+    (group,) = (g for g in store.groups if g.record.text == rollout.prompts[0])
+    rows = torch.tensor(group.images)
+    assert torch.equal(batch.x0.sort(0).values, store.latents(rows).sort(0).values)
+    assert torch.equal(batch.reward.sort().values, store.scores[rows, 0].sort().values)
+    before = [p.detach().clone() for p in learner.policy.parameters()]
+    _, metrics = replace(learner, source=stored).iterate(0)
+    assert math.isfinite(metrics["loss"]) and metrics["grad/norm"] > 0
+    assert not all(map(torch.equal, learner.policy.parameters(), before))

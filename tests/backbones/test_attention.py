@@ -1,0 +1,116 @@
+"""Attention by diffusers' switch: what can be chosen, and what the sentences say otherwise."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowrl.backbones import loading as attention
+from flowrl.backbones.loading import load_pipeline, set_attention
+from flowrl.errors import UserError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture(scope="module")
+def networks():
+    return {
+        family: load_pipeline(f"tiny-{family}", dtype="fp32", device="cpu").transformer
+        for family in ("sd3", "flux", "sana")
+    }
+
+
+@pytest.fixture(autouse=True)
+def as_before():
+    """diffusers also keeps the last choice for all networks of the process."""
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+
+    before, _ = _AttentionBackendRegistry.get_active_backend()
+    yield
+    _AttentionBackendRegistry.set_active_backend(before)
+
+
+def chosen(network):
+    processors = (getattr(module, "processor", None) for module in network.modules())
+    return {getattr(p, "_attention_backend", None) for p in processors if p is not None}
+
+
+def test_native_attention_is_taken_by_every_family_and_kept_by_copies(networks):
+    for family in ["sd3", "flux", "sana"]:
+        network = copy.deepcopy(networks[family])
+        set_attention(network, "native", CPU)
+        assert chosen(network) <= {"native", None}
+    network = copy.deepcopy(networks["flux"])
+    set_attention(network, "_Native_Math", CPU)
+    assert chosen(network) == chosen(copy.deepcopy(network)) == {"_native_math"}
+
+
+def test_a_choice_that_cannot_work_is_refused_by_name(networks):
+    for family, name, device, words in (
+        ("flux", "flush", CPU, "'flush', expected null or .*flash, .*native, .*xformers"),
+        ("flux", "flash", CPU, "'flash', which needs a GPU"),
+        ("flux", "xformers", CPU, "'xformers', which needs a GPU"),
+        ("sd3", "flash", CUDA, "native or null"),
+        ("sana", "flash", CUDA, "native or null"),
+    ):
+        with pytest.raises(UserError, match=words):
+            set_attention(networks[family], name, device)
+    assert set(attention.ANYWHERE) < set(attention._names())
+
+
+@pytest.fixture
+def xformers(monkeypatch):
+    """As if xformers and a GPU were here, its function torch's own; -> the shapes it was given."""
+    from diffusers.models import attention_processor
+
+    seen, randn = [], torch.randn
+
+    def attend(q, k, v, attn_bias=None, op=None, scale=None):
+        seen.append(tuple(q.shape))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale)
+
+    library = SimpleNamespace(ops=SimpleNamespace(memory_efficient_attention=attend))
+    monkeypatch.setattr(attention_processor, "xformers", library)
+    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "randn", lambda shape, **_: randn(shape))
+    return seen
+
+
+def test_sd3_attends_by_xformers_when_told_so(networks, xformers):
+    network = copy.deepcopy(networks["sd3"])
+    size, width = network.config.sample_size, network.config.joint_attention_dim
+    inputs = {
+        "hidden_states": torch.randn((2, network.config.in_channels, size, size)),
+        "encoder_hidden_states": torch.randn((2, 5, width)),
+        "pooled_projections": torch.randn((2, network.config.pooled_projection_dim)),
+        "timestep": torch.tensor([3.0, 500.0]),
+    }
+    with torch.no_grad():
+        own = network(**inputs).sample
+        set_attention(network, "xformers", CUDA)
+        xformers.clear()  # each layer has tried it once
+        told = copy.deepcopy(network)(**inputs).sample
+    assert len(xformers) >= network.config.num_layers
+    torch.testing.assert_close(told, own, rtol=1e-4, atol=1e-4)
+
+
+def test_sana_whose_linear_attention_it_would_replace_is_left_alone(networks, xformers):
+    def processors():
+        return [type(m.processor) for m in networks["sana"].modules() if hasattr(m, "processor")]
+
+    before = processors()
+    with pytest.raises(UserError, match="native or null$"):
+        set_attention(networks["sana"], "xformers", CUDA)
+    assert processors() == before
+
+
+def test_a_missing_library_is_named(networks, monkeypatch):
+    from diffusers.models import attention_dispatch, attention_processor
+
+    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: False)
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", False)
+    for family in ("sd3", "flux"):
+        with pytest.raises(UserError, match="cannot be used here.*install `?xformers"):
+            set_attention(networks[family], "xformers", CUDA)

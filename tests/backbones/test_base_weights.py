@@ -1,0 +1,157 @@
+"""Frozen weights in few bits: smaller, close, below adapters that train; and what is refused."""
+
+import importlib.util
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.backbones import quantized_base as base_weights
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.lora_files import load_lora, save_lora
+from flowrl.backbones.policy import POLICY
+from flowrl.backbones.quantized_base import (
+    BaseBits,
+    check_base_bits,
+    is_plain,
+    is_rounded,
+    round_in_place,
+    while_loading,
+)
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build.backbone import BACKBONES
+from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
+from flowrl.quantization.backends import Plain
+from flowrl.quantization.rollout_model import RolloutModel
+from flowrl.utils.distributed import Runtime
+
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="needs torchao"
+)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+INT8 = BaseBits(bits=8, library="torchao")
+EIGHT = {"base_bits": 8, "base_library": "torchao"}
+
+
+def linear_layers(network):
+    return [module for module in network.modules() if isinstance(module, nn.Linear)]
+
+
+def held(network):
+    """Bytes of the linear layers' weights as they are kept."""
+    weights = [layer.weight.data for layer in linear_layers(network)]
+    parts = [
+        getattr(weight, name) if name else weight
+        for weight in weights
+        for name in getattr(weight, "tensor_data_names", [""])
+    ]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+@needs_torchao
+def test_weights_rounded_while_loading_take_half_of_bf16_and_compute_nearly_the_same():
+    for family in ["sd3", "flux", "sana"]:
+        load = {"dtype": "bf16", "device": "cpu"}
+        exact = load_pipeline(f"tiny-{family}", **load)
+        rounded = load_pipeline(
+            f"tiny-{family}", **load, rounding=while_loading(INT8, torch.bfloat16)
+        )
+        assert is_rounded(rounded.transformer) and not is_rounded(exact.transformer)
+        assert held(rounded.transformer) < 0.56 * held(exact.transformer)
+        assert all(not is_plain(layer.weight) for layer in linear_layers(rounded.transformer))
+        fields = [
+            BACKBONES[family](p, guidance=3.5, max_sequence_length=12) for p in (exact, rounded)
+        ]
+        x = torch.randn(2, *fields[0].latent_shape(), generator=torch.Generator().manual_seed(0))
+        cond = TextCache(fields[0])(load_prompts("tiny:all:train", limit=2))
+        with torch.no_grad():
+            a, b = (f.velocity(x.bfloat16(), torch.tensor(0.6), cond).float() for f in fields)
+        assert 0 <= (a - b).norm() < 0.1 * a.norm()
+
+
+@pytest.fixture(scope="module")
+def learner(tiny_config):
+    pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    return build_learner(tiny_config(memory=EIGHT), Runtime(device="cpu"), ProvidedObjects())
+
+
+def test_adapters_above_rounded_weights_stay_exact_and_train(learner):
+    policy = learner.policy
+    before = [p.clone() for p in policy.parameters()]
+    base = [
+        layer.weight.data for layer in linear_layers(policy.network) if not is_plain(layer.weight)
+    ]
+    kept = [weight.dequantize().clone() for weight in base]
+    learner.iterate(0)
+    assert all(p.dtype == torch.float32 for p in before)
+    assert any(not torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+    assert all(torch.equal(w.dequantize(), k) for w, k in zip(base, kept, strict=True)) and base
+
+
+def test_what_is_trained_above_them_is_an_ordinary_lora(learner, load_tiny, tmp_path):
+    save_lora(learner.policy.backbone.pipeline, tmp_path, adapter=POLICY)
+    assert load_lora(load_tiny(), tmp_path) > 0
+
+
+def test_nothing_is_folded_into_rounded_weights(learner):
+    layers = [m for m in learner.policy.network.modules() if hasattr(m, "base_layer")]
+    before = [layer.base_layer.weight.data.qdata for layer in layers]
+    with pytest.raises(UserError, match="cannot be folded into weights of 8 or 4 bits"):
+        with learner.policy.merged():
+            pass
+    with pytest.raises(UserError, match="cannot be folded"):
+        RolloutModel(learner.policy, (), Plain(torch.float32), lora="side")
+    after = [layer.base_layer.weight.data.qdata for layer in layers]
+    assert before and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@needs_torchao
+def test_a_pipeline_that_was_given_is_rounded_in_place_once_and_that_is_told(load_tiny, caplog):
+    network = load_tiny().transformer
+    with caplog.at_level(logging.WARNING):
+        round_in_place(network, INT8)
+        weights = [layer.weight.data for layer in linear_layers(network)]
+        assert not any(is_plain(weight) for weight in weights)
+        round_in_place(network, INT8)  # as for one that somebody rounded while loading
+        assert not caplog.text
+        round_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
+    assert "4 with bitsandbytes, but the pipeline that was given is rounded already" in caplog.text
+    again = [layer.weight.data for layer in linear_layers(network)]
+    assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(weights, again, strict=True))
+
+
+def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypatch):
+    with pytest.raises(UserError, match="rounds weights while they load: load it with"):
+        round_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
+    monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
+    check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CUDA)
+    check_base_bits(INT8, CPU)
+    with pytest.raises(
+        UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
+    ):
+        check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CPU)
+
+
+def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    for library in ["bitsandbytes", "torchao"]:
+        monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(UserError, match=rf'pip install "\.\[{library}\]"'):
+            check_base_bits(BaseBits(bits=8, library=library), CUDA)
+
+
+def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_config):
+    for changes, name in (
+        ({"memory": {"base_bits": 4, "base_library": "torchao"}}, "torchao's 4-bit"),
+        ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
+        ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
+        ({"rollout": {"compile": True}}, "rollout.compile"),
+        ({"rollout": {"explore": {"steps": 3}}}, "explore.precision"),
+    ):
+        with pytest.raises(UserError, match=name):
+            tiny_config(**{"memory": EIGHT} | changes)
+    explore = {"precision": "bf16", "candidates": 8, "steps": 3}
+    assert tiny_config(memory=EIGHT, rollout={"explore": explore}).rollout.explore is not None

@@ -1,0 +1,188 @@
+"""The memory of encoded prompts, with and without a disk and encoders; whose encoders they are."""
+
+import copy
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.backbones import offload
+from flowrl.backbones import text_cache as encode
+from flowrl.backbones.loading import pipeline_path
+from flowrl.backbones.offload import visiting
+from flowrl.backbones.text_cache import (
+    PromptCache,
+    TextCache,
+    by_files,
+    by_weights,
+    encoder_names,
+    index_file,
+)
+from flowrl.build import backbone as build_memory
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord
+from flowrl.trajectory import Conditioning
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+
+
+class Pipeline(SimpleNamespace):
+    @property
+    def components(self):
+        return vars(self)
+
+
+class Backbone:
+    """Encodes a prompt as its length; remembers what it was asked."""
+
+    def __init__(self):
+        self.pipeline = Pipeline(text_encoder=Encoder(), vae=None)
+        self.device, self.asked, self.autocast, self.seen = torch.device("cpu"), [], [], []
+
+    def encode(self, prompts, negatives):
+        self.asked += list(zip(prompts, negatives, strict=True))
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        self.seen.append(self.pipeline.text_encoder.weight.device.type)
+        sizes = [[len(p), len(n)] for p, n in zip(prompts, negatives, strict=True)]
+        return Conditioning(tensors={"size": torch.tensor(sizes)})
+
+
+def records(*texts):
+    return [PromptRecord(uid=text, text=text) for text in texts]
+
+
+def test_each_text_is_encoded_once_and_comes_in_the_order_asked():
+    backbone = Backbone()
+    cache = TextCache(backbone, negative="no")
+    assert cache(records("abc", "a", "abc")).tensors["size"].tolist() == [[3, 2], [1, 2], [3, 2]]
+    cache(records("a"))
+    assert backbone.asked == [("abc", "no"), ("a", "no")]
+
+
+def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
+    backbone = Backbone()
+    cache = TextCache(backbone, capacity=2)
+    cache(records("a", "bb", "ccc"))
+    assert [cache.has(r) for r in records("a", "bb", "ccc")] == [False, True, True]
+    endless = TextCache(backbone, capacity=None)
+    endless(records(*map(str, range(9))))
+    assert len(endless.known) == 9 and endless.nbytes() == 9 * 16
+    learned = TextCache(Backbone(), capacity=2)  # no more is learned than can be kept
+    learned.learn(records("a", "bb", "ccc"))
+    assert len(learned.backbone.asked) == len(learned.known) == 2
+
+
+def test_what_is_on_disk_needs_no_encoder_and_no_place_in_memory(tmp_path):
+    backbone = Backbone()
+    first = TextCache(backbone, disk=PromptCache(tmp_path, {}))
+    fresh = first(records("a", "bb"))
+    again = TextCache(backbone, disk=PromptCache(tmp_path, {}))
+    backbone.pipeline.text_encoder = None
+    assert torch.equal(again(records("a", "bb")).tensors["size"], fresh.tensors["size"])
+    assert len(backbone.asked) == 2
+    cache = TextCache(Backbone(), disk=PromptCache(tmp_path, {}), capacity=1)
+    cache.learn(records("a", "bb", "ccc"))
+    assert len(cache.known) == 1 and all(cache.has(r) for r in records("a", "bb", "ccc"))
+
+
+def test_an_unknown_prompt_without_encoders_is_told():
+    backbone = Backbone()
+    cache = TextCache(backbone)
+    cache.learn(records("a"))
+    backbone.pipeline.text_encoder = None
+    assert len(cache(records("a")))
+    with pytest.raises(UserError, match="'b' is not among .* freed: .* offload or keep"):
+        cache(records("a", "b"))
+
+
+def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
+    copies, copy, meta = [], offload._copy, torch.device("meta")  # stands for another device
+    monkeypatch.setattr(encode, "visiting", lambda parts, _: visiting(parts, meta))
+    monkeypatch.setattr(build_memory, "visiting", lambda parts, _: visiting(parts, meta))
+    monkeypatch.setattr(offload, "_copy", lambda t, device: copies.append(t) or copy(t, device))
+    cache = TextCache(Backbone(), batch_size=1)
+    cache.learn(records("a", "bb", "ccc"))
+    assert len(copies) == 1 and cache.backbone.seen == ["meta"] * 3
+    assert cache.backbone.pipeline.text_encoder.weight.device.type == "cpu"
+    cache.learn(records("a", "bb"))
+    assert len(copies) == 1  # nothing to do
+    build_memory._encode([(cache, r) for r in records("d", "ee")], show=False)
+    assert len(copies) == 2 and len(cache.known) == 5
+
+
+def test_a_damaged_file_is_seen_when_read_to_the_end_and_named_without_encoders(tmp_path):
+    backbone, (prompt,) = Backbone(), records("a")
+    TextCache(backbone, disk=PromptCache(tmp_path, {})).learn([prompt])
+    (path,) = tmp_path.rglob("*.safetensors")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    cache = TextCache(backbone, disk=PromptCache(tmp_path, {}))
+    assert cache.has(prompt) and not cache.has(prompt, whole=True)
+    encoder, backbone.pipeline.text_encoder = backbone.pipeline.text_encoder, None
+    with pytest.raises(UserError, match=f"{path.name} is damaged.*: remove the file and start"):
+        cache([prompt])
+    backbone.pipeline.text_encoder = encoder
+    cache.make([prompt])
+    assert TextCache(backbone, disk=PromptCache(tmp_path, {})).has(prompt, whole=True)
+
+
+def test_texts_are_encoded_in_the_encoders_own_dtype_under_autocast_too():
+    backbone = Backbone()
+    with torch.autocast("cpu", torch.bfloat16):
+        TextCache(backbone)(records("a"))
+        assert torch.is_autocast_enabled("cpu")
+    assert backbone.autocast == [False]
+
+
+# --- what tells one pipeline's text encoders from another's --------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The index and the text encoders of a pipeline, as far as files go."""
+    (tmp_path / "model_index.json").write_text(
+        '{"_class_name": "X", "text_encoder": ["a", "B"], "text_encoder_2": ["a", "B"], "vae": []}'
+    )
+    for name in ("text_encoder", "text_encoder_2", "tokenizer", "transformer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text("1")
+    return tmp_path
+
+
+def test_the_encoders_are_those_of_the_index(folder):
+    index = index_file(str(folder), None)
+    assert index is not None and encoder_names(index) == ["text_encoder", "text_encoder_2"]
+    index = index_file(pipeline_path("tiny-sd3"), None)
+    assert index is not None and len(encoder_names(index)) == 3
+    for name in ["nothing/here", "/no/such/folder/at/all", "a name of nothing"]:
+        assert index_file(name, None) is None
+
+
+def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(folder, tmp_path):
+    index = folder / "model_index.json"
+    before = by_files(index)
+    (folder / "transformer" / "weights").write_text("more")
+    assert by_files(index) == before
+    (folder / "tokenizer" / "weights").write_text("more")
+    longer = by_files(index)
+    assert longer != before
+    os.utime(folder / "text_encoder_2" / "weights", ns=(1, 1))
+    assert by_files(index) != longer
+    index = tmp_path / "models--a--b" / "snapshots" / "0123abcd" / "model_index.json"
+    assert by_files(index) == {"commit": "0123abcd"}
+
+
+def test_weights_in_memory_are_told_apart_by_their_values(load_tiny):
+    pipeline = load_tiny()
+    before = by_weights(pipeline)
+    assert by_weights(load_tiny()) == before
+    pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)  # shared by all tests
+    with torch.no_grad():
+        next(pipeline.text_encoder.parameters()).mul_(1.5)
+    assert by_weights(pipeline) != before

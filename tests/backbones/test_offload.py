@@ -1,0 +1,91 @@
+"""Parts that visit the device: there while they work, untouched afterwards."""
+
+import copy
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.backbones.offload import (
+    are_freed,
+    decoding,
+    encoders_of,
+    free_encoders,
+    place,
+    visiting,
+)
+
+META, CPU = torch.device("meta"), torch.device("cpu")  # meta stands for a device
+
+
+class Pipeline(SimpleNamespace):
+    @property
+    def components(self):
+        return vars(self)
+
+
+def network():
+    """Two layers that share a weight, and a buffer."""
+    found = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
+    found[1].weight = found[0].weight
+    return found
+
+
+def tensors(module):
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+
+
+def test_a_visitor_is_on_the_device_inside_and_home_after():
+    # A visitor is on the device inside and its own tensors are back after.
+    module = network()
+    before = tensors(module)
+    with visiting([module], META):
+        assert {t.device for t in tensors(module).values()} == {META}
+        assert module[0].weight is module[1].weight
+        assert isinstance(module[0].weight, nn.Parameter) and not module[0].weight.requires_grad
+    after = tensors(module)
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    assert module.state_dict().keys() == network().state_dict().keys()
+    # A visitor goes home when the work fails.
+    module = network()
+    with pytest.raises(RuntimeError), visiting([module], META):
+        raise RuntimeError
+    assert {t.device for t in tensors(module).values()} == {CPU}
+    # Who is there already is left alone.
+    module = network()
+    weight = module[0].weight
+    with visiting([module], CPU):
+        assert module[0].weight is weight
+
+
+def test_encoders_stay_on_the_cpu_and_the_autoencoder_visits():
+    # An autoencoder is on the backbones device while it decodes.
+    pipeline = Pipeline(vae=network())
+    with decoding(SimpleNamespace(pipeline=pipeline, device=META)):
+        assert pipeline.vae[0].weight.device == META
+    assert pipeline.vae[0].weight.device == CPU
+    with decoding(SimpleNamespace(pipeline=None, device=META)):  # a backbone of another kind
+        pass
+    # What is kept away stays on the cpu when a pipeline is placed.
+    pipeline = Pipeline(
+        transformer=network(), text_encoder=network(), text_encoder_2=network(), scheduler=object()
+    )
+    assert place(pipeline, META, ("text_encoder",)) is pipeline
+    devices = [getattr(pipeline, n)[0].weight.device for n in pipeline.components if n[0] == "t"]
+    assert devices == [META, CPU, CPU]
+    # An object that is no pipeline has nothing to free.
+    assert encoders_of(None) == [] and not are_freed(None)
+    assert not are_freed(Pipeline(transformer=network()))
+
+
+def test_freed_encoders_leave_memory_and_the_pipeline_knows(load_tiny):
+    pipeline = load_tiny()
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):  # shared by all tests
+        setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
+    watched = [weakref.ref(t) for part in encoders_of(pipeline) for t in (part, *part.parameters())]
+    assert len(watched) > 3 and not are_freed(pipeline)
+    free_encoders(pipeline)
+    assert are_freed(pipeline) and not encoders_of(pipeline)
+    assert all(ref() is None for ref in watched)

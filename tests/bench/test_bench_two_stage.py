@@ -1,0 +1,268 @@
+"""Two stages, measured: batches, clocks, costs; only ratios are a test's business."""
+
+import json
+import re
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.bench.two_stage import (
+    LABELS,
+    PUBLISHED,
+    WIDER,
+    Clock,
+    Costs,
+    MeasuredCounts,
+    Watch,
+    bench_sizes,
+    bench_solrl,
+    best_parts,
+    clocked,
+    full_batch,
+    labelled,
+    on_gpu,
+    own_words,
+    parse_counts,
+    verdict,
+)
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import SIZES
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.two_stage import two_stage_ratio
+
+# --- costs; the numbers here are made up --------------------------------------------------------
+
+# Full images take 10 s to sample and 2 s to finish, a cheap step half as long as an exact one.
+COSTS = Costs(
+    device="cpu", prompts=1, counts=PUBLISHED, batch=24, single=96 * 12.0,
+    two=96 * (3.0 + 2.0) + 24 * 12.0,
+    split={"explore: draw": 96 * 3.0, "rest": 96 * 2.0 + 24 * 12.0}, exact_step=1.0, low_step=0.5,
+    peft_step=2.0, finish=2.0, graphs=0, memory=None,
+)  # fmt: skip
+
+
+def test_a_run_without_overhead_costs_what_the_model_says():
+    assert (COSTS.gain, COSTS.fixed) == (2.0, 0.2)
+    assert COSTS.measured == pytest.approx(COSTS.predicted)
+    row = COSTS.row()
+    assert row["of_predicted"] == pytest.approx(1) and row["allowed"] == 1.10
+    # The published baseline is slower by its steps.
+    assert COSTS.to_peft == pytest.approx(COSTS.two / (96 * (10 * 2.0 + 2.0)))
+    assert [part["part"] for part in row["split"]] == ["explore: draw", "rest"]
+    assert [part["share"] for part in row["split"]] == pytest.approx([0.375, 0.625])
+
+
+def test_names_of_numbers_are_plain_for_programs_and_all_said_to_people():
+    row = COSTS.row()
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in row)
+    assert set(row) - set(LABELS) == {"split", "of_predicted", "allowed"}
+    told = {line["what"]: line["is"] for line in labelled(row)}
+    assert told["q: low-bit speed factor"] == 2 and told["two stages, s"] == COSTS.two
+    assert verdict(row).endswith("1.00 times, within 1.10")
+    above = {"measured": 1.13, "predicted": 1.0, "of_predicted": 1.13, "allowed": 1.1}
+    assert verdict(above) == "measured 1.130, predicted 1.000: 1.13 times, above 1.10"
+
+
+def test_counts_are_read_as_they_are_written_and_refused_where_they_cannot_be():
+    for counts in (PUBLISHED, WIDER):
+        assert parse_counts(str(counts)) == counts
+    for words, texts in (
+        ("such as 24/96@6/10", ["24/96", "24/96@6", "24@6/10", "a/96@6/10", "24/96@6/10/2", ""]),
+        ("keep is|steps are", ["97/96@6/10", "0/96@6/10", "24/96@0/10", "24/96@6/0"]),
+        ("expected 2 to the 10", ["24/96@11/10", "24/96@1/10"]),
+    ):
+        for text in texts:
+            with pytest.raises(UserError, match=words):
+                parse_counts(text)
+
+
+def test_scaled_counts_keep_their_proportion():
+    assert PUBLISHED.scaled(0.25) == MeasuredCounts(
+        keep=6, candidates=24, preview_steps=6, steps=10
+    )
+    assert PUBLISHED.scaled(0.125).ratio(2.0, 0.2) == PUBLISHED.ratio(2.0, 0.2)
+    for factor in (0.1, 0.01, 0.0):
+        with pytest.raises(UserError, match="whole numbers are expected"):
+            PUBLISHED.scaled(factor)
+
+
+def test_a_bench_names_its_own_option_where_no_layer_is_left():
+    with pytest.raises(UserError, match="is left to be quantised: give --min-dim 0"), own_words():
+        raise UserError("no layer of X is left to be quantised: set rollout.explore.min_dim")
+    with pytest.raises(UserError, match="^another$"), own_words():
+        raise UserError("another")
+
+
+# --- how it is measured -------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+ROLLOUT = {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 2, "tree": {"kind": "ode"}}
+
+
+def test_batches_are_as_large_as_all_can_be_full_of():
+    for most, counts, size in [
+        (24, (96, 24), 24), (8, (128, 16), 8), (24, (128, 16), 16), (5, (96, 24), 4), (9, (7,), 7)
+    ]:  # fmt: skip
+        assert full_batch(most, *counts) == size, (most, counts)
+
+
+def test_jobs_take_turns_and_the_best_round_counts_but_not_the_first():
+    found = iter([(9.0, 9.0), (1.0, 5.0), (2.0, 2.0), (0.5, 6.0)])
+
+    def job() -> dict[str, float]:
+        a, b = next(found)
+        return {"a": a, "b": b, "total": a + b}
+
+    assert best_parts({"job": job}, 3) == {"job": {"a": 2.0, "b": 2.0, "total": 4.0}}
+    # Parts without a total are each the best.
+    found = iter([(0.1, 0.1), (1.0, 5.0), (2.0, 2.0)])
+    best = best_parts({"job": lambda: dict(zip("ab", next(found), strict=True))}, 2)
+    assert best == {"job": {"a": 1.0, "b": 2.0}}
+    order = []
+    best_parts({name: lambda name=name: order.append(name) or {} for name in "ab"}, 2)
+    assert "".join(order) == "ababab"
+
+
+def test_a_cpus_seconds_are_its_own():
+    clock = Clock(CPU)
+    with clock.of("asleep"):
+        time.sleep(0.05)
+    assert clock.seconds["asleep"] < 0.04
+    watch = Watch(clock)
+    time.sleep(0.05)
+    watch.lap("asleep")
+    assert watch.seconds["asleep"] < 0.04
+    assert not on_gpu("cpu") and on_gpu("auto") == torch.cuda.is_available()
+
+
+def test_a_clocked_stage_generates_the_same_images_and_tells_its_network_of_errors(make_learner):
+    learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
+    source = learner.source
+    request, plan = source.request(0, source.plan(0)), source.plan(0)
+    clock = Clock(CPU)
+    plain = source.stage(request, plan, Stopwatch())
+    timed = clocked(source.stage, clock, "x")(request, plan, Stopwatch())
+    for (tree, images), (same, alike) in zip(plain.parts, timed.parts, strict=True):
+        assert torch.equal(tree.x, same.x) and torch.equal(images, alike)
+    assert torch.equal(plain.reward, timed.reward)
+    assert set(clock.seconds) == {"x: sync", "x: decode"}
+    assert clock.seconds["x: decode"] > 0
+    after = source.stage(request, plan, Stopwatch())  # and it has left the stage as it was
+    assert len(clock.seconds) == 2 and torch.equal(after.reward, plain.reward)
+    seen = []
+
+    @contextmanager
+    def network():
+        try:
+            yield None
+        except KeyError as error:
+            seen.append(error)
+            raise
+
+    timed = clocked(replace(source.stage, network=network), Clock(CPU), "x")
+    error = KeyError("x")
+    with pytest.raises(KeyError), timed.network():
+        raise error
+    assert seen == [error]
+
+
+# --- on a pipeline ------------------------------------------------------------------------------
+
+OPTIONS = {
+    "prompts": 1, "precision": "nvfp4-emulated", "min_dim": 0, "batch": 24, "compile": False,
+    "threads": 1, "repeats": 1, "device": "cpu", "counts": parse_counts("2/6@2/3"),
+}  # fmt: skip
+
+
+def test_the_split_and_the_ratio_stand_beside_the_cost_models(tiny_pipeline_path):
+    row = bench_solrl(model=tiny_pipeline_path, **OPTIONS)
+    assert (row["device"], row["batch"], row["recompiled"]) == ("cpu", 2, 0)
+    stages, parts = ("explore", "regenerate"), ("sync", "draw", "decode", "reward")
+    named = [f"{stage}: {part}" for stage in stages for part in parts]
+    assert [part["part"] for part in row["split"]] == [*named, "select and other"]
+    assert all(part["seconds"] > 0 for part in row["split"][:-1])
+    assert sum(part["seconds"] for part in row["split"]) == pytest.approx(row["two"])
+    assert row["q"] == row["exact_step"] / row["low_step"]
+    assert row["phi"] == row["finish"] / (3 * row["exact_step"])
+    assert row["measured"] == row["two"] / row["single"]
+    assert row["predicted"] == two_stage_ratio(
+        candidates=6, keep=2, preview_steps=2, steps=3, gain=row["q"], fixed=row["phi"]
+    )
+    assert row["of_predicted"] == row["measured"] / row["predicted"]
+
+
+def test_refusals_speak_of_the_benchs_own_options(tiny_pipeline_path):
+    for changed, told in (
+        ({"counts": parse_counts("1/4@2/3")}, "1/4@2/3"),
+        ({"precision": "fp4"}, "precision 'fp4'"),
+        ({"precision": "nvfp4"}, "nvfp4-emulated"),
+        ({"precision": "fp8"}, "nvfp4-emulated"),
+        ({"min_dim": None}, "--min-dim 0"),
+    ):
+        with pytest.raises(UserError, match=told) as caught:
+            bench_solrl(model=tiny_pipeline_path, **OPTIONS | changed)
+        assert "rollout." not in str(caught.value), changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "nvfp4-emulated"])
+def test_the_measured_ratio_is_at_most_a_tenth_above_the_models(tiny_pipeline_path, precision):
+    options = OPTIONS | {"precision": precision, "repeats": 3, "counts": PUBLISHED}
+    row = bench_solrl(model=tiny_pipeline_path, **options)
+    assert row["of_predicted"] <= row["allowed"]
+
+
+# --- on networks of published make, tiny ones here; only a GPU can tell their speed -------------
+
+NAME = "sd3.5-large"
+SIZED = {
+    "name": NAME, "plans": [parse_counts("2/4@2/3"), parse_counts("1/2@2/2")], "prompts": 1,
+    "batch": 8, "decode_batch": 2, "pixels": 32, "layers": 2, "min_dim": 0, "compile": False,
+    "repeats": 1, "device": "cpu",
+}  # fmt: skip
+
+
+def test_a_row_a_plan_tells_what_was_quantised_and_what_it_cost(monkeypatch, tiny_size):
+    monkeypatch.setitem(SIZES, NAME, tiny_size(NAME))
+    rows = bench_sizes(precision="nvfp4-emulated", **SIZED)
+    assert [row["plan"] for row in rows] == ["2/4@2/3", "1/2@2/2"]
+    for row in rows:
+        assert (row["precision"], row["native"], row["device"]) == ("nvfp4-emulated", False, "cpu")
+        assert row["layers"] == "2 of each kind: says nothing of speed"
+        # Eight projections of attention a block, one less in the last, two of the image's
+        # feed-forward, and the last projection of all.
+        assert row["quantised_layers"] == 8 + 7 + 2 * 2 + 1
+        assert 0 < row["quantised_share"] < 1
+        assert row["recompiled"] == 0 and row["peak_memory_gb"] is None
+        assert row["of_predicted"] == row["measured"] / row["predicted"] > 0
+        json.dumps(row)
+    row, *_ = bench_sizes(precision="bf16", **SIZED)
+    assert row["quantised_layers"] == 0 and row["precision"] == "bf16"
+
+
+def test_sizes_that_a_cpu_cannot_measure_are_refused_before_anything_is_built():
+    for changed, told in (
+        ({"layers": None}, "--layers 2"),
+        ({"name": "nosuch", "layers": None}, "'nosuch'"),
+        ({"precision": "fp8"}, "nvfp4-emulated"),
+    ):
+        with pytest.raises(UserError, match=told):
+            bench_sizes(**SIZED | {"precision": "auto"} | changed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["sd3.5-large", "flux.1-dev", "sana-1.6b"])
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+    reason="fp8 needs compute capability 8.9",
+)
+def test_real_sizes_cost_what_the_model_says_and_compile_once(name):
+    """Not run on such a device yet."""
+    options = SIZED | {"name": name, "pixels": None, "layers": None, "min_dim": None}
+    options |= {"plans": [PUBLISHED, WIDER], "compile": True, "device": "cuda", "repeats": 2}
+    for row in bench_sizes(precision="fp8", **options):
+        assert row["recompiled"] == 0
+        assert row["of_predicted"] <= row["allowed"]

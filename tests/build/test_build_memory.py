@@ -1,0 +1,232 @@
+"""The options under `memory` in whole runs: the same LoRA, whatever stays where."""
+
+import logging
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.offload import are_freed, encoders_of
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build import backbone as build_memory
+from flowrl.build.backbone import Texts, build_pipeline, needed_texts, rounded
+from flowrl.build.learner import (
+    ProvidedObjects,
+    all_texts,
+    build_evaluator,
+    build_learner,
+    evaluation_key,
+)
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord, PromptSampler
+from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
+
+CPU = torch.device("cpu")
+EVALUATION = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "train.txt"
+    path.write_text("a red circle\na blue square\na green triangle\n")
+    return {"train": str(path)}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_config, prompts, tmp_path_factory):
+    """Train one iteration with these options -> the LoRA's tensors."""
+
+    def train(guidance=3.0, **memory):
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        config = tiny_config(
+            memory=memory,
+            prompts=prompts,
+            rollout={"prompts": 3, "group_size": 2, "steps": 2, "guidance": guidance},
+            evaluation=EVALUATION,
+            run={"iterations": 1, "output_dir": str(folder)},
+        )
+        assert align(config)
+        assert (folder / "README.md").is_file() and (folder / "gallery" / "index.html").is_file()
+        return read_lora(folder)[0]
+
+    return train
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """What `load_pipeline` is told not to load, a list for each pipeline."""
+    found, original = [], build_memory.load_pipeline
+
+    def load(path, **options):
+        found.append(list(options["without"]))
+        return original(path, **options)
+
+    monkeypatch.setattr(build_memory, "load_pipeline", load)
+    return found
+
+
+def test_freed_and_cached_prompts_give_the_same_lora(run, loads, monkeypatch, tmp_path):
+    kept = run()
+    watched, free = [], build_memory.free_encoders
+
+    def watch(pipeline):
+        watched.extend(weakref.ref(part) for part in encoders_of(pipeline))
+        free(pipeline)
+        assert are_freed(pipeline) and all(ref() is None for ref in watched)
+
+    monkeypatch.setattr(build_memory, "free_encoders", watch)
+    options = {"text_encoders": "free", "vae": "offload", "prompt_cache": str(tmp_path)}
+    assert same(run(**options), kept)
+    assert len(watched) == 3
+    assert len(list(tmp_path.rglob("*.safetensors"))) == 5  # 3 prompts guided, 2 not
+    assert same(run(**options), kept)
+    assert loads == [[], [], ["text_encoder", "text_encoder_2", "text_encoder_3"]]
+    assert len(watched) == 3  # none was there the second time
+
+
+def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config, prompts, tmp_path):
+    config = tiny_config(memory={"prompt_cache": str(tmp_path)}, prompts=prompts)
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects())
+    backbone = learner.policy.backbone
+    records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
+    fresh = TextCache(backbone)(records)
+    Texts(config).of(backbone, 1.0).learn(records)
+    again = Texts(config).of(backbone, 1.0)
+    cond = again(records)
+    assert again.has(records[0]) and again.disk is not None
+    assert all(torch.equal(cond.tensors[k], fresh.tensors[k]) for k in fresh.tensors)
+
+
+def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
+    many = [PromptRecord(uid=str(i), text=str(i)) for i in range(50)]
+    config = tiny_config(rollout={"prompts": 3}, run={"iterations": 4})
+    sampler = PromptSampler(many, 3, config.run.seed)
+    taken = {p.uid for i in range(4) for p in sampler.at(i)}
+    assert {p.uid for _, p in needed_texts(config, many, [])} == taken and len(taken) == 12
+    left = {p.uid for i in (2, 3) for p in sampler.at(i)}
+    assert {p.uid for _, p in needed_texts(config, many, [], first=2)} == left
+    prompt = PromptRecord(uid="a", text="a", paraphrases=("b", "c"))
+    held = PromptRecord(uid="h", text="h", paraphrases=("i",))
+
+    def words(**changes):
+        config = tiny_config(**changes)
+        return {(g, p.read) for g, p in needed_texts(config, [prompt], [held])}
+
+    plain = {(2.0, "a"), (1.0, "h")}
+    assert words(rollout={"guidance": 2.0}) == plain
+    more = words(rollout={"guidance": 2.0}, prompts={"retained": 2})
+    assert more == plain | {(2.0, "b"), (2.0, "c")}
+    evaluation = EVALUATION | {"paraphrases": True}
+    assert words(rollout={"guidance": 2.0}, evaluation=evaluation) == plain | {(1.0, "i")}
+
+
+def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_config, load_tiny):
+    config = tiny_config(evaluation=EVALUATION)
+    given = ProvidedObjects(pipeline=load_tiny())
+    texts = Texts(config, given.pipeline)
+    learner = build_learner(config, Runtime(device="cpu"), given, texts)
+    pipeline = learner.policy.backbone.pipeline
+    evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
+    assert evaluator.encode is texts.of(learner.policy.backbone, 1.0)
+    assert texts.of(learner.policy.backbone, 4.0) is not evaluator.encode
+    assert all_texts(config, given) == []  # who keeps the encoders need not know
+    config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
+    assert {g for g, _ in all_texts(config, given)} == {1.0}
+
+
+def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, monkeypatch):
+    config = tiny_config(memory={"text_encoders": "free"})
+    pipeline = load_tiny()
+    texts = Texts(config, pipeline)
+    learner = build_learner(
+        config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline), texts
+    )
+    monkeypatch.setattr(build_memory, "free_bytes", lambda device: 2**14)
+    with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
+        texts.free(pipeline, all_texts(config, ProvidedObjects()), learner.runtime)
+    assert not are_freed(pipeline)
+    build_memory._check_room(2**10, 10)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
+    with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
+        build_memory._check_room(2**10, 10)
+
+
+def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
+    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
+    config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts": 3})
+    texts, given = Texts(config), ProvidedObjects()
+    learner = build_learner(config, Runtime(device="cpu"), given, texts)
+    second = SimpleNamespace(
+        rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
+    )
+    backbone, needed = learner.policy.backbone, all_texts(config, given)
+    texts.free(backbone.pipeline, needed, second)
+    assert are_freed(backbone.pipeline) and len(needed) == 3
+    assert all(texts.of(backbone, g).has(prompt, whole=True) for g, prompt in needed)
+
+
+def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
+    # A branch of the Hub moves on while it is loaded, but not where encoders are left out.
+    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
+    texts = Texts(tiny_config(memory=memory))
+    for commit in ("aaa", "bbb"):
+        (tmp_path / "snapshots" / commit).mkdir(parents=True)
+        (tmp_path / "snapshots" / commit / "model_index.json").write_text('{"text_encoder": []}')
+    here = ["aaa"]
+    index = lambda *_: tmp_path / "snapshots" / here[0] / "model_index.json"  # noqa: E731
+    monkeypatch.setattr(build_memory, "index_file", index)
+    needed = [(1.0, PromptRecord(uid="a", text="a"))]
+    assert texts.unneeded(needed) == []
+    here[0] = "bbb"  # as it was loaded
+    assert texts.commit() == "bbb"
+    texts._disk(False).save("a", "", Conditioning(tensors={"x": torch.ones(1)}))
+    assert texts.unneeded(needed) == ["text_encoder"]
+    here[0] = "aaa"
+    assert texts.commit() == "bbb"
+    asked = []
+
+    def load(path, **options):
+        asked.append((options["revision"], options["without"]))
+        raise UserError("far enough")
+
+    monkeypatch.setattr(build_memory, "load_pipeline", load)
+    monkeypatch.setattr(Texts, "commit", lambda self: "bbb")
+    for without in (["text_encoder"], []):
+        monkeypatch.setattr(Texts, "unneeded", lambda self, needed, names=without: names)
+        with pytest.raises(UserError, match="far enough"):
+            build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
+    assert asked == [("bbb", ["text_encoder"]), (None, [])]
+
+
+def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplog):
+    config = tiny_config(memory={"vae": "offload"})
+    with caplog.at_level(logging.WARNING):
+        build_pipeline(config, CPU, load_tiny())
+        assert not caplog.text
+        build_pipeline(config, CPU, load_tiny(), decoder_learns=True)
+    assert "memory.vae is offload, but" in caplog.text and "stays on the device" in caplog.text
+    config = tiny_config(memory={"gradient_checkpointing": True}, pipeline={"attention": "native"})
+    assert build_pipeline(config, CPU, load_tiny()).transformer.gradient_checkpointing
+    config = tiny_config(pipeline={"attention": "no-such"})
+    with pytest.raises(UserError, match="pipeline.attention is 'no-such'"):
+        build_pipeline(config, CPU, load_tiny())
+
+
+def test_only_rounded_weights_change_what_evaluations_measure(tiny_config):
+    def key(**memory):
+        return evaluation_key(tiny_config(memory=memory), [], [])
+
+    elsewhere = {"text_encoders": "free", "vae": "offload", "gradient_checkpointing": True}
+    assert key(**elsewhere, prompt_cache="somewhere") == key()
+    assert key(base_bits=8) != key() != key(base_bits=4)
+    assert key(base_bits=8) != key(base_bits=8, base_library="torchao")
+    assert rounded(tiny_config()) == {}

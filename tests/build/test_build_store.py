@@ -1,0 +1,94 @@
+"""A recipe with a store: training reads it, draws it anew when asked, and keeps the reference."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.build.rollout import REFERENCE, STORES, about, build_stored, plan_at
+from flowrl.config.rollout import StoreOptions
+from flowrl.errors import UserError
+from flowrl.offline.format import open_store
+from flowrl.offline.writer import fill
+from flowrl.sampling.rollout import Stopwatch
+
+ROLLOUT = {"prompts": 2, "steps": 2, "tree": {"kind": "ode"}}
+OBJECTIVE = {"kind": "gdro"}
+
+
+@pytest.fixture(scope="module")
+def stored(make_learner, tiny_config, tmp_path_factory):
+    """Two iterations with groups of four."""
+    sampler = make_learner(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE).source
+    config = tiny_config(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE)
+    return fill(tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2)
+
+
+@pytest.fixture
+def prepare(make_learner, tiny_config, stored, tmp_path):
+    """A learner that reads the store, `size` images of a group at a time."""
+
+    def make(specs=None, size=2, **options):
+        run = {"output_dir": str(tmp_path)}
+        changes = {"rollout": ROLLOUT | {"group_size": size}, "objective": OBJECTIVE, "run": run}
+        learner = make_learner(**changes | ({"specs": specs} if specs else {}))
+        config = tiny_config(**changes | ({"rewards": specs} if specs else {}))
+        section = StoreOptions(path=str(stored.folder), **options)
+        rollout = config.rollout.model_copy(update={"store": section})
+        config = config.model_copy(update={"rollout": rollout})
+        sampler = learner.source
+
+        def redraw(other):
+            plan = functools.partial(plan_at, other.rollout.plan, other.run.seed)
+            return replace(sampler, plan=plan)
+
+        backbone = learner.policy.backbone
+        encode = sampler.stage.encode
+        return replace(learner, source=build_stored(config, sampler, backbone, redraw, encode))
+
+    return make
+
+
+def test_training_reads_the_store_and_moves_the_policy(prepare, stored):
+    learner = prepare()
+    rollout, metrics = learner.iterate(0)
+    known = stored.latents(torch.arange(len(stored))).flatten(1)
+    assert all(any(torch.equal(x, k) for k in known) for x in rollout.tree.leaves().flatten(1))
+    assert len(rollout.tree) == 4 and metrics["grad/norm"] > 0
+
+
+def test_a_refreshed_store_has_the_images_of_the_policy_in_groups_of_the_same_size(
+    prepare, stored, tmp_path
+):
+    learner = prepare(refresh_every=2)
+    for iteration in range(2):
+        learner.iterate(iteration)
+    assert not (tmp_path / STORES).exists()
+    learner.source.collect(2, Stopwatch())
+    store = open_store(tmp_path / STORES / "step-000002")
+    assert [len(g.images) for g in store.groups] == [4] * len(stored.groups)
+    assert store.about.lora == {"iteration": 2}
+    assert store.about.recipe["rollout"] == stored.about.recipe["rollout"]
+
+
+def test_the_references_errors_are_filled_kept_and_used_again(prepare, tmp_path):
+    learner = prepare(size=4, cache_draws=1)
+    for iteration in range(2):  # an epoch, all images
+        learner.iterate(iteration)
+    assert not bool(learner.source.known.table.isnan().any())
+    learner.source.keep()
+    assert (tmp_path / REFERENCE).exists()
+    again = prepare(size=4, cache_draws=1)
+    assert torch.equal(again.source.known.table, learner.source.known.table)
+
+    def never(*_):
+        raise AssertionError("the reference is known everywhere")
+
+    again.policy.reference = never
+    again.iterate(0)
+
+
+def test_a_reward_that_was_not_scored_is_refused_before_training(prepare):
+    with pytest.raises(UserError, match="has no scores of the reward 'compressibility'"):
+        prepare(specs=[{"name": "compressibility"}])

@@ -1,0 +1,154 @@
+"""Shares of several GPUs: what they do together is the recipe's, whatever their number."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from flowrl.build.work_split import (
+    IterationWork,
+    check,
+    deal,
+    micro_batches,
+    nearest_gpus,
+    nearest_prompts,
+    solve,
+    units,
+)
+from flowrl.errors import UserError
+from flowrl.objectives.batches import Endpoints
+from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
+
+BASE = IterationWork(
+    prompts=8, roots=6, forwards=10, rows=1, row_forwards=4, micro_batch=16, updates=2
+)
+
+
+@st.composite
+def loads(draw) -> IterationWork:
+    updates = draw(st.integers(1, 3))
+    roots = draw(st.integers(1, 6))
+    whole = draw(st.booleans())
+    return IterationWork(
+        prompts=updates * draw(st.integers(1, 6)),
+        roots=roots,
+        leaves=draw(st.integers(1, 3)),
+        forwards=draw(st.integers(1, 20)),
+        candidates=draw(st.sampled_from([0, roots, 2 * roots + 1])),
+        candidate_forwards=draw(st.integers(1, 6)),
+        whole_prompts=whole,
+        whole_candidates=draw(st.booleans()),
+        rows=draw(st.integers(1, 4)),
+        group_rows=draw(st.sampled_from([None, 2])) if whole else None,
+        row_forwards=draw(st.integers(1, 3)),
+        together=draw(st.sampled_from(["image", "group"])) if whole else "image",
+        micro_batch=draw(st.integers(1, 12)),
+        updates=updates,
+    )
+
+
+@given(load=loads(), gpus=st.integers(1, 12))
+def test_what_gpus_do_together_is_what_one_does_alone(load, gpus):
+    assume(units(load) >= gpus)
+    one, many = solve(load, 1), solve(load, gpus)
+    assert many.gpus == gpus and many.update_rows == one.update_rows
+    for what in ("trees", "images", "forwards", "candidates"):
+        together = sum(getattr(share, what) for share in many.shares)
+        assert together == getattr(one.shares[0], what), what
+    assert one.shares[0].trees == load.prompts * load.roots
+    assert one.shares[0].prompts == load.prompts
+    if load.group_rows is None:
+        assert sum(one.update_rows) == load.prompts * load.roots * load.rows
+
+
+@given(load=loads(), gpus=st.integers(1, 12))
+def test_trees_are_dealt_as_training_deals_them(load, gpus):
+    unit = load.roots if load.whole_prompts else 1
+    total = load.prompts * load.roots
+    for rank, dealt in enumerate(deal(total, gpus, unit)):
+        runtime = SimpleNamespace(world_size=gpus, rank=rank)
+        assert Runtime.share(runtime, total, unit).tolist() == list(dealt)  # type: ignore[arg-type]
+
+
+@given(
+    groups=st.lists(st.integers(1, 5), max_size=6),
+    draws=st.integers(1, 3),
+    size=st.integers(1, 14),
+    together=st.sampled_from(["image", "group", "update"]),
+)
+def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
+    load = replace(BASE, micro_batch=size, row_forwards=draws, together=together)
+    group = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(groups).long())
+    rows = torch.zeros(len(group))
+    batch = Endpoints(
+        x0=rows, prompt=group, group=group, image=group, reward=rows, signal=rows, sigmas=rows,
+        cond=Conditioning(tensors={}), draws=draws, compared=together, seed=0, left_out={},
+    )  # fmt: skip
+    assert micro_batches(load, groups) == [len(chunk) for chunk in batch.chunks(size)]
+
+
+@settings(max_examples=60)
+@given(load=loads(), gpus=st.integers(1, 12))
+def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
+    suggested = nearest_gpus(load, gpus)
+    assert suggested  # one GPU never waits
+    for n in suggested:
+        assert solve(load, n).even
+    for prompts in nearest_prompts(load, gpus):
+        assert solve(replace(load, prompts=prompts), gpus).even
+        assert prompts % load.updates == 0
+    if units(load) >= gpus and solve(load, gpus).even:
+        assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
+
+
+@given(load=loads(), gpus=st.integers(1, 40))
+def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
+    try:
+        check(load, gpus)
+    except UserError as error:
+        told = str(error)
+        prompts = int(told.partition("rollout.prompts=")[2].partition(",")[0])
+        check(replace(load, prompts=prompts), gpus)
+        check(load, int(told.rpartition("or ")[2].partition(" ")[0]))
+    else:
+        assert all(share.trees for share in solve(load, gpus).shares)
+
+
+def test_eight_prompts_in_two_updates_on_eight_gpus():
+    # Eight prompts in two updates leave half of eight gpus waiting. One prompt each, so that an
+    # update has prompts for every other GPU only.
+    found = solve(BASE, 8)
+    assert [share.rows for share in found.shares[:2]] == [(6, 0), (0, 6)]
+    assert found.busy == {"drawing": 1.0, "learning": 0.5} and not found.even
+    assert nearest_gpus(BASE, 8) == (4,)
+    assert nearest_prompts(BASE, 8) == (16,)
+    assert solve(BASE, 4).even and solve(BASE, 4).update_rows == found.update_rows == (24, 24)
+    # Gradient accumulation follows the micro batch.
+    # 24 images of an update, 4 forwards each, 16 at a time
+    assert solve(BASE, 1).shares[0].micro_batches == (6, 6)
+    assert solve(BASE, 2).shares[0].micro_batches == (3, 3)
+    assert solve(replace(BASE, micro_batch=3), 2).shares[0].micro_batches == (12, 12)
+
+
+def test_shares_that_cannot_be_dealt_are_refused():
+    # A gpu more than prompts is refused where they are whole.
+    whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
+    with pytest.raises(UserError, match="objective.kind gdro compares: .*prompts=10, or 8 proc"):
+        check(whole, 9)
+    check(BASE, 9)
+    # An objective that compares an update has one process.
+    update = replace(BASE, together="update", judge="objective.kind kto")
+    check(update, 1)
+    with pytest.raises(UserError, match="kto compares all .* 2 processes do not share: start one"):
+        check(update, 2)
+    assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
+    # Updates take whole groups.
+    with pytest.raises(UserError, match="nearest rollout.prompts that works is 6"):
+        solve(replace(BASE, prompts=7, updates=3), 1)
+    # No gpu at all is refused.
+    with pytest.raises(UserError, match="got 0 GPUs"):
+        check(BASE, 0)

@@ -1,0 +1,191 @@
+import json
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from flowrl import __version__
+from flowrl.cli import main
+from flowrl.config import load_config
+from flowrl.config.load import load_yaml
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the program -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Stands for everything below the command line; records how it is called."""
+    calls = []
+    module = ModuleType("flowrl.api")
+
+    def align(config, *, resume):
+        calls.extend([config, resume])
+        return []
+
+    def record(*args, **kwargs):
+        calls.append((args, kwargs))
+        return [{"file": "a.png", "ocr": float("nan"), "brightness": 0.25}]
+
+    def score(*args):
+        return SimpleNamespace(rows=record(*args), missing=["reward 'ocr' does not apply"])
+
+    module.align, module.table = align, list  # type: ignore[attr-defined]
+    for name in ("sample_images", "evaluate_model", "build_gallery"):
+        setattr(module, name, record)
+    module.score_images = score  # type: ignore[attr-defined]
+    for name in ("flowrl.api", "flowrl.api"):
+        monkeypatch.setitem(sys.modules, name, module)
+    return calls
+
+
+COMMANDS = (
+    "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
+    "golden prompts explain doctor bench"
+).split()
+
+
+def test_help_lists_every_command_and_teaches_each_by_examples(run):
+    code, out, _ = run("--help")
+    assert code == 0 and "flowrl train quickstart" in out
+    for command in COMMANDS:
+        assert f" {command} " in out
+        code, text, _ = run(command, "--help")
+        assert code == 0, command
+        assert command == "doctor" or f"flowrl {command} " in text.split("Example", 1)[1]
+    assert run("--version")[1].strip() == f"flowrl {__version__}"
+
+
+def test_print_config_shows_the_whole_and_trains_nothing(run, built):
+    code, out, _ = run("train", "quickstart", "optim.lr=1e-4", "--rank", "4", "--print-config")
+    assert code == 0
+    expected = load_config("quickstart", ["optim.lr=1e-4", "lora.rank=4"])
+    assert load_yaml(out) == expected.model_dump(mode="json")
+    assert not built
+
+
+def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built, tmp_path):
+    step = tmp_path / "checkpoints" / "step-5"
+    step.mkdir(parents=True)
+    (tmp_path / "config.yaml").write_text("extends: quickstart\nrun: {seed: 3}")
+    for words, resume in (
+        ("quickstart run.seed=3", None),
+        ("quickstart run.seed=3 --resume latest", "latest"),
+        ("--resume latest quickstart --seed 3", "latest"),
+        ("--seed=3 quickstart --resume_from_checkpoint latest", "latest"),
+        (f"--resume {step}", str(step)),  # a run's folder brings its own recipe
+    ):
+        built.clear()
+        assert run("train", *words.split())[0] == 0
+        assert built == [load_config("quickstart", ["run.seed=3"]), resume], words
+
+
+def test_a_mistake_is_one_sentence_without_traceback(run, built):
+    for words, told in (
+        ("train", "flowrl train quickstart"),
+        ("train --resume nowhere", "no config.yaml"),
+        ("train quickstart optim.lrr=3", "optim.lrr"),
+        ("sample tiny-sd3", "give a prompt"),
+        ("gallery", "--base"),
+        ("gallery --base tiny-sd3", "--lora"),
+        ("explain optim.lrr", "optim.lr?"),
+        ("collect quickstart", "--groups 512"),
+        ("collect quickstart", "--pairs pairs.jsonl"),
+    ):
+        code, out, err = run(*words.split())
+        assert (code, out, err.count("\n")) == (1, "", 1), words
+        assert err.startswith("error: ") and told in err, words
+    code, _, err = run("trian", "quickstart")
+    assert code == 2 and "train" in err
+    assert not built
+
+
+def test_an_unexpected_error_is_short_and_debug_shows_the_traceback(run, built, monkeypatch):
+    def fail(config, **_):
+        raise RuntimeError("[red]wheels came off[/red]")
+
+    monkeypatch.setattr(sys.modules["flowrl.api"], "align", fail)
+    code, _, err = run("train", "quickstart")
+    assert code == 1
+    assert err.startswith("error: RuntimeError: [red]wheels came off[/red]\n")
+    assert "--debug" in err and "Traceback" not in err
+    for words in (["--debug", "train", "nowhere"], ["train", "nowhere", "--debug"]):
+        with pytest.raises(Exception, match="There is no recipe 'nowhere'"):
+            main(words)
+
+
+def test_sample_passes_prompts_and_settings(run, built, tmp_path):
+    prompts = tmp_path / "two.txt"
+    prompts.write_text("a red star\na blue ring\n")
+    words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
+    assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
+    (args, options) = built[0]
+    assert args == ("tiny-sd3", ["a cat", "a red star", "a blue ring"])
+    assert (options["negative"], options["guidance"]) == ("fog", 2.0)
+    assert (options["seed"], options["count"], options["lora"]) == (7, 3, None)
+
+
+def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, built):
+    words = ["sample", "tiny-sd3", "a cat", "--rlg", "-0.5"]
+    code, _, err = run(*words)
+    assert (code, err.count("\n")) == (1, 1)
+    assert "--rlg -0.5 is given without --lora" in err and not built
+    assert run(*words, "--lora", "runs/quickstart")[0] == 0
+    assert built[0][1]["rlg"] == -0.5
+
+
+def test_score_prints_a_missing_score_as_missing(run, built):
+    code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
+    assert code == 0
+    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None])
+    assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
+    assert err == "reward 'ocr' does not apply\n"
+    out = run("score", "a.png", "--reward", "ocr", "--json")[1]
+    assert json.loads(out) == {"file": "a.png", "ocr": None, "brightness": 0.25}
+
+
+def test_score_passes_on_the_arguments_of_each_reward(run, built):
+    words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
+    assert run(*words)[0] == 0
+    assert built[0][0][3] == [{"mode": "strict"}]
+    assert "given 1 times for 2 rewards" in run(*words, "--reward", "brightness")[2]
+    assert "expected names and values" in run(*words[:-1], "[strict]")[2]
+    assert "--reward ocr is given twice" in run(*words[:-2], "--reward", "ocr")[2]
+    assert len(built) == 1
+
+
+def test_gallery_passes_on_every_strength_in_order(run, built):
+    assert run("gallery", "runs/quickstart", "--rlg", "2", "--rlg", "0.5")[0] == 0
+    assert run("gallery", "runs/quickstart")[0] == 0
+    assert [list(options["rlg"]) for _, options in built] == [[2, 0.5], []]
+
+
+def test_explain_prints_an_option_and_doctor_what_it_finds(run):
+    code, out, _ = run("explain", "optim.lr")
+    assert code == 0 and "Learning rate." in out
+    code, out, err = run("doctor")
+    assert "python" in out
+    assert "presets" in out
+    assert (code == 0) == ("!!" not in out)
+    assert (code == 1) == ("marked !!" in err)
+
+
+def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr("flowrl.api.collect_groups", lambda *a, **k: seen.append(a[0]) or [])
+    options = ["objective={kind: dpo}", "rollout.store={path: groups, cache_draws: 64}"]
+    code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
+    assert not code, err
+    assert seen[0].rollout.store is None

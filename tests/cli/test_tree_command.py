@@ -1,0 +1,129 @@
+"""`flowrl tree`: what it prints, and that its refusals are one sentence."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from PIL import Image
+
+from flowrl.cli import explained
+from flowrl.cli.tree import tree
+from flowrl.config import load_config, parse_config
+from flowrl.config.load import merge, parse_overrides
+from flowrl.config.trees import PRESETS, PUBLISHED_CREDIT
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Run the command alone -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("NO_COLOR", "1")
+    app = typer.Typer(rich_markup_mode="rich")
+    app.command()(tree)
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            explained(lambda: app(list(words), prog_name="flowrl tree"), debug=False)
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+def test_the_command_prints_steps_totals_and_tree(run, tmp_path):
+    code, out, _ = run("branch_grpo")
+    assert code == 0
+    assert out.splitlines()[1].split() == ["0", "1", "2", "sde", "shared(4)", "2", "1"]
+    assert "16 images from 203 forwards, 12.69 each; separate chains take 320, 1.58" in out
+    assert "218 edges, 219 nodes, at most 16 at once." in out
+    assert "202 trained edges, those from one node sharing a forward: 187 in an update." in out
+    assert out.count("┳") == 15
+    # Options of the preset change the tree.
+    _, out, _ = run("tree_grpo", "branch=4", "window.size=2", "--leaves", "32", "--steps", "6")
+    assert "One of 2 trees alike" in out and "32 images from" in out
+    assert out.count("┳") == 5
+    # Numbers are for all prompts.
+    _, out, _ = run("branch_grpo", "--prompts", "10")
+    assert "160 images from 2030 forwards, 12.69 each" in out
+    # An image is written beside the text.
+    code, out, err = run("branch_grpo", "--image", str(tmp_path / "tree.png"))
+    assert code == 0 and "203 forwards" in out and "Wrote" in err
+    assert Image.open(tmp_path / "tree.png").format == "PNG"
+    # Help teaches with examples.
+    code, out, _ = run("--help")
+    assert code == 0 and "flowrl tree branch_grpo --leaves 16 --budget 160" in out
+    # Without a preset it lists them.
+    code, out, _ = run()
+    assert code == 0 and all(name in out for name in PRESETS)
+
+
+def test_json_and_windows_and_budgets(run):
+    # Windows move with the iteration and the seed.
+    words = ("tree_grpo", "--leaves", "27", "--json")
+    shown = {run(*words, "--iteration", str(i), "--seed", "3")[1] for i in range(10)}
+    assert len(shown) > 1
+    assert run(*words, "--seed", "3") == run(*words, "--seed", "3")
+    # Json is one object with rows and totals.
+    _, out, _ = run("tempflow", "width=2", "at=[0,2]", "--leaves", "8", "--steps", "5", "--json")
+    found = json.loads(out)
+    assert found["tree"]["at"] == [0, 2] and found["roots"] == 2
+    assert sum(row["forwards"] for row in found["rows"]) == found["totals"]["forwards"]
+    assert found["totals"]["saving"] == pytest.approx(40 / found["totals"]["forwards"])
+    # A budget chooses the splits.
+    _, out, _ = run("branch_grpo", "--budget", "203", "--json")
+    found = json.loads(out)
+    assert found["totals"]["forwards"] <= 203 and found["totals"]["leaves"] == 16
+    _, out, _ = run("branch_grpo", "--budget", "160")
+    assert "The best within 160 forwards: splits=[5, 10, 12], 2 trees a prompt; siblings" in out
+
+
+def test_refusals_are_one_sentence(run):
+    for words, said in [
+        (("brnch_grpo",), "Did you mean 'branch_grpo'?"),
+        (("branch_grpo", "spilts=[0]"), "did you mean splits?"),
+        (("branch_grpo", "splits"), "expected KEY=VALUE"),
+        (("branch_grpo", "kind=tempflow"), "Option kind is 'tempflow'"),
+        (("branch_grpo", "branch=1"), "Option branch is 1"),
+        (("branch_grpo", "--leaves", "20"), "the nearest that works is 16."),
+        (("branch_grpo", "--steps", "8"), "splits has step 9"),
+        (("tree_grpo", "window.size=30"), "rollout.tree.window.size is 30"),
+        (("custom",), "Option function is missing"),
+        (("tree_grpo", "--budget", "99"), "tree_grpo has none"),
+        (("branch_grpo", "splits=[0]", "--budget", "99"), "leave one of them out"),
+        (("branch_grpo", "--budget", "45"), "the nearest that works is 46."),
+        (("branch_grpo", "--budget", "320"), "16 separate chains are the best"),
+    ]:
+        code, out, err = run(*words)
+        assert (code, out) == (1, "")
+        assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_every_preset_shows_itself_and_says_what_works(run):
+    # Every preset says which leaves work when it does not.
+    for preset in [name for name in PRESETS if name != "custom"]:
+        code, out, err = run(preset, "--leaves", "11")
+        assert ("11 images" in out) if code == 0 else ("group_size is 11" in err)
+    # Every preset shows itself and what it says of recipes works.
+    for name in sorted(PRESETS.keys() - {"custom"}):
+        code, out, _ = run(name)
+        assert code == 0
+        words = shlex.split(re.search(r"In a recipe: (.*)", out)[1])  # type: ignore[index]
+        if credit := PUBLISHED_CREDIT.get(name):
+            assert f'Its published credit: "objective.credit={credit}"' in out
+            words.append(f"objective.credit={credit}")
+            assert f"| `{name}` |" in PAGE and f"| `{credit}` |" in PAGE
+        if name == "ode":  # nothing to learn from but the images
+            words.append("objective={kind: nft}")
+        config = parse_config(merge(SMALLEST, parse_overrides(words)))
+        assert f"{config.rollout.group_size} images from" in out
+        on_quickstart = load_config("quickstart", words)  # whose credit is not the default
+        assert on_quickstart.rollout.tree == config.rollout.tree
+        if credit:
+            assert on_quickstart.objective.credit.scale == config.objective.credit.scale
+
+
+SMALLEST = {"prompts": {"train": "p.txt"}, "rewards": [{"name": "ocr"}]}
+PAGE = (Path(__file__).parents[2] / "docs" / "trees.md").read_text(encoding="utf-8")

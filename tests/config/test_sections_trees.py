@@ -1,0 +1,128 @@
+"""Options of trees: each one reaches the plan, and what cannot work names its option."""
+
+import re
+from typing import get_args
+
+import pytest
+from pydantic import TypeAdapter
+
+from flowrl.config.trees import PRESETS, DepthPruning, Tree
+from flowrl.trees import presets
+from flowrl.trees import presets as combs
+from flowrl.trees.plan import NoiseCoupling, PlanError, count
+
+ADAPTER = TypeAdapter(Tree)
+LEAVES = {"tree_grpo": 27, "b2_diffurl": 20, "tempflow": 114, "g2rpo": 36, "e_grpo": 24}
+
+
+def plan(kind: str, *, iteration=0, steps=20, leaves=16, seed=0, **options):
+    section = ADAPTER.validate_python({"kind": kind} | options)
+    return section.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+
+
+def test_every_section_is_reached_by_its_kind_and_named_on_the_card():
+    sections = get_args(get_args(Tree)[0])
+    assert {s.model_fields["kind"].default: s for s in sections} == PRESETS
+    # Every tree has a name for the card.
+    from flowrl.export.summary import METHODS
+
+    assert METHODS.keys() == PRESETS.keys()
+
+
+def test_plans_depend_on_seed_and_iteration_alone():
+    # Defaults make a plan that seed and iteration decide alone.
+    for kind in [k for k in PRESETS if k != "custom"]:
+        leaves = LEAVES.get(kind, 16)
+        made = [plan(kind, iteration=i, leaves=leaves, seed=4) for i in range(0, 200, 10)]
+        assert made == [plan(kind, iteration=i, leaves=leaves, seed=4) for i in range(0, 200, 10)]
+        assert {count(p).leaves for p in made} == {leaves}
+        moves = kind not in ("ode", "flow_grpo", "branch_grpo", "tempflow")
+        assert (len(set(made)) > 1) == moves
+    # What is drawn depends on the seed.
+    for kind in ["flow_grpo_fast", "dance_grpo", "tree_grpo", "g2rpo", "e_grpo"]:
+        leaves = LEAVES.get(kind, 16)
+        first, second = (
+            [plan(kind, iteration=i, leaves=leaves, seed=seed) for i in range(20)]
+            for seed in (0, 1)
+        )
+        assert first != second
+
+
+def test_options_reach_the_plan():
+    for made, expected in [
+        (plan("dance_grpo", trained_share=1.0), presets.dance_grpo(20, 16, range(19))),
+        (plan("flow_grpo_fast", window={"kind": "all"}), presets.flow_grpo_fast(20, 16, range(19))),
+        (
+            plan("mix_grpo", iteration=50, shared_prefix=False),
+            presets.mix_grpo(20, 16, range(2, 6), shared_prefix=False),
+        ),
+        (
+            plan("branch_grpo", branch=4, splits=[2, 5], coupling={"kind": "simplex"}),
+            presets.branch_grpo(20, 16, 4, [2, 5], NoiseCoupling("simplex")),
+        ),
+        (
+            plan("branch_grpo_mix", iteration=30, splits=[2]),
+            presets.branch_grpo_mix(20, 16, 2, [2], range(1, 5)),
+        ),
+        (
+            plan("tree_grpo", branch=4, window={"kind": "fixed", "size": 2, "start": 3}),
+            presets.tree_grpo(20, 16, 4, range(3, 5)),
+        ),
+        (plan("dynamic_tree", gain_growth=0.5), presets.dynamic_tree(20, 16, range(4), 0.5)),
+        (
+            plan("b2_diffurl", branch=4, first=0.5, last=0.6, period=10, iteration=5),
+            presets.b2_diffurl(20, 16, 4, 11),
+        ),
+        (plan("tempflow", width=4, at=[1, 5]), combs.tempflow(20, 16, 4, [1, 5])),
+        (
+            plan("g2rpo", width=4, at=[1, 5], draw=None, strides=[1, 4]),
+            combs.g2rpo(20, 16, 4, [1, 5], [1, 4]),
+        ),
+        (
+            plan("e_grpo", width=4, at=[1, 5], draw=None, lengths=[3, 4]),
+            combs.e_grpo(20, 16, 4, [1, 5], [3, 4]),
+        ),
+    ]:
+        assert made == expected
+
+
+def test_options_that_cannot_work_are_named():
+    for kind, options, words in [
+        ("branch_grpo", {"splits": [0, 3, 6, 19]}, "splits has step 19"),
+        ("branch_grpo", {"splits": [0]}, None),
+        ("tree_grpo", {}, "group_size is 16"),
+        ("tempflow", {"at": [30]}, "at has step 30"),
+        ("g2rpo", {"width": 2, "at": [1], "draw": 2}, "draw is 2.*works is 1"),
+        ("e_grpo", {"width": 2, "at": [1, 18]}, "at has step 18.*works is 17"),
+        ("b2_diffurl", {"first": 0.9, "last": 0.5}, "rollout.tree.first is 0.9"),
+        ("custom", {"function": "plans"}, "module:attribute"),
+    ]:
+        if words is None:
+            assert plan(kind, **options).roots == 8
+            continue
+        with pytest.raises(PlanError, match=words):
+            plan(kind, **options)
+    # Windows that do not fit name option and nearest value.
+    for window, option in [
+        ({"kind": "fixed", "size": 3, "start": 18}, "size"),
+        ({"kind": "fixed", "size": 3, "start": 19}, "start"),
+        ({"kind": "random", "size": 2, "stop": 20}, "stop"),
+        ({"kind": "progressive", "size": 8, "stop": 6}, "size"),
+        ({"kind": "geometric", "size": 20}, "size"),
+    ]:
+        with pytest.raises(PlanError, match=rf"rollout\.tree\.window\.{option} is") as caught:
+            plan("mix_grpo", window=window)
+        near = int(re.search(r"nearest valid value is (\d+)", str(caught.value))[1])
+        assert plan("mix_grpo", window=window | {option: near})
+    # A single step has no window.
+    with pytest.raises(PlanError, match="rollout.steps is 1, expected at least 2"):
+        plan("mix_grpo", steps=1)
+
+
+def test_depth_pruning_moves_as_its_options_say():
+    later = DepthPruning(start=3, size=2, period=5, stop=4)
+    assert [list(later.at(i, 20)) for i in (0, 5, 50)] == [[3, 4], [4, 5], [4, 5]]
+    earlier = DepthPruning(start=3, size=2, direction="earlier", period=5, until=9)
+    assert [list(earlier.at(i, 20)) for i in (0, 5, 9)] == [[3, 4], [2, 3], []]
+    with pytest.raises(PlanError, match="stop is 5"):
+        DepthPruning(start=3, direction="earlier", stop=5).at(0, 20)

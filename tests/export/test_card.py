@@ -1,0 +1,150 @@
+"""The model card is read by the Hub, by people, and by Python."""
+
+import ast
+import re
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from flowrl.export.gallery import GalleryPair, SummaryRow
+from flowrl.export.hub import Licence, licence_of
+from flowrl.export.model_card import Card, write_card
+
+HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
+
+
+def pair(prompt: str) -> GalleryPair:
+    base, aligned = (Image.new("RGB", (64, 64), color) for color in ("white", "black"))
+    return GalleryPair(prompt=prompt, draw=0, base=base, aligned=aligned, scores={"ocr": (0, 1)})
+
+
+def card(**changes: Any) -> Card:
+    values: dict[str, Any] = {
+        "base_model": "stabilityai/stable-diffusion-3.5-medium",
+        "on_hub": True,
+        "load_from": "'stabilityai/stable-diffusion-3.5-medium'",
+        "call": {"num_inference_steps": 8, "guidance_scale": 1.0},
+        "license": Licence(id="apache-2.0"),
+        "method": "Flow-GRPO",
+        "weights": "EMA",
+        "step": 240,
+        "command": "flowrl train quickstart",
+        "config": "rollout:\n  steps: 8\n",
+        "evaluation": "600 images of unseen prompts",
+        "summary": [
+            SummaryRow(name="ocr|x", base=0.48, aligned=0.62, change=0.14, low=0.1, high=0.18)
+        ],
+        "curves": {"reward/mean": [(1, 0.5), (2, 0.6)], "reward/ocr": []},
+        "pairs": [pair("a red circle"), pair(HOSTILE)],
+    }
+    return Card(**(values | changes))
+
+
+def parts(folder, made: Card) -> tuple[dict[str, Any], str]:
+    text = write_card(folder, made).read_text("utf-8")
+    _, header, body = re.split(r"^---\n", text, maxsplit=2, flags=re.MULTILINE)
+    return yaml.safe_load(header), body
+
+
+def code_blocks(body: str, language: str) -> list[str]:
+    found = re.findall(rf"^(`{{3,}}){language}\n(.*?)^\1$", body, re.MULTILINE | re.DOTALL)
+    return [text for _, text in found]
+
+
+def test_the_front_matter_is_what_the_hub_reads(tmp_path):
+    header, body = parts(tmp_path, card())
+    tags = {"text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"}
+    assert set(header["tags"]) == tags
+    assert header["base_model"] == "stabilityai/stable-diffusion-3.5-medium"
+    assert header["license"] == "apache-2.0"
+    assert [w["text"] for w in header["widget"]] == ["a red circle", HOSTILE]
+    hub = pytest.importorskip("huggingface_hub")
+    assert hub.ModelCard.load(tmp_path / "README.md").data.widget
+    # Every image that the card shows lies beside it, and is large enough for the Hub.
+    shown = re.findall(r"\]\((.*?)\)", body) + [w["output"]["url"] for w in header["widget"]]
+    assert len(shown) == 4
+    for name in shown:
+        with Image.open(tmp_path / name) as image:
+            assert min(image.size) >= 256
+
+
+def test_the_loading_code_names_the_folder_and_the_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path.parent / "elsewhere"
+    for folder, named in ((tmp_path / "runs" / "it's", "runs/it's"), (elsewhere, str(elsewhere))):
+        _, body = parts(folder, card(pairs=[pair(HOSTILE)], curves={}))
+        check_loading_code(body, named)
+
+
+def check_loading_code(body: str, folder: str) -> None:
+    (code,) = code_blocks(body, "python")
+    calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]
+    load = next(c for c in calls if getattr(c.func, "attr", "") == "load_lora_weights")
+    draw = next(c for c in calls if getattr(c.func, "id", "") == "pipe")
+    assert ast.literal_eval(load.args[0]) == folder
+    assert ast.literal_eval(draw.args[0]) == HOSTILE
+    named = {k.arg: ast.literal_eval(k.value) for k in draw.keywords}
+    assert named == {"num_inference_steps": 8, "guidance_scale": 1.0}
+
+
+def test_scores_stand_in_a_table_that_a_reward_name_cannot_break(tmp_path):
+    _, body = parts(tmp_path, card())
+    (row,) = [line for line in body.splitlines() if line.startswith("| ocr")]
+    cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
+    assert cells == ["ocr\\|x", "0.480", "0.620", "+0.140", "+0.100 to +0.180"]
+
+
+def test_what_is_missing_is_said_or_left_out_and_a_configuration_cannot_leave_its_block(tmp_path):
+    config = "rollout:\n  negative: |\n````\n# not a heading\n"
+    made = card(config=config, summary=[], curves={}, pairs=[], weights="policy", step=17)
+    header, body = parts(tmp_path, made)
+    assert "widget" not in header and "![" not in body and "<Gallery" not in body
+    assert "was not evaluated" in body and not (tmp_path / "card").exists()
+    assert code_blocks(body, "yaml") == [config]
+    assert re.search(r"\*\*policy\*\* weights after\s+\*\*17\*\* iterations", body)
+
+
+FLUX = "black-forest-labs/FLUX.1-dev"
+PLAIN: dict[str, Any] = {"pairs": (), "curves": {}}  # images take time
+
+
+def test_the_licence_is_that_of_the_base(tmp_path):
+    for base, name in (
+        (FLUX, "flux-1-dev-non-commercial-license"),
+        ("stabilityai/stable-diffusion-3.5-medium", "stabilityai-ai-community"),
+        ("stabilityai/stable-diffusion-3.5-large", "stabilityai-ai-community"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", "nscl-v2-custom"),
+    ):
+        header, body = parts(tmp_path, card(base_model=base, license=licence_of(base), **PLAIN))
+        assert (header["license"], header["license_name"]) == ("other", name)
+        assert header["license_link"].startswith(f"https://huggingface.co/{base}/blob/main/LICENSE")
+        assert f"]({header['license_link']}), as the base model." in body
+    assert licence_of("me/mine") is None and licence_of("tiny-sd3") is None
+    assert licence_of("black-forest-labs/FLUX.1-schnell") == Licence(id="apache-2.0")
+    unknown = card(on_hub=False, base_model="tiny-sd3", license=None, **PLAIN)
+    header, body = parts(tmp_path, unknown)
+    assert not {"base_model", "base_model_relation", "license"} & set(header)
+    assert "tiny-sd3" in body and "The base model's licence holds for this LoRA too." in body
+
+
+def test_a_base_in_16_bits_is_loaded_in_them_on_a_gpu(tmp_path):
+    for dtype, of_torch in [("bf16", "bfloat16"), ("fp16", "float16")]:
+        made = card(base_model=FLUX, load_from=f"{FLUX!r}, revision='v1'", dtype=dtype, **PLAIN)
+        (code,) = code_blocks(parts(tmp_path, made)[1], "python")
+        ast.parse(code)
+        load = f"from_pretrained({FLUX!r}, revision='v1', dtype=torch.{of_torch}).to(\"cuda\")"
+        assert load in code and code.startswith("import torch\n")
+
+
+def test_the_card_says_how_it_was_trained_why_it_ended_early_and_what_its_rows_are(tmp_path):
+    _, plain = parts(tmp_path, card(**PLAIN))
+    told = {"stopped": "Stopped at 7: x_y.", "legend": "corrected/R is R."}
+    _, body = parts(tmp_path, card(**told, training="Candidates: 6 steps.", **PLAIN))
+    command = "With the `config.yaml` beside this card:\n\n```bash\nflowrl train quickstart\n```"
+    assert f"## Training\n\nCandidates\\: 6 steps.\n\n{command}" in body
+    assert f"## Training\n\n{command}" in plain
+    assert "iterations. Stopped at 7\\: x\\_y.\n\n## Use" in body
+    assert "bootstrap over them.\ncorrected/R is R.\n" in body
+    assert "iterations.\n\n## Use" in plain and "bootstrap over them.\n\n" in plain

@@ -1,0 +1,204 @@
+"""The comparison page stands alone, escapes what it shows, and holds every image."""
+
+import base64
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from flowrl.export.gallery import (
+    GalleryPair,
+    GallerySweep,
+    SummaryRow,
+    change,
+    gallery_page,
+    pair_grid,
+    write_gallery,
+)
+
+HOSTILE = [
+    '<script>alert("x")</script>',
+    '" onload="alert(1)',
+    "'><img src=http://example.com/x.png>",
+    "</title></script><!-- {{ 7*7 }} {% raw %}",
+    "javascript:alert(1) & <b>bold</b>\n\nnew line",
+]
+
+
+class Page(HTMLParser):
+    """The tags with their attributes, and the text outside of style and script."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+
+    def handle_data(self, data):
+        if not self.tags or self.tags[-1][0] not in ("style", "script"):
+            self.text += data
+
+
+def noise(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
+    rng = np.random.default_rng(seed)
+    return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
+
+
+def pair(prompt: str = "a red circle", draw: int = 0, **scores: Any) -> GalleryPair:
+    return GalleryPair(
+        prompt=prompt, draw=draw, base=noise(2 * draw), aligned=noise(2 * draw + 1), scores=scores
+    )
+
+
+def row(name: str = "geneval") -> SummaryRow:
+    return SummaryRow(name=name, base=0.481, aligned=0.623, change=0.142, low=0.101, high=0.183)
+
+
+def test_text_and_pages_are_safe(tmp_path):
+    # Text from outside stays text wherever it is shown.
+    for text in HOSTILE:
+        plain = Page(gallery_page([pair(geneval=(0, 1))], title="t", summary=[row()], caption="c"))
+        page = Page(
+            gallery_page(
+                [pair(text, 0, **{text: (0, 1)})], title=text, summary=[row(text)], caption=text
+            )
+        )
+        assert [tag for tag, _ in page.tags] == [tag for tag, _ in plain.tags]
+        assert [set(attrs) for _, attrs in page.tags] == [set(attrs) for _, attrs in plain.tags]
+        assert page.text.count(text) >= 5  # title, heading, caption, table, prompt, reward
+    # Pages without pairs or with other columns are refused.
+    # A row with other columns than the page is refused.
+    with pytest.raises(ValueError, match="zip"):
+        gallery_page([pair()], title="t", columns=COLUMNS)
+    # A gallery without pairs is refused.
+    with pytest.raises(ValueError, match="at least one pair"):
+        write_gallery(tmp_path, [], title="t")
+
+
+def test_the_page_holds_all_images_without_loss_and_nothing_from_outside():
+    html = gallery_page([pair(draw=i) for i in range(3)], title="t", summary=[row()])
+    tags = Page(html).tags
+    links = [v for _, attrs in tags for k, v in attrs.items() if k in ("src", "href", "srcset")]
+    assert links and all(link.startswith("data:image/") for link in links)
+    assert not re.search(r"url\(|@import|fetch\(|https?://", html)
+    assert not {"link", "iframe", "object", "embed", "base"} & {tag for tag, _ in tags}
+    policy = next(a["content"] for t, a in tags if a.get("http-equiv"))
+    assert "default-src 'none'" in policy
+    # Both images of every pair are in the page without loss.
+    pairs = [pair(draw=i) for i in range(3)]
+    images = [
+        a for t, a in Page(gallery_page(pairs, title="t")).tags if t == "img" and a.get("src")
+    ]
+    found = [Image.open(io.BytesIO(base64.b64decode(a["src"].split(",")[1]))) for a in images]
+    expected = [image for p in pairs for image in (p.base, p.aligned)]
+    assert len(found) == len(expected)
+    for image, original in zip(found, expected, strict=True):
+        assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(original))
+    # Only small images are enlarged with hard edges.
+    small, large = (
+        pair(),
+        GalleryPair(
+            prompt="p", draw=1, base=noise(0, (300, 64)), aligned=noise(1, (300, 64)), scores={}
+        ),
+    )
+    images = [a for t, a in Page(gallery_page([small, large], title="t")).tags if t == "img"]
+    assert [a.get("class") for a in images[:4]] == ["small", "small", None, None]
+
+
+def test_only_scores_that_are_missing_are_not_available():
+    # A missing score is neither zero nor a change.
+    for missing in (None, math.nan):
+        assert change((missing, 1.0)) is None
+        page = Page(gallery_page([pair(geneval=(missing, 1.0))], title="t"))
+        card = next(a for _, a in page.tags if a.get("class") == "card")
+        assert card["data-changes"] == "[null]"
+        assert "geneval n/a → 1.000 n/a" in page.text
+    # A reward that says nothing about a pair is left out of it.
+    page = Page(gallery_page([pair(ocr=(None, None), geneval=(0.0, 1.0))], title="t"))
+    assert "geneval 0.000 → 1.000 +1.000" in page.text
+    assert "n/a" not in page.text
+
+
+def test_the_grid_shows_base_over_aligned_and_grows_by_columns_then_bands():
+    white, black = (
+        Image.new("RGB", (64, 64), (255, 0, 255)),
+        Image.new("RGB", (64, 64), (0, 255, 255)),
+    )
+    one = GalleryPair(prompt="a cat", draw=0, base=white, aligned=black, scores={"geneval": (0, 1)})
+    grid = np.asarray(pair_grid([one] * 3, across=2))
+    tops = {}
+    for name, color in (("base", (255, 0, 255)), ("aligned", (0, 255, 255))):
+        spots = np.argwhere((grid == color).all(-1))
+        assert len(spots) == 3 * 192 * 192
+        tops[name] = spots[:, 0].min()
+    assert tops["aligned"] - tops["base"] >= 192
+    # The grid grows by a column a pair and then by bands.
+    widths = [pair_grid([pair()] * n, across=4).width for n in (1, 2, 3, 4, 5)]
+    heights = [pair_grid([pair()] * n, across=4).height for n in (4, 5, 8, 9)]
+    steps = {b - a for a, b in zip(widths[:3], widths[1:4], strict=True)}
+    assert len(steps) == 1 and steps.pop() >= 192
+    assert widths[4] == widths[3]
+    assert heights[0] < heights[1] == heights[2] < heights[3]
+
+
+def test_the_files_hold_all_pairs_and_a_grid_of_the_first(tmp_path):
+    pairs = [pair(draw=i, geneval=(0.0, 1.0)) for i in range(5)]
+    html, grid = write_gallery(
+        tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_pairs=3
+    )
+    assert len(re.findall('class="card"', html.read_text("utf-8"))) == 5
+    alone = pair_grid(pairs[:3])
+    with Image.open(grid) as image:
+        assert image.width == alone.width and image.height > alone.height
+    # A sweeps grid has a row of images for each column.
+    colors = [(255, 0, 255), (0, 255, 255), (255, 255, 0)]
+    images = tuple(Image.new("RGB", (64, 64), color) for color in colors)
+    one = GallerySweep(prompt="p", draw=0, images=images, scores={"ocr": (0, 1, 0.5)})
+    _, path = write_gallery(tmp_path, [one] * 3, title="t", grid_pairs=2, columns=COLUMNS)
+    grid = np.asarray(Image.open(path))
+    spots = [np.argwhere((grid == color).all(-1)) for color in colors]
+    assert [len(spot) for spot in spots] == [2 * 192 * 192] * 3
+    tops = [spot[:, 0].min() for spot in spots]
+    assert tops[1] - tops[0] == tops[2] - tops[1] >= 192
+
+
+# --- several columns ---------------------------------------------------------------------------
+
+COLUMNS = ("base", "RLG 0.5", "RLG 2")
+
+
+def sweep(draw: int = 0, **scores: Any) -> GallerySweep:
+    images = tuple(noise(3 * draw + i) for i in range(3))
+    return GallerySweep(prompt="a red circle", draw=draw, images=images, scores=scores)
+
+
+def test_a_sweep_shows_and_orders_every_column():
+    rows = [sweep(i) for i in range(2)]
+    page = Page(gallery_page(rows, title="t", columns=COLUMNS))
+    images = [a for t, a in page.tags if t == "img"]
+    shown = [a["alt"] for a in images if a.get("src")]
+    assert shown == [f"{column}: a red circle" for column in COLUMNS] * 2
+    assert sum(not a.get("src") for a in images) == 3  # the viewer's
+    data = [base64.b64decode(a["src"].split(",")[1]) for a in images if a.get("src")]
+    originals = [image for row in rows for image in row.images]
+    for content, original in zip(data, originals, strict=True):
+        assert np.array_equal(np.asarray(Image.open(io.BytesIO(content))), np.asarray(original))
+    # A sweep can be ordered by each reward at each strength.
+    page = Page(
+        gallery_page([sweep(ocr=(0.5, 0.25, None), geneval=(0, 0, 1))], title="t", columns=COLUMNS)
+    )
+    card = next(a for _, a in page.tags if a.get("class") == "card")
+    assert json.loads(card["data-changes"]) == [-0.25, None, 0, 1]
+    names = ["ocr, RLG 0.5", "ocr, RLG 2", "geneval, RLG 0.5", "geneval, RLG 2"]
+    assert [page.text.index(name) for name in names] == sorted(map(page.text.index, names))
+    assert "ocr 0.500 → 0.250 -0.250 → n/a n/a" in page.text
+    assert "geneval 0.000 → 0.000 0.000 → 1.000 +1.000" in page.text

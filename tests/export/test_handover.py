@@ -1,0 +1,105 @@
+"""What the end of a run tells people."""
+
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import torch
+
+from flowrl.build.learner import as_given
+from flowrl.config import Config
+from flowrl.export.model_card import front_matter
+from flowrl.export.summary import METHODS, OBJECTIVES, card, legend, method, precisions
+from flowrl.functional.groups import Interval
+from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit
+from flowrl.training.evaluate import EvaluationComparison
+
+
+def test_a_given_pipeline_is_a_base_on_the_hub_by_its_name_alone(tiny_config, tmp_path):
+    for name, on_hub in [
+        (None, False),
+        ("me/mine", True),
+        ("runs/of/mine", False),
+        ("/data/me/base", False),
+    ]:
+        pipeline = SimpleNamespace(config={"_name_or_path": name} if name else {})
+        policy = SimpleNamespace(best_name="policy", backbone=SimpleNamespace(pipeline=pipeline))
+        learner: Any = SimpleNamespace(policy=policy)
+        (tmp_path / "metrics.jsonl").write_text("")
+        run: Any = SimpleNamespace(folder=tmp_path, done=0, stopped="")
+        made = card(as_given(tiny_config(), pipeline), learner, run, [], [])
+        assert made.on_hub == on_hub == ("base_model" in front_matter(made))
+
+
+def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_config):
+    # Every objective has a name for the card.
+    section = Config.model_fields["objective"].annotation
+    kinds = {kind.model_fields["kind"].default for kind in get_args(section)}
+    assert len(kinds) >= 10 and kinds <= {"grpo", *OBJECTIVES}
+    # Policy gradients are told by their tree and others by their objective.
+    tree = {"kind": "dance_grpo"}
+    plain = tiny_config(rollout={"tree": tree})
+    assert method(plain) == METHODS["dance_grpo"] == "DanceGRPO"
+    assert method(tiny_config(rollout={"tree": tree}, objective={"kind": "nft"})) == "DiffusionNFT"
+    # The name says how candidates are chosen.
+    for explore, told in [
+        ({"candidates": 9}, "4 of 9 candidates (Sol-RL)"),
+        ({"candidates": 4}, "4 of 4 candidates"),
+        ({"candidates": 9, "select": "random"}, "4 of 9 candidates, chosen at random"),
+        (
+            {"candidates": 9, "select": "mean_deviation"},
+            "4 of 9 candidates, those furthest from the mean",
+        ),
+    ]:
+        explored = exploring(tiny_config, **explore)
+        assert method(explored) == f"DiffusionNFT on {told}"
+
+
+def exploring(tiny_config, pipeline=None, **explore):
+    return tiny_config(
+        pipeline=pipeline or {},
+        rollout={"tree": {"kind": "ode"}, "explore": {"steps": 2} | explore},
+        objective={"kind": "nft"},
+    )
+
+
+def event(iteration, precision, next=None) -> AuditEvent:
+    score = torch.arange(8.0)[None]
+    return AuditEvent(
+        iteration=iteration, precision=precision, steps=2, next=next, text="",
+        action="degrade" if next else "keep", report=audit(score, score, 4),
+    )  # fmt: skip
+
+
+def row(name: str) -> EvaluationComparison:
+    change = Interval(mean=0.0, low=0.0, high=0.0)
+    return EvaluationComparison(name=name, before=0.0, after=0.0, change=change, pairs=1)
+
+
+def test_the_legend_and_precisions(tiny_config, tmp_path):
+    # Only rows that are more than a score are explained.
+    assert legend([row("ocr"), row("corrected")], "q") == ""
+    assert legend([row("ocr"), row("corrected/ocr")], "q") == (
+        "corrected/R is R (q - 3) + 0.2, image by image."
+    )
+    both = legend([row("corrected/ocr"), row("paraphrase/ocr"), row("paraphrase_gap/ocr")], "q")
+    assert "corrected/R is" in both and "paraphrase_gap/R" in both
+    # The card tells the precision of training.
+    assert precisions(tiny_config(), tmp_path, 1) == ""
+    low = tiny_config(pipeline={"precision": "nvfp4-emulated"})
+    assert precisions(low, tmp_path, 1) == "Rollouts and training: nvfp4-emulated."
+    # The card tells what candidates were drawn in.
+    config, log = exploring(tiny_config, precision="nvfp4-emulated"), AuditLog(tmp_path)
+    assert precisions(config, tmp_path, 9) == "Candidates: 2 steps, nvfp4-emulated."
+    log.record(event(0, "nvfp4-emulated"))
+    log.record(event(8, "nvfp4-emulated", "bf16"))
+    log.record(event(16, "bf16"))
+    assert precisions(config, tmp_path, 20) == (
+        "Candidates: 2 steps, nvfp4-emulated; from iteration 9 not quantised; last audit before "
+        "iteration 17, rho 1.00."
+    )
+    assert "from" not in precisions(config, tmp_path, 8)
+    # A degrade before the first rollout leaves nothing drawn before.
+    other = tmp_path / "other"
+    AuditLog(other).record(event(0, "nvfp4-emulated", "bf16"))
+    told = precisions(exploring(tiny_config), other, 5)
+    assert told.startswith("Candidates: 2 steps, not quantised; last audit")

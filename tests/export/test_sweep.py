@@ -1,0 +1,86 @@
+"""The strengths of one LoRA beside its base: the same prompts and noise in every column."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.build.learner import ProvidedObjects, build_evaluator
+from flowrl.export.summary import draw_sweep, sweep_rows, sweep_summary
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation
+from flowrl.utils.distributed import Runtime
+
+
+def evaluation(*scores: list[float], names=("a", "b"), shade: int = 0) -> Evaluation:
+    images = torch.full((2, 3, 4, 4), shade, dtype=torch.uint8)
+    images[1] += 1
+    return Evaluation(
+        scores=torch.tensor(scores),
+        names=names,
+        images=images,
+        prompts=("one", "two"),
+        draws=(0, 1),
+        key="",
+    )
+
+
+def test_a_row_has_one_prompt_and_its_image_and_scores_at_each_strength():
+    base = evaluation([0.0, math.nan], [1.0, 5.0])
+    weak = evaluation([6.0, 0.5], [7.0, 0.25], names=("b", "a"), shade=10)
+    strong = evaluation([2.0, 8.0], [3.0, 9.0], shade=20)
+    one, two = sweep_rows(base, [weak, strong])
+    assert (one.prompt, one.draw, two.prompt, two.draw) == ("one", 0, "two", 1)
+    assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11, 21)]
+    assert one.scores == {"a": (0, 0.5, 2), "b": (None, 6, 8)}
+    assert two.scores == {"a": (1, 0.25, 3), "b": (5, 7, 9)}
+
+
+def test_the_summary_has_each_rewards_mean_at_each_strength():
+    base = evaluation([0.0, math.nan], [1.0, 5.0])
+    others = {
+        "RLG 2": evaluation([2.0, 8.0], [3.0, 9.0]),
+        "RLG 1": evaluation([1.0, 0.0], [1.0, 6.0]),
+    }
+    rows = sweep_summary(base, others)
+    found = [(row.name, row.base, row.aligned, row.change) for row in rows]
+    assert found == [
+        ("a, RLG 2", 0.5, 2.5, 2.0),
+        ("a, RLG 1", 0.5, 1.0, 0.5),
+        ("b, RLG 2", 5.0, 9.0, 4.0),  # over the image that has both
+        ("b, RLG 1", 5.0, 6.0, 1.0),
+    ]
+
+
+@pytest.fixture(scope="module")
+def drawn(tiny_config, load_tiny):
+    """Evaluations of the base, of its LoRA without RLG, and at four strengths."""
+    from peft import LoraConfig
+
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+    config = tiny_config(evaluation={"prompts": "tiny:colors:test", "images": 3, "steps": 2})
+    evaluator, runtime = (
+        build_evaluator(config, load_tiny(), specs, ProvidedObjects()),
+        Runtime(device="cpu"),
+    )
+    assert evaluator is not None
+    evaluator = replace(evaluator, keep=3)
+    base = evaluator(evaluator.backbone.velocity, runtime)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        evaluator.backbone.pipeline.transformer.add_adapter(
+            LoraConfig(r=2, target_modules=["attn.to_q"], init_lora_weights=False)
+        )
+    aligned = evaluator(evaluator.backbone.velocity, runtime)
+    return base, aligned, draw_sweep(evaluator, runtime, [2.0, 0.0, 1.0, 2.0, -1.0])
+
+
+def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn):
+    assert list(drawn[2]) == [2.0, 0.0, 1.0, -1.0]
+    # 0 and 1 are the evaluations of base and lora.
+    base, aligned, at_each = drawn
+    for mine, theirs in ((at_each[0.0], base), (at_each[1.0], aligned)):
+        assert torch.equal(mine.images, theirs.images)
+        assert torch.equal(mine.scores, theirs.scores)
+    assert len({tuple(e.scores.flatten().tolist()) for e in at_each.values()}) == 4

@@ -1,0 +1,114 @@
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.functional.noise import keyed_noise, noise_seed
+
+KEY = {
+    "seed": 0,
+    "iteration": 3,
+    "prompt": "a1b2",
+    "root": 1,
+    "path": (2, 0),
+    "step": 4,
+    "role": "step",
+}
+OTHER = {
+    "seed": 1,
+    "iteration": 4,
+    "prompt": "a1b3",
+    "root": 2,
+    "path": (2, 1),
+    "step": 5,
+    "role": "init",
+}
+
+numbers = st.integers(0, 99)
+keys = st.fixed_dictionaries(
+    {
+        "seed": numbers,
+        "iteration": numbers,
+        "prompt": st.text(max_size=4),
+        "root": numbers,
+        "path": st.lists(numbers, max_size=3).map(tuple),
+        "step": numbers,
+        "role": st.text(max_size=4),
+    }
+)
+
+
+def noise(seeds, shape=(16, 8, 8), **kwargs):
+    return keyed_noise(seeds, shape, device="cpu", **kwargs)
+
+
+def seeds_of(count, role="step"):
+    return [noise_seed(**{**KEY, "root": root, "role": role}) for root in range(count)]
+
+
+def test_seeds_tell_all_keys_apart_and_stay_the_same():
+    # Every field of a key changes the seed.
+    for field in KEY:
+        assert noise_seed(**KEY) != noise_seed(**{**KEY, field: OTHER[field]})
+    # Fields do not run into each other.
+    for one, other in [
+        ({"path": (1, 23)}, {"path": (12, 3)}),
+        ({"path": ()}, {"path": (0,)}),
+        ({"seed": 1, "iteration": 23}, {"seed": 12, "iteration": 3}),
+        ({"prompt": 'a", 1'}, {"prompt": "a"}),
+        ({"prompt": "a", "role": "b"}, {"prompt": "b", "role": "a"}),
+    ]:
+        assert noise_seed(**{**KEY, **one}) != noise_seed(**{**KEY, **other})
+    # A seed stays the same between releases and machines.
+    assert noise_seed(**KEY) == 8967696811266256172
+    assert noise_seed(**{**KEY, "path": [2, 0]}) == noise_seed(**KEY)
+
+
+@settings(max_examples=500)
+@given(one=keys, other=keys)
+def test_seeds_are_equal_only_for_equal_keys(one, other):
+    assert (noise_seed(**one) == noise_seed(**other)) == (one == other)
+
+
+@settings(max_examples=30)
+@given(
+    order=st.permutations(range(8)), shape=st.sampled_from([(1,), (3,), (15,), (4, 4), (16, 8, 8)])
+)
+def test_a_row_does_not_depend_on_its_place_in_the_batch(order, shape):
+    seeds = seeds_of(8)
+    assert torch.equal(noise([seeds[i] for i in order], shape), noise(seeds, shape)[list(order)])
+
+
+def test_noise_depends_on_seeds_alone():
+    # Noise does not depend on the micro batch.
+    for size in [1, 2, 3, 8]:
+        seeds = seeds_of(8)
+        parts = [noise(seeds[i : i + size]) for i in range(0, 8, size)]
+        assert torch.equal(torch.cat(parts), noise(seeds))
+    # Noise leaves the global generator alone.
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    noise(seeds_of(4))
+    assert torch.equal(torch.rand(3), expected)
+    # Other types hold the same noise rounded.
+    for dtype in [torch.float16, torch.bfloat16, torch.float64]:
+        seeds = seeds_of(2)
+        assert torch.equal(noise(seeds, dtype=dtype), noise(seeds).to(dtype))
+    # No rows is an empty batch.
+    assert noise([]).shape == (0, 16, 8, 8)
+
+
+def test_noise_is_standard_normal_and_uncorrelated():
+    z = noise(seeds_of(256)).double().flatten()
+    n = len(z)
+    assert abs(z.mean().item()) < 4 / math.sqrt(n)
+    assert abs(z.var().item() - 1) < 4 * math.sqrt(2 / n)
+    assert abs((z**3).mean().item()) < 4 * math.sqrt(15 / n)
+    assert abs((z**4).mean().item() - 3) < 4 * math.sqrt(96 / n)
+    # Rows and steps are uncorrelated. The largest of 2016 sample correlations of independent rows
+    # stays below 5 / sqrt(n).
+    rows = torch.cat([noise(seeds_of(32, role)) for role in ("init", "step")]).flatten(1).double()
+    correlation = torch.corrcoef(rows) - torch.eye(64)
+    assert correlation.abs().max().item() < 5 / math.sqrt(rows.shape[1])

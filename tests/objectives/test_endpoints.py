@@ -1,0 +1,73 @@
+"""Clean images as a batch: groups side by side, never cut unless images stand alone."""
+
+from dataclasses import replace
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.objectives.batches import Endpoints
+from flowrl.trajectory import Conditioning
+
+
+def made(group: list[int], compared="group", draws: int = 1) -> Endpoints:
+    n = len(group)
+    return Endpoints(
+        x0=torch.arange(n * 2.0).view(n, 2), prompt=torch.tensor(group), group=torch.tensor(group),
+        image=torch.arange(n), reward=torch.arange(float(n)), signal=torch.ones(n),
+        sigmas=torch.linspace(1, 0, 3),
+        cond=Conditioning(tensors={"a": torch.zeros(max(group, default=0) + 1, 1)}), draws=draws,
+        compared=compared, seed=7, left_out={"invalid": 0.25},
+    )  # fmt: skip
+
+
+sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
+
+
+def side_by_side(counts: list[int]) -> list[int]:
+    return [name for name, count in enumerate(counts) for _ in range(count)]
+
+
+@given(counts=sizes, size=st.integers(1, 20), draws=st.integers(1, 3))
+def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, draws):
+    batch = made(side_by_side(counts), draws=draws)
+    parts = list(batch.chunks(size))
+    assert torch.cat([part.image for part in parts]).tolist() == list(range(len(batch)))
+    for part in parts:
+        assert len(part) * draws <= size or len(part.group.unique()) == 1
+        for name in part.group.unique():
+            assert (part.group == name).sum() == counts[int(name)]
+
+
+@given(counts=sizes, size=st.integers(1, 20))
+def test_images_that_stand_alone_fill_batches(counts, size):
+    batch = made(side_by_side(counts), compared="image")
+    lengths = [len(part) for part in batch.chunks(size)]
+    assert sum(lengths) == len(batch) and all(n == size for n in lengths[:-1])
+    assert lengths[-1] <= size
+
+
+def test_what_an_update_compares_stays_whole_and_an_empty_batch_has_no_chunks():
+    batch = made(side_by_side([3, 3]), compared="update")
+    assert [len(part) for part in batch.chunks(2)] == [6]
+    for compared in ["image", "group", "update"]:
+        empty = made([0], compared=compared).take(torch.empty(0, dtype=torch.long))
+        assert list(empty.chunks(4)) == []
+
+
+@given(counts=sizes, updates=st.integers(1, 4))
+def test_updates_take_whole_groups_and_draw_anew(counts, updates):
+    parts = made(side_by_side(counts)).updates(updates)
+    assert sum(len(part) for part in parts) == sum(counts)
+    assert len({part.seed for part in parts}) == updates
+    names = [set(part.group.tolist()) for part in parts]
+    assert all(a.isdisjoint(b) for i, a in enumerate(names) for b in names[:i])
+
+
+def test_what_was_left_out_is_reported():
+    metrics = replace(made([0, 0]), left_out={"invalid": 0.25, "tied": 0.5}).metrics()
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "endpoints/invalid": 0.25,
+        "endpoints/tied": 0.5,
+        "endpoints/images": 2.0,
+    }

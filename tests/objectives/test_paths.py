@@ -1,0 +1,102 @@
+"""Chains as they are taken from a rollout and dealt out."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.errors import UserError
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.batches import Trajectories, paths
+from flowrl.sampling.sampler import Schedule, grow
+from flowrl.trajectory import Conditioning, Rollout
+from flowrl.trees.plan import Step, TreePlan
+
+PROMPTS, GROUP, STEPS, D = 3, 2, 4, 2
+ODE = TreePlan(GROUP, (Step(),) * STEPS)
+
+
+def velocity(x, sigma, prompt):
+    return torch.sin(x) + prompt[:, None]
+
+
+def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.arange(PROMPTS).repeat_interleave(plan.roots)
+
+    def noise(*_):
+        return torch.randn(len(prompt), D, generator=generator)
+
+    schedule = Schedule(
+        sigmas=torch.linspace(1, 0, STEPS + 1), kernel=KERNELS["flow_sde"], level=0.7
+    )
+    tree = grow(velocity, noise().to(dtype), prompt, plan, schedule, noise)
+    leaves = len(prompt) * len(tree.leaf)
+    return Rollout(
+        tree=tree, cond=Conditioning(tensors={"c": torch.eye(PROMPTS)}), prompts=("a", "b", "c"),
+        metadata=({}, {}, {}), images=torch.zeros(leaves, 3, 1, 1), trees=torch.arange(len(tree)),
+        scores=torch.zeros(leaves, 1), terms=torch.zeros(leaves, 1),
+        applicable=torch.ones(leaves, 1, dtype=torch.bool), names=("r",), weights=torch.ones(1),
+        reward=torch.arange(leaves).float(), valid=torch.ones(leaves, dtype=torch.bool),
+        group=prompt.repeat_interleave(len(tree.leaf)), log_prob=tree.log_prob, seed=5,
+    )  # fmt: skip
+
+
+def test_a_chain_holds_its_states_and_velocities_in_32_bits():
+    # A chain holds all states and the velocities between them.
+    batch = paths(rollout())
+    assert batch.x.shape == (PROMPTS * GROUP, STEPS + 1, D) and batch.steps == STEPS
+    assert torch.equal(batch.x0, batch.x[:, -1]) and batch.seed == 5
+    row, step = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 2])
+    x = batch.at(row, step)
+    expected = velocity(x, None, batch.prompt[row])
+    torch.testing.assert_close(batch.velocity(row, step), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(batch.sigma(step), torch.tensor([1.0, 0.25, 0.5]))
+    assert torch.equal(batch.dt, torch.full((STEPS,), -0.25))
+    # States of 16 bits are widened when they are used.
+    batch = paths(rollout(dtype=torch.bfloat16))
+    row = torch.tensor([0])
+    assert batch.x.dtype == torch.bfloat16
+    assert {batch.x0.dtype, batch.at(row, row).dtype, batch.velocity(row, row).dtype} == {
+        torch.float32
+    }
+
+
+def test_images_without_a_reward_and_of_other_processes_are_left_out():
+    whole = rollout()
+    reward = whole.reward.clone()
+    reward[[1, 4]] = math.nan
+    batch = paths(replace(whole, reward=reward, valid=reward.isfinite()))
+    assert batch.image.tolist() == [0, 2, 3, 5] and batch.group.tolist() == [0, 1, 1, 2]
+    assert batch.metrics()["path/invalid"].item() == pytest.approx(1 / 3)
+    assert batch.metrics()["path/chains"].item() == 4
+    # A process takes its own chains under their numbers in the rollout.
+    whole = rollout()
+    own = torch.tensor([4, 1])
+    t = whole.tree
+    part = paths(replace(whole, tree=replace(t, x=t.x[own], prompt=t.prompt[own]), trees=own))
+    assert part.image.tolist() == [1, 4] and part.group.tolist() == [0, 2]
+    assert torch.equal(part.x, whole.tree.x[[1, 4]]) and part.prompt.tolist() == [0, 2]
+
+
+def test_chunks_hold_whole_chains_and_updates_whole_groups():
+    batch = paths(rollout()).costing(torch.tensor([1, 2, 2, 5, 1, 1]))
+    sizes = [chunk.image.tolist() for chunk in batch.chunks(3)]
+    assert sizes == [[0, 1], [2], [3], [4, 5]]
+    assert batch.metrics()["tree/train_forwards"].item() == 12
+    assert [len(c) for c in batch.chunks(100)] == [6]
+    assert list(batch.take(batch.rows[:0]).chunks(3)) == []
+    # Updates deal whole groups.
+    parts = paths(rollout()).updates(2)
+    assert [p.group.tolist() for p in parts] == [[0, 0, 2, 2], [1, 1]]
+    assert all(isinstance(p, Trajectories) and p.seed == 5 for p in parts)
+
+
+def test_noise_and_branches_are_refused():
+    for plan in [
+        TreePlan(GROUP, (Step(noise=True, train=True), *[Step()] * (STEPS - 1))),
+        TreePlan(1, (Step(branch=2, noise=True), *[Step()] * (STEPS - 1))),
+    ]:
+        with pytest.raises(UserError, match="set rollout.tree to {kind: ode}"):
+            paths(rollout(plan))

@@ -1,0 +1,122 @@
+"""A store whose latents tell their numbers, and a source that reads it without a network."""
+
+from dataclasses import dataclass
+
+import torch
+
+from flowrl.backbones.text_cache import TextCache
+from flowrl.offline.format import DatasetMetadata, StoredImage, append, create, open_store
+from flowrl.offline.source import StoredGroups
+from flowrl.prompts.records import PromptRecord
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.spec import RewardSpec
+from flowrl.trajectory import Conditioning
+from flowrl.utils.distributed import Runtime
+
+SHAPE = (2, 2, 2)
+GROUPS, SIZE, SHARD = 7, 6, 2
+
+
+class Backbone:
+    """Text becomes its length; nothing else is asked of it."""
+
+    pipeline = None
+    dtype, device = torch.float32, torch.device("cpu")
+
+    def encode(self, prompts, negatives):
+        return Conditioning(tensors={"length": torch.tensor([len(p) for p in prompts])})
+
+    def latent_shape(self):
+        return SHAPE
+
+    def image_size(self):
+        return 16, 24
+
+
+@dataclass
+class Process:
+    """One of several, as far as sharing goes."""
+
+    world_size: int = 1
+    rank: int = 0
+    share = Runtime.share
+
+    @property
+    def is_main(self):
+        return self.rank == 0
+
+    def wait(self):
+        pass
+
+
+def reward(images, prompts, metadata):
+    raise AssertionError("a stored image is not judged again")
+
+
+def spec(name="a", **options):
+    return RewardSpec(name=name, reward=reward, **options)
+
+
+class OnlyRound:
+    def applies(self, prompt, metadata):
+        return metadata["kind"] == "round"
+
+    __call__ = staticmethod(reward)
+
+
+def write(folder, scores, *, first=0.0, names=("a", "b")):
+    """Groups of SIZE, SHARD of them in a shard; latent i is filled with `first` + i."""
+    create(
+        folder,
+        DatasetMetadata(
+            pipeline="models/tiny",
+            backbone="sd3",
+            latent_shape=list(SHAPE),
+            dtype="float32",
+            sigmas=torch.linspace(1, 0, 6).sqrt().tolist(),
+            rewards=[{"name": n, "version": None, "weight": 1.0} for n in names],
+            recipe={},
+        ),
+    )
+    for shard, start in enumerate(range(0, GROUPS, SHARD)):
+        numbers = range(start * SIZE, min(start + SHARD, GROUPS) * SIZE)
+        x0 = first + torch.tensor([*numbers]).float().view(-1, 1, 1, 1).expand(-1, *SHAPE)
+        append(folder, shard, x0, [image(i, shard, scores[i].tolist()) for i in numbers])
+    return open_store(folder)
+
+
+def image(number, shard, scores):
+    group = number // SIZE
+    kind = "round" if group % 2 else "square"
+    asked = PromptRecord(uid=f"u{group}", text="x" * (group + 1), metadata={"kind": kind})
+    return StoredImage(
+        record=asked, group=group, image=number % SIZE, valid=True, scores=scores, seed=0,
+        iteration=shard, root=number % SIZE,
+    )  # fmt: skip
+
+
+def plain_scores():
+    number = torch.arange(GROUPS * SIZE).float()
+    return torch.stack([number / 100, -number], 1)
+
+
+def source(store, *, process=None, specs=None, **options):
+    backbone = Backbone()
+    given = {"prompts": 3, "group_size": 4, "seed": 0} | options
+    return StoredGroups(
+        store,
+        backbone=backbone,
+        encode=TextCache(backbone),
+        specs=specs or [spec()],
+        runtime=process or Process(),
+        **given,
+    )
+
+
+def read(groups, iteration):
+    return groups.collect(iteration, Stopwatch())
+
+
+def numbers(rollout):
+    """Of the images in the store, as their latents tell."""
+    return rollout.tree.leaves()[:, 0, 0, 0].long()

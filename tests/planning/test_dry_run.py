@@ -1,0 +1,196 @@
+"""A rehearsal keeps what decides a recipe, and its loop runs on the tiny pipelines."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.api import align
+from flowrl.cli import main
+from flowrl.config import Config, parse_config
+from flowrl.errors import UserError
+from flowrl.planning.dry_run import FAMILIES, KEY, StandIn, dry, rehearse
+
+LARGE = {
+    "pipeline": {"path": "black-forest-labs/FLUX.1-dev", "backbone": "flux", "dtype": "bf16"}
+    | {"height": 512, "width": 512},
+    "memory": {"base_bits": 4},
+    "lora": {"rank": 64, "alpha": 128},
+    "prompts": {"train": "mine.txt"},
+    "rollout": {"prompts": 48, "group_size": 24, "steps": 6, "guidance": 3.5, "batch_size": 16},
+    "optim": {"updates_per_rollout": 2, "micro_batch": 16},
+    "rewards": [
+        {"name": "ocr", "weight": 2.0, "applies_to": {"tag": ["ocr"]}},
+        {"name": "pickscore", "held_out": True, "executor": {"kind": "pool"}},
+        {"name": "imagereward", "executor": {"kind": "http", "urls": ["http://127.0.0.1:9"]}},
+    ],
+    "evaluation": {"prompts": "theirs.txt", "every": 100, "steps": 28, "guidance": 3.5},
+    "run": {"iterations": 3000, "trackers": ["wandb"], "push_to_hub": True},
+}
+
+
+def large(**changes) -> Config:
+    data = {name: dict(v) if isinstance(v, dict) else v for name, v in LARGE.items()}
+    for section, value in changes.items():
+        data[section] = data.get(section, {}) | value if isinstance(value, dict) else value
+    return parse_config(data)
+
+
+def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_path):
+    real, small = large(), dry(large(), tmp_path)
+    assert small.objective == real.objective and small.rollout.tree == real.rollout.tree
+    for name in ("steps", "guidance", "kernel", "noise_level"):
+        assert getattr(small.rollout, name) == getattr(real.rollout, name)
+    assert small.lora.alpha / small.lora.rank == real.lora.alpha / real.lora.rank
+    assert small.optim.updates_per_rollout == 2 and small.optim.lr == real.optim.lr
+    for ours, theirs in zip(small.rewards, real.rewards, strict=True):
+        assert ours.label == theirs.name and ours.weight == theirs.weight
+        assert ours.held_out == theirs.held_out and ours.applies_to == theirs.applies_to
+    small = dry(large(), tmp_path)
+    assert small.pipeline.path == "tiny-flux" and small.pipeline.device == "cpu"
+    assert (small.pipeline.height, small.memory.base_bits) == (None, None)
+    assert small.rollout.prompts * small.rollout.group_size <= 16
+    assert small.run.iterations == 2 and small.run.trackers == [] and not small.run.push_to_hub
+    assert {entry.executor.kind for entry in small.rewards} == {"inline"}
+    for path in (small.run.output_dir, small.prompts.train, small.evaluation.prompts):
+        assert Path(str(path)).is_relative_to(tmp_path)
+
+
+def test_every_replacement_is_told(tmp_path):
+    """All options that differ stand in the list, and no other."""
+    real, made = large(), rehearse(large(), tmp_path)
+    told = {key for key, _, _ in made.replaced}
+
+    def differing(a, b, path=""):
+        if isinstance(a, dict) and isinstance(b, dict):
+            for key in a:
+                yield from differing(a[key], b[key], f"{path}.{key}")
+        elif a != b:
+            yield path.removeprefix(".")
+
+    found = set(differing(real.model_dump(mode="json"), made.config.model_dump(mode="json")))
+    assert found == told
+
+
+def test_prompts_of_ones_own_are_used_and_each_reward_finds_one(tmp_path):
+    lines = [{"prompt": f"a cat {i}", "tag": "cat"} for i in range(30)]
+    lines.append({"prompt": 'the word "HELLO"', "tag": "ocr"})
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = dry(large(prompts={"train": str(mine)}), tmp_path)
+    rows = [json.loads(line) for line in Path(small.prompts.train).read_text().splitlines()]
+    assert len(rows) == 6 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
+    assert [row["tag"] for row in rows if "ocr" in row[KEY]] == ["ocr"]
+    (tmp_path / "mine.txt").write_text("a cat without any quotes\n")
+    config = large(prompts={"train": str(tmp_path / "mine.txt")}, rewards=[{"name": "ocr"}])
+    with pytest.raises(UserError, match="reward 'ocr' applies to none of the prompts"):
+        dry(config, tmp_path)
+
+
+def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
+    for reward, name in (
+        ({"name": "pickscroe"}, "'pickscroe'"),
+        ({"name": "geneval", "args": {"mood": "strict"}}, "mood"),
+        ({"name": "no_such_module:Reward"}, "'no_such_module:Reward'"),
+    ):
+        with pytest.raises(UserError, match=name):
+            dry(large(rewards=[reward]), tmp_path)
+    config = large(objective={"kind": "refl"}, rollout={"tree": {"kind": "ode"}})
+    with pytest.raises(UserError, match="reward 'ocr' does not say `differentiable"):
+        align(dry(config, tmp_path))
+
+
+def test_precisions_that_need_hardware_are_emulated(tmp_path):
+    explore = {"candidates": 96, "steps": 4, "precision": "fp8"}
+    rollout = {"explore": explore, "tree": {"kind": "ode"}}
+    config = large(rollout=rollout, objective={"kind": "nft"}, memory={"base_bits": None})
+    made = rehearse(config, tmp_path)
+    assert made.config.rollout.explore.precision == "nvfp4-emulated"
+    assert made.config.rollout.explore.candidates == 2 * made.config.rollout.group_size
+    assert ("rollout.explore.precision", "fp8", "nvfp4-emulated") in made.replaced
+
+
+def test_what_a_tiny_network_lacks_is_left_out_and_told(tmp_path):
+    lora = {"dual_attention": True, "targets": ["attn2.to_q"]}
+    made = rehearse(large(pipeline={"backbone": "sd3"}, lora=lora), tmp_path)
+    assert (made.config.lora.dual_attention, made.config.lora.targets) == (False, None)
+    assert {"lora.dual_attention", "lora.targets"} <= {key for key, _, _ in made.replaced}
+    known = dry(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path)
+    assert known.lora.targets == ["proj_mlp", "nothing"]
+    made = rehearse(large(pipeline={"backbone": "mine:Backbone"}), tmp_path)
+    assert made.config.pipeline.path == "tiny-sd3"
+    assert any("no tiny pipeline of the family" in here for _, _, here in made.replaced)
+
+
+def test_a_stand_in_scores_the_same_images_alike_and_lets_gradients_through():
+    images = torch.rand(3, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    a, b = (StandIn(name, low=1.0, high=5.0) for name in ("a", "b"))
+    first, again = a(images, ["x"] * 3, [{}] * 3), a(images, ["y"] * 3, [{}] * 3)
+    assert torch.equal(first, again) and not torch.equal(first, b(images, [""] * 3, [{}] * 3))
+    assert 1 <= float(first.min()) < float(first.max()) - 0.5 and float(first.max()) <= 5
+    (gradient,) = torch.autograd.grad(a(images.requires_grad_(), [""] * 3, [{}] * 3).sum(), images)
+    assert (gradient != 0).all()
+
+
+SCORED = [{"name": "ocr"}, {"name": "pairwise", "args": {"server": {"model": "x"}}, "weight": 0.5}]
+SMALL = {"rollout": {"steps": 4}, "evaluation": {"prompts": None}, "rewards": SCORED}
+
+
+def on_tree(tree, objective=None, rewards=None, group_size=24, **rollout):
+    rollout = {"steps": 4, "group_size": group_size, "tree": tree} | rollout
+    changes = {"rollout": rollout, "objective": objective, "rewards": rewards}
+    return {name: value for name, value in changes.items() if value}
+
+
+ODE, FIXED = {"kind": "ode"}, {"kind": "fixed", "size": 2}
+FANS = {"kind": "grpo", "credit": {"edges": "fan", "scope": "leaf"}}
+EXPLORE = {"candidates": 96, "steps": 3, "precision": "nvfp4"}
+KINDS = {
+    "grpo": {},
+    "mix_grpo": on_tree({"kind": "mix_grpo", "window": FIXED}),
+    "branch_grpo": on_tree({"kind": "branch_grpo", "splits": [0, 1]}, group_size=8),
+    "tempflow": on_tree({"kind": "tempflow", "width": 2}, FANS, group_size=12),
+    "spo": on_tree({"kind": "tree_grpo", "window": FIXED}, {"kind": "spo"}, group_size=9),
+    "nft": on_tree(ODE, {"kind": "nft"}),
+    "gdro": on_tree(ODE, {"kind": "gdro"}),
+    "kto": on_tree(ODE, {"kind": "kto"}, [{"name": "ocr"}]),
+    "solrl": on_tree(ODE, {"kind": "nft"}, explore=EXPLORE) | {"memory": {"base_bits": None}},
+    "refl": on_tree(ODE, {"kind": "refl"}, [{"name": "pickscore"}]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_of_every_kind_runs_on_every_family(tmp_path, kind):
+    for family in FAMILIES:
+        check_run(tmp_path / family, family, kind)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("sd3", "grpo"), ("flux", "nft"), ("sana", "grpo")])
+def test_a_recipe_of_every_family_runs(tmp_path, family, kind):
+    check_run(tmp_path, family, kind)
+
+
+def check_run(folder: Path, family: str, kind: str) -> None:
+    pipeline = {"backbone": family, "path": "somebody/large"}
+    folder.mkdir(exist_ok=True)
+    config = dry(large(**SMALL | KINDS[kind], pipeline=pipeline), folder)
+    align(config)
+    lines = (Path(config.run.output_dir) / "metrics.jsonl").read_text().splitlines()
+    moved = [row["grad/norm"] for row in map(json.loads, lines) if "grad/norm" in row]
+    assert len(moved) == 2 and all(norm > 0 for norm in moved)
+
+
+def test_the_command_says_what_it_replaced_and_leaves_nothing(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "sd3.5-medium-grpo-fast-24gb", "--dry-run", "evaluation.prompts=null"])
+    out = capsys.readouterr().out
+    assert not caught.value.code and "pipeline.path" in out and "tiny-sd3" in out
+    assert "The loop works: 2 iterations with grpo on flow_grpo_fast trees." in out
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SystemExit) as caught:  # it is not resumed
+        main(["train", "quickstart", "--dry-run", "--resume", "latest"])
+    assert caught.value.code == 1 and "--resume" in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""What `flowrl plan` says: from shapes alone, and always what to type."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.config import load_config
+from flowrl.config.rewards import RewardOptions
+from flowrl.errors import UserError
+from flowrl.planning import plan as planning
+from flowrl.planning.memory import Footprint
+from flowrl.planning.plan import (
+    CLIP_H,
+    CLIP_L,
+    DETECTORS,
+    make_plan,
+    memory_class,
+    own_pixels,
+    parse_memory,
+    reward_bytes,
+    size_for,
+)
+from flowrl.planning.suggestions import find_remedies
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def call(*words):
+        with pytest.raises(SystemExit) as caught:
+            main(["plan", *words])
+        out, err = capsys.readouterr()
+        return caught.value.code or 0, out, err
+
+    return call
+
+
+def test_memory_and_rewards_are_counted_as_they_are_written():
+    # Sizes of memory are read from options and names.
+    # Memory is read as people write it.
+    for text, size in [("24GB", 24e9), ("80G", 80e9), ("24GiB", 24 * 2**30), (" 141 gb ", 141e9)]:
+        assert parse_memory(text) == size
+    # Memory that is no size is refused.
+    for text in ["", "GB", "much", "24XB", "-3GB", "0GB", "24"]:
+        with pytest.raises(UserError, match="expected a size such as 24GB"):
+            parse_memory(text)
+    # A recipes name says what it is for.
+    assert memory_class("sd3.5-medium-grpo-24gb") == memory_class("x-24GB.yaml") == 24e9
+    assert memory_class("quickstart") is None
+    # Rewards on servers and on the cpu cost nothing.
+    assert reward_bytes(RewardOptions(name="pickscore")) == 4 * CLIP_H
+    assert reward_bytes(RewardOptions(name="pickscore", args={"dtype": "bf16"})) == 2 * CLIP_H
+    assert reward_bytes(RewardOptions(name="pickscore", args={"device": "cpu"})) == 0
+    pool = {"kind": "pool", "workers": 2}
+    assert reward_bytes(RewardOptions(name="clipscore", executor=pool)) == 8 * CLIP_L  # type: ignore[arg-type]
+    http = {"kind": "http", "urls": ["http://127.0.0.1:1"]}
+    assert reward_bytes(RewardOptions(name="hpsv3", executor=http)) == 0  # type: ignore[arg-type]
+    found = reward_bytes(
+        RewardOptions(name="geneval", args={"detector": "owlv2", "colors": "clip"})
+    )
+    assert found == 4 * (DETECTORS["owlv2"] + CLIP_L)
+    assert (
+        reward_bytes(RewardOptions(name="ocr")) == reward_bytes(RewardOptions(name="geneval")) == 0
+    )
+    assert reward_bytes(RewardOptions(name="mine:Reward")) is None
+
+
+def test_shapes_come_from_a_folder_or_a_known_name():
+    # A folder tells its shapes without its weights.
+    for path in ["tiny-sd3", "tiny-flux", "tiny-sana"]:
+        from flowrl.backbones.loading import load_pipeline
+
+        size, pipeline = size_for(path), load_pipeline(path, dtype="fp32", device="cpu")
+        real = pipeline.transformer
+        assert size.billions * 1e9 == pytest.approx(sum(p.numel() for p in real.parameters()))
+        assert size.autoencoder_params == sum(p.numel() for p in pipeline.vae.parameters())
+        encoders = [c for n, c in pipeline.components.items() if n.startswith("text_encoder") and c]
+        assert size.text_encoder_params == sum(p.numel() for e in encoders for p in e.parameters())
+        assert own_pixels(size) == 64 and size.pooled_width == real.config.get(
+            "pooled_projection_dim"
+        )
+    # Published checkpoints are known by their names.
+    for name, pixels in (
+        ("stabilityai/stable-diffusion-3.5-medium", 1024),
+        ("black-forest-labs/FLUX.1-dev", 1024),
+        ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1024),
+    ):
+        assert size_for(name).checkpoint == name and own_pixels(size_for(name)) == pixels
+
+
+GIB = 10**9
+
+
+def pretended(config) -> Footprint:
+    """A memory model that anybody can follow: training needs most as long as it is large."""
+    m = config.memory
+    weights = 8 * GIB if m.base_bits is None else m.base_bits * GIB // 2
+    weights += 6 * GIB if m.text_encoders == "keep" else 0
+    training = config.optim.micro_batch * GIB // (4 if m.gradient_checkpointing else 1)
+    decode = config.pipeline.decode_batch * GIB
+    phase, most = max(("training", training), ("decode", decode), key=lambda pair: pair[1])
+    return Footprint(phase=phase, parts={"context": 0, "all": weights + most})
+
+
+def small(*changes: str):
+    return load_config("quickstart", ["optim.micro_batch=16", "pipeline.decode_batch=2", *changes])
+
+
+def test_the_fewest_changes_that_fit_are_recommended_in_their_groups():
+    # The fewest changes that fit are recommended.
+    # The first change that fits is recommended. 30 GB: checkpointing brings 18, micro-batches of
+    # 4 bring 18 too, and cost less time.
+    found = find_remedies(small(), pretended, 20 * GIB)
+    assert found.best is not None and found.best.changes == ("memory.gradient_checkpointing=true",)
+    peaks = {r.changes[0]: r.peak / GIB for r in found.alone}
+    assert peaks["optim.micro_batch=4"] == 18 and peaks["memory.text_encoders=free"] == 24
+    assert not any(word.startswith(("rollout.", "pipeline.decode")) for word in peaks)
+    # Several changes are put together where one is not enough.
+    found = find_remedies(small("pipeline.decode_batch=8"), pretended, 11 * GIB)
+    assert found.best is not None and found.best.peak <= 11 * GIB
+    keys = [word.partition("=")[0] for word in found.best.changes]
+    assert len(set(keys)) == len(keys) >= 3
+    other = load_config("quickstart", ["optim.micro_batch=16", "pipeline.decode_batch=8"]
+                        + list(found.best.changes))  # fmt: skip
+    assert pretended(other).total == found.best.peak
+    # No recipe is planned twice.
+    asked = []
+
+    def once(config):
+        asked.append(config.model_dump_json())
+        return pretended(config)
+
+    find_remedies(small(), once, 20 * GIB)
+    assert len(set(asked)) == len(asked)
+    # It says when nothing helps.
+    found = find_remedies(small(), pretended, 1 * GIB)
+    assert found.best is None and found.least == 3 * GIB
+    # A change that the recipe does not allow is not proposed.
+    config = load_config("tiny-sd3-solrl-geneval", ["pipeline.path=tiny-sd3"])
+    words = [r.changes[0] for r in find_remedies(config, pretended, GIB).alone]
+    assert words and not any("base_bits" in word for word in words)
+    # Where likelihoods are compared both batches change together. In 16 bits; the recommended
+    # recipe keeps one shape, and its ratio is 1.
+    config = load_config("flux.1-dev-grpo-80gb")
+    found = find_remedies(config, pretended, 21 * GIB)
+    pair = ("optim.micro_batch=6", "rollout.batch_size=6")
+    assert found.best is not None and found.best.changes == pair
+    for remedy in found.alone:
+        changed = load_config("flux.1-dev-grpo-80gb", list(remedy.changes))
+        assert changed.optim.micro_batch == changed.rollout.batch_size
+    changes = ["pipeline.dtype=fp32", "rollout.batch_size=8", "pipeline.decode_batch=2"]
+    exact = load_config("flux.1-dev-grpo-80gb", changes)
+    words = [r.changes for r in find_remedies(exact, pretended, 1 * GIB).alone]
+    assert ("optim.micro_batch=6",) in words
+    assert ("pipeline.dtype=bf16", "optim.micro_batch=8", "rollout.batch_size=8") in words
+
+
+def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
+    def faked(size, setup):
+        training = setup.micro_batch * GIB
+        return [
+            Footprint(phase="rollout", parts={"context": 0, "all": 2 * GIB}),
+            Footprint(phase="training", parts={"context": 0, "all": 2 * GIB + training}),
+        ]
+
+    monkeypatch.setattr(planning, "footprints", faked)
+    config = load_config("quickstart", ["memory.gradient_checkpointing=true"])
+    found = make_plan(config, memory=20 * GIB)
+    assert found.fits is False and found.remedies is not None and found.remedies.best is not None
+    changed = load_config(
+        "quickstart", ["memory.gradient_checkpointing=true", *found.remedies.best.changes]
+    )
+    again = make_plan(changed, memory=20 * GIB)
+    assert again.fits and again.peak is not None
+    assert again.peak.total == found.remedies.best.peak
+
+
+def test_the_plan_is_told_in_full_as_text_and_json(run):
+    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB")
+    assert code == 0
+    assert "6 prompts with 16 images each, in 1 update, on 4 GPUs" in out
+    assert "An update learns from 192 nodes, whatever the number of GPUs." in out
+    (head,) = re.findall(r"^GB on a GPU +(.*)$", out, re.M)
+    assert head.split() == ["encode", "rollout", "decode", "rewards", "training", "evaluation"]
+    for name in ("transformer", "text encoders", "activations", "total"):
+        (row,) = re.findall(rf"^{name} +(.*)$", out, re.M)
+        assert len(row.split()) == 6
+    assert "It fits a GPU of 24.00 GB." in out
+    # Json holds everything.
+    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["gpus"] == len(found["shares"]) == 4
+    assert found["iteration"]["images"] == 96 and found["run"]["iterations"] == 170
+    assert found["fits"] is True and found["peak"]["bytes"] > 1e6 and found["remedies"] is None
+    total = found["phases"]["training"].pop("total")
+    assert total == sum(found["phases"]["training"].values())
+
+
+def test_it_goes_on_a_screen_of_80_columns(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("tiny-sd3-solrl-geneval", "pipeline.path=tiny-sd3", "--gpus", "4")
+    tables = [line for line in out.splitlines() if re.search(r"\S {2,}\S", line)]
+    assert len(tables) > 20 and all(len(line) <= 80 for line in tables)
+    (row,) = re.findall(r"^exploring +(.*)$", out, re.M)
+    assert row.split()[0] == "2,304"  # a number is not cut
+
+
+def test_memory_is_that_of_the_iterations_that_need_most():
+    wide = ["optim.micro_batch=1", "rollout.steps=8", "run.iterations=9",
+            "rollout.tree={kind: flow_grpo}"]  # fmt: skip
+    less = [*wide, "rollout.depth_pruning={start: 3, size: 4, until: 4}"]
+    whole, pruned = (make_plan(load_config("quickstart", words)) for words in (wide, less))
+    assert len(whole.work.kinds) == 1 < len(pruned.work.kinds)
+    held = [[p.parts.get("latents") for p in plan.phases] for plan in (whole, pruned)]
+    assert held[0] == held[1]
+
+
+def test_the_command_tells_what_does_not_work(run):
+    # Gpus that wait are told with numbers that do not.
+    changes = ["rollout.prompts=8", "optim.updates_per_rollout=2", "pipeline.path=a/b"]
+    _, out, _ = run("quickstart", *changes, "--gpus", "8")
+    assert "they work 100% of drawing, 50% of learning. None waits with 4 GPUs, or with" in out
+    assert "rollout.prompts=16." in out
+    # Too many gpus are refused with the nearest that work.
+    code, _, err = run("tiny-sd3-nft-geneval", "objective={kind: gdro}", "--gpus", "7")
+    assert code == 1 and "rollout.prompts=8, or 6 processes" in err.replace("\n", " ")
+    # A plan needs a recipe.
+    code, _, err = run("--memory", "24GB")
+    assert code == 1 and "No recipe given" in err
+    # An unknown checkpoint gets one sentence and its work all the same.
+    code, out, _ = run("quickstart", "pipeline.path=somebody/something")
+    assert code == 0 and "6 prompts with 16 images each" in out
+    assert "cannot be planned without its shapes: known are stabilityai/" in out
+    assert "give the folder" in out
+
+
+def test_make_plan_notes_and_refuses(monkeypatch):
+    # Notes say what is not counted.
+    plan = make_plan(load_config("quickstart", ["rewards=[{name: 'json:dumps'}]",
+                                                "pipeline.path=a/b"]))  # fmt: skip
+    assert plan.notes == ("The weights of json:dumps are not counted: nobody knows them.",)
+    assert replace(plan, memory=1).fits is None
+    # A checkpoint of another family is refused.
+    config = load_config("quickstart", ["pipeline.path=tiny-flux"])
+    with pytest.raises(UserError, match="of the family flux, but pipeline.backbone is sd3"):
+        make_plan(config, gpus=1)
+
+    # An own backbone says its layers or the recipe does.
+    class Mine:
+        pass
+
+    monkeypatch.setattr("flowrl.planning.plan.backbone_class", lambda name: Mine)
+    with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
+        make_plan(load_config("quickstart", ["lora.targets=null"]))
+    assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases

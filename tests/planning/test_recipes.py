@@ -1,0 +1,143 @@
+"""The recipes for checkpoints: their heads say what they are, and their numbers belong together."""
+
+import functools
+import math
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowrl.config import Config
+from flowrl.config import load_config as load
+from flowrl.config.load import MAX_PARENTS, preset_folder, sort_arguments
+from flowrl.planning.model_specs import SIZES, size_of_checkpoint
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(preset_folder().glob("*.yaml"))
+REAL = [path.stem for path in FILES if re.search(r"-\d+gb$", path.stem)]
+UNGUIDED = ("nft", "solrl")
+BUILT_IN = [path.stem for path in FILES if path.stem not in REAL]
+
+
+load_config = functools.cache(lambda name, changes=(): load(name, list(changes)))
+
+
+def head(name: str) -> str:
+    """The comment at the top of a recipe."""
+    (text,) = re.findall(r"\A((?:#.*\n)+)", (preset_folder() / f"{name}.yaml").read_text())
+    return re.sub(r"^# ?", "", text, flags=re.MULTILINE)
+
+
+def commands(name: str) -> list[list[str]]:
+    """The words of each command in the head."""
+    lines = re.findall(r"^  +(.*)$", head(name).replace("\\\n", " "), re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def kind(config: Config) -> str:
+    """How it learns, in a word."""
+    if config.rollout.explore is not None:
+        return "solrl"
+    tree, objective = config.rollout.tree.kind, config.objective.kind
+    return {"flow_grpo": "grpo", "flow_grpo_fast": "grpo-fast", "branch_grpo": "branchgrpo"}.get(
+        tree, objective
+    )
+
+
+def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
+    # The name says pipeline objective and memory.
+    for name in REAL:
+        config = load_config(name)
+        size = size_of_checkpoint(config.pipeline.path)
+        assert size is not None and re.fullmatch(rf"{re.escape(size)}-{kind(config)}-\d+gb", name)
+        assert config.pipeline.backbone == SIZES[size].family
+    # The head says hardware source and that it was not run.
+    for name in REAL:
+        text = head(name)
+        ((gpus, memory),) = re.findall(
+            r"^Hardware: (1 GPU|8 GPUs) of (\d+) GB, such as ", text, re.M
+        )
+        assert name.endswith(f"-{memory}gb") and int(memory) in (24, 48, 80, 141)
+        (source,) = re.findall(r"^Source: (.*?)^NOT RUN HERE: ", text, re.MULTILINE | re.DOTALL)
+        assert re.search(r"arXiv\s\d{4}\.\d{5}", source)
+        many = [words for words in commands(name) if words[:1] == ["accelerate"]]
+        assert bool(many) == (gpus == "8 GPUs")
+        assert all(words[1:4] == ["launch", "--num_processes", "8"] for words in many)
+    # The head has the command that trains it.
+    for name in [path.stem for path in FILES]:
+        script = f"scripts/train_{load_config(name).pipeline.backbone}.py"
+        assert (ROOT / script).is_file()
+        starts = (["flowrl", "train"], ["accelerate", "launch", "--num_processes", "8", script])
+        (words,) = [
+            words[len(start) :]
+            for words in commands(name)
+            for start in starts
+            if words[: len(start)] == start
+        ]
+        request = sort_arguments(words)
+        assert request.recipe == name and load_config(name, tuple(request.overrides))
+    # Other commands of the head are about it too.
+    for name in REAL:
+        for words in commands(name):
+            if "collect" in words or "audit" in words:
+                assert name in words
+                changes = [word for word in words if re.match(r"[a-z.]+\w+=", word)]
+                assert load_config(name, tuple(changes))
+            if words[:2] == ["flowrl", "prompts"]:
+                folder = words[words.index("-o") + 1]
+                assert load_config(name).prompts.train == f"{folder}/train.jsonl"
+                assert load_config(name).evaluation.prompts == f"{folder}/test.jsonl"
+            assert words[0] in ("flowrl", "accelerate", "vllm"), words
+
+
+def test_there_is_a_recipe_for_every_way_reward_checkpoint_class_and_number_of_gpus():
+    configs = {name: load_config(name) for name in REAL}
+    ways = {"grpo", "grpo-fast", "branchgrpo", "nft", "gdro", "solrl"}
+    assert {kind(config) for config in configs.values()} == ways
+    rewards = {reward.name for config in configs.values() for reward in config.rewards}
+    assert rewards >= {"pickscore", "ocr", "geneval", "vlm_judge"}
+    assert len({config.pipeline.path for config in configs.values()}) == 4
+    assert {re.findall(r"(\d+)gb", name)[0] for name in REAL} == {"24", "48", "80", "141"}
+    assert {"1 GPU of" in head(name) for name in REAL} == {True, False}
+
+
+def test_settings_of_a_recipe_fit_its_objective():
+    # A recipe that compares likelihoods has one batch shape. Half-precision networks round
+    # otherwise at another, and the ratio's tolerance is small.
+    for name in REAL:
+        config = load_config(name)
+        if config.objective.kind == "grpo":
+            assert config.pipeline.dtype != "fp32"
+            assert config.rollout.batch_size == config.optim.micro_batch
+    # Forward processes are published without guidance. DiffusionNFT (2509.16117) and Sol-RL
+    # (2604.06916), which feeds 1 to FLUX's input too.
+    for name in [name for name in REAL if kind(load_config(name)) in UNGUIDED]:
+        config = load_config(name)
+        assert config.rollout.guidance == config.evaluation.guidance == 1
+        assert config.rollout.training_guidance in (None, 1)
+    # A published clip of 1e 4 is in nats of this latent.
+    for name in [name for name in REAL if "-fast" not in name]:
+        config = load_config(name)
+        if config.objective.kind != "grpo":
+            continue
+        height, size = config.pipeline.height, size_of_checkpoint(config.pipeline.path)
+        assert size is not None and height is not None and height == config.pipeline.width
+        elements = math.prod(SIZES[size].latent_shape(height))
+        assert config.objective.clip_nats == pytest.approx(1e-4 * elements, rel=0.01)
+
+
+def test_parents_are_few_and_folders_are_different():
+    # Parents are recipes themselves and few.
+    for name in [path.stem for path in FILES]:
+        chain = [name]
+        while parent := yaml.safe_load((preset_folder() / f"{chain[-1]}.yaml").read_text()).get(
+            "extends"
+        ):
+            chain.append(parent)
+            assert (preset_folder() / f"{parent}.yaml").is_file()
+        assert len(chain) <= MAX_PARENTS + 1
+    # Every run has a folder of its own.
+    folders = [load_config(path.stem).run.output_dir for path in FILES]
+    assert len(set(folders)) == len(folders)

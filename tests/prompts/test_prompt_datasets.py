@@ -1,0 +1,195 @@
+import json
+import sys
+
+import datasets
+import pytest
+from datasets import config, exceptions
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
+from flowrl.tiny.world import split_prompts
+
+ROWS = [
+    {"prompt": "two cats", "tag": "counting", "include": [{"class": "cat", "count": 2}]},
+    {"prompt": "a red cup", "tag": "colors", "include": [{"class": "cup", "color": "red"}]},
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch, tmp_path):
+    """Neither progress bars nor files in the user's cache."""
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def table(rows=ROWS) -> datasets.Dataset:
+    return datasets.Dataset.from_list(rows)
+
+
+def as_jsonl(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return load_prompts(path)
+
+
+def test_saved_folders_and_parquet_files_give_the_prompts_of_the_same_jsonl(tmp_path):
+    expected = as_jsonl(tmp_path / "rows.jsonl", ROWS)
+    table().save_to_disk(tmp_path / "saved")
+    table().to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "many").mkdir()
+    for i, row in enumerate(ROWS):
+        # Every file with the columns of all, as one table has them.
+        table(ROWS).select([i]).to_parquet(tmp_path / "many" / f"part-{i}.parquet")
+        assert row["prompt"] == expected[i].text
+    for name in ("saved", "rows.parquet", "many"):
+        assert load_prompts(tmp_path / name) == expected, name
+    assert load_prompts(f"hf:{tmp_path}/saved") == expected
+    assert load_prompts(tmp_path / "rows.parquet", limit=1) == expected[:1]
+
+
+def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
+    rows = [{"words": "a cat", "caption": "b", "n": 1}]
+    folder = tmp_path / "saved"
+    datasets.DatasetDict({"train": table(), "test": table(rows)}).save_to_disk(folder)
+    (found,) = load_prompts(f"hf:{folder}:test:words")
+    assert (found.text, found.metadata) == ("a cat", {"caption": "b", "n": 1})
+    assert load_prompts(f"hf:{folder}:test")[0].text == "b"
+    assert [p.text for p in load_prompts(folder)] == ["two cats", "a red cup"]
+    # Files of one split are read alone when their names say so.
+    for split in ("train", "test"):
+        table([{"prompt": split}]).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    assert [p.text for p in load_prompts(f"hf:{tmp_path}:test")] == ["test"]
+    assert [p.text for p in load_prompts(tmp_path)] == ["train"]
+    with pytest.raises(UserError, match="have the splits test, train, not 'dev'"):
+        load_prompts(f"hf:{tmp_path}:dev")
+    # A saved table without splits is the training one and no other.
+    table().save_to_disk(tmp_path / "saved")
+    assert load_prompts(f"hf:{tmp_path}/saved:train") == load_prompts(tmp_path / "saved")
+    for split in ("test", "test[:1]"):
+        with pytest.raises(UserError, match="have the splits train, not 'test'"):
+            load_prompts(f"hf:{tmp_path}/saved:{split}")
+
+
+def test_the_usual_columns_are_recognised(tmp_path):
+    for column in ("prompt", "text", "caption"):
+        table([{column: "a cat", "other": "b"}]).to_parquet(tmp_path / f"{column}.parquet")
+        assert load_prompts(tmp_path / f"{column}.parquet")[0].text == "a cat"
+
+
+def test_text_of_columns_is_read_as_json_only_where_it_is(tmp_path):
+    # Metadata written as json text is what it says.
+    prompts = list(split_prompts("position", "train"))[:5]
+    rows = [{"prompt": p["prompt"], "metadata": json.dumps(p)} for p in prompts]
+    table(rows).to_parquet(tmp_path / "p.parquet")
+    expected = as_jsonl(tmp_path / "rows.jsonl", prompts)
+    assert load_prompts(tmp_path / "p.parquet") == expected
+    # Text that only looks like json stays text.
+    rows = [{"prompt": "a", "ocr_text": text} for text in ("[SALE]", "[1]", "{}}", "{ 5")]
+    table(rows).to_parquet(tmp_path / "p.parquet")
+    found = load_prompts(tmp_path / "p.parquet")
+    assert [p.metadata["ocr_text"] for p in found] == [row["ocr_text"] for row in rows]
+
+
+def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
+    # Images and bytes are not read and what is empty is left out.
+    rows = [{"prompt": "a", "raw": b"x", "n": None, "image": {"bytes": b"no image", "path": "p"}}]
+    kinds = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "raw": datasets.Value("binary"),
+            "n": datasets.Value("int64"),
+            "image": datasets.Image(),
+        }
+    )
+    datasets.Dataset.from_list(rows, features=kinds).save_to_disk(tmp_path / "saved")
+    assert load_prompts(tmp_path / "saved")[0].metadata == {}
+    # Other columns another split and an empty text are sentences.
+    table([{"words": "a"}]).to_parquet(tmp_path / "p.parquet")
+    with pytest.raises(UserError, match="have the columns words; expected one of prompt, text"):
+        load_prompts(tmp_path / "p.parquet")
+    datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="have the splits train, not 'dev'"):
+        load_prompts(f"hf:{tmp_path}/saved:dev")
+    table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
+    with pytest.raises(UserError, match="gap.parquet, row 2: expected .* a text"):
+        load_prompts(tmp_path / "gap.parquet")
+
+
+def test_a_split_may_be_cut(tmp_path):
+    rows = table([{"words": letter, "n": 1} for letter in "abcd"])
+    rows.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "dict")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    cuts = {"[:2]": "ab", "[1:3]": "bc", "[3:]": "d", "[:50%]": "ab", "[-1:]": "d", "": "abcd"}
+    for form in ("saved", "dict", "rows.parquet"):
+        for cut, expected in cuts.items():
+            found = load_prompts(f"hf:{tmp_path / form}:train{cut}:words")
+            assert "".join(p.text for p in found) == expected
+    for cut in ("[:x]", "[", "[:1][:2]"):
+        with pytest.raises(UserError, match="cannot read prompts"):
+            load_prompts(f"hf:{tmp_path}/saved:train{cut}")
+
+
+def test_a_split_of_the_hub_arrives_as_it_was_written(monkeypatch):
+    asked = []
+
+    def load(name, split):
+        asked.append((name, split))
+        return table()
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    load_prompts("hf:someone/prompts:train[:100]")
+    load_prompts("hf:someone/prompts:train[10%:]+test[:5]:prompt")
+    load_prompts("hf:someone/prompts")
+    assert [split for _, split in asked] == ["train[:100]", "train[10%:]+test[:5]", "train"]
+    assert {name for name, _ in asked} == {"someone/prompts"}
+
+
+def test_files_that_are_no_table_are_refused(tmp_path):
+    # A file that is damaged in its middle is a sentence.
+    path = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"{n} cats {n * 'x'}"} for n in range(2000)]
+    table(rows).to_parquet(path, batch_size=100)
+    whole = bytearray(path.read_bytes())
+    whole[len(whole) // 3 : len(whole) // 2] = bytes(len(whole) // 2 - len(whole) // 3)
+    path.write_bytes(whole)
+    with pytest.raises(UserError, match=r"cannot read prompts .*rows.parquet.*after row \d+"):
+        load_prompts(path)
+    # A folder or file that is no table is a sentence.
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no .parquet or .arrow file"):
+        load_prompts(tmp_path / "empty")
+    with pytest.raises(UserError, match="no such file or folder"):
+        load_prompts(tmp_path / "none.parquet")
+    (tmp_path / "bad.parquet").write_text("no table")
+    with pytest.raises(UserError, match="cannot read prompts .*bad.parquet"):
+        load_prompts(tmp_path / "bad.parquet")
+
+
+def test_no_name_is_refused_and_not_the_working_directory(tmp_path, monkeypatch):
+    for name in ["hf:", "hf::train", "hf: :train:prompt"]:
+        table().to_parquet(tmp_path / "rows.parquet")
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(UserError, match="hf:NAME"):
+            load_prompts(name)
+
+
+def test_a_hub_that_cannot_be_asked_says_what_to_do(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="someone/prompts.*hub cannot be reached: load it once"):
+        load_prompts("hf:someone/prompts")
+
+    # A gated data set says what to do.
+    def refuse(*_, **__):
+        raise exceptions.DatasetNotFoundError("Dataset 'x/y' is a gated dataset.")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError, match="accept its terms on its page"):
+        load_prompts("hf:x/y")
+    # Without the package only data sets are out of reach.
+    (tmp_path / "p.txt").write_text("a cat")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert load_prompts(tmp_path / "p.txt")[0].text == "a cat"
+    with pytest.raises(UserError, match="pip install datasets"):
+        load_prompts("hf:x/y")

@@ -1,0 +1,191 @@
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.errors import UserError
+from flowrl.prompts.generate.draw import apportion, read_list, write_sets
+from flowrl.prompts.generate.geneval import KINDS, RATIO, geneval_sets
+from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
+from flowrl.prompts.generate.words import COCO, WORDS, article, plural
+from flowrl.prompts.records import load_prompts
+from rewards.detectors.mask2former import COCO as DETECTED
+from rewards.geneval_rules import TAGS
+from rewards.ocr import OCR, quoted
+
+OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+few = settings(max_examples=15)
+
+
+def content(row: dict) -> tuple:
+    """What a prompt asks for, whichever way it is said."""
+    objects = [(e["class"], e["count"], e.get("color")) for e in row["include"]]
+    if row["tag"] != "position":
+        return row["tag"], *sorted(objects, key=str)
+    (b, a), relation = (e["class"] for e in row["include"]), row["include"][1]["position"][0]
+    return min((a, relation, b), (b, OPPOSITE[relation], a))
+
+
+def folded(row: dict) -> str:
+    return row["ocr_text"].replace(" ", "").casefold()
+
+
+@few
+@given(st.integers(0, 1500), st.integers(0, 300), st.integers(0, 99))
+def test_geneval_sets_share_nothing_and_repeat_no_text(count, held_out, seed):
+    train, test = geneval_sets(count, held_out, seed)
+    assert (len(train), len(test)) == (count, held_out)
+    texts = [row["prompt"].casefold() for row in train + test]
+    assert len(set(texts)) == len(texts)
+    assert not set(map(content, train)) & set(map(content, test))
+
+
+@few
+@given(st.integers(0, 99))
+def test_sets_are_a_function_of_the_seed(seed):
+    for sets in (geneval_sets, ocr_sets):
+        assert sets(60, 30, seed) == sets(60, 30, seed)
+        assert sets(60, 30, seed) != sets(60, 30, seed + 1)
+
+
+def test_kinds_have_their_shares_and_are_mixed():
+    # The kinds have the parts of the ratio and the held out ones are balanced.
+    train, test = geneval_sets(1700, 300)
+    expected = {kind: 100 * part for kind, part in zip(KINDS, RATIO, strict=True) if part}
+    assert Counter(row["tag"] for row in train) == expected
+    assert Counter(row["tag"] for row in test) == dict.fromkeys(KINDS, 50)
+    assert set(KINDS) == set(TAGS)
+    # Kinds are mixed so that the first lines have each.
+    train, _ = geneval_sets(1700, 0)
+    assert {row["tag"] for row in train[:100]} == set(KINDS[:5])
+    # Combinations are said once before any is said again.
+    train, test = geneval_sets(180, 60, ratio=(0, 1, 0, 0, 0, 0))
+    # 240 ways to count: ten are held out, and each of the 180 has its own.
+    assert len(set(map(content, train))) == 180
+    assert len({content(row) for row in test if row["tag"] == "counting"}) == 10
+
+
+def test_a_prompt_says_what_its_metadata_ask_for():
+    for row in geneval_sets(200, 60, seed=3)[1]:
+        text, include = row["prompt"], row["include"]
+        for entry in include:
+            many = entry["count"] > 1
+            colored = f"{entry['color']} {entry['class']}" if "color" in entry else entry["class"]
+            spoken = plural(entry["class"]) if many else article(colored)
+            assert spoken in text
+        if row["tag"] == "counting":
+            (wanted,), (limit,) = include, row["exclude"]
+            assert {2: "two", 3: "three", 4: "four"}[wanted["count"]] in text
+            assert limit == {"class": wanted["class"], "count": wanted["count"] + 1}
+        if row["tag"] == "position":
+            b, a = include
+            relation, other = a["position"]
+            assert other == 0
+            assert text.endswith(f"{article(a['class'])} {relation} {article(b['class'])}")
+
+
+def test_what_cannot_be_is_refused():
+    # More than there are is a sentence with the number there is.
+    with pytest.raises(UserError, match=r"of the kind counting .* at most 1920 \(240 comb"):
+        geneval_sets(10_000, 60)
+    with pytest.raises(UserError, match=r"30 prompts of the kind 4 words .* at most 0"):
+        ocr_sets(100, 0, words=["a", "b", "c"])
+    train, test = geneval_sets(1920 - 8, 6, ratio=(0, 1, 0, 0, 0, 0))
+    assert len(train) + len(test) == 1918  # all but the other wordings of what is held out
+    # Own templates and words are taken as they are or refused.
+    train, _ = ocr_sets(3, 0, words=["Ab", "Cd"], templates=["{a} {}"], ratio=(1, 1, 0, 0))
+    assert {row["prompt"] for row in train} <= {"{a} Ab", "{a} Cd", "{a} Ab Cd", "{a} Cd Ab"}
+    with pytest.raises(UserError, match="'no place' has 0 places"):
+        ocr_sets(1, 0, templates=["no place"])
+    for word in ("two words", 'a"b', ""):
+        with pytest.raises(UserError, match="expected one plain word"):
+            ocr_sets(1, 0, words=[word])
+    # A ratio that cannot be is a sentence.
+    for ratio in [(1, 2), (0, 0, 0), (1, -1, 1)]:
+        with pytest.raises(UserError, match="expected 3 numbers from 0 up, of a:b:c"):
+            apportion(6, ["a", "b", "c"], ratio)
+
+
+@few
+@given(st.integers(0, 1000), st.integers(0, 200), st.integers(0, 99), st.booleans())
+def test_ocr_sets_share_no_text_and_with_new_words_no_word(count, held_out, seed, new):
+    train, test = ocr_sets(count, held_out, seed, new_words=new)
+    assert (len(train), len(test)) == (count, held_out)
+    assert len({row["prompt"] for row in train + test}) == count + held_out
+    assert not set(map(folded, train)) & set(map(folded, test))
+    words = [{w for row in rows for w in row["ocr_text"].split()} for rows in (train, test)]
+    assert not (new and words[0] & words[1])
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=3), min_size=6, unique=True), st.integers(0, 9))
+@few
+def test_texts_that_read_the_same_without_spaces_count_as_one(words, seed):
+    train, test = ocr_sets(6, 4, seed, words=words, templates=["{}!", "{}?"], ratio=(1, 1, 0, 0))
+    assert not set(map(folded, train)) & set(map(folded, test))
+
+
+def test_texts_have_their_lengths_and_the_reward_finds_them():
+    for row in ocr_sets(200, 50)[0]:
+        assert quoted(row["prompt"]) == [row["ocr_text"]]
+        assert OCR().targets(row["prompt"], row) == [row["ocr_text"]]
+        assert 1 <= len(row["ocr_text"].split()) <= 4
+    # Lengths have their parts and words do not repeat in a text.
+    train, _ = ocr_sets(1000, 0)
+    texts = [row["ocr_text"].split() for row in train]
+    assert Counter(map(len, texts)) == {1: 100, 2: 300, 3: 300, 4: 300}
+    assert all(len(set(text)) == len(text) for text in texts)
+    short, _ = ocr_sets(10, 0, ratio=(1, 0, 0, 0), words=["a", "b"], templates=TEMPLATES)
+    assert {row["ocr_text"] for row in short} == {"a", "b"}
+    # A long list of words has more texts than a machine word counts.
+    words = [f"w{i}" for i in range(100_000)]
+    train, test = ocr_sets(20, 10, words=words, ratio=(0, 0, 0, 1))
+    assert len({row["ocr_text"] for row in train + test}) == 30
+
+
+@given(st.integers(0, 500), st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+def test_parts_sum_to_the_whole_and_are_less_than_one_off(count, ratio):
+    names = [str(i) for i in range(len(ratio))]
+    parts = apportion(count, names, ratio)
+    assert sum(parts.values()) == count
+    for name, share in zip(names, ratio, strict=True):
+        assert abs(parts[name] - count * share / sum(ratio)) < 1
+
+
+def test_files_are_read_back_and_lists_have_no_repeats(tmp_path):
+    # Files are read back as they were drawn and never overwritten.
+    train, test = sets = geneval_sets(20, 6)
+    assert write_sets(tmp_path, sets) == [tmp_path / "train.jsonl", tmp_path / "test.jsonl"]
+    for rows, name in zip(sets, ("train", "test"), strict=True):
+        found = load_prompts(tmp_path / f"{name}.jsonl")
+        assert [{"prompt": p.text} | p.metadata for p in found] == rows
+    with pytest.raises(UserError, match="train.jsonl is there already"):
+        write_sets(tmp_path, sets)
+    assert write_sets(tmp_path / "new", ([], test)) == [tmp_path / "new" / "test.jsonl"]
+    first = (tmp_path / "train.jsonl").read_text().splitlines()[0]
+    assert json.loads(first) == train[0]
+    # Lists in files are lines without repeats.
+    path = tmp_path / "words.txt"
+    path.write_text("\ufeffcat\n\n dog \ncat\nhot  dog\n", encoding="utf-8")
+    assert read_list(path) == ["cat", "dog", "hot dog"]
+    path.write_text("\n")
+    with pytest.raises(UserError, match="is empty"):
+        read_list(path)
+    with pytest.raises(UserError, match="cannot read"):
+        read_list(tmp_path / "none.txt")
+
+
+def test_names_are_those_of_the_detector_and_said_in_english():
+    # The names are those that the detector for photographs gives.
+    assert set(COCO) == set(DETECTED) and len(COCO) == 80
+    # Names are said as in english.
+    said = {name: (article(name), plural(name)) for name in ("orange", "bench", "skis", "knife")}
+    assert said == {
+        "orange": ("an orange", "oranges"),
+        "bench": ("a bench", "benches"),
+        "skis": ("a pair of skis", "pairs of skis"),
+        "knife": ("a knife", "knives"),
+    }
+    assert article("red skis") == "a pair of red skis" and article("orange cup") == "an orange cup"
+    assert len({word.casefold() for word in WORDS}) == len(WORDS)

@@ -1,0 +1,171 @@
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import (
+    PromptRecord,
+    PromptSampler,
+    check_paraphrases,
+    load_prompts,
+    prompt_uid,
+    reworded,
+)
+from flowrl.tiny.world import GENEVAL_TAGS, TAGS, split_prompts
+
+
+def records(count: int, tag: str = "a") -> list[PromptRecord]:
+    return [PromptRecord(uid=f"{tag}{i}", text=str(i), metadata={"tag": tag}) for i in range(count)]
+
+
+def test_files_hold_prompts_metadata_and_paraphrases(tmp_path):
+    # Text files hold one prompt a line.
+    path = tmp_path / "prompts.txt"
+    path.write_text("\ufeffa cat\n\n  a \u201cdog\u201d \n# not a comment\n", encoding="utf-8")
+    assert [p.text for p in load_prompts(path)] == ["a cat", "a \u201cdog\u201d", "# not a comment"]
+    assert [p.text for p in load_prompts(path, limit=1)] == ["a cat"]
+    # Jsonl keeps every other key as metadata.
+    path = tmp_path / "prompts.jsonl"
+    row = {"tag": "counting", "include": [{"class": "cat", "count": 2}], "exclude": []}
+    rows = [row | {"prompt": "two cats"}, {"text": "x", "negative": "blur"}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    first, second = load_prompts(path)
+    assert (first.text, first.negative, first.metadata) == ("two cats", None, row)
+    assert (second.text, second.negative, second.metadata) == ("x", "blur", {})
+    # Paraphrases are neither metadata nor part of the uid.
+    row = {"prompt": "a cat", "tag": "single_object"}
+    others = ["one cat", "an image of a cat"]
+    files = tmp_path / "plain.jsonl", tmp_path / "reworded.jsonl"
+    for path, extra in zip(files, ({}, {"paraphrases": others}), strict=True):
+        path.write_text(json.dumps(row | extra))
+    plain, full = (load_prompts(path)[0] for path in files)
+    assert full.paraphrases == tuple(others) and plain.paraphrases == ()
+    assert (full.uid, full.metadata) == (plain.uid, plain.metadata)
+
+
+def test_prompts_that_cannot_be_read_or_used_are_refused(tmp_path):
+    # A malformed file is an error that says where.
+    for name, content, message in [
+        ("p.jsonl", '{"prompt": "a"}\n{"prompt": ', "line 2: not valid JSON"),
+        ("p.jsonl", '{"caption": "a"}', 'line 1: expected an object with a text under "prompt"'),
+        ("p.jsonl", "[1]", "expected an object"),
+        ("p.jsonl", '{"prompt": " "}', "expected an object"),
+        ("p.jsonl", '{"prompt": "a", "negative": 3}', "must be a text"),
+        ("p.jsonl", '{"prompt": "a", "paraphrases": "b"}', 'line 1: "paraphrases" must be a list'),
+        ("p.jsonl", '{"prompt": "a", "paraphrases": ["b", 3]}', "must be a list of texts"),
+        ("p.jsonl", '{"prompt": "a", "paraphrases": [" "]}', "that are not empty"),
+        ("p.jsonl", '{"prompt": "a", "paraphrases": null}', "must be a list of texts"),
+        ("p.txt", "\n\n", "holds no prompts"),
+        ("p.csv", "a", ".txt file"),
+    ]:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError) as error:
+            load_prompts(tmp_path / name)
+        assert message in str(error.value)
+    # A source that does not exist is a sentence.
+    for source in [
+        "none.txt",
+        "tiny:geneval",
+        "tiny:cats:train",
+        "tiny:ocr:dev",
+        "tiny:ocr:test:x",
+    ]:
+        with pytest.raises(UserError, match="cannot read prompts"):
+            load_prompts(source)
+    # Balance by a key that prompts lack is an error.
+    with pytest.raises(UserError, match="'kind'"):
+        PromptSampler(records(3), 2, 0, balance="kind")
+    # Asking for paraphrases that nobody gave is a sentence.
+    check_paraphrases([*records(2), CAT], "prompts.retained", "mine.jsonl")
+    with pytest.raises(UserError, match="none of the 2 prompts of mine.txt has paraphrases"):
+        check_paraphrases(records(2), "prompts.retained", "mine.txt")
+
+
+def test_the_tiny_world_is_read_by_name_and_kinds_take_turns():
+    geneval = load_prompts("tiny:geneval:test")
+    assert Counter(p.metadata["tag"] for p in geneval) == {
+        tag: len(split_prompts(tag, "test")) for tag in GENEVAL_TAGS
+    }
+    assert [p.metadata["tag"] for p in load_prompts("tiny:all:train", limit=7)] == list(TAGS)
+    word = load_prompts("tiny:ocr:train", limit=1)[0]
+    assert word.metadata == {"tag": "ocr", "ocr_text": word.metadata["ocr_text"]}
+    assert word.metadata["ocr_text"] in word.text
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))
+def test_an_iteration_repeats_a_prompt_only_when_it_must(count, size, iteration, seed):
+    batch = PromptSampler(records(count), size, seed).at(iteration)
+    uses = Counter(p.uid for p in batch)
+    assert len(batch) == size
+    assert max(uses.values()) == -(-size // count)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 3))
+def test_an_epoch_shows_every_prompt_once(size, iterations, epoch):
+    sampler = PromptSampler(records(size * iterations), size, seed=0)
+    start = epoch * iterations
+    seen = [p.uid for i in range(start, start + iterations) for p in sampler.at(i)]
+    assert sorted(seen) == sorted(p.uid for p in records(size * iterations))
+
+
+def test_an_epoch_is_a_function_of_iteration_and_seed(tmp_path):
+    # An iteration depends on its number and seed alone.
+    prompts = records(50)
+    sampler = PromptSampler(prompts, 8, seed=1)
+    later = [p.uid for p in sampler.at(5)]
+    for i in range(5):
+        sampler.at(i)
+    assert [p.uid for p in sampler.at(5)] == later
+    assert [p.uid for p in PromptSampler(prompts, 8, seed=1).at(5)] == later
+    assert [p.uid for p in PromptSampler(prompts, 8, seed=2).at(5)] != later
+    # A uid is the content and nothing else.
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_text("a\nb\nb\n")
+    two.write_text("b\na\n")
+    a, b, again = load_prompts(one)
+    assert {p.text: p.uid for p in load_prompts(two)} == {"a": a.uid, "b": b.uid}
+    assert again.uid != b.uid  # so that repeated prompts draw different noise
+    assert prompt_uid("a", None, {"k": 1, "l": 2}) == prompt_uid("a", None, {"l": 2, "k": 1})
+    assert len({prompt_uid("a", n, m) for n in (None, "b") for m in ({}, {"k": 1})}) == 4
+    assert prompt_uid("a cat", None, {}) == "c5188dd6a29bbcaf"  # the same on every machine
+
+
+@given(st.integers(1, 9), st.integers(2, 30))
+def test_balance_gives_rare_kinds_as_many_turns(size, iterations):
+    prompts = records(40, "common") + records(3, "rare") + records(1, "single")
+    sampler = PromptSampler(prompts, size, seed=0, balance="tag")
+    uses = Counter(p.metadata["tag"] for i in range(iterations) for p in sampler.at(i))
+    counts = [uses[tag] for tag in ("common", "rare", "single")]
+    assert max(counts) - min(counts) <= 1
+
+
+CAT = PromptRecord(uid="c", text="a cat", paraphrases=("b", "c", "d"))
+
+
+def words(turns, *, record=CAT, seed=0, iteration=0) -> list[str]:
+    return [reworded(record, turn, seed=seed, iteration=iteration).read for turn in turns]
+
+
+def test_other_words_depend_on_seed_iteration_uid_and_turn():
+    # Other words change what is read and nothing else.
+    other = reworded(CAT, 0, seed=0, iteration=0)
+    assert other.read in CAT.paraphrases and CAT.read == "a cat"
+    assert (other.uid, other.text, other.metadata) == (CAT.uid, CAT.text, CAT.metadata)
+    # The choice of words is a function of seed iteration uid and turn.
+    first = [words([0], iteration=i) for i in range(20)]
+    assert first == [words([0], iteration=i) for i in range(20)]
+    assert len({word for (word,) in first}) == 3
+    renamed = PromptRecord(uid="d", text="a cat", paraphrases=CAT.paraphrases)
+    assert [words([0], record=renamed, iteration=i) for i in range(20)] != first
+    assert [words([0], seed=1, iteration=i) for i in range(20)] != first
+
+
+@given(st.integers(1, 7), st.integers(0, 5), st.integers(0, 3), st.integers(0, 30))
+def test_no_paraphrase_comes_again_before_all_came(count, lap, seed, iteration):
+    record = PromptRecord(uid="u", text="x", paraphrases=tuple(map(str, range(count))))
+    turns = range(lap * count, (lap + 1) * count)
+    found = words(turns, record=record, seed=seed, iteration=iteration)
+    assert sorted(found) == sorted(record.paraphrases)

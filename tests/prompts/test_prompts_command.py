@@ -1,0 +1,95 @@
+"""`flowrl prompts`: files to train and evaluate on."""
+
+import json
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from flowrl.cli.data import prompts
+from flowrl.errors import UserError
+from flowrl.prompts.generate.geneval import geneval_sets
+from flowrl.prompts.records import load_prompts
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    app = typer.Typer()
+    app.command()(prompts)
+
+    def call(*words):
+        result = CliRunner().invoke(app, list(words))
+        if result.exception and not isinstance(result.exception, UserError | SystemExit):
+            raise result.exception
+        return result.exit_code, result.output, str(result.exception or "")
+
+    return call
+
+
+def rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_files_are_written_that_training_reads(run, tmp_path):
+    for kind in ["geneval", "ocr"]:
+        code, out, _ = run(kind, "-o", kind, "--count", "40", "--held-out", "12")
+        assert code == 0
+        assert out.splitlines() == [
+            f"{kind}/train.jsonl  40 prompts",
+            f"{kind}/test.jsonl  12 prompts",
+        ]
+        train, test = (
+            load_prompts(tmp_path / kind / f"{name}.jsonl") for name in ("train", "test")
+        )
+        assert not {p.text for p in train} & {p.text for p in test}
+
+
+def test_the_same_seed_writes_the_same_bytes(run, tmp_path):
+    for folder, seed in (("a", "5"), ("b", "5"), ("c", "6")):
+        run("ocr", "-o", folder, "--count", "30", "--seed", seed)
+    a, b, c = ((tmp_path / name / "train.jsonl").read_bytes() for name in "abc")
+    assert a == b != c
+
+
+def test_own_words_templates_classes_and_ratios_are_used(run, tmp_path):
+    (tmp_path / "words.txt").write_text("ART\nBOX\nCUP\nDOG\nEGG\n")
+    (tmp_path / "wordings.txt").write_text('the word "{}"\na sign with "{}"\n')
+    own = ["--words", "words.txt", "--templates", "wordings.txt", "--ratio", "1:0:0:0"]
+    assert run("ocr", "-o", "o", "--count", "8", "--held-out", "2", *own, "--new-words")[0] == 0
+    train, test = (rows(tmp_path / "o" / f"{name}.jsonl") for name in ("train", "test"))
+    assert len({row["ocr_text"] for row in test}) == 1
+    words = {row["ocr_text"] for row in train + test}
+    assert words == {"ART", "BOX", "CUP", "DOG", "EGG"}
+    (tmp_path / "names.txt").write_text("cat\nwine glass\n")
+    own = ["--classes", "names.txt", "--ratio", "0:1:0:0:0:0", "--held-out", "0"]
+    assert run("geneval", "-o", "g", "--count", "20", *own)[0] == 0
+    found = rows(tmp_path / "g" / "train.jsonl")
+    assert {row["include"][0]["class"] for row in found} == {"cat", "wine glass"}
+    assert not (tmp_path / "g" / "test.jsonl").exists()
+
+
+def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path):
+    for words, says in [
+        (["geneval", "--words", "w.txt"], "--words, --templates and --new-words are not for"),
+        (["ocr", "--classes", "c.txt"], "--classes are not for ocr"),
+        (["ocr", "--count", "0", "--held-out", "0"], "--count or --held-out"),
+        (["geneval", "--count", "0", "--held-out", "0"], "--count or --held-out"),
+        (["ocr", "--ratio", "1:x"], "--ratio is '1:x', expected whole numbers"),
+        (["geneval", "--ratio", "1:1"], "expected 6 numbers"),
+        (["geneval", "--count", "100000"], "there are at most"),
+        (["ocr", "--words", "none.txt"], "cannot read none.txt"),
+    ]:
+        code, _, error = run(*words, "-o", "sets")
+        assert code == 1 and says in error
+        assert not (tmp_path / "sets").exists()
+
+
+def test_the_help_says_the_largest_count_of_geneval_prompts():
+    told = " ".join((prompts.__doc__ or "").split())
+    (largest, held_out) = map(int, re.findall(r"at most (\d+) beside (\d+) held-out", told)[0])
+    train, test = geneval_sets(largest, held_out)
+    assert (len(train), len(test)) == (largest, held_out)
+    with pytest.raises(UserError, match="of the kind counting"):
+        geneval_sets(largest + 4, held_out)

@@ -1,0 +1,249 @@
+"""Products with packed weights: the numbers of each format, whoever computes them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from software_nvfp4 import scaled_mm
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from flowrl.quantization.backends import (
+    Capability,
+    FP8Dequantised,
+    FP8Rowwise,
+    NVFP4Emulated,
+    NVFP4Native,
+    Plain,
+    backend_of,
+    capability_of,
+    native_formats,
+    resolve,
+)
+from flowrl.quantization.formats import fp8, nvfp4
+from flowrl.quantization.linear import PerRow
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+QUANTISED = [NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise(), FP8Dequantised()]
+PACKING = [*QUANTISED, NVFP4Native(), NVFP4Native(True), Plain(torch.bfloat16)]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def distance(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def nvfp4_product(x: torch.Tensor, weight: torch.Tensor, four_over_six: bool = False):
+    """Of the dequantised operands, in float64."""
+    parts = (nvfp4.quantise(t, four_over_six=four_over_six) for t in (x, weight))
+    left, right = (nvfp4.dequantise(q).double() for q in parts)
+    return left @ right.t()
+
+
+def fp8_product(x: torch.Tensor, weight: torch.Tensor):
+    parts = (fp8.quantise_rowwise(t) for t in (x, weight))
+    left, right = (codes.double() * scale.double() for codes, scale in parts)
+    return left @ right.t()
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 20), st.booleans(), st.integers(0, 9))
+def test_emulated_nvfp4_is_the_product_of_dequantised_operands(m, blocks, n, four_over_six, seed):
+    x, weight = randn(m, 16 * blocks, seed=seed), randn(n, 16 * blocks, seed=seed + 10)
+    backend = NVFP4Emulated(four_over_six)
+    got = backend.matmul(x, backend.pack(weight))
+    assert distance(got, nvfp4_product(x, weight, four_over_six)) < 1e-6
+
+
+def test_an_emulated_product_is_exact_before_the_global_scales():
+    state = NVFP4Emulated().pack(randn(16, 32, seed=2))
+    x = torch.diag(randn(32, seed=1))  # one term a sum: no order in which to round
+    values, scale = nvfp4.fake_unscaled(x)
+    exact = values.double() @ state["values"].double().t()
+    assert torch.equal(exact, exact.float().double())
+    expected = exact.float() * (scale * state["global_scale"])
+    assert torch.equal(NVFP4Emulated().matmul(x, state), expected)
+
+
+def test_fp8_rowwise_is_the_product_of_dequantised_operands():
+    for backend in [FP8Rowwise(), FP8Rowwise(fast_accum=False), FP8Dequantised()]:
+        x, weight = (
+            randn(33, 64, seed=3) * torch.logspace(-3, 3, 33)[:, None],
+            randn(48, 64, seed=4),
+        )
+        got = backend.matmul(x, backend.pack(weight))
+        assert distance(got, fp8_product(x, weight)) < 1e-6
+        worst = (got - fp8_product(x, weight)).norm(dim=1) / fp8_product(x, weight).norm(dim=1)
+        assert worst.max() < 1e-6, "small rows as exact as large ones"
+
+
+def test_results_have_the_activations_dtype_and_are_rounded_once():
+    for dtype in DTYPES:
+        for backend in [*QUANTISED, Plain(torch.float32)]:
+            x, state = randn(24, 64, seed=5).to(dtype), backend.pack(randn(32, 64, seed=6))
+            got, exact = backend.matmul(x, state), backend.matmul(x.float(), state)
+            assert got.dtype == dtype and exact.dtype == torch.float32
+            half_a_step = torch.finfo(dtype).eps / 2
+            torch.testing.assert_close(got.float(), exact, rtol=half_a_step * 1.001, atol=1e-6)
+
+
+def test_relative_errors_on_gaussian_data_are_those_of_the_formats():
+    x, weight = randn(512, 512, seed=7), randn(512, 512, seed=8)
+    exact = x @ weight.t()
+    error = {b: distance(b.matmul(x, b.pack(weight)), exact) for b in QUANTISED}
+    assert error[NVFP4Emulated()] == pytest.approx(0.134, abs=0.002)
+    assert error[NVFP4Emulated(True)] == pytest.approx(0.0869 * math.sqrt(2), abs=0.002)
+    assert error[FP8Rowwise()] == pytest.approx(0.0265 * math.sqrt(2), abs=0.001)
+
+
+def test_the_bias_is_added_and_a_zero_input_gives_it_alone():
+    for dtype in DTYPES:
+        for backend in QUANTISED:
+            state, bias = backend.pack(randn(32, 64)), randn(32, seed=1).to(dtype)
+            x = randn(5, 64, seed=2).to(dtype)
+            assert torch.equal(backend.matmul(x, state, bias), backend.matmul(x, state) + bias)
+            assert torch.equal(backend.matmul(torch.zeros_like(x), state, bias), bias.expand(5, -1))
+            zero = backend.pack(torch.zeros(32, 64))
+            assert torch.equal(backend.matmul(x, zero, bias), bias.expand(5, -1))
+
+
+def test_a_packed_weight_has_one_layout_whatever_its_values():
+    weights = (randn(48, 64), torch.zeros(48, 64), randn(48, 64) * 1e20)
+    for backend in PACKING:
+        layouts = []
+        for packed in map(backend.pack, weights):
+            assert all(t.is_contiguous() for t in packed.values()), backend
+            layouts.append({name: (tuple(t.shape), t.dtype) for name, t in packed.items()})
+        assert layouts[0] == layouts[1] == layouts[2], backend
+
+
+def test_native_weights_are_as_small_as_their_format():
+    for backend, bits in ((NVFP4Native(), 4.5), (FP8Rowwise(), 8.03)):
+        found = 8 * sum(t.nbytes for t in backend.pack(randn(256, 1024)).values()) / (256 * 1024)
+        assert found == pytest.approx(bits, abs=0.01)
+
+
+def test_unpacking_gives_what_the_backend_multiplies_with():
+    for backend in [*QUANTISED, PerRow(NVFP4Emulated()), Plain(torch.float32)]:
+        state = backend.pack(randn(48, 64, seed=4))
+        # Rows of the identity are exact in every format.
+        product = backend.matmul(torch.eye(64), state).T
+        torch.testing.assert_close(backend.unpack(state), product, rtol=1e-6, atol=0)
+    weight = randn(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
+    native = NVFP4Native()
+    assert torch.equal(native.unpack(native.pack(weight)), nvfp4.fake_quantise(weight))
+
+
+def test_emulated_weights_are_the_block_scaled_numbers_exactly():
+    weight = randn(32, 64)
+    state, q = NVFP4Emulated().pack(weight), nvfp4.quantise(weight)
+    assert state["values"].dtype == torch.bfloat16
+    assert torch.equal(state["values"], nvfp4.unscaled(q))
+    assert torch.equal(state["global_scale"], q.global_scale)
+
+
+def test_a_kernel_that_follows_the_layout_gives_the_emulations_numbers(monkeypatch):
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    for (m, k, n), four_over_six, (dtype, step) in (
+        ((1, 32, 16), True, (torch.float32, 1e-6)),
+        ((7, 64, 48), False, (torch.float32, 1e-6)),
+        ((130, 160, 144), False, (torch.bfloat16, 2**-7)),
+        ((257, 32, 272), True, (torch.float16, 2**-10)),
+    ):
+        x, weight, bias = randn(m, k).to(dtype), randn(n, k, seed=1), randn(n, seed=2)
+        native = NVFP4Native(four_over_six)
+        emulated = native.reference
+        assert emulated == NVFP4Emulated(four_over_six)
+        got = native.matmul(x, native.pack(weight), bias)
+        expected = emulated.matmul(x, emulated.pack(weight), bias)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, expected, rtol=step, atol=step)
+
+
+def test_torch_takes_the_operands_without_a_look_at_their_values():
+    for dtype in DTYPES:
+        with FakeTensorMode():
+            x = torch.empty(33, 64, device="cuda", dtype=dtype)
+            for backend in (NVFP4Native(), NVFP4Native(True), FP8Rowwise(), NVFP4Emulated()):
+                state = backend.pack(torch.empty(48, 64, device="cuda"))
+                y = backend.matmul(x, state)
+                assert (y.shape, y.dtype, y.device.type) == ((33, 48), dtype, "cuda")
+
+
+def test_on_a_gpu_fp8_asks_the_kernel_for_bf16_which_all_of_them_have(monkeypatch):
+    asked, product = [], F.scaled_mm
+
+    def scaled(*args, output_dtype, **options):
+        asked.append(output_dtype)
+        return product(*args, output_dtype=output_dtype, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled)
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 64, device="cuda") for n in (33, 48))
+        for dtype in DTYPES:
+            FP8Rowwise().matmul(x.to(dtype), FP8Rowwise().pack(weight))
+    assert asked == [torch.bfloat16] * 3
+
+
+def test_native_nvfp4_refuses_sizes_that_its_kernel_lacks():
+    for shape in ((16, 48), (24, 32)):
+        with pytest.raises(ValueError, match="keep this layer exact"):
+            NVFP4Native().pack(randn(*shape))
+
+
+def test_operands_of_another_type_or_layout_are_refused_before_the_kernel():
+    good = NVFP4Native().pack(randn(16, 64))
+    wrong = {
+        "codes": good["codes"].float(),
+        "scale": good["scale"].view(-1, 16),
+        "global_scale": good["global_scale"].bfloat16(),
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ValueError, match=str(value.dtype)):
+            NVFP4Native().matmul(randn(4, 64), {**good, name: value})
+
+
+def test_a_resolved_precision_names_its_backend():
+    blackwell = Capability(device="cuda", name="B200", compute=(10, 0), scaled_mm=True)
+
+    def backend(precision, **options):
+        return backend_of(resolve(precision, blackwell), dtype=torch.float16, **options)
+
+    assert backend("auto") == backend("nvfp4") == NVFP4Native()
+    assert backend("nvfp4", four_over_six=True) == NVFP4Native(True)
+    assert backend("nvfp4-emulated", four_over_six=True) == NVFP4Emulated(True)
+    assert backend("fp8") == FP8Rowwise()
+    assert backend("bf16") == Plain(torch.float16)
+
+
+@pytest.mark.gpu
+def test_emulation_on_a_gpu_is_that_of_the_cpu():
+    for dtype in DTYPES:
+        x, weight = randn(130, 256).to(dtype), randn(64, 256, seed=1)
+        for backend in (NVFP4Emulated(), NVFP4Emulated(True), FP8Dequantised()):
+            here, there = backend.pack(weight), backend.pack(weight.cuda())
+            assert all(torch.equal(there[name].cpu(), here[name]) for name in here)
+            got = backend.matmul(x.cuda(), there).cpu()
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(got, backend.matmul(x, here), rtol=2 * eps, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_native_product_is_that_of_its_reference():
+    for dtype in DTYPES:
+        for precision in ["nvfp4", "fp8"]:
+            for rows in [1, 77, 130, 4096]:
+                capability = capability_of(torch.device("cuda"))
+                if precision not in native_formats(capability):
+                    pytest.skip(f"{capability.name} does not multiply {precision} itself")
+                backend = backend_of(resolve(precision, capability), dtype=dtype)
+                x, weight = randn(rows, 2432).to("cuda", dtype), randn(320, 2432, seed=1).cuda()
+                got = backend.matmul(x, backend.pack(weight))
+                assert backend.reference is not None
+                expected = backend.reference.matmul(x.float(), backend.reference.pack(weight))
+                assert distance(got, expected) < (0.005 if precision == "nvfp4" else 0.02)

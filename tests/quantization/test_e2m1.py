@@ -1,0 +1,92 @@
+"""Codes and rounding of E2M1, bit for bit those of ml_dtypes, and the packing of two a byte."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.quantization.formats import e2m1
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is the reference for E2M1")
+
+VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+TIES = {0.25: 0, 0.75: 2, 1.25: 2, 1.75: 4, 2.5: 4, 3.5: 6, 5.0: 6}
+ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+
+
+def reference(x: torch.Tensor) -> torch.Tensor:
+    clipped = np.clip(x.numpy(), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    return torch.from_numpy(clipped.view(np.uint8) & 15)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32)
+
+
+def test_every_mid_point_goes_to_the_even_code_and_its_neighbours_to_the_nearer_one():
+    for tie, code in TIES.items():
+        x = torch.tensor([tie, -tie])
+        below, above = torch.nextafter(x, 0 * x), torch.nextafter(x, 9 * x)
+        lower = VALUES.index(max(v for v in VALUES if v < tie))
+        assert e2m1.encode(x).tolist() == [code, code + 8]
+        assert e2m1.encode(below).tolist() == [lower, lower + 8]
+        assert e2m1.encode(above).tolist() == [lower + 1, lower + 9]
+        assert all(torch.equal(e2m1.encode(y), reference(y)) for y in (x, below, above))
+
+
+def test_codes_of_every_bfloat16_number_are_those_of_ml_dtypes():
+    x = ALL_BF16[~ALL_BF16.isnan()]
+    assert len(x) == 2**16 - 2 * 127
+    assert torch.equal(e2m1.encode(x), reference(x))
+
+
+@given(st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=64))
+def test_codes_of_float32_numbers_are_those_of_ml_dtypes(numbers):
+    x = torch.tensor(numbers)
+    assert torch.equal(e2m1.encode(x), reference(x))
+
+
+def test_rounding_is_decoding_the_code_bit_for_bit_with_the_sign_of_zero():
+    x = torch.cat([ALL_BF16[~ALL_BF16.isnan()], torch.linspace(-7, 7, 100_001)])
+    before = x.clone()
+    assert torch.equal(bits(e2m1.round_e2m1(x)), bits(e2m1.decode(e2m1.encode(x))))
+    assert torch.equal(bits(x), bits(before))
+    assert torch.signbit(e2m1.round_e2m1(torch.tensor([-0.1, -0.0, 0.1]))).tolist() == [1, 1, 0]
+
+
+def test_codes_decode_to_the_sixteen_values_in_every_type():
+    codes = torch.arange(16, dtype=torch.uint8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        decoded = e2m1.decode(codes, dtype)
+        assert decoded.dtype == dtype
+        assert decoded.tolist() == VALUES + [-v for v in VALUES]
+        assert torch.signbit(decoded).tolist() == [False] * 8 + [True] * 8
+    stored = codes.numpy().view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert np.array_equal(e2m1.decode(codes).numpy(), stored)
+
+
+def test_infinities_saturate_and_nan_is_six_as_a_code_and_nan_as_a_number():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan])
+    assert e2m1.encode(x).tolist() == [7, 15, 7, 7]
+    assert e2m1.round_e2m1(x)[:2].tolist() == [6.0, -6.0]
+    assert e2m1.round_e2m1(x)[2:].isnan().all()
+
+
+def test_every_pair_of_codes_survives_packing():
+    for order in ["low_first", "high_first"]:
+        codes = torch.cartesian_prod(*2 * [torch.arange(16, dtype=torch.uint8)]).view(16, 32)
+        packed = e2m1.pack(codes, order)
+        assert packed.shape == (16, 16) and len(packed.unique()) == 256
+        assert torch.equal(e2m1.unpack(packed, order), codes)
+
+
+def test_the_first_code_of_a_pair_is_where_the_order_says():
+    pair = torch.tensor([[1, 10]], dtype=torch.uint8)
+    assert e2m1.pack(pair, "low_first").tolist() == [[10 * 16 + 1]]
+    assert e2m1.pack(pair, "high_first").tolist() == [[1 * 16 + 10]]
+
+
+def test_an_odd_row_has_no_packing():
+    with pytest.raises(ValueError, match="3"):
+        e2m1.pack(torch.zeros(2, 4, 3, dtype=torch.uint8))

@@ -1,0 +1,108 @@
+"""E4M3 with a scale per row or tensor: rounding, scales, and the product on a CPU."""
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.quantization.formats import fp8
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is the reference for E4M3")
+
+ALL_BF16 = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn).float()
+
+
+def points() -> torch.Tensor:
+    """All bfloat16 numbers, and all mid-points of E4M3 with their neighbours."""
+    values = CODES[~CODES.isnan()].double().unique()
+    middle = ((values[1:] + values[:-1]) / 2).float()
+    beside = [torch.nextafter(middle, torch.tensor(to)) for to in (-torch.inf, torch.inf)]
+    return torch.cat(
+        [ALL_BF16[~ALL_BF16.isnan()], middle, *beside, torch.linspace(-500, 500, 9999)]
+    )
+
+
+def test_the_clamped_cast_is_that_of_ml_dtypes_bit_for_bit():
+    x = points()
+    expected = np.clip(x.numpy(), -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    assert torch.equal(fp8.to_e4m3(x).view(torch.uint8), torch.from_numpy(expected))
+
+
+def test_rounding_by_arithmetic_is_the_cast_bit_for_bit():
+    x = points()
+    rounded, cast = fp8.round_e4m3(x), fp8.to_e4m3(x).float()
+    assert torch.equal(rounded.view(torch.int32), cast.view(torch.int32))
+    assert fp8.round_e4m3(torch.tensor([torch.nan])).isnan().all()
+
+
+def test_the_fake_numbers_are_the_dequantised_codes_bit_for_bit():
+    for dtype in [torch.float32, torch.bfloat16]:
+        for part in ["rowwise", "tensorwise"]:
+            x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
+            before = x.clone()
+            codes, scale = getattr(fp8, f"quantise_{part}")(x)
+            fake = getattr(fp8, f"fake_{part}")(x)
+            assert torch.equal(
+                fake.view(torch.int32), fp8.dequantise(codes, scale).view(torch.int32)
+            )
+            assert codes.dtype == torch.float8_e4m3fn and scale.dtype == fake.dtype == torch.float32
+            assert scale.shape == ((64, 1) if part == "rowwise" else ())
+            assert torch.equal(x, before)
+
+
+def test_the_largest_of_a_row_is_448_whatever_the_other_rows_are():
+    x = (
+        torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+        * torch.logspace(-9, 9, 8)[:, None]
+    )
+    codes, _ = fp8.quantise_rowwise(x)
+    assert codes.float().abs().amax(1).tolist() == [448.0] * 8
+    assert fp8.quantise_tensorwise(x)[0].float().abs().amax() == 448.0
+
+
+def test_the_error_is_at_most_half_a_step_of_the_scaled_number():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
+    _, scale = fp8.quantise_rowwise(x)
+    y = (x.double() / scale).abs()
+    step = torch.exp2(y.log2().floor().clamp(min=-6) - 3)
+    error = (fp8.fake_rowwise(x).double() - x).abs()
+    assert (error <= scale * (step / 2 + y * 2**-22)).all()
+
+
+def test_rows_of_zeros_stay_and_rows_that_are_not_finite_are_nan_alone():
+    x = torch.ones(4, 16)
+    x[0], x[1, 3], x[2, 5] = 0, torch.nan, -torch.inf
+    fake = fp8.fake_rowwise(x)
+    assert fake[0].eq(0).all() and fake[1:3].isnan().all() and fake[3].eq(1).all()
+    assert fp8.dequantise(*fp8.quantise_rowwise(x))[1:3].isnan().all()
+    assert fp8.fake_tensorwise(x).isnan().all()
+    assert fp8.fake_tensorwise(torch.zeros(2, 2)).eq(0).all()
+
+
+def test_the_row_wise_product_of_torch_is_the_product_of_the_dequantised_numbers():
+    generator = torch.Generator().manual_seed(3)
+    x, w = torch.randn(32, 64, generator=generator), torch.randn(48, 64, generator=generator)
+    (xq, xs), (wq, ws) = fp8.quantise_rowwise(x), fp8.quantise_rowwise(w)
+    y = torch._scaled_mm(xq, wq.t(), scale_a=xs, scale_b=ws.t(), out_dtype=torch.bfloat16)
+    expected = fp8.fake_rowwise(x).double() @ fp8.fake_rowwise(w).double().t()
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_codes_and_scales_are_those_of_the_diffusers_quantiser():
+    bfl = pytest.importorskip("diffusers.quantizers.bfl.utils", reason="newer diffusers only")
+    w = torch.randn(64, 96, generator=torch.Generator().manual_seed(4))
+    codes, scale = fp8.quantise_rowwise(w)
+    theirs, their_scale = bfl.quantize_fp8r(w)
+    assert torch.equal(codes.view(torch.uint8), theirs.view(torch.uint8))
+    assert torch.equal(scale.squeeze(1), their_scale)
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same_bits():
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(5))
+    for quantise in (fp8.quantise_rowwise, fp8.quantise_tensorwise):
+        (codes, scale), (theirs, their_scale) = quantise(x), quantise(x.cuda())
+        assert torch.equal(codes.view(torch.uint8), theirs.cpu().view(torch.uint8))
+        assert torch.equal(scale, their_scale.cpu())
+    for fake in (fp8.fake_rowwise, fp8.fake_tensorwise):
+        assert torch.equal(fake(x), fake(x.cuda()).cpu())

@@ -1,0 +1,218 @@
+"""A layer for rollouts: the replaced layer's interface, updates in place, one graph for all."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flowrl.quantization.backends import (
+    Backend,
+    FP8Rowwise,
+    NVFP4Emulated,
+    NVFP4Native,
+    Plain,
+    backend_of,
+    capability_of,
+    native_formats,
+    resolve,
+)
+from flowrl.quantization.linear import RolloutLinear
+
+FP32 = Plain(torch.float32)
+RUNNING = [FP32, NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise()]
+PACKING = [*RUNNING, Plain(torch.bfloat16), NVFP4Native()]
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def factors(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return randn(4, 64, seed=seed + 20), randn(48, 4, seed=seed + 30)
+
+
+def layer(backend: Backend, seed: int = 0, *, side: bool = False, **options) -> RolloutLinear:
+    path = (*factors(seed), 0.5) if side else None
+    return RolloutLinear(
+        randn(48, 64, seed=seed), randn(48, seed=99), backend, side=path, **options
+    )
+
+
+def test_any_leading_shape_is_so_many_rows():
+    for backend in RUNNING:
+        for leading in [(), (5,), (2, 3), (2, 3, 4)]:
+            x = randn(*leading, 64, seed=1)
+            y = layer(backend, side=True)(x)
+            rows = layer(backend, side=True)(x.reshape(-1, 64))
+            assert y.shape == (*leading, 48)
+            assert torch.equal(y.reshape(-1, 48), rows)
+
+
+def test_a_plain_layer_is_the_linear_layer_and_a_side_path_pefts_bit_for_bit():
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, bias, x = (t.to(dtype) for t in (randn(48, 64), randn(48), randn(2, 7, 64)))
+        for given in (bias, None):
+            made = RolloutLinear(weight, given, Plain(dtype))
+            assert torch.equal(made(x), F.linear(x, weight, given))
+        model = nn.Sequential(nn.Linear(64, 48)).to(dtype)
+        config = LoraConfig(r=4, lora_alpha=2, target_modules=["0"], init_lora_weights=False)
+        peft = inject_adapter_in_model(config, model)[0]
+        a, b = (part["default"].float().weight for part in (peft.lora_A, peft.lora_B))
+        base = peft.get_base_layer()
+        made = RolloutLinear(base.weight, base.bias, Plain(dtype), side=(a, b, 0.5))
+        assert torch.equal(made(x), model(x))
+
+
+def test_a_side_path_that_is_zero_gives_the_base_exactly_and_results_carry_no_gradient():
+    a, b = factors()
+    x = randn(6, 64).requires_grad_()
+    for backend in RUNNING:
+        made, base = layer(backend, side=True), layer(backend)
+        assert not made(x).requires_grad and not torch.equal(made(x), base(x))
+        made.load_side(a, torch.zeros_like(b))
+        assert torch.equal(made(x), base(x))
+
+
+def test_a_pointwise_layer_is_the_1x1_convolution_of_the_same_numbers():
+    for backend in RUNNING:
+        for layout in [torch.contiguous_format, torch.channels_last]:
+            x = randn(2, 64, 3, 5).to(memory_format=layout)
+            flat = layer(backend, side=True)
+            convolution = RolloutLinear(
+                randn(48, 64)[:, :, None, None], randn(48, seed=99), backend,
+                side=(*factors(), 0.5), pointwise=True,
+            )  # fmt: skip
+            y = convolution(x)
+            assert y.shape == (2, 48, 3, 5) and y.is_contiguous(memory_format=layout)
+            assert torch.equal(y, flat(x.movedim(1, -1)).movedim(-1, 1))
+            if backend == FP32:
+                convolution = RolloutLinear(randn(48, 64, 1, 1), randn(48), FP32, pointwise=True)
+                torch.testing.assert_close(
+                    convolution(x), F.conv2d(x, randn(48, 64, 1, 1), randn(48))
+                )
+
+
+def test_autocast_changes_the_dtype_as_of_a_linear_layer_and_nothing_inside():
+    for backend in RUNNING:
+        made, x = layer(backend, side=True), randn(6, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert nn.Linear(64, 48)(x).dtype == torch.bfloat16
+            inside = made(x)
+        assert inside.dtype == torch.bfloat16
+        assert torch.equal(inside, made(x.bfloat16()))
+
+
+def addresses(made: nn.Module) -> dict[str, int]:
+    return {name: buffer.data_ptr() for name, buffer in made.named_buffers()}
+
+
+def test_updates_keep_every_address_and_leave_what_a_new_layer_would_hold():
+    for backend in PACKING:
+        made, new = layer(backend, side=True), layer(backend, seed=1, side=True)
+        before = addresses(made)
+        made.load(randn(48, 64, seed=1))
+        made.load_side(*factors(seed=1))
+        assert addresses(made) == before and len(before) >= 5
+        for name, buffer in made.named_buffers():
+            assert torch.equal(buffer, new.get_buffer(name)), name
+
+
+def test_a_weight_is_packed_from_fp32_not_from_its_rounding():
+    # Beside 1, bf16 has steps of 2^-7: these merges differ, their roundings to bf16 do not.
+    weight = torch.ones(16, 32)
+    small = 2.0**-10 * torch.ones(16, 32)
+    made = RolloutLinear(weight, None, NVFP4Emulated())
+    was = made(torch.ones(1, 32))
+    made.load(weight + small)
+    assert torch.equal((weight + small).bfloat16(), weight.bfloat16())
+    assert (made(torch.ones(1, 32)) / was).mean().item() == pytest.approx(1 + 2**-10, rel=1e-6)
+
+
+def test_a_layer_owns_its_weight_unless_it_shares_it_or_is_given_it_packed():
+    weight = randn(48, 64)
+    own = RolloutLinear(weight, None, FP32)
+    own.load(randn(48, 64, seed=1))
+    assert torch.equal(weight, randn(48, 64))
+    shared = RolloutLinear(weight, None, FP32, side=(*factors(), 0.5), shared=True)
+    assert weight.data_ptr() in addresses(shared).values()
+    for backend in PACKING:
+        first = layer(backend)
+        second = layer(backend, packed=first.state())
+        assert all(second.state()[name] is value for name, value in first.state().items())
+        for made in (shared, second):
+            with pytest.raises(ValueError, match="shares its weight"):
+                made.load(randn(48, 64, seed=1))
+    assert torch.equal(weight, randn(48, 64))
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"\(48, 65\) does not fit .* \(48, 64\)"):
+        layer(FP32).load(randn(48, 65))
+    with pytest.raises(ValueError, match=r"\(5, 64\) and \(48, 5\) do not fit"):
+        layer(FP32, side=True).load_side(randn(5, 64), randn(48, 5))
+    with pytest.raises(ValueError, match="no side path"):
+        layer(FP32).load_side(*factors())
+    for shape, pointwise in (((48, 64, 3, 3), True), ((48, 64, 3), True), ((48, 64, 1, 1), False)):
+        with pytest.raises(ValueError, match="1x1" if pointwise else "matrix"):
+            RolloutLinear(randn(*shape), None, FP32, pointwise=pointwise)
+
+
+def test_buffers_keep_their_dtypes_are_not_saved_and_are_copied_by_deepcopy():
+    for backend in PACKING:
+        made = layer(backend, side=True)
+        kept = {name: buffer.clone() for name, buffer in made.named_buffers()}
+        made.to(torch.float16).half().bfloat16()
+        assert all(torch.equal(b, kept[n]) for n, b in made.named_buffers())
+        assert made.state_dict() == {}
+        assert not set(addresses(made).values()) & set(addresses(copy.deepcopy(made)).values())
+        moved = copy.deepcopy(made).to("meta")
+        assert {b.device.type for b in moved.buffers()} == {"meta"}
+        assert [b.dtype for b in moved.buffers()] == [b.dtype for b in made.buffers()]
+
+
+def check_one_graph(made: RolloutLinear, backend: str, x: torch.Tensor) -> None:
+    """fullgraph also means that no value is read back from the device."""
+    counter = CompileCounterWithBackend(backend)
+    torch._dynamo.reset()
+    compiled = torch.compile(made, fullgraph=True, dynamic=False, backend=counter)
+    # Compiled GPU kernels round in other places, so that a few activations round to other codes.
+    tolerance = {"rtol": 0.05, "atol": 0.5} if x.is_cuda else {"rtol": 0, "atol": 0}
+    first = compiled(x)
+    torch.testing.assert_close(first, made(x), **tolerance)
+    for seed in (1, 2):
+        made.load(randn(48, 64, seed=seed).to(x.device))
+        made.load_side(*(f.to(x.device) for f in factors(seed)))
+        now = compiled(x)
+        torch.testing.assert_close(now, made(x), **tolerance)
+        assert (now - first).abs().max() > 1
+    assert counter.frame_count == 1
+
+
+def test_updates_need_no_new_graph():
+    for backend in RUNNING:
+        check_one_graph(layer(backend, side=True), "aot_eager", randn(2, 5, 64))
+    with torch.autocast("cpu", torch.bfloat16):
+        check_one_graph(layer(NVFP4Emulated(), side=True), "aot_eager", randn(2, 5, 64))
+
+
+@pytest.mark.slow
+def test_updates_need_no_new_graph_when_compiled_to_machine_code():
+    for backend in RUNNING:
+        check_one_graph(layer(backend, side=True), "inductor", randn(2, 5, 64))
+
+
+@pytest.mark.gpu
+def test_updates_need_no_new_graph_on_this_gpu():
+    for precision in ["nvfp4", "fp8", "bf16", "nvfp4-emulated"]:
+        capability = capability_of(torch.device("cuda"))
+        if precision in ("nvfp4", "fp8") and precision not in native_formats(capability):
+            pytest.skip(f"{capability.name} does not multiply {precision} itself")
+        backend = backend_of(resolve(precision, capability), dtype=torch.bfloat16)
+        weight, bias = randn(48, 64).cuda(), randn(48, seed=99).cuda()
+        a, b = (f.cuda() for f in factors())
+        made = RolloutLinear(weight, bias, backend, side=(a, b, 0.5))
+        check_one_graph(made, "inductor", randn(2, 5, 64).to("cuda", torch.bfloat16))

@@ -1,0 +1,142 @@
+"""Which precision runs where: every cell is the documented one, and an error names the others."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from flowrl.errors import UserError
+from flowrl.quantization.backends import (
+    PRECISIONS,
+    Capability,
+    Resolved,
+    capability_of,
+    native_formats,
+    next_lower,
+    resolve,
+)
+
+
+def gpu(name: str, compute: tuple[int, int] | None, scaled_mm: bool = True) -> Capability:
+    return Capability(device="cuda", name=name, compute=compute, scaled_mm=scaled_mm)
+
+
+DEVICES = {
+    "cpu": Capability(device="cpu", name="cpu", compute=None, scaled_mm=True),
+    "mps": Capability(device="mps", name="mps", compute=None, scaled_mm=True),
+    "rocm": gpu("AMD Instinct MI300X", None),
+    "ampere": gpu("NVIDIA A100", (8, 0)),
+    "consumer ampere": gpu("NVIDIA GeForce RTX 3090", (8, 6)),
+    "ada": gpu("NVIDIA GeForce RTX 4090", (8, 9)),
+    "hopper": gpu("NVIDIA H100", (9, 0)),
+    "blackwell": gpu("NVIDIA B200", (10, 0)),
+    "consumer blackwell": gpu("NVIDIA GeForce RTX 5090", (12, 0)),
+    "blackwell, old torch": gpu("NVIDIA B200", (10, 0), scaled_mm=False),
+}
+NATIVE = dict.fromkeys(DEVICES, ("bf16",)) | {
+    "ada": ("fp8", "bf16"),
+    "hopper": ("fp8", "bf16"),
+    "blackwell": ("nvfp4", "fp8", "bf16"),
+    "consumer blackwell": ("nvfp4", "fp8", "bf16"),
+}
+
+
+def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others():
+    for device, requested in itertools.product(DEVICES, PRECISIONS):
+        capability, native = DEVICES[device], NATIVE[device]
+        assert native_formats(capability) == native
+        if requested in ("nvfp4", "fp8") and requested not in native:
+            with pytest.raises(UserError) as error:
+                resolve(requested, capability)
+            lack, _, alternatives = str(error.value).partition(": use ")
+            named = alternatives.partition(", or nvfp4-emulated")[0].split(" or ")
+            assert set(named) == {*native, "auto"}, (device, requested)
+            assert capability.name in lack or "torch" in lack, (device, requested)
+            continue
+        found = resolve(requested, capability)
+        expected = {"auto": native[0], "nvfp4-emulated": "nvfp4"}.get(requested, requested)
+        assert (found.requested, found.format) == (requested, expected), (device, requested)
+        assert found.native == (requested != "nvfp4-emulated")
+
+
+def test_emulation_says_that_it_is_not_faster_and_runs_only_by_its_name():
+    for device in DEVICES:
+        backends = {
+            requested: found.backend
+            for requested in PRECISIONS
+            if (found := attempt(requested, DEVICES[device])) is not None
+        }
+        assert "not faster" in resolve("nvfp4-emulated", DEVICES[device]).reason
+        assert [r for r, b in backends.items() if b == backends["nvfp4-emulated"]] == [
+            "nvfp4-emulated"
+        ]
+
+
+def attempt(requested: str, capability: Capability) -> Resolved | None:
+    try:
+        return resolve(requested, capability)
+    except UserError:
+        return None
+
+
+def test_the_automatic_choice_says_what_lower_precisions_lack():
+    reason = resolve("auto", DEVICES["hopper"]).reason
+    assert "nvfp4: needs" in reason and "10.0" in reason and "9.0" in reason
+    assert "fp8: needs" not in reason
+    with pytest.raises(UserError, match=r"torch\.nn\.functional\.scaled_mm"):
+        resolve("nvfp4", DEVICES["blackwell, old torch"])
+    assert "scaled_mm" in resolve("auto", DEVICES["blackwell, old torch"]).reason
+
+
+def test_errors_name_the_option_and_an_unknown_precision_the_known_ones():
+    cases = (("", "precision"), ("pipeline", "pipeline.precision"), ("--", "--precision"))
+    for where, name in cases:
+        for wrong in ("fp8", "int4"):
+            with pytest.raises(UserError) as error:
+                resolve(wrong, DEVICES["cpu"], where=where)
+            assert f"{name} " in str(error.value) and wrong in str(error.value), where
+            assert where or "pipeline." not in str(error.value)
+    assert ", ".join(PRECISIONS) in str(error.value)
+
+
+def test_one_step_down_at_a_time_ends_at_bf16():
+    for device, requested, steps in [
+        ("blackwell", "auto", ["fp8", "bf16"]),
+        ("blackwell", "nvfp4-emulated", ["fp8", "bf16"]),
+        ("hopper", "auto", ["bf16"]),
+        ("ampere", "nvfp4-emulated", ["bf16"]),
+        ("cpu", "bf16", []),
+    ]:
+        now: Resolved | None = resolve(requested, DEVICES[device])
+        seen = []
+        while (now := next_lower(now, DEVICES[device])) is not None:
+            assert now.native and now.requested == requested
+            seen.append(now.format)
+        assert seen == steps
+
+
+def test_the_cpu_has_no_compute_capability():
+    found = capability_of(torch.device("cpu"))
+    assert (found.device, found.compute) == ("cpu", None)
+    assert found.scaled_mm == hasattr(torch.nn.functional, "scaled_mm")
+
+
+def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert native_formats(capability_of(torch.device("cuda"))) == ("bf16",)
+
+
+def test_resolving_needs_no_torch():
+    code = "import sys, flowrl.quantization.backends; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.gpu
+def test_this_gpu_gets_a_precision_that_its_generation_has():
+    found = capability_of(torch.device("cuda"))
+    assert found.name == torch.cuda.get_device_name()
+    assert resolve("auto", found).format in native_formats(found)

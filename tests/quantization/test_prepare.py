@@ -1,0 +1,50 @@
+"""Layers and product of a precision, checked before anything is computed with them."""
+
+import pytest
+import torch
+from policies import SmallFlux
+
+from flowrl.errors import UserError
+from flowrl.quantization.backends import Capability, FP8Rowwise, NVFP4Emulated, Plain, resolve
+from flowrl.quantization.layer_rules import RULES, choose_layers
+from flowrl.quantization.rollout_model import prepare
+
+HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)
+OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu"), "min_dim": 0}
+
+
+@pytest.fixture(scope="module")
+def network():
+    return SmallFlux().transformer
+
+
+def test_the_layers_are_those_of_the_networks_rules(network):
+    for precision, four_over_six, backend in [
+        ("fp8", False, FP8Rowwise()),
+        ("nvfp4-emulated", False, NVFP4Emulated()),
+        ("nvfp4-emulated", True, NVFP4Emulated(True)),
+    ]:
+        resolved = resolve(precision, HOPPER)
+        choices, found = prepare(network, resolved, four_over_six=four_over_six, **OPTIONS)
+        assert found == backend
+        assert choices == choose_layers(network, RULES["flux"], resolved.format, min_dim=0)
+        fewer, _ = prepare(network, resolved, keep=["attn"], **OPTIONS)
+        assert fewer == choose_layers(
+            network, RULES["flux"], resolved.format, min_dim=0, keep=["attn"]
+        )
+
+
+def test_bf16_quantises_nothing_whatever_the_layers(network):
+    options = OPTIONS | {"min_dim": 10**6, "keep": ["no such layer"]}
+    assert prepare(network, resolve("bf16", HOPPER), **options) == ((), Plain(torch.float32))
+
+
+def test_a_kernel_that_computes_otherwise_is_refused(network, monkeypatch):
+    matmul = FP8Rowwise.matmul
+
+    def reversed_scales(self, x, state, bias=None):
+        return matmul(self, x, {**state, "scale": state["scale"].flip(1)}, bias)
+
+    monkeypatch.setattr(FP8Rowwise, "matmul", reversed_scales)
+    with pytest.raises(UserError, match="differs from its emulation"):
+        prepare(network, resolve("fp8", HOPPER), **OPTIONS)

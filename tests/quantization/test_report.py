@@ -1,0 +1,56 @@
+"""What a run says it computes in: the real dtype, the name that options use, since when."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.quantization.backends import Capability, next_lower, resolve
+from flowrl.quantization.layer_rules import LayerRules, choose_layers
+from flowrl.quantization.rollout_model import read_precision, told, write_precision
+
+CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
+EMULATED, PLAIN = resolve("nvfp4-emulated", CPU), resolve("bf16", CPU)
+
+
+@pytest.fixture
+def choices():
+    network = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    return choose_layers(network, LayerRules(keep=("b",), min_dim=0), "nvfp4")
+
+
+def test_what_is_not_quantised_is_told_by_its_dtype_and_why_if_it_was_not_asked_for_by_name():
+    for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
+        assert told(PLAIN, (), dtype=dtype) == f"candidates are not quantised ({name})"
+    lower = next_lower(EMULATED, CPU)
+    assert lower is not None
+    text = told(lower, (), dtype=torch.float32)
+    assert "(float32): " in text and text.endswith("nvfp4-emulated")
+    assert "natively" in told(resolve("auto", CPU), (), dtype=torch.float32)
+
+
+def test_emulation_is_told_by_its_option_and_with_its_share(choices):
+    text = told(EMULATED, choices, dtype=torch.float32)
+    assert text.startswith("candidates are computed in nvfp4-emulated by ")
+    assert text.endswith("1 of 2 layers are quantised, 50% of their weights")
+
+
+def test_the_file_says_what_it_is_about_and_since_when(choices, tmp_path):
+    write_precision(
+        tmp_path, EMULATED, choices, dtype=torch.float16, since=8, lora="side", four_over_six=True
+    )
+    found = json.loads((tmp_path / "precision.json").read_text())
+    assert (found["what"], found["since_iteration"], found["dtype"]) == ("candidates", 8, "float16")
+    assert (found["precision"], found["format"]) == ("nvfp4-emulated", "nvfp4")
+    assert (found["lora"], found["four_over_six"]) == ("side", True)
+    assert len(found["layers"]) == 2 and found["quantised_share"] == 0.5
+    assert read_precision(tmp_path) == "nvfp4-emulated"
+
+
+def test_a_file_of_what_is_not_quantised_names_no_format(tmp_path):
+    write_precision(tmp_path, PLAIN, (), dtype=torch.float32, file="other.json")
+    found = json.loads((tmp_path / "other.json").read_text())
+    assert (found["precision"], found["format"]) == ("not quantised (float32)", None)
+    assert read_precision(tmp_path, "other.json") == "not quantised (float32)"
+    assert read_precision(tmp_path) is None

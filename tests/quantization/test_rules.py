@@ -1,0 +1,227 @@
+"""Which layers are quantised: the published sizes by number, every single rule at its edge."""
+
+import pytest
+import torch
+from torch import nn
+
+from flowrl.backbones.policy import Policy
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import SIZES, build_transformer
+from flowrl.quantization.layer_rules import (
+    RULES,
+    LayerRules,
+    choose_layers,
+    is_pointwise,
+    layer_table,
+    matrices,
+    matrix_shape,
+    quantised_share,
+    rules_of,
+)
+
+NONE = LayerRules(keep=(), min_dim=0)
+
+
+def chosen(network, rules=NONE, **options) -> dict[str, str | None]:
+    return {c.name: c.format for c in choose_layers(network, rules, "nvfp4", **options)}
+
+
+def reasons(network, rules=NONE, **options) -> dict[str, str]:
+    return {c.name: c.reason for c in choose_layers(network, rules, "nvfp4", **options)}
+
+
+def endings(choices) -> set[str]:
+    """The last parts of the names of quantised layers of blocks, whatever the block."""
+    return {".".join(c.name.split(".")[2:]) for c in choices if c.format}
+
+
+@pytest.fixture(scope="module")
+def real():
+    return {name: build_transformer(name) for name in SIZES}
+
+
+def test_so_many_layers_of_a_published_size_are_quantised(real):
+    for name, layers, quantised, weights, share in [
+        ("sd3.5-large", 537, 76, 1_798_045_696, 0.2233),
+        ("sd3.5-medium", 393, 48, 452_984_832, 0.2021),
+        ("flux.1-dev", 504, 495, 11_834_425_344, 0.9946),
+        ("sana-1.6b", 227, 40, 752_640_000, 0.4694),
+    ]:
+        choices = choose_layers(real[name], rules_of(real[name]), "nvfp4")
+        found = [c for c in choices if c.format]
+        assert (len(choices), len(found)) == (layers, quantised)
+        assert sum(c.size for c in found) == weights
+        assert quantised_share(choices) == pytest.approx(share, abs=5e-5)
+
+
+def test_of_sd3_only_the_feed_forward_of_the_image_is_quantised(real, load_tiny):
+    tiny = load_tiny().transformer
+    for network, least in ((real["sd3.5-large"], None), (real["sd3.5-medium"], None), (tiny, 128)):
+        choices = choose_layers(network, RULES["sd3"], "nvfp4", min_dim=least)
+        assert endings(choices) == {"ff.net.0.proj", "ff.net.2"}
+    every = choose_layers(tiny, RULES["sd3"], "nvfp4", min_dim=0)
+    assert {c.name for c in choices if c.format} < {c.name for c in every if c.format}
+    with pytest.raises(UserError, match="50 by size .*2432.* 512: set min_dim"):
+        choose_layers(tiny, RULES["sd3"], "nvfp4")
+
+
+def test_of_flux_everything_is_quantised_but_what_embeds_and_the_last_norm(real):
+    choices = choose_layers(real["flux.1-dev"], RULES["flux"], "nvfp4")
+    kept = {c.name for c in choices if not c.format}
+    embedders = {
+        f"time_text_embed.{name}_embedder.linear_{i}"
+        for name in ("timestep", "guidance", "text")
+        for i in (1, 2)
+    }
+    assert kept == embedders | {"context_embedder", "x_embedder", "norm_out.linear"}
+    assert {"norm1.linear", "norm1_context.linear", "proj_mlp", "proj_out"} <= endings(choices)
+    without_last = chosen(real["flux.1-dev"], RULES["flux"], keep=["^proj_out"])
+    assert without_last["proj_out"] is None
+    assert without_last["single_transformer_blocks.0.proj_out"] == "nvfp4"
+
+
+def test_of_sana_only_the_1x1_convolutions_of_the_feed_forward_are_quantised(real):
+    network = real["sana-1.6b"]
+    choices = choose_layers(network, RULES["sana"], "nvfp4")
+    assert endings(choices) == {"ff.conv_inverted", "ff.conv_point"}
+    depthwise = [c for c in choices if c.name.endswith("conv_depth")]
+    assert len(depthwise) == 20
+    assert {c.reason for c in depthwise} == {"a convolution in groups"}
+    # However little is asked of the sizes, a depthwise convolution is no product of matrices.
+    anything = LayerRules(keep=(), min_dim=0, in_multiple=1, out_multiple=1, pointwise=True)
+    assert {n for n, f in chosen(network, anything).items() if f is None} == {
+        c.name for c in depthwise
+    }
+
+
+def test_every_rule_set_has_its_class_and_others_are_refused(real):
+    assert {id(rules_of(network)) for network in real.values()} == {id(r) for r in RULES.values()}
+    with pytest.raises(UserError, match="no layer rules for Linear.*: set keep and min_dim, or"):
+        rules_of(nn.Linear(32, 32))
+
+
+def test_a_backbone_of_ones_own_brings_its_rules_or_the_options_do():
+    own = LayerRules(keep=("first",), min_dim=7)
+    assert rules_of(nn.Linear(32, 32), own, min_dim=3, keep=[]) is own
+    assert rules_of(nn.Linear(2, 2), min_dim=3, keep=["a"]) == LayerRules(keep=("a",), min_dim=3)
+    message = "set pipeline.keep_layers and pipeline.min_dim, or give its backbone the attribute"
+    for half in ({"min_dim": 3}, {"keep": []}):
+        with pytest.raises(UserError, match=message):
+            rules_of(nn.Linear(32, 32), where="pipeline", **half)
+
+
+def test_the_longer_side_is_above_the_minimum_and_both_are_divisible():
+    for shape, format, reason in [
+        ((64, 96), "nvfp4", "large"),
+        ((96, 64), "nvfp4", "large"),
+        ((64, 64), None, "no side above 64"),
+        ((96, 48), None, "inputs not a multiple of 32"),
+        ((72, 64), None, "outputs not a multiple of 16"),
+        ((80, 32), "nvfp4", "large"),
+    ]:
+        rows, columns = shape
+        network = nn.ModuleDict({"x": nn.Linear(columns, rows), "other": nn.Linear(128, 128)})
+        rules = LayerRules(keep=(), min_dim=64)
+        assert chosen(network, rules)["x"] == format
+        assert reasons(network, rules)["x"].startswith(reason)
+
+
+def test_a_pattern_is_searched_anywhere_in_the_name_and_may_be_anchored():
+    layers = {name: nn.Linear(64, 64) for name in ("norm1", "norm1_context", "proj", "last_proj")}
+    network = nn.ModuleDict(layers)
+    kept = chosen(network, keep=["norm1"])
+    assert [n for n, f in kept.items() if f is None] == ["norm1", "norm1_context"]
+    kept = chosen(network, keep=["^proj"])
+    assert [n for n, f in kept.items() if f is None] == ["proj"]
+
+
+def test_given_names_and_sizes_take_the_place_of_the_rules():
+    network = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    rules = LayerRules(keep=("a",), min_dim=32)
+    assert chosen(network, rules) == {"a": None, "b": "nvfp4"}
+    assert chosen(network, rules, keep=["b"]) == {"a": "nvfp4", "b": None}
+    assert chosen(network, rules, keep=[]) == {"a": "nvfp4", "b": "nvfp4"}
+    with pytest.raises(UserError, match="1 by size .*above 64.* side is 64: set min_dim below"):
+        choose_layers(network, rules, "nvfp4", min_dim=64)
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_with_the_option_and_a_layer_of_a_block():
+    parts = {"embed": nn.Linear(32, 32), "blocks": nn.ModuleList([nn.Linear(32, 32)])}
+    for pattern, words in (("lost", ("'lost'", "blocks.0")), ("(", ("'('",))):
+        with pytest.raises(UserError, match=r"pipeline\.keep_layers") as error:
+            choose_layers(nn.ModuleDict(parts), NONE, "nvfp4", keep=[pattern], where="pipeline")
+        assert all(word in str(error.value) for word in words), pattern
+
+
+def test_what_to_do_when_nothing_is_left_fits_the_cause():
+    where = "rollout.explore"
+    for shapes, least, option, number in (
+        ({"a": (64, 64), "b": (32, 32)}, 48, True, "32"),
+        ({"a": (64, 64)}, 48, False, "48"),
+        ({"a": (64, 64)}, 64, True, "64"),
+        ({"a": (64, 64), "b": (64, 63)}, 0, False, "1"),
+        ({"b": (64, 63)}, 0, False, "bf16"),
+        ({}, 0, False, "bf16"),
+    ):
+        network = nn.ModuleDict({n: nn.Linear(i, o) for n, (o, i) in shapes.items()})
+        keep = ["a"] if "a" in shapes else []
+        with pytest.raises(UserError) as error:
+            choose_layers(network, NONE, "nvfp4", min_dim=least, keep=keep, where=where)
+        advice, case = str(error.value), (shapes, least)
+        assert f"{len(keep)} are kept by name (rollout.explore.keep_layers)" in advice, case
+        assert (f"{where}.min_dim below" in advice) == option and number in advice, case
+
+
+def test_only_a_plain_1x1_convolution_is_a_linear_layer_at_every_pixel():
+    for layer, pointwise in [
+        (nn.Conv2d(64, 64, 1), True),
+        (nn.Conv2d(64, 64, 3), False),
+        (nn.Conv2d(64, 64, 1, groups=2), False),
+        (nn.Conv2d(64, 64, 1, stride=2), False),
+        (nn.Conv2d(64, 64, 1, padding=1), False),
+        (nn.Linear(64, 64), False),
+    ]:
+        assert is_pointwise(layer) == pointwise
+        if pointwise:  # as it says: the same numbers
+            x = torch.randn(2, 64, 3, 5)
+            expected = torch.einsum("oi,bihw->bohw", layer.weight[..., 0, 0], x)
+            torch.testing.assert_close(
+                layer(x), expected + layer.bias[:, None, None], rtol=1e-4, atol=1e-5
+            )
+
+
+def test_1x1_convolutions_count_only_where_the_rules_say_so():
+    network = nn.ModuleDict({"conv": nn.Conv2d(64, 64, 1), "linear": nn.Linear(64, 64)})
+    assert chosen(network) == {"conv": None, "linear": "nvfp4"}
+    assert reasons(network)["conv"] == "a convolution with a 1x1 kernel"
+    pointwise = LayerRules(keep=(), min_dim=0, pointwise=True)
+    assert chosen(network, pointwise) == {"conv": "nvfp4", "linear": "nvfp4"}
+
+
+def test_adapters_change_neither_names_nor_choices(load_tiny):
+    from flowrl.backbones.sd3 import SD3
+
+    backbone = SD3(load_tiny(), max_sequence_length=12)
+    before = choose_layers(backbone.transformer, RULES["sd3"], "nvfp4", min_dim=0)
+    shapes = {name: matrix_shape(layer) for name, layer in matrices(backbone.transformer)}
+    Policy(backbone, rank=4, alpha=6, seed=0, keep_old=True)
+    assert choose_layers(backbone.transformer, RULES["sd3"], "nvfp4", min_dim=0) == before
+    assert {n: matrix_shape(layer) for n, layer in matrices(backbone.transformer)} == shapes
+    assert len(before) == 75
+    assert sum(c.format is not None for c in before) == 50
+
+
+def test_the_table_holds_every_layer_once_the_largest_part_first(real):
+    choices = choose_layers(real["sd3.5-large"], RULES["sd3"], "nvfp4")
+    rows = layer_table(choices)
+    assert sum(row["layers"] for row in rows) == len(choices)
+    shares = [float(row["share"].rstrip("%")) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(rows))
+    quantised = [row for row in rows if row["format"] == "nvfp4"]
+    assert [(row["layers"], row["out x in"]) for row in quantised] == [
+        (38, "9728 x 2432"),
+        (38, "2432 x 9728"),
+    ]
+    assert quantised[0]["names"] == "transformer_blocks.*.ff.net.*.proj"
+    assert {r["reason"] for r in rows if "attn.to_q" in r["names"]} == {"no side above 2432"}

@@ -1,0 +1,224 @@
+"""Who draws the rollouts, and what every objective may rely on."""
+
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.backbones.policy import OLD, POLICY
+from flowrl.build.learner import check_shares
+from flowrl.errors import UserError
+from flowrl.objectives.base import Needs
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.source import learning_seed
+from flowrl.scoring.executors.base import Answer
+from flowrl.scoring.scorer import score
+from flowrl.scoring.spec import RewardSpec
+
+PLAIN_TREE = {"tree": {"kind": "flow_grpo"}}
+ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}
+NFT = {"kind": "nft", "draws": {"count": 2}, "old_decay": {"rate": None, "limit": 0.75}}
+
+
+def watched(learner) -> list[int]:
+    """Rows of every forward of the learner's network from now on."""
+    rows, forward = [], learner.policy.network.forward
+
+    def watch(*args, **options):
+        rows.append(len(options["hidden_states"]))
+        return forward(*args, **options)
+
+    learner.policy.network.forward = watch
+    return rows
+
+
+def disturb(learner, scale: float = 0.05) -> None:
+    for p in learner.policy.parameters():
+        p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_old_policy_draws_where_the_objective_says_so(make_learner):
+    for merge_lora in [True, False]:
+        learner = make_learner(objective=NFT, rollout=ROLLOUT | {"merge_lora": merge_lora})
+        before = learner.source.collect(0, Stopwatch()).tree.x
+        disturb(learner)
+        assert torch.equal(learner.source.collect(0, Stopwatch()).tree.x, before)
+        learner.policy.remember()
+        assert not torch.equal(learner.source.collect(0, Stopwatch()).tree.x, before)
+        x = learner.policy.network  # and the policy is in use again
+        assert x.active_adapters() == [POLICY]
+
+
+def test_the_old_policy_follows_by_its_decay_unless_the_rollout_fails(make_learner):
+    # Or a run that is stopped by its rewards and resumed would move it twice.
+    learner = make_learner(objective=NFT, rollout=ROLLOUT, rewards={"broken": broken})
+    disturb(learner)
+    before = [p.clone() for p in learner.policy._by_name[OLD]]
+    with pytest.raises(UserError):
+        learner.iterate(3)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy._by_name[OLD], strict=True))
+    learner = make_learner(objective=NFT, rollout=ROLLOUT)
+    old, policy = (learner.policy._by_name[name] for name in (OLD, POLICY))
+    start = [p.clone() for p in old]
+    disturb(learner)
+    learner.iterate(3)
+    for now, first, policy_now in zip(old, start, policy, strict=True):
+        torch.testing.assert_close(now, 0.75 * first + 0.25 * policy_now)
+
+
+def broken(images, prompts, metadata):
+    raise RuntimeError("no answer")
+
+
+def test_training_may_do_without_the_rollouts_guidance(make_learner):
+    options = {"guidance": 3.0, "training_guidance": 1.0}
+    learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | options)
+    plain = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | {"guidance": 3.0})
+    drawn, same = (each.source.collect(0, Stopwatch()) for each in (learner, plain))
+    assert torch.equal(drawn.tree.x, same.tree.x)
+    rows = watched(learner)
+    learner.learn(drawn, 0)
+    assert sum(rows) == len(learner.objective.prepare(drawn))  # one row an image, not two
+
+
+def test_more_noise_levels_than_a_schedule_has_are_refused(tiny_config):
+    for count, most, more in ((5, 4, {}), (3, 2, {"fraction": 0.5})):
+        draws = {"count": count, "times": {"kind": "schedule"} | more}
+        with pytest.raises(UserError, match=f"nearest that works is {most}"):
+            tiny_config(rollout=ROLLOUT, objective={"kind": "nft", "draws": draws})
+
+
+def test_an_objective_on_images_takes_any_tree_and_on_gradients_chains_without_noise(tiny_config):
+    with pytest.raises(UserError, match="training_guidance"):  # steps know one guidance
+        tiny_config(rollout={"guidance": 3.0, "training_guidance": 1.0})
+    for tree in ({"kind": "ode"}, {"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0, 1]}):
+        tiny_config(rollout=ROLLOUT | {"tree": tree}, objective={"kind": "gdro"})
+    with pytest.raises(UserError, match="trains no step"):
+        tiny_config(rollout=ROLLOUT)
+    window = {"kind": "fixed", "size": 2}
+    for tree in ({"kind": "flow_grpo"}, {"kind": "tree_grpo", "branch": 2, "window": window}):
+        with pytest.raises(UserError, match="set rollout.tree to {kind: ode}"):
+            tiny_config(rollout=ROLLOUT | {"tree": tree}, objective={"kind": "draft"})
+
+
+def test_every_network_sees_a_micro_batch_at_most(make_learner):
+    learner = make_learner(objective={"kind": "gdro"}, rollout=ROLLOUT, optim={"micro_batch": 3})
+    rollout = learner.source.collect(0, Stopwatch())
+    rows = watched(learner)
+    learner.learn(rollout, 0)
+    assert max(rows) == 3  # of groups of 4
+
+
+def test_what_an_objective_did_not_declare_cannot_be_called(make_learner):
+    learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
+    fields = learner._fields(learner.source.collect(0, Stopwatch()))
+    for name in ("reference", "old"):
+        with pytest.raises(ValueError, match=f"`{name}`, which its `needs`"):
+            fields[name](None, None, None)
+
+
+def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
+    class Two:
+        world_size = 2
+
+    config = tiny_config(rollout=ROLLOUT | {"prompts": 1}, objective={"kind": "gdro"})
+    compares = [RewardSpec(name="compares", reward=Compares())]
+    for needs, specs, told in (
+        ({"complete_groups": True}, [], "2 processes take whole prompts"),
+        ({}, compares, "whose images a reward compares"),
+        ({"whole_update": True}, [], "start one process"),
+    ):
+        with pytest.raises(UserError, match=told):
+            check_shares(config, Two(), Needs(states="endpoints", **needs), specs)  # type: ignore[arg-type]
+
+
+def test_learning_draws_by_seed_and_iteration_apart_from_the_rollout():
+    assert len({learning_seed(s, i) for s in range(3) for i in range(3)}) == 9
+
+
+def test_an_objective_is_a_known_kind_or_ones_own(make_learner, tiny_config):
+    with pytest.raises(UserError, match="grpo.*nft.*gdro"):
+        tiny_config(objective={"kind": "ppo"})
+    for target, args, told in (
+        ("collections:Counter", {}, "is no objective"),
+        ("fractions:Fraction", {"a": 1, "b": 1}, "does not accept"),
+        ("nowhere:X", {}, "cannot be loaded"),
+    ):
+        with pytest.raises(UserError, match=told):
+            objective = {"kind": "custom", "target": target, "args": args}
+            make_learner(objective=objective, rollout=ROLLOUT)
+
+
+class Told:
+    """An executor that writes down when it is given images, and answers when it is asked."""
+
+    def __init__(self, events: list[str]):
+        self.events = events
+
+    def submit(self, images, prompts, metadata):
+        self.events.append(f"given {len(images)}")
+        answer: Future[Answer] = Future()
+        answer.set_result(Answer(scores=images.mean((1, 2, 3))))
+        return answer
+
+    def close(self) -> None: ...
+
+
+def sampling(learner, **changes):
+    """The learner's source with changes to its stage."""
+    return replace(learner.source, stage=replace(learner.source.stage, **changes))
+
+
+def test_rewards_get_a_batch_of_images_while_the_next_is_drawn(make_learner):
+    learner, events = make_learner(rollout=ROLLOUT | PLAIN_TREE), []
+    spec = RewardSpec(name="told", reward=broken, executor=Told(events))
+    source = sampling(learner, specs=[spec], batch_size=4)
+    network = learner.policy.network
+    hook = network.register_forward_pre_hook(lambda *_: events.append("drawn"))
+    try:
+        source.collect(0, Stopwatch())
+    finally:
+        hook.remove()
+    assert events == ["drawn"] * 4 + ["given 4"] + ["drawn"] * 4 + ["given 4"]
+
+
+def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner):
+    for tree in [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}]:
+        learner = make_learner(rollout=ROLLOUT | {"tree": tree})
+        disturb(learner)
+        whole = sampling(learner, batch_size=8).collect(0, Stopwatch())
+        parts = sampling(learner, batch_size=3).collect(0, Stopwatch())
+        for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
+            a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
+            torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
+        assert whole.tree.forwards == parts.tree.forwards and whole.prompts == parts.prompts
+        assert torch.equal(whole.group, parts.group)
+
+
+class Compares:
+    """Looks at the whole group: how far each image is from the mean of all."""
+
+    scope = "group"
+
+    def __init__(self):
+        self.calls: list[list[str]] = []
+
+    def __call__(self, images, prompts, metadata):
+        self.calls.append(list(prompts))
+        return (images - images.mean(0)).abs().mean((1, 2, 3))
+
+
+def test_rewards_that_compare_get_each_whole_group_of_more_than_one_in_one_call(make_learner):
+    learner, reward = make_learner(rollout=ROLLOUT | PLAIN_TREE), Compares()
+    spec = RewardSpec(name="compares", reward=reward)
+    rollout = sampling(learner, specs=[spec], batch_size=3).collect(0, Stopwatch())
+    assert [len(call) for call in reward.calls] == [4, 4]
+    assert all(len(set(call)) == 1 for call in reward.calls)
+    images = rollout.images.view(2, 4, 3, 64, 64)
+    apart = (images - images.mean(1, keepdim=True)).abs().mean((2, 3, 4)).flatten()
+    torch.testing.assert_close(rollout.scores[:, 0], apart, atol=1 / 255, rtol=0)
+    spec = RewardSpec(name="compares", reward=Compares())
+    result = score([spec], torch.zeros(3, 3, 4, 4), ["a", "a", "b"], [{}] * 3, group=[0, 0, 1])
+    assert result.applicable[:, 0].tolist() == [True, True, False]
+    assert result.scores[2].isnan().all()

@@ -1,0 +1,252 @@
+"""Two stages: what is drawn again is what was explored, and only that is learned from."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import flowrl.sampling.rollout
+from flowrl.build.rollout import about
+from flowrl.errors import UserError
+from flowrl.offline.format import rows_file
+from flowrl.offline.writer import fill
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.two_stage import choose
+
+ODE = {"tree": {"kind": "ode"}}
+NFT = {"kind": "nft", "draws": {"count": 2}}
+FEW = {"precision": "bf16", "audit": {"every": 0}}
+TREES = [
+    ({"kind": "ode"}, NFT),
+    ({"kind": "flow_grpo"}, {"kind": "grpo"}),
+    ({"kind": "branch_grpo", "branch": 2, "splits": [0]}, {"kind": "grpo"}),
+]
+
+
+def disturb(learner, scale: float = 0.05) -> None:
+    for p in learner.policy.parameters():
+        p.data += scale * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+
+
+def rollout_of(make_learner, explore, objective=NFT, rollout=ODE, **changes):
+    learner = make_learner(objective=objective, rollout=rollout | {"explore": explore}, **changes)
+    disturb(learner)
+    return learner.source.collect(0, Stopwatch())
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The forests of every draw, in order."""
+    found = []
+    draw = flowrl.sampling.rollout.draw
+    monkeypatch.setattr(
+        flowrl.sampling.rollout, "draw", lambda *a: found.append(draw(*a)) or found[-1]
+    )
+    return found
+
+
+def test_when_all_are_kept_the_rollout_is_that_of_one_stage(make_learner):
+    for tree, objective in TREES:
+        roots = 2 if tree["kind"] == "branch_grpo" else 4
+        whole = rollout_of(make_learner, None, objective, {"tree": tree})
+        explore = FEW | {"candidates": roots, "steps": None}
+        staged = rollout_of(make_learner, explore, objective, {"tree": tree})
+        for name in ("x", "log_prob", "mean_old", "prompt"):
+            assert torch.equal(getattr(staged.tree, name), getattr(whole.tree, name)), name
+        for name in ("images", "scores", "reward", "valid", "group", "trees", "log_prob"):
+            assert torch.equal(getattr(staged, name), getattr(whole, name)), name
+        assert staged.seed == whole.seed and staged.prompts == whole.prompts
+        assert whole.explored is None and staged.explored.chosen.tolist() == [[*range(roots)]] * 2
+
+
+def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
+    """At equal batch shapes: 2 prompts with 12 candidates, of which 4 are kept, 4 at a time."""
+    for steps in [None, 4]:
+        explore = FEW | {"candidates": 12, "steps": steps}
+        rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 4})
+        proxy = rollout.explored.proxy.gather(1, rollout.explored.chosen)
+        assert torch.equal(rollout.reward.view(2, 4), proxy)
+        ranked = rollout.explored.proxy.sort(1).values
+        assert torch.equal(proxy.sort(1).values, ranked[:, [0, 1, 10, 11]])
+
+
+def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
+    explore = FEW | {"candidates": 10, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})
+    chosen = rollout.explored.chosen
+    starts = torch.cat([tree.x[:, 0] for tree in drawn])
+    candidates, again = starts[:20].view(2, 10, *starts.shape[1:]), starts[20:]
+    kept = torch.stack([noise[rows] for noise, rows in zip(candidates, chosen, strict=True)])
+    assert torch.equal(again, kept.flatten(0, 1))
+    # 20 candidates take their 2 steps, the 8 kept ones the rollout's own 4.
+    counts = [(len(tree), len(tree.sigmas) - 1) for tree in drawn]
+    assert counts == [(7, 2), (7, 2), (6, 2), (7, 4), (1, 4)]
+
+
+def test_step_noise_and_likelihoods_are_those_of_the_exact_policy(make_learner):
+    """Of GRPO on emulated NVFP4 candidates: the same trees as one stage draws of as many roots."""
+    noisy = {"tree": {"kind": "flow_grpo"}}
+    explore = FEW | {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    staged = rollout_of(make_learner, explore, {"kind": "grpo"}, noisy)
+    whole = rollout_of(make_learner, None, {"kind": "grpo"}, noisy | {"group_size": 8})
+    rows = (staged.explored.chosen + torch.tensor([[0], [8]])).flatten()
+    torch.testing.assert_close(staged.tree.x, whole.tree.x[rows])
+    torch.testing.assert_close(staged.tree.log_prob, whole.tree.log_prob[rows])
+
+
+class Twofold:
+    """Brightness; at its first calls, those of candidates, as `proxy` makes it."""
+
+    def __init__(self, proxy, calls: int = 1):
+        self.proxy, self.calls = proxy, calls
+
+    def __call__(self, images, prompts, metadata):
+        bright = images.mean((1, 2, 3))
+        self.calls -= 1
+        return self.proxy(bright) if self.calls >= 0 else bright
+
+
+def explorer(make_learner, reward=None, **changes):
+    """A learner of NFT that keeps 4 of 9 candidates a prompt; a batch holds all of them."""
+    rollout = ODE | {"batch_size": 96, "explore": FEW | {"candidates": 9, "steps": 2}}
+    changes |= {"rewards": {"twofold": reward}} if reward else {}
+    return make_learner(objective=NFT, rollout=rollout, pipeline={"decode_batch": 96}, **changes)
+
+
+def test_proxies_decide_what_is_sampled_again_and_nothing_else(make_learner):
+    def update(proxy):
+        learner = explorer(make_learner, Twofold(proxy))
+        rollout, _ = learner.iterate(0)
+        return rollout, [p.clone() for p in learner.policy.parameters()]
+
+    plain, weights = update(lambda bright: bright)
+    cubed, same = update(lambda bright: 100 * bright**3 - 7)
+    assert not torch.equal(plain.explored.proxy, cubed.explored.proxy)
+    assert torch.equal(plain.explored.chosen, cubed.explored.chosen)
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+    reversed_, _ = update(lambda bright: (bright - bright.mean()).abs())
+    assert not torch.equal(plain.explored.chosen, reversed_.explored.chosen)
+
+
+def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner):
+    def patchy(bright):
+        bright = bright.clone()
+        bright[:5] = math.nan
+        bright[6:12] = math.nan
+        return bright
+
+    limit = {"max_invalid_fraction": 0.7}
+    learner = explorer(make_learner, Twofold(patchy), failures=limit)
+    rollout, metrics = learner.iterate(0)
+    assert metrics["explore/missing"] == pytest.approx(11 / 18)
+    # Of the first prompt one of nine has a score: it is kept, and the first of those without.
+    assert rollout.explored.chosen[0].tolist() == [0, 1, 2, 5]
+    assert min(rollout.explored.chosen[1].tolist()) >= 3
+    assert metrics["explore/unranked"] == pytest.approx(3 / 8)
+    assert metrics["reward/invalid"] == 0
+
+
+def test_a_prompt_without_any_score_keeps_the_first_candidates_and_too_many_stop(make_learner):
+    proxy = torch.tensor([math.nan] * 5)
+    assert choose(proxy, 3, "best_worst", torch.Generator()).tolist() == [0, 1, 2]
+    gone = Twofold(lambda bright: bright * math.nan, calls=9)
+    with pytest.raises(UserError, match="18 of 18"):
+        explorer(make_learner, gone).iterate(0)
+
+
+def test_rewards_that_are_only_watched_are_not_asked_about_candidates(make_learner):
+    seen = []
+
+    class Watched:
+        def __call__(self, images, prompts, metadata):
+            seen.append(len(images))
+            return images.mean((1, 2, 3))
+
+    learner = explorer(make_learner)
+    spec = replace(learner.specs[0], name="watched", reward=Watched(), executor=None, held_out=True)
+    specs = [*learner.specs, spec]
+    stage = replace(learner.source.stage, specs=specs)
+    learner = replace(learner, specs=specs, source=replace(learner.source, stage=stage))
+    learner.iterate(0)
+    assert sum(seen) == 8
+
+
+def test_a_candidate_with_several_leaves_is_worth_their_mean(make_learner):
+    tree = {"tree": {"kind": "branch_grpo", "branch": 2, "splits": [1]}}
+    explore = FEW | {"candidates": 2, "steps": None}
+    rollout = rollout_of(make_learner, explore, {"kind": "grpo"}, tree)
+    leaves = rollout.reward.view(2, 2, 2)
+    assert torch.equal(rollout.explored.proxy, leaves.nanmean(-1))
+
+
+MORE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gdro", "sft", "kto", "awm")]
+
+
+@pytest.mark.parametrize("kind", ["dpo", *MORE])  # of NFT are the tests above
+def test_objectives_on_images_learn_from_what_was_kept(make_learner, kind):
+    rollout = ODE | {"explore": FEW | {"candidates": 8, "steps": 2}}
+    learner = make_learner(objective={"kind": kind, "draws": {"count": 1}}, rollout=rollout)
+    _, metrics = learner.iterate(0)
+    assert math.isfinite(metrics["loss"]) and metrics["grad/norm"] > 0
+
+
+def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
+    explore = FEW | {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore, "merge_lora": False}
+    learner = make_learner(objective={"kind": "grpo"}, rollout=rollout)
+    disturb(learner)
+    _, metrics = learner.iterate(0)
+    assert metrics["policy/ratio_error_max"] == 0
+    assert metrics["explore/spread_kept"] > metrics["explore/spread"] > 0
+    assert metrics["explore/candidates"] == 16 and metrics["explore/forwards"] == 32
+
+
+def test_what_cannot_be_explored_is_refused(tiny_config):
+    one_noise = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
+    for explore, other, message in (
+        ({"candidates": 3}, {}, "candidates is 3.* is 4"),
+        ({"steps": 5}, {}, "steps is 5.* is 4"),
+        ({"steps": 2, "audit": {"prompts": 3}}, {}, "prompts is 3.* is 2"),
+        ({"steps": 1}, {}, "steps is 1.* is 2"),
+        ({"steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
+        ({"steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
+        ({"steps": 2}, {"store": {"path": "groups"}}, "rollout.store"),
+    ):
+        rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other
+        with pytest.raises(UserError, match=message):
+            tiny_config(rollout=rollout, objective={"kind": "sft"})
+
+
+def test_a_precision_that_the_device_lacks_is_an_error_that_names_others(make_learner):
+    for precision in ["nvfp4", "fp8"]:
+        explore = {"candidates": 8, "steps": 2, "precision": precision}
+        with pytest.raises(UserError, match=f"precision {precision} needs .*bf16.*nvfp4-emulated"):
+            make_learner(objective=NFT, rollout=ODE | {"explore": explore})
+    explore["precision"] = "nvfp4-emulated"
+    with pytest.raises(UserError, match="no layer of SD3Transformer2DModel is left"):
+        make_learner(objective=NFT, rollout=ODE | {"explore": explore})
+
+
+def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatch):
+    """Others take all trees; it only learns their scores, of which there are none here."""
+    learner = make_learner(objective=NFT, rollout=ODE)
+    plan = learner.source.plan(0)
+    request = learner.source.request(0, plan)
+    nothing = torch.arange(0)
+    monkeypatch.setattr(type(learner.runtime), "share", lambda self, total, unit=1: nothing)
+    scored = learner.source.stage(request, plan, Stopwatch())
+    assert scored.parts == [] and scored.result.scores.shape == (0, 1)
+    assert drawn == []
+
+
+def test_a_store_knows_which_candidates_its_images_were(make_learner, tiny_config, tmp_path):
+    explore = FEW | {"candidates": 9, "steps": 2}
+    changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
+    sampler = make_learner(**changes).source
+    store = fill(tmp_path / "s", about(tiny_config(**changes), sampler), sampler, shards=1)
+    chosen = sampler.collect(0, Stopwatch()).explored.chosen
+    lines = rows_file(store.folder, 0).read_text().splitlines()
+    assert [json.loads(line)["root"] for line in lines] == chosen.flatten().tolist()
+    assert store.about.recipe["rollout"]["explore"]["candidates"] == 9

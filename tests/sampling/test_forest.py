@@ -1,0 +1,233 @@
+"""The forest that the sampler grows: its shape, its means, and what its noise-free steps are."""
+
+import pytest
+import torch
+from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
+
+from flowrl.functional.sde import KERNELS, lift
+from flowrl.sampling.sampler import Schedule, grow
+from flowrl.trajectory import transitions
+from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
+
+T = 6
+NOISY = Step(noise=True, train=True)
+ODE = Step()
+
+
+def chains(roots: int = 3, steps: int = T, **options) -> TreePlan:
+    return TreePlan(roots, (NOISY,) * (steps - 1) + (ODE,), **options)
+
+
+def branching(*at: int, branch: int = 2, roots: int = 1, coupling=INDEPENDENT) -> TreePlan:
+    split = Step(branch=branch, noise=True, coupling=coupling, train=True)
+    return TreePlan(roots, tuple(split if i in at else NOISY for i in range(T - 1)) + (ODE,))
+
+
+COMB = TreePlan(
+    2,
+    (ODE,) * T,
+    fans=(
+        Fan(step=0, width=3, strides=(1, 2)),
+        Fan(step=1, width=2, length=2),
+        Fan(step=1, width=2),
+        Fan(step=3, width=2, gain=0.5),
+    ),
+)
+PLANS = {
+    "chains": chains(),
+    "tree": branching(0, 2, 3),
+    "two trees of four": branching(1, 2, roots=2),
+    "coupled": branching(0, 2, branch=4, coupling=NoiseCoupling("shared", 2.0)),
+    "ode between": TreePlan(
+        1, (ODE, Step(branch=3, noise=True, train=True), ODE, NOISY, ODE, ODE), same_noise=True
+    ),
+    "comb": COMB,
+}
+
+
+def test_what_is_counted_is_what_the_plan_said():
+    for plan in PLANS.values():
+        field = Counting()
+        tree, counts = grown(plan, prompts=1, field=field), count(plan)
+        nodes = tree.x.shape[0] * tree.x.shape[1]
+        assert (field.rows, tree.forwards) == (counts.forwards, counts.forwards)
+        assert nodes == counts.nodes and nodes - len(tree) == counts.edges
+        assert len(tree.leaves()) == counts.leaves
+        assert len(tree) * len(tree.edge) == counts.trained_edges
+        assert field.calls <= T  # one for each level
+
+
+def test_without_branches_it_is_the_plain_sampler_bit_for_bit():
+    for kernel in ["flow_sde", "dance_sde", "cps"]:
+        numbers = schedule(T, KERNELS[kernel])
+        tree = grown(chains(), numbers)
+        noise, prompt = named_noise(list(range(6))), torch.tensor([0, 0, 0, 1, 1, 1])
+        noises = {i: noise((), i, "step") for i in range(T - 1)}
+        x0 = chain(noise((), 0, "init"), prompt, numbers, list(range(T + 1)), noises)
+        assert torch.equal(tree.leaves(), x0)
+
+
+def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
+    """With the noises that were used: recovered from the nodes, so to float tolerance."""
+    for plan in PLANS.values():
+        numbers = schedule(T)
+        tree = grown(plan, numbers)
+        for leaf in tree.leaf.tolist():
+            nodes = [leaf]
+            while nodes[0]:
+                nodes.insert(0, int(tree.parent[nodes[0]]))
+            noises, gain = {}, {}
+            for before, after in zip(nodes[:-1], nodes[1:], strict=True):
+                i, j = int(tree.step[before]), int(tree.step[after])
+                if after in tree.noisy:
+                    x = tree.x[:, before]
+                    v = velocity(x, numbers.sigmas[i], tree.prompt)
+                    g = tree.g[after]
+                    mean, std = numbers.kernel.step(x, v, numbers.sigmas[i], numbers.sigmas[j], g)
+                    noises[i] = (tree.x[:, after] - mean) / lift(std, mean)
+                    gain[i] = float(g / numbers.g(i, j))
+            stops = tree.step[nodes].tolist()
+            x0 = chain(tree.x[:, 0], tree.prompt, numbers, stops, noises, gain)
+            torch.testing.assert_close(tree.x[:, leaf], x0, rtol=1e-5, atol=1e-6)
+
+
+def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
+    """The noises by name, coupled as its siblings' were: the chain's latent to the last bit."""
+    for coupling in [
+        NoiseCoupling(),
+        NoiseCoupling("shared", 1.5),
+        NoiseCoupling("simplex"),
+        NoiseCoupling("antithetic"),
+        NoiseCoupling("scaled", 3.0),
+    ]:
+        from flowrl.functional.noise import COUPLINGS
+
+        tree = grown(branching(0, 2, branch=2, coupling=coupling))
+        noise, noises, path = named_noise([0, 1]), {}, ()
+        for i in range(T - 1):
+            noises[i] = noise(path, i, "step")
+            if i in (0, 2):
+                z = torch.stack([noise((*path, b), i, "step") for b in range(2)], 1)
+                couple = COUPLINGS[coupling.kind]
+                noises[i] = couple(z, noise(path, i, "shared"), coupling.strength)[:, 1]
+                path = (*path, 1)
+        x0 = chain(noise((), 0, "init"), tree.prompt, schedule(T), list(range(T + 1)), noises)
+        assert torch.equal(tree.x[:, tree.leaf[-1]], x0)
+
+
+def test_edges_are_the_trained_steps_drawn_around_their_means():
+    for kernel in KERNELS.values():
+        for dtype in [torch.float32, torch.bfloat16]:
+            tree = grown(branching(0, 2), schedule(T, kernel, 1.0), dtype=dtype)
+            assert tree.x.dtype == dtype and tree.mean_old.dtype == torch.float32
+            everything = torch.ones(len(tree), len(tree.edge))
+            batch = transitions(tree, everything, everything.bool(), tree.prompt, None)  # type: ignore[arg-type]
+            v = velocity(batch.x, lift(batch.sigma, batch.x).to(batch.x), batch.prompt)
+            x, v, s = (t[batch.parent] for t in (batch.x, v, batch.sigma))
+            if dtype == torch.float32:
+                mean, std = kernel.step(x, v, s, batch.sigma_next, batch.g)
+                torch.testing.assert_close(mean, batch.mean_old, rtol=1e-6, atol=1e-6)
+                z = (batch.x_next - batch.mean_old) / lift(std, mean)
+                assert 0.8 < z.std() < 1.2
+
+
+def test_the_density_of_a_step_is_that_of_its_mean_and_std():
+    for plan in PLANS.values():
+        tree = grown(plan)
+        numbers = schedule(T)
+        for node in range(1, len(tree.parent)):
+            if node not in tree.noisy:
+                assert bool((tree.log_prob[:, node] == 0).all()) and tree.g[node] == 0
+                continue
+            before = int(tree.parent[node])
+            i, j = int(tree.step[before]), int(tree.step[node])
+            x, s, s_next = tree.x[:, before], numbers.sigmas[i], numbers.sigmas[j]
+            v = velocity(x, s, tree.prompt)
+            mean, std = numbers.kernel.step(x, v, s, s_next, tree.g[node])
+            normal = torch.distributions.Normal(mean, std[:, None])
+            expected = normal.log_prob(tree.x[:, node]).mean(1)
+            torch.testing.assert_close(tree.log_prob[:, node], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_merged_first_step_has_the_std_of_a_single_one():
+    """At sigma = 1 Flow-SDE's std is its level, however far the step goes."""
+    for level in [0.5, 1.0]:
+        lengths = (1, 2, 3)
+        plan = TreePlan(1, (ODE,) * T, fans=tuple(Fan(step=0, width=1, length=n) for n in lengths))
+        numbers = schedule(T, level=level)
+        tree = grown(plan, numbers)
+        sigma = numbers.sigmas[0]
+        stds = [
+            (tree.g[node] * (sigma - numbers.sigmas[tree.step[node]]).sqrt()).item()
+            for node in tree.edge
+        ]
+        assert stds == pytest.approx([level] * 3, rel=1e-6)
+
+
+def test_the_gain_is_in_the_noise_and_in_the_density():
+    quiet, loud = (
+        grown(TreePlan(1, (Step(noise=True, train=True, gain=gain), *(ODE,) * 3)), schedule(4))
+        for gain in (1.0, 2.0)
+    )
+    assert loud.g[1] == 2 * quiet.g[1]
+    assert not torch.equal(loud.mean_old, quiet.mean_old)  # the drift keeps the marginals
+
+
+def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(T)
+    numbers = Schedule(sigmas=scheduler.sigmas, kernel=KERNELS["flow_sde"], level=0.0)
+    tree = grown(ode_plan(T), numbers, prompts=3)
+    x, prompt = tree.x[:, 0], tree.prompt
+    for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
+        x = scheduler.step(velocity(x, sigma, prompt), timestep, x, return_dict=False)[0]
+    assert torch.equal(tree.leaves(), x)
+    assert len(tree.edge) == 0 and tree.mean_old.shape == (3, 0, D)
+
+
+def test_micro_batches_change_no_latent():
+    for plan in PLANS.values():
+        for size in [1, 3]:
+            assert torch.equal(grown(plan).x, grown(plan, field=Counting(size)).x)
+
+
+def test_pruned_steps_change_no_latent_and_leave_nothing_to_learn():
+    for plan in PLANS.values():
+        whole, pruned = grown(plan), grown(plan.without_training({1, 2}))
+        assert torch.equal(whole.x, pruned.x) and torch.equal(whole.log_prob, pruned.log_prob)
+        steps = pruned.step[pruned.parent[pruned.edge]].tolist()
+        assert not {1, 2} & set(steps) and len(pruned.edge) < len(whole.edge)
+
+
+def test_a_tree_does_not_depend_on_the_trees_beside_it():
+    plan = branching(0, 2, roots=2)
+    together = grown(plan, prompts=2)
+    alone = grow(
+        velocity,
+        named_noise([2])((), 0, "init"),
+        torch.tensor([1]),
+        plan,
+        schedule(T),
+        named_noise([2]),
+    )
+    assert torch.equal(alone.x[0], together.x[2])
+
+
+def test_noise_is_asked_only_where_it_is_used_and_never_twice():
+    asked = []
+
+    def record(path, step, role):
+        asked.append((path, step, role))
+        return torch.zeros(1, D)
+
+    plan = TreePlan(1, (ODE, Step(branch=2, noise=True), NOISY, ODE))
+    grow(velocity, torch.zeros(1, D), torch.zeros(1).long(), plan, schedule(4), record)
+    assert asked == [((0,), 1, "step"), ((1,), 1, "step"), ((0,), 2, "step"), ((1,), 2, "step")]
+
+
+def test_latents_are_rounded_to_storage_and_means_are_not():
+    tree = grown(chains(), dtype=torch.bfloat16)
+    assert tree.x.dtype == torch.bfloat16
+    assert not torch.equal(tree.mean_old, tree.mean_old.bfloat16().float())

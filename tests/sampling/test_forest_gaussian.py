@@ -1,0 +1,155 @@
+"""Trees on Gaussian data: what leaves are distributed like, and how two of them depend.
+
+Velocities are affine there, so a leaf is an affine function of the draws that made it. Feeding
+each draw as a unit vector reads that function off the sampler: covariances without Monte Carlo.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.functional.sde import KERNELS
+from flowrl.sampling.sampler import Schedule, grow
+from flowrl.training.metrics import common_ancestor
+from flowrl.trajectory import Tree
+from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
+
+T, MEAN, STD = 8, 0.5, 0.6
+ODE, NOISY = Step(), Step(noise=True, train=True)
+EXACT = 2e-5  # the sampler computes in fp32
+
+
+def schedule(kernel: str, level: float, steps: int = T) -> Schedule:
+    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], level=level)
+
+
+def variance(sigma: Tensor) -> Tensor:
+    return (1 - sigma) ** 2 * STD**2 + sigma**2
+
+
+def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
+    slope = (sigma - (1 - sigma) * STD**2) / variance(sigma)
+    return slope * (x - (1 - sigma) * MEAN) - MEAN
+
+
+@dataclass
+class UnitDraws:
+    """Draw number d is 1 in tree d alone; the last tree has none at all."""
+
+    trees: int
+    names: dict = field(default_factory=dict)
+
+    def __call__(self, path: tuple[int, ...], step: int, role: str) -> Tensor:
+        number = self.names.setdefault((path, step, role), len(self.names))
+        return torch.eye(self.trees)[:, number, None] * (number < self.trees - 1)
+
+
+def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
+    """A tree, the leaves without noise (l,), and their slopes by draw (l, draws) float64."""
+    trees = 300
+    draws = UnitDraws(trees)
+    x = draws((), 0, "init")
+    tree = grow(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
+    assert len(draws.names) < trees
+    leaves = tree.x[:, tree.leaf, 0].double()
+    return tree, leaves[-1], (leaves[:-1] - leaves[-1]).T
+
+
+def slopes(numbers: Schedule, noisy: set[int]) -> tuple[list[float], list[float]]:
+    """a_i and std_i of every step as x' = a x + c + std xi, read off the kernel."""
+    found = []
+    for i in range(T):
+        s, s1 = numbers.sigmas[i].double(), numbers.sigmas[i + 1].double()
+        g = numbers.g(i, i + 1).double() if i in noisy else torch.zeros(()).double()
+        kernel = numbers.kernel if i in noisy else KERNELS["flow_sde"]
+        points = torch.tensor([[0.0], [1.0]]).double()
+        mean, std = kernel.step(points, velocity(points, s, points), s, s1, g)
+        found.append(((mean[1] - mean[0]).item(), std[0].item()))
+    return [a for a, _ in found], [std for _, std in found]
+
+
+def covariance(a: list[float], std: list[float], parted: int | None, rho: float) -> float:
+    """Of two leaves first separated at step `parted`; of a leaf with itself if None (trees.md 4).
+
+    (prod a)^2 + sum over shared steps std_i^2 A_i^2 + rho std_d^2 A_d^2, A_i = prod of later a.
+    """
+    after = [math.prod(a[i + 1 :]) for i in range(T)]
+    shared = range(T if parted is None else parted)
+    total = math.prod(a) ** 2 + sum((std[i] * after[i]) ** 2 for i in shared)
+    return total + (rho * (std[parted] * after[parted]) ** 2 if parted is not None else 0.0)
+
+
+def rho(coupling: NoiseCoupling, siblings: int, i: int, j: int) -> float:
+    """Correlation of the noises of siblings number i and j."""
+    if coupling.kind == "shared":
+        return 1 / (1 + coupling.strength**2)
+    if coupling.kind == "simplex":
+        return -1 / (siblings - 1)
+    return -1.0 if coupling.kind == "antithetic" and i // 2 == j // 2 else 0.0
+
+
+def test_two_leaves_share_what_came_before_they_parted():
+    for coupling in [
+        NoiseCoupling(),
+        NoiseCoupling("shared", 0.5),
+        NoiseCoupling("shared", 4.0),
+        NoiseCoupling("simplex"),
+        NoiseCoupling("antithetic"),
+    ]:
+        for branch in [2, 3, 4]:
+            for kernel in ["flow_sde", "dance_sde", "cps", "renoise"]:
+                if coupling.kind == "antithetic" and branch % 2:
+                    continue  # they come in pairs
+                level = 1.0 if kernel == "renoise" else 0.6
+                numbers = schedule(kernel, level, T)
+                split = Step(branch=branch, noise=True, coupling=coupling, train=True)
+                plan = TreePlan(
+                    1, tuple(split if i in (1, 4) else NOISY for i in range(T - 1)) + (ODE,)
+                )
+                tree, _, slope = response(plan, numbers)
+                a, std = slopes(numbers, set(range(T - 1)))
+                ancestor = common_ancestor(tree.parent, tree.step, tree.leaf)
+                for i in range(len(tree.leaf)):
+                    for j in range(len(tree.leaf)):
+                        parted = None if i == j else int(ancestor[i, j])
+                        # Leaves are numbered in base `branch`, the first split's digit first.
+                        number = (
+                            [i // branch, j // branch] if parted == 1 else [i % branch, j % branch]
+                        )
+                        expected = covariance(a, std, parted, rho(coupling, branch, *number))
+                        assert (slope[i] @ slope[j]).item() == pytest.approx(expected, abs=EXACT)
+
+
+def test_every_leaf_is_distributed_like_the_end_of_a_chain():
+    """Whatever the tree and its coupling: mean and variance of each leaf, to float tolerance."""
+    for coupling in [
+        NoiseCoupling(),
+        NoiseCoupling("shared", 0.5),
+        NoiseCoupling("shared", 4.0),
+        NoiseCoupling("simplex"),
+        NoiseCoupling("antithetic"),
+    ]:
+        numbers = schedule("flow_sde", 0.7, T)
+        chain = TreePlan(1, (NOISY,) * (T - 1) + (ODE,))
+        split = Step(branch=2, noise=True, coupling=coupling, train=True)
+        tree = TreePlan(1, tuple(split if i in (0, 2, 5) else NOISY for i in range(T - 1)) + (ODE,))
+        _, mean, slope = response(chain, numbers)
+        _, means, slopes_ = response(tree, numbers)
+        torch.testing.assert_close(means, mean.expand_as(means), rtol=0, atol=EXACT)
+        torch.testing.assert_close(
+            slopes_.square().sum(1), slope.square().sum(1).expand(8), rtol=0, atol=EXACT
+        )
+    # The noise is normal, so mean and variance are the whole distribution.
+
+
+def test_a_fan_is_a_chain_with_noise_in_one_step():
+    numbers = schedule("flow_sde", 0.7, T)
+    tree, _, slope = response(TreePlan(1, (ODE,) * T, fans=(Fan(step=3, width=2),)), numbers)
+    a, std = slopes(numbers, {3})
+    own, both = (slope[0] @ slope[0]).item(), (slope[0] @ slope[1]).item()
+    assert own == pytest.approx(covariance(a, std, None, 0.0), abs=EXACT)
+    assert both == pytest.approx(covariance(a, std, 3, 0.0), abs=EXACT)
+    assert common_ancestor(tree.parent, tree.step, tree.leaf)[0, 1] == 3

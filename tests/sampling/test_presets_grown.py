@@ -1,0 +1,73 @@
+"""Every preset, drawn: what its plan counts is what the sampler does, and iterations agree."""
+
+import torch
+from toy_forest import Counting, grown, schedule, velocity
+
+from flowrl.config.trees import PRESETS
+from flowrl.functional.sde import KERNELS
+from flowrl.trajectory import transitions
+from flowrl.trees.plan import count
+
+T = 8
+# Options, and images of a prompt: two trees of each where trees have a size of their own.
+SIZES: dict[str, tuple[dict, int]] = {
+    "flow_grpo": ({}, 5),
+    "flow_grpo_fast": ({}, 5),
+    "dance_grpo": ({}, 5),
+    "mix_grpo": ({"window": {"kind": "progressive", "size": 3, "period": 2}}, 5),
+    "branch_grpo": ({"splits": [0, 2, 5]}, 16),
+    "branch_grpo_mix": ({"splits": [1, 4], "window": {"kind": "fixed", "size": 2}}, 8),
+    "tree_grpo": ({"branch": 2}, 16),
+    "dynamic_tree": ({"gain_growth": 0.5}, 32),
+    "b2_diffurl": ({"branch": 3, "period": 4}, 6),
+    "tempflow": ({"width": 2}, 2 * 2 * (T - 1)),
+    "g2rpo": ({"width": 2, "draw": 2}, 2 * 2 * 2 * 3),
+    "e_grpo": ({"width": 2, "at": [0, 2, 4]}, 2 * 2 * 2),
+}
+
+
+def test_every_preset_is_here():
+    assert SIZES.keys() == PRESETS.keys() - {"custom", "ode"}  # which has no noise
+
+
+def plan_of(name: str, iteration: int = 0):
+    options, leaves = SIZES[name]
+    section = PRESETS[name](**({"kind": name} | options))
+    return section.plan(iteration=iteration, steps=T, leaves=leaves, seed=0)  # type: ignore[attr-defined]
+
+
+def test_the_plan_counts_what_the_sampler_does():
+    for name in SIZES:
+        for iteration in [0, 3, 50]:
+            plan = plan_of(name, iteration)
+            field, counts = Counting(size=3), count(plan)
+            tree = grown(plan, prompts=1, field=field)
+            assert counts.leaves == SIZES[name][1] == len(tree.leaves())
+            assert field.rows == counts.forwards == tree.forwards
+            assert tree.x.shape[:2].numel() == counts.nodes
+            assert counts.nodes == counts.edges + plan.roots
+            kept = torch.ones(len(tree), len(tree.edge))
+            batch = transitions(tree, kept, kept.bool(), tree.prompt, None)  # type: ignore[arg-type]
+            assert (len(batch), len(batch.x)) == (counts.trained_edges, counts.train_forwards)
+
+
+def test_a_trained_step_starts_at_its_parent_with_noise_left():
+    for name in SIZES:
+        plan = plan_of(name)
+        tree, numbers = grown(plan), schedule(T)
+        kept = torch.ones(len(tree), len(tree.edge))
+        batch = transitions(tree, kept, kept.bool(), tree.prompt, None)  # type: ignore[arg-type]
+        assert bool((batch.g > 0).all()) and bool((batch.sigma_next > 0).all())
+        v = velocity(batch.x, batch.sigma[:, None], batch.prompt)
+        x, v, s = (t[batch.parent] for t in (batch.x, v, batch.sigma))
+        mean, _ = KERNELS["flow_sde"].step(x, v, s, batch.sigma_next, batch.g)
+        torch.testing.assert_close(mean, batch.mean_old, rtol=1e-5, atol=1e-5)
+        assert torch.equal(numbers.sigmas[batch.step], s)
+
+
+def test_windows_and_fans_move_with_the_iteration():
+    moving = ["flow_grpo_fast", "dance_grpo", "mix_grpo", "tree_grpo", "dynamic_tree", "g2rpo"]
+    for name in [*moving, "b2_diffurl", "e_grpo"]:
+        plans = {plan_of(name, iteration) for iteration in range(120)}
+        assert len(plans) > 1, name
+        assert plan_of(name, 7) == plan_of(name, 7)

@@ -1,0 +1,247 @@
+"""An image depends on its name alone: not on its batch, its neighbours or its process."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.functional.sde import KERNELS
+from flowrl.prompts.records import PromptSampler, load_prompts
+from flowrl.sampling.rollout import (
+    Stopwatch,
+    decode,
+    draw,
+    gathered,
+    group_request,
+    hand_in,
+    occurrences,
+)
+from flowrl.sampling.sampler import Schedule
+from flowrl.scoring.scorer import Scoring, score
+from flowrl.scoring.spec import RewardSpec
+from flowrl.trees.plan import Step, TreePlan
+
+RECORDS = load_prompts("tiny:all:train", limit=3)
+SHAPE = (16, 8, 8)
+
+
+PLAN = TreePlan(2, (Step(noise=True, train=True),) * 2 + (Step(),))
+
+
+def request_of(records=RECORDS, plan=PLAN, **options):
+    return group_request(records, plan, **({"seed": 0, "iteration": 4} | options))
+
+
+def judged(reward, request, leaves=1):
+    """The scores of black images that are handed in one by one."""
+    scoring = Scoring(specs=[RewardSpec(name="reward", reward=reward)])
+    count = len(request.prompt) * leaves
+    images = hand_in(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)
+    assert len(images) == count
+    return scoring.result()
+
+
+# fp32 rounding of a pixel after some steps and the decoder; other noise moves it by about 1.
+ROUNDING = 1e-4
+
+
+@pytest.fixture(scope="module")
+def sample(make_learner):
+    learner = make_learner()
+    schedule = Schedule(
+        sigmas=learner.policy.backbone.sigmas(3), kernel=KERNELS["flow_sde"], level=0.7
+    )
+    generator = torch.Generator().manual_seed(0)
+    for p in learner.policy.parameters():  # away from the fresh adapter, which changes nothing
+        p.data += 0.05 * torch.randn(p.shape, generator=generator)
+
+    @torch.no_grad()
+    def images(request, batch_size=6, plan=PLAN):
+        backbone, policy = learner.policy.backbone, learner.policy
+        cond = learner.source.stage.encode(request.prompts)
+        tree = draw(backbone, policy.velocity, cond, request, plan, schedule, batch_size)
+        return tree, torch.cat(list(decode(backbone, tree.leaves(), batch_size)))
+
+    return images
+
+
+def test_images_do_not_depend_on_order_batch_or_share(sample):
+    request = request_of()
+    order = torch.tensor([4, 0, 5, 2, 1, 3])
+    _, images = sample(request)
+    tree, moved = sample(request.take(order))
+    torch.testing.assert_close(moved, images[order], rtol=0, atol=ROUNDING)
+    assert not torch.allclose(images[0], images[1], atol=1e-3)
+    for size in [1, 4]:
+        (tree, images), (small_tree, small) = sample(request_of()), sample(request_of(), size)
+        torch.testing.assert_close(small, images, rtol=0, atol=ROUNDING)
+        assert torch.equal(small_tree.parent, tree.parent)
+        assert torch.equal(small_tree.edge, tree.edge)
+    for rows in [[0, 1, 2], [3, 4, 5], [5]]:
+        _, images = sample(request_of())
+        _, share = sample(request_of().take(torch.tensor(rows)))
+        torch.testing.assert_close(share, images[rows], rtol=0, atol=ROUNDING)
+
+
+def test_noise_is_a_function_of_the_names_of_an_image():
+    # Noise is that of its prompt whatever stands beside it.
+    alone = request_of(RECORDS[1:2]).noise((), 2, "step", SHAPE)
+    among = request_of().noise((), 2, "step", SHAPE)
+    assert torch.equal(among[2:4], alone)
+    other = [
+        request_of(seed=1).noise((), 2, "step", SHAPE),
+        request_of(iteration=5).noise((), 2, "step", SHAPE),
+        request_of().noise((1,), 2, "step", SHAPE),
+        request_of().noise((), 1, "step", SHAPE),
+        request_of().noise((), 2, "init", SHAPE),
+    ]
+    rows = torch.cat([among, *other])
+    assert len(rows.flatten(1).unique(dim=0)) == len(rows)
+    # Siblings share their first noise when asked and only that.
+    request = request_of(plan=replace(PLAN, same_noise=True))
+    first, later = (request.noise((), 0, role, SHAPE) for role in ("init", "step"))
+    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])
+    assert not torch.equal(later[0], later[1])
+    # A prompt that stands there twice is two groups with noise of their own.
+    request = request_of([RECORDS[0], RECORDS[1], RECORDS[0]])
+    assert request.root.tolist() == [0, 1, 0, 1, 2, 3]
+    assert occurrences([RECORDS[0], RECORDS[1], RECORDS[0]]) == [0, 0, 1]
+    noise = request.noise((), 0, "init", SHAPE)
+    assert len(noise.flatten(1).unique(dim=0)) == 6
+    # Taking rows keeps only the prompts they use.
+    part = request_of().take(torch.tensor([5, 1]))
+    assert [part.prompts[i].uid for i in part.prompt] == [RECORDS[2].uid, RECORDS[0].uid]
+    assert len(part.prompts) == 2 and part.root.tolist() == [1, 1]
+
+
+def test_rewards_are_given_the_prompts_own_words():
+    # Every image is judged with its own prompt.
+    def length(images, prompts, metadata):
+        return [float(len(p)) for p in prompts]
+
+    request = request_of().take(torch.tensor([5, 0]))
+    result = judged(length, request, leaves=2)
+    lengths = [len(RECORDS[2].text), len(RECORDS[0].text)]
+    assert result.scores[:, 0].tolist() == [lengths[0]] * 2 + [lengths[1]] * 2
+    # Rewards are given the prompts own words.
+    seen = []
+
+    def look(images, prompts, metadata):
+        seen.extend(zip(prompts, metadata, strict=True))
+        return [0.0] * len(prompts)
+
+    request = request_of([WORDED], retained=1)
+    judged(look, request)
+    assert seen == [(WORDED.text, WORDED.metadata)] * 2
+
+
+OTHERS = ("a red ring", "two stars", "three crosses")
+WORDED = replace(RECORDS[0], paraphrases=OTHERS)
+WIDE = replace(PLAN, roots=5)
+
+
+def words_of(request) -> list[str]:
+    return [request.prompts[i].read for i in request.prompt.tolist()]
+
+
+def test_the_first_trees_keep_their_words_and_others_take_paraphrases():
+    for retained in [0, 1, 2]:
+        request = request_of([RECORDS[1], WORDED], WIDE, retained=retained)
+        own, other = words_of(request)[:5], words_of(request)[5:]
+        assert own == [RECORDS[1].text] * 5  # it has no paraphrases
+        assert other[:retained] == [WORDED.text] * retained
+        assert set(other[retained : retained + 3]) == set(
+            OTHERS
+        )  # each once before one comes again
+        assert set(other[retained:]) == set(OTHERS)
+        assert len(request.prompts) == 1 + len(OTHERS) + bool(retained)
+        assert request.group.tolist() == [0] * 5 + [1] * 5
+    # Without retaining every tree keeps the prompts own words.
+    request = request_of([WORDED, RECORDS[1]])
+    assert request.prompts == [WORDED, RECORDS[1]]
+    assert request.prompt.tolist() == request.group.tolist() == [0, 0, 1, 1]
+    # More retained trees than a group has are refused.
+    with pytest.raises(ValueError, match="retained is 3, but a group has 2 trees"):
+        request_of([WORDED], retained=3)
+    # A repeated prompt goes on with its paraphrases.
+    request = request_of([WORDED, WORDED], retained=1)
+    first, second = words_of(request)[1], words_of(request)[3]
+    assert first != second and {first, second} <= set(OTHERS)
+    assert request.group.tolist() == [0, 0, 1, 1] and request.root.tolist() == [0, 1, 2, 3]
+    # Taking rows keeps the words and the number of the group.
+    request = request_of([RECORDS[1], WORDED], retained=1)
+    part = request.take(torch.tensor([3, 0]))
+    assert words_of(part) == [words_of(request)[3], RECORDS[1].text]
+    assert part.group.tolist() == [1, 0]
+
+
+def test_other_words_leave_the_noise_and_the_first_images(sample):
+    for iteration in range(4):
+        plain = request_of([WORDED, RECORDS[1]], iteration=iteration)
+        mixed = request_of([WORDED, RECORDS[1]], iteration=iteration, retained=1)
+        for role in ("init", "step"):
+            noise = (request.noise((), 1, role, SHAPE) for request in (plain, mixed))
+            assert torch.equal(*noise)
+    # Only the trees in other words are other images.
+    _, plain = sample(request_of([WORDED]))
+    _, mixed = sample(request_of([WORDED], retained=1))
+    torch.testing.assert_close(mixed[0], plain[0], rtol=0, atol=ROUNDING)
+    assert not torch.allclose(mixed[1], plain[1], atol=1e-3)
+
+
+def test_images_in_all_words_are_compared_in_one_group(make_learner):
+    learner = make_learner()
+    prompts = [replace(p, paraphrases=OTHERS) for p in RECORDS[:2]]
+    sampler = PromptSampler(prompts, 2, seed=0)
+    learner = replace(learner, source=replace(learner.source, prompts=sampler, retained=2))
+    rollout, metrics = learner.iterate(0)
+    assert rollout.group.tolist() == [0] * 4 + [1] * 4
+    assert len(rollout.prompts) == len(rollout.metadata) == len(rollout.cond) == 2 * 3
+    asked = [rollout.prompts[i] for i in rollout.tree.prompt.tolist()]
+    assert asked == [p.text for p in sampler.at(0) for _ in range(4)]
+    advantage = learner.objective.credit(rollout)[0][:, 0].view(2, 4)
+    reward = rollout.reward.view(2, 4)
+    centred = reward - reward.mean(1, keepdim=True)
+    shape = centred / centred.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(advantage / advantage.norm(dim=1, keepdim=True), shape)
+    assert metrics["grad/norm"] > 0 and metrics["policy/ratio_error_max"] < 0.1  # nats
+
+
+HELD_OUT = {"name": "compressibility", "held_out": True}
+
+
+def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
+    trained = [{"name": "brightness"}]
+    alone, beside = (make_learner(specs=trained + more) for more in ([], [HELD_OUT]))
+    (plain, _), (rollout, metrics) = alone.iterate(0), beside.iterate(0)
+    column = rollout.scores[:, rollout.names.index("compressibility")]
+    assert metrics["reward/compressibility"] == pytest.approx(column.mean().item())
+    assert torch.equal(rollout.reward, plain.reward)
+    assert rollout.weights.tolist() == [1, 0]
+    for ours, theirs in zip(beside.policy.parameters(), alone.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    # A held out reward that fails leaves every image valid.
+    learner = make_learner()
+    broken = RewardSpec(
+        name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True
+    )
+    specs = [*learner.specs, broken]
+    stage = replace(learner.source.stage, specs=specs)
+    learner = replace(learner, specs=specs, source=replace(learner.source, stage=stage))
+    rollout, metrics = learner.iterate(0)
+    assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
+    assert metrics["reward/invalid"] == 0 and math.isnan(metrics["reward/broken"])
+
+
+def test_one_process_keeps_its_scores_and_laps_add_up():
+    from flowrl.utils.distributed import Runtime
+
+    spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
+    result = score([spec], torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}])
+    assert gathered(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
+    # A stopwatch adds laps of one name.
+    watch = Stopwatch()
+    for name in ("a", "b", "a"):
+        watch.lap(name)
+    assert list(watch.seconds) == ["a", "b"] and min(watch.seconds.values()) >= 0

@@ -1,0 +1,229 @@
+"""Rewards with planted faults are found out, and those without pass."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl.prompts.records import PromptRecord
+from flowrl.scoring.check import check_reward, preflight
+from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
+from flowrl.scoring.spec import RewardSpec, load_reward
+from rewards.fixtures import blank, fixture, square
+
+PROMPTS = [PromptRecord(uid="0", text="a red square"), PromptRecord(uid="1", text="a cat")]
+
+
+class Redness:
+    """How much redder than blue; with one fault planted by name."""
+
+    name = "redness"
+    bounds = (-1.0, 1.0)
+    version = "redness-1"
+
+    def __init__(self, fault: str = ""):
+        self.fault, self.asked = fault, []
+        if fault == "not deterministic":
+            self.deterministic = False
+
+    def fixtures(self):
+        return [
+            fixture("red scores above blue", square("red", 32), square("blue", 32), "red"),
+            fixture("red scores above paper", square("red", 48), blank(48), "red"),
+        ]
+
+    def __call__(self, images, prompts, metadata):
+        self.asked.append(len(images))
+        score = (images[:, 0] - images[:, 2]).mean((1, 2))
+        noise = torch.rand(len(images))
+        nan = torch.full_like(score, torch.nan)
+        return {
+            "constant": torch.full_like(score, 0.5),
+            "zero": torch.zeros_like(score),
+            "swapped": -score,
+            "shifted by the batch": score - score.mean(),
+            "sorted": score.sort().values,
+            "random": score + 0.1 * noise,
+            "not deterministic": score + 0.01 * noise,
+            "out of bounds": 30 * score,
+            "nan": nan,
+            "nan alone": nan if len(images) == 1 else score,
+            "a score for paper": torch.where(score > 0.01, score, nan),
+            "too short": score[1:],
+            "text": "good",
+            "a column": score[:, None],
+        }.get(self.fault, score)
+
+
+def found(fault: str, **changes):
+    spec = RewardSpec(name="redness", reward=Redness(fault), **changes)
+    return check_reward(spec).findings
+
+
+def test_a_planted_fault_is_a_problem_in_one_sentence():
+    torch.manual_seed(0)
+    for fault, says in (
+        ("constant", "'red scores above blue' .* 0.5"),
+        ("zero", "'red scores above blue' .* 0, .* 0"),
+        ("swapped", "'red scores above blue' .* -"),
+        ("shifted by the batch", "other company"),
+        ("sorted", "'red scores above blue'"),
+        ("random", "the same within"),
+        ("out of bounds", r"\[-1, 1\]"),
+        ("nan", "4 images: .*finite"),
+        ("nan alone", "once and none"),
+        ("a score for paper", "expected a score, .*finite"),
+        ("too short", r"\(1,\) .*\(2,\)"),
+        ("text", "str, "),
+        ("a column", r"\(2,\)"),
+    ):
+        findings = found(fault)
+        assert {finding.state for finding in findings} == {"problem"}, fault
+        told = " ".join(finding.detail for finding in findings)
+        assert re.search(says, told), (fault, told)
+        assert all(finding.topic == "redness" and finding.remedy for finding in findings), fault
+        assert all("\n" not in finding.detail for finding in findings), fault
+
+
+def test_a_good_reward_passes_and_one_that_is_not_deterministic_is_told_by_how_much():
+    torch.manual_seed(0)
+    for fault, says in (("", "2 fixtures"), ("not deterministic", "up to 0.0")):
+        (finding,) = found(fault)
+        assert finding.state == "ok" and says in finding.detail
+
+
+def test_images_are_asked_for_alone_together_and_in_the_other_order():
+    reward = Redness()
+    check_reward(RewardSpec(name="redness", reward=reward))
+    assert reward.asked == [2, 2, 1, 1, 1, 1]  # two sizes, which cannot go in one batch
+    reward.asked.clear()
+    checked = check_reward(RewardSpec(name="redness", reward=reward), calls=3)
+    assert reward.asked[-3:] == [1, 1, 1]
+    assert checked.latency > 0 and checked.rate > 0 and checked.images == 4
+
+
+class Ranks:
+    """Compares images of one prompt: the share of others that are darker."""
+
+    scope = "group"
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, images, prompts, metadata):
+        self.asked.append((len(images), len(set(prompts))))
+        bright = images.mean((1, 2, 3))
+        return (bright[:, None] > bright).float().mean(1)
+
+
+def test_groups_are_asked_for_whole_and_may_have_more_images_than_the_two_compared():
+    class Odd(Ranks):
+        def fixtures(self):
+            light, dark = blank(32), square("black", 32)
+            return [fixture("light above dark", light, dark, others=[dark, dark])]
+
+    for reward, prompts in ((Ranks(), PROMPTS), (Odd(), ())):
+        (finding,) = check_reward(RewardSpec(name="ranks", reward=reward), prompts).findings
+        assert finding.state == "ok", finding
+        assert {size for size, _ in reward.asked} == {4} == {n * 4 for _, n in reward.asked}
+        assert prompts == () or len(reward.asked) == 4
+
+
+def test_a_fixture_with_wrong_parts_is_a_sentence():
+    class Wrong(Redness):
+        def __init__(self, entry):
+            super().__init__()
+            self.fixtures = lambda: [entry]
+
+    whole = fixture("x", square("red", 8), square("blue", 8))
+    for entry in ({"says": "x"}, whole | {"better": torch.ones(3, 8, 9)}, whole | {"worse": "a"}):
+        (finding,) = check_reward(RewardSpec(name="wrong", reward=Wrong(entry))).findings
+        assert finding.state == "problem" and "without the right parts" in finding.detail
+
+
+def raising(error: Exception):
+    def reward(images, prompts, metadata):
+        raise error
+
+    return reward
+
+
+MISSING = ModuleNotFoundError("No module named 'oldpackage'", name="oldpackage")
+
+
+def test_what_is_not_there_is_told_apart_from_what_is_wrong():
+    hub = OSError("We couldn't connect to 'https://huggingface.co' to load the files")
+    for error, state, remedy in (
+        (ImportError("judging needs the package openai"), "missing", "Install"),
+        (MISSING, "missing", "Install"),
+        (FileNotFoundError("weights.bin"), "missing", "Download"),
+        (hub, "missing", "Download"),
+        (ConnectionRefusedError(111, "Connection refused"), "missing", "Start the server"),
+        (ConnectionError("127.0.0.1:8000 cannot be reached"), "missing", "Start the server"),
+        (RuntimeError("operator torchvision::nms does not exist"), "problem", "Mend"),
+    ):
+        spec = RewardSpec(name="x", reward=raising(error))
+        (finding,) = check_reward(spec, PROMPTS).findings
+        assert finding.state == state and remedy in finding.remedy, error
+
+
+def test_a_function_without_fixtures_gets_plain_images_of_the_runs_prompts_and_size():
+    seen = set()
+
+    def bare(images, prompts, metadata):
+        seen.update((prompt, *images.shape[1:]) for prompt in prompts)
+        return [1.0] * len(images)
+
+    # The same score for all images is a warning that stops nothing.
+    (finding,) = preflight([RewardSpec(name="bare", reward=bare)], PROMPTS, (48, 64))
+    assert finding.state == "warning" and "fixtures()" in finding.remedy
+    assert "8 plain images" in finding.detail
+    assert seen == {("a red square", 3, 48, 64), ("a cat", 3, 48, 64)}
+
+
+def test_random_generators_are_left_as_they_were():
+    def draws(images, prompts, metadata):
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(5)
+        return [torch.rand(1).item() + np.random.rand() + random.random()] * len(images)
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    preflight([RewardSpec(name="draws", reward=draws)], PROMPTS)
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]
+
+
+def test_before_training_a_trained_reward_that_is_wrong_or_lacks_something_stops():
+    swapped, lacking = Redness("swapped"), raising(MISSING)
+    for reward, says in ((swapped, "'x' .*red scores above"), (lacking, "'x' .*cannot run")):
+        with pytest.raises(RewardFailure, match=says):
+            preflight([RewardSpec(name="x", reward=reward)], PROMPTS)
+    for part in ({"held_out": True}, {"weight": 0.0}):
+        watched = RewardSpec(name="swapped", reward=swapped, **part)
+        findings = preflight([RewardSpec(name="fine", reward=Redness()), watched], PROMPTS)
+        states = {finding.topic: finding.state for finding in findings}
+        assert states == {"fine": "ok", "swapped": "problem"}
+
+
+def test_before_training_the_rewards_own_executor_is_asked():
+    asked = []
+
+    class Watched(InlineExecutor):
+        def submit(self, images, prompts, metadata):
+            asked.append(len(images))
+            return super().submit(images, prompts, metadata)
+
+    def refuse(images, prompts, metadata):
+        raise AssertionError("asked without its executor")
+
+    executor = Watched(Redness(), "redness")
+    preflight([RewardSpec(name="redness", reward=refuse, executor=executor)], PROMPTS)
+    assert sum(asked) == 8 + 8
+
+
+def test_a_reward_with_nothing_to_say_to_the_prompts_is_not_asked():
+    spec = RewardSpec(name="ocr", reward=load_reward("ocr"))
+    assert preflight([spec], PROMPTS) == []
+    assert preflight([spec], []) == []

@@ -1,0 +1,140 @@
+import shlex
+import socket
+import sys
+import threading
+
+import pytest
+import uvicorn
+import yaml
+
+from flowrl.scoring.check import check_named
+from flowrl.scoring.server import make_app
+from flowrl.scoring.spec import BUILT_IN, load_reward
+
+OFFLINE = (
+    "geneval",
+    "ocr",
+    "similarity",
+    "diversity",
+    "compressibility",
+    "incompressibility",
+    "brightness",
+    "tiny_colors",
+    "tiny_quality",
+)
+LACKING = {  # what the others say on a machine without weights, packages and servers
+    "pickscore": "run `hf download yuvalkirstain/PickScore_v1",
+    "clipscore": "run `hf download openai/clip-vit-large-patch14",
+    "hpsv2": "run `hf download xswu/HPSv2",
+    "aesthetic": "run `hf download trl-lib/ddpo-aesthetic-predictor",
+    "imagereward": "pip install image-reward",
+    "hpsv3": "pip install hpsv3",
+    "vlm_judge": "a judge needs the server",
+    "vlm_questions": "a judge needs the server",
+    "unified_reward": "a judge needs the server",
+    "pairwise": "a judge needs the server",
+    "preference": "read from a store of pairs",
+}
+
+
+def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_something():
+    assert sorted((*OFFLINE, *LACKING)) == sorted(BUILT_IN)
+    for name in OFFLINE:
+        checked = check_named(name)
+        assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
+        assert "right" in checked.findings[0].detail, name  # it has fixtures
+        assert checked.version and checked.latency > 0, name
+
+
+def test_every_other_built_in_reward_says_in_one_line_what_is_missing(tmp_path, monkeypatch):
+    for name in LACKING:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        for package in ("ImageReward", "hpsv3"):
+            monkeypatch.setitem(sys.modules, package, None)
+        (finding,) = check_named(name).findings
+        assert finding.state == "missing" and LACKING[name] in finding.detail, finding
+        assert "\n" not in finding.detail
+
+
+def test_a_reward_that_cannot_be_made_is_a_problem():
+    for name, args, says in [
+        ("ocr", {"mode": "nope"}, "OCR mode is one of"),
+        ("nothing", None, "unknown reward 'nothing'"),
+        ("nothing:Here", None, "No module named 'nothing'"),
+    ]:
+        (finding,) = check_named(name, args).findings
+        assert finding.state == "problem" and says in finding.detail
+
+
+def test_arguments_that_a_reward_must_have_are_named(tmp_path, monkeypatch):
+    (tmp_path / "needy_reward.py").write_text("class Needy:\n    def __init__(self, model): ...\n")
+    monkeypatch.chdir(tmp_path)
+    (finding,) = check_named("needy_reward:Needy").findings
+    assert finding.state == "missing" and "'model'" in finding.detail
+    assert finding.remedy == "flowrl reward-check needy_reward:Needy --args '{model: VALUE}'"
+
+
+def test_a_judge_without_a_server_shows_the_argument_that_it_needs():
+    for name in ["vlm_judge", "vlm_questions", "unified_reward", "pairwise"]:
+        (finding,) = check_named(name).findings
+        assert finding.state == "missing"
+        words = shlex.split(finding.remedy)
+        assert words[:4] == ["flowrl", "reward-check", name, "--args"]
+        assert callable(load_reward(name, yaml.safe_load(words[4])))
+
+
+def test_a_reward_without_its_package_is_missing_and_not_wrong(monkeypatch):
+    monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
+    judge = {"server": {"model": "m"}}
+    for name, args, says in (("vlm_judge", judge, "pip install"), ("ocr", None, "rapidfuzz")):
+        (finding,) = check_named(name, args).findings
+        assert finding.state == "missing" and says in finding.detail
+
+
+def test_what_ones_own_module_lacks_is_told_apart_from_what_is_wrong_in_it(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    cases = (
+        ("import not_there_at_all", "missing", "not_there_at_all"),
+        ("raise ImportError('needs the package cv2')", "missing", "cv2"),
+        ("from math import tau2", "problem", "tau2"),
+        ("undefined", "problem", "NameError"),
+        ("def (", "problem", "SyntaxError"),
+        ("raise TypeError('not now')", "problem", "TypeError: not now"),
+    )
+    for number, (text, _, _) in enumerate(cases):
+        (tmp_path / f"half_made{number}.py").write_text(text)
+    for number, (text, state, says) in enumerate(cases):
+        (finding,) = check_named(f"half_made{number}:mine").findings
+        assert finding.state == state and says in finding.detail, text
+
+
+@pytest.fixture(scope="module")
+def url():
+    listening = socket.create_server(("127.0.0.1", 0))
+    rewards = {"ocr": load_reward("ocr", {"mode": "strict"}), "bright": load_reward("brightness")}
+    server = uvicorn.Server(uvicorn.Config(make_app(rewards), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def test_a_served_reward_is_asked_with_the_fixtures_of_the_one_here_if_it_is_known(url):
+    checked = check_named("ocr", {"mode": "strict"}, urls=[url])
+    assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
+    assert "fixtures right" in checked.findings[0].detail
+    findings = check_named("ocr", urls=[url]).findings
+    assert any("the server's version is 'ocr" in finding.detail for finding in findings)
+    (finding,) = check_named("bright", urls=[url]).findings
+    assert finding.state == "ok" and "plain images" in finding.detail
+
+
+def test_no_server_is_missing_within_its_deadline():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        (finding,) = check_named("ocr", urls=[address], deadline=1.0).findings
+    assert finding.state == "missing" and "cannot be reached" in finding.detail

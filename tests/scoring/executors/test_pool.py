@@ -1,0 +1,222 @@
+"""A pool of real processes: what it scores, and what becomes of those that hang, crash or leak."""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
+from flowrl.scoring.executors.pool import PoolExecutor
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import load_reward
+from rewards.fixtures import word
+
+PATIENCE = 60  # seconds; nothing here may take so long
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[PoolExecutor]:
+    """Two workers, two images a micro-batch."""
+    pool = PoolExecutor("pool_rewards:Scripted", {"offset": 1.0}, "scripted",
+                workers=2, timeout=1.5, micro_batch=2)  # fmt: skip
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., PoolExecutor]]:
+    pools: list[PoolExecutor] = []
+
+    def started(name: str, args: dict | None = None, **options) -> PoolExecutor:
+        pools.append(PoolExecutor(f"pool_rewards:{name}", args, "r", **options))
+        return pools[-1]
+
+    yield started
+    for pool in pools:
+        pool.close()
+
+
+def random_images(count: int) -> Tensor:
+    return quantise(torch.rand(count, 3, 8, 8, generator=torch.Generator().manual_seed(count)))
+
+
+def ask(pool: PoolExecutor, *metadata: dict) -> Answer:
+    images = random_images(len(metadata))
+    return pool.submit(images, ["p"] * len(images), list(metadata)).result(PATIENCE)
+
+
+def workers() -> list[psutil.Process]:
+    """Processes this one started; the tracker that multiprocessing keeps is none of the pool's."""
+    return [
+        child
+        for child in psutil.Process().children()
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_images(pair):
+    images, prompts = random_images(7), list("abcdefg")
+    slow_first = [{"do": "sleep", "seconds": 0.3}, *[{}] * 6]
+    inline = InlineExecutor(
+        load_reward("pool_rewards:Scripted", {"offset": 1.0}), "r", micro_batch=2
+    )
+    expected = inline.submit(images, prompts, slow_first).result()
+    found = pair.submit(images, prompts, slow_first).result(PATIENCE)
+    assert torch.equal(found.scores, expected.scores) and found.scores.dtype == torch.float32
+    assert not found.reasons and found.seconds >= 0.3
+
+
+def test_words_are_read_as_in_this_process():
+    images = quantise(torch.stack([word("FLOW", 64), word("RIVER", 64), word("SEA", 64)]))
+    metadata = [{"ocr_text": text} for text in ("FLOW", "RAVEN", "SEA")]
+    pool = PoolExecutor("ocr", {"mode": "strict"}, "ocr", micro_batch=2)
+    try:
+        answer = pool.submit(images, [""] * 3, metadata)
+        here = InlineExecutor(load_reward("ocr", {"mode": "strict"}), "ocr")
+        expected = here.submit(images, [""] * 3, metadata).result()
+        assert torch.equal(answer.result(PATIENCE).scores, expected.scores)
+        assert expected.scores[0] == 1 and 0 < expected.scores[1] < 1
+    finally:
+        pool.close()
+
+
+def test_no_image_is_lost_or_scored_twice_however_long_each_takes(pair, tmp_path):
+    def note(submission: int, row: int) -> dict:
+        return {
+            "do": "note", "path": str(tmp_path / "seen"), "text": f"{submission},{row}",
+            "seconds": (submission * 7 + row * 5) % 4 / 50,
+        }  # fmt: skip
+
+    sizes = (5, 0, 1, 8)
+    asked = [
+        pair.submit(random_images(n), ["p"] * n, [note(i, row) for row in range(n)])
+        for i, n in enumerate(sizes)
+    ]
+    for n, future in reversed(list(zip(sizes, asked, strict=True))):
+        assert torch.equal(future.result(PATIENCE).scores, random_images(n).mean((1, 2, 3)) + 1)
+    seen = (tmp_path / "seen").read_text().split()
+    assert sorted(seen) == [f"{i},{row}" for i, n in enumerate(sizes) for row in range(n)]
+
+
+def test_a_micro_batch_that_hangs_is_stopped_and_the_others_are_scored(pair):
+    ask(pair, *[{"do": "sleep", "seconds": 0.1}] * 4)  # both have loaded
+    hangs = {"do": "sleep", "seconds": 600}
+    began = time.perf_counter()
+    found = ask(pair, {}, {}, {}, hangs, {}, {})
+    assert time.perf_counter() - began < 20
+    assert found.scores.isnan().tolist() == [False, False, True, True, False, False]
+    assert set(found.reasons) == {2, 3}
+    assert "longer than 1.5 s" in found.reasons[2]
+    assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+
+
+@pytest.mark.slow
+def test_the_first_micro_batch_of_a_process_has_time_to_load(make):
+    pool = make("Scripted", timeout=1.0)
+    assert ask(pool, {"do": "sleep", "seconds": 1.5}).scores.isfinite().all()
+    assert "longer than 1 s and" in ask(pool, {"do": "sleep", "seconds": 600}).reasons[0]
+
+
+def test_a_process_that_dies_is_replaced_and_asked_once_more_and_then_there_is_a_reason(
+    pair, tmp_path
+):
+    found = ask(pair, {}, {}, {"do": "die", "code": 3}, {}, {}, {})
+    assert found.scores.isnan().tolist() == [False, False, True, True, False, False]
+    assert "exit code 3" in found.reasons[3]
+    assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+    data = {"do": "die_once", "path": str(tmp_path / "died")}
+    assert ask(pair, {}, data).scores.isfinite().all()
+    assert (tmp_path / "died").exists()
+
+
+def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair):
+    for what, reason in [
+        ("raise", "RuntimeError: engine stumbled"),
+        ("exit", "SystemExit: enough"),
+        ("odd_error", "Odd: an error that cannot be sent"),
+    ]:
+        ask(pair, *[{"do": "sleep", "seconds": 0.1}] * 4)  # both have loaded
+        before = {child.pid for child in workers()}
+        found = ask(pair, {}, {}, {}, {"do": what})
+        assert found.scores.isnan().tolist() == [False, False, True, True]
+        assert found.reasons == {2: reason, 3: reason}
+        assert {child.pid for child in workers()} == before
+
+
+def test_one_that_is_killed_while_it_has_nothing_to_do_is_replaced(pair):
+    for seconds in [0.0, 0.5]:
+        ask(pair, {}, {}, {}, {})
+        for child in workers():
+            child.kill()
+        time.sleep(seconds)
+        assert ask(pair, {}, {}, {}, {}).scores.isfinite().all()
+
+
+def test_reasons_and_missing_scores_of_the_reward_come_through(pair):
+    found = ask(pair, {}, {"why": "blank"}, {}, {"why": "torn"}, {})
+    assert found.scores.isnan().tolist() == [False, True, False, True, False]
+    assert found.reasons == {1: "blank", 3: "torn"}
+
+
+def test_what_no_image_can_mend_stops_with_the_reason(pair, make):
+    for data, said in (
+        ({"do": "import"}, "'scripted'.*a_package_that_is_not_there"),
+        ({"do": "forget"}, r"'scripted'.*\(1,\)"),
+        ({"thing": (n for n in range(3))}, "'scripted'.*pickle"),
+    ):
+        with pytest.raises(RewardFailure, match=said):
+            ask(pair, {}, {}, data, {})
+        assert ask(pair, {}).scores.isfinite().all()
+    with pytest.raises(RewardFailure, match="'r'.*cannot read x.bin"):
+        ask(make("Broken", {"path": "x.bin"}), {}, {})
+
+
+def test_micro_batch_none_asks_about_all_images_at_once(make):
+    scores = ask(make("threads", micro_batch=None), *[{}] * 4).scores
+    assert scores.tolist() == [1, 1, 1, 1]  # and each process has one thread
+
+
+@pytest.mark.slow
+def test_a_process_is_replaced_after_max_tasks_questions(make):
+    pool = make("process_id", micro_batch=1, max_tasks=2)
+    first, second, third = ask(pool, {}, {}, {}).scores.tolist()
+    assert first == second != third
+
+
+@pytest.mark.slow
+def test_after_three_in_a_row_without_an_answer_nothing_is_asked_for_a_while(make):
+    pool = make("Scripted", micro_batch=1, timeout=0.1, start=0.1)
+    found = ask(pool, *[{"do": "sleep", "seconds": 600}] * 3, {}, {})
+    assert found.scores.isnan().all()
+    assert [found.reasons[row].split(";")[0] for row in (0, 2, 3, 4)] == [
+        *["took longer than 0.2 s with loading and was stopped"] * 2,
+        *["not asked, after 3 micro-batches without an answer"] * 2,
+    ]
+    pool._rests_until, pool._processes[0].start = time.monotonic(), 30.0
+    assert ask(pool, {}).scores.isfinite().all()
+
+
+def test_closing_ends_every_process_at_once_and_answers_what_is_open(make):
+    before = {child.pid for child in workers()}
+    pool = make("Scripted", workers=2, micro_batch=1)
+    hanging = pool.submit(random_images(4), ["p"] * 4, [{"do": "sleep", "seconds": 600}] * 4)
+    assert not wait([hanging], timeout=0.3).done
+    began = time.perf_counter()
+    pool.close()
+    pool.close()
+    assert time.perf_counter() - began < 10
+    assert {child.pid for child in workers()} == before
+    found = hanging.result(PATIENCE)
+    assert found.scores.isnan().all() and "closed" in found.reasons[3]
+    with pytest.raises(RuntimeError, match="closed"):
+        ask(pool, {})
+
+
+def test_limits_are_positive():
+    for option in [{"workers": 0}, {"timeout": 0.0}, {"micro_batch": 0}, {"max_tasks": 0}]:
+        with pytest.raises(ValueError, match=f"{next(iter(option))} .* more than 0"):
+            PoolExecutor("pool_rewards:Scripted", {}, "r", **option)

@@ -1,0 +1,247 @@
+"""Before and after are the same prompts and noise, paired image by image."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.build.learner import ProvidedObjects, build_evaluator
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord, reworded
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation, check_quality, compare
+from flowrl.utils.distributed import Runtime
+
+
+@pytest.fixture(scope="module")
+def evaluator(tiny_config, load_tiny):
+    specs = [
+        RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3))),
+        RewardSpec(name="length", reward=lambda _, prompts, __: [float(len(p)) for p in prompts]),
+    ]
+    settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2, "batch_size": 2}
+    config = tiny_config(evaluation=settings)
+    return replace(build_evaluator(config, load_tiny(), specs, ProvidedObjects()), keep=3)
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def evaluation(evaluator, runtime):
+    return evaluator(evaluator.backbone.velocity, runtime)
+
+
+def test_every_image_is_scored_and_the_first_are_kept(evaluator, evaluation):
+    assert evaluation.scores.shape == (5, 2) and evaluation.names == ("mean", "length")
+    assert evaluation.images.shape == (3, 3, 64, 64) and evaluation.images.dtype == torch.uint8
+    assert evaluation.prompts == tuple(p.text for p in evaluator.prompts[:3])
+    assert evaluation.scores[:, 1].tolist() == [len(p.text) for p in evaluator.prompts]
+    kept = (evaluation.images.float() / 255).mean((1, 2, 3))
+    torch.testing.assert_close(kept, evaluation.scores[:3, 0])
+
+
+def test_the_same_network_gets_the_same_scores_again(evaluator, evaluation, runtime):
+    again = evaluator(evaluator.backbone.velocity, runtime)
+    assert torch.equal(again.scores, evaluation.scores)
+    assert [row.change.mean for row in compare(evaluation, again)] == [0, 0]
+
+
+def test_all_prompts_are_encoded_before_the_first_batch(evaluator, runtime, monkeypatch):
+    learned, learn = [], type(evaluator.encode).learn
+
+    def watch(self, prompts, rows):
+        learned.append((len(prompts), rows))
+        learn(self, prompts, rows)
+
+    monkeypatch.setattr(type(evaluator.encode), "learn", watch)
+    evaluator(evaluator.backbone.velocity, runtime)
+    assert learned == [(5, 2)]  # two at a time, as they are drawn
+
+
+def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
+    """Fewer images than processes: the last one has nothing to draw."""
+    monkeypatch.setattr(Runtime, "share", lambda self, total: torch.arange(0))
+    result = evaluator(evaluator.backbone.velocity, runtime)
+    assert result.scores.shape == (0, 2) and len(result.images) == 0
+    assert result.images.shape[1:] == (3, 64, 64) and result.images.dtype == torch.uint8
+
+
+def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load_tiny):
+    settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2}
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+    pipeline = load_tiny()
+
+    def key(**changes):
+        changes["evaluation"] = settings | changes.get("evaluation", {})
+        return build_evaluator(tiny_config(**changes), pipeline, specs, ProvidedObjects()).key
+
+    plain = key()
+    for change in ({"steps": 3}, {"seed": 1}, {"images": 4}, {"prompts": "tiny:counting:test"},
+                   {"paraphrases": True}):  # fmt: skip
+        assert key(evaluation=change) != plain, change
+    assert key(pipeline={"dtype": "bf16"}) != plain
+    unseen = {"quality": "mean", "batch_size": 1, "every": 7}
+    assert key(evaluation=unseen, optim={"lr": 1.0}) == plain
+
+
+def test_evaluations_come_back_from_disk(evaluation, tmp_path):
+    evaluation.save(tmp_path / "e")
+    again = Evaluation.load(tmp_path / "e")
+    assert torch.equal(again.scores, evaluation.scores)
+    assert torch.equal(again.images, evaluation.images)
+    for name in ("names", "prompts", "draws"):
+        assert getattr(again, name) == getattr(evaluation, name)
+    scored([1.0, 2.0], reworded=[[0.5, 1.0]]).save(tmp_path / "e")
+    again = Evaluation.load(tmp_path / "e").reworded
+    assert again is not None and again.tolist() == [[0.5, 1.0]]
+
+
+def scored(*rows: list[float], names=("a", "b"), reworded=None) -> Evaluation:
+    others = None if reworded is None else torch.tensor(reworded)
+    given = {"images": torch.empty(0), "prompts": (), "draws": (), "key": "", "reworded": others}
+    return Evaluation(scores=torch.tensor(rows), names=names, **given)
+
+
+def test_scores_are_matched_by_name_and_missing_ones_left_out():
+    before = scored([0.0, math.nan], [1.0, math.nan], [math.nan, math.nan])
+    after = scored([1.0, 5.0], [math.nan, 5.0], [9.0, 5.0])
+    (row,) = compare(before, after)
+    assert (row.name, row.pairs, row.before, row.after, row.change.mean) == ("a", 1, 0, 1, 1)
+    (a, b) = compare(scored([0.0, 1.0]), scored([3.0, 2.0], names=("b", "a")))
+    assert (a.name, a.after) == ("a", 2) and (b.name, b.after) == ("b", 3)
+    assert scored([1.0, math.nan], [3.0, math.nan]).mean("a") == 2
+    assert math.isnan(scored([1.0, math.nan]).mean("b"))
+
+
+# --- the same prompts in other words -------------------------------------------------------------
+
+
+def with_paraphrases(evaluator, *paraphrases: tuple[str, ...]):
+    """The evaluator, whose first prompts have these paraphrases."""
+    prompts = list(evaluator.prompts)
+    for i, others in enumerate(paraphrases):
+        prompts[i] = replace(prompts[i], paraphrases=others)
+    return replace(evaluator, prompts=prompts, paraphrases=True)
+
+
+def test_the_same_words_from_the_same_noise_score_the_same(evaluator, evaluation, runtime):
+    texts = [p.text for p in evaluator.prompts]
+    again = with_paraphrases(evaluator, *((text,) for text in texts))
+    result = again(evaluator.backbone.velocity, runtime)
+    assert torch.equal(result.scores, evaluation.scores)
+    assert torch.equal(result.images, evaluation.images)
+    assert result.reworded is not None and torch.equal(result.reworded, result.scores)
+
+
+def test_only_prompts_with_paraphrases_are_drawn_in_other_words(evaluator, evaluation, runtime):
+    some = with_paraphrases(evaluator, (), ("two stars",), (), ("a ring", "one ring"))
+    result = some(evaluator.backbone.velocity, runtime)
+    assert torch.equal(result.scores, evaluation.scores)
+    assert result.reworded is not None
+    assert result.reworded.isfinite().all(1).tolist() == [False, True, False, True, False]
+    drawn = result.reworded[[1, 3]]
+    assert not torch.equal(drawn[:, 0], evaluation.scores[[1, 3], 0])
+    assert torch.equal(drawn[:, 1], evaluation.scores[[1, 3], 1])  # judged by its own words
+    again = some(evaluator.backbone.velocity, runtime).reworded
+    assert again is not None and torch.equal(again.nan_to_num(), result.reworded.nan_to_num())
+
+
+def test_a_repeated_prompt_has_noise_and_words_of_its_own(evaluator, runtime):
+    prompt = replace(evaluator.prompts[0], paraphrases=("two stars", "a ring"))
+    twice = replace(evaluator, prompts=[prompt] * 2, paraphrases=True)
+    result = twice(evaluator.backbone.velocity, runtime)
+    assert result.draws == (0, 1)
+    assert not torch.equal(result.images[0], result.images[1])
+    for row in range(2):
+        word = reworded(prompt, row, seed=evaluator.seed, iteration=-1).read
+        alone = replace(twice, prompts=[replace(prompt, paraphrases=(word,))] * 2)
+        expected = alone(evaluator.backbone.velocity, runtime)
+        assert result.reworded is not None and expected.reworded is not None
+        torch.testing.assert_close(result.reworded[row], expected.reworded[row])
+
+
+NAN = math.nan
+
+
+def test_the_paraphrase_gap_is_over_the_prompts_that_have_paraphrases():
+    rows = [9.0, 1.0], [1.0, 2.0], [2.0, NAN]
+    found = scored(*rows, reworded=[[NAN, NAN], [0.5, 2.0], [1.0, 1.0]]).measures()
+    means = {name: values.nanmean().item() for name, values in found.items()}
+    assert means["a"] == 4 and means["paraphrase/a"] == 0.75
+    assert means["paraphrase_gap/a"] == 0.75  # (0.5 + 1) / 2, and not 4 - 0.75
+    assert means["paraphrase_gap/b"] == 0
+    assert "paraphrase/a" not in scored(*rows).measures()
+
+
+# --- the corrected score -------------------------------------------------------------------------
+
+
+def test_every_other_reward_is_corrected_by_quality_image_by_image():
+    rows = [0.5, 4.0, 1.0], [1.0, 2.0, NAN], [1.0, NAN, 1.0]
+    found = scored(*rows, names=("a", "q", "b")).measures("q")
+    assert set(found) == {"a", "q", "b", "corrected/a", "corrected/b"}
+    a, b = found["corrected/a"], found["corrected/b"]
+    torch.testing.assert_close(a[:2], torch.tensor([0.7, -0.8]))
+    assert bool(a[2].isnan()) and b.isfinite().tolist() == [True, False, False]
+    assert a.nanmean().item() == pytest.approx((0.7 - 0.8) / 2)
+    assert set(scored(*rows, names=("a", "q", "b")).measures("z")) == {"a", "q", "b"}
+
+
+def test_what_is_measured_both_times_is_compared_before_and_after():
+    before = scored([0.5, 4.0], [1.0, 2.0], names=("a", "q"), reworded=[[0.25, 4.0], [NAN, NAN]])
+    after = scored([1.0, 4.0], [1.0, 1.0], names=("a", "q"), reworded=[[0.5, 3.0], [NAN, NAN]])
+    rows = {row.name: row for row in compare(before, after, "q")}
+    others = {"corrected/a", "paraphrase/a", "paraphrase/q", "paraphrase_gap/a", "paraphrase_gap/q"}
+    assert set(rows) == {"a", "q"} | others
+    assert rows["corrected/a"].before == pytest.approx((0.7 - 0.8) / 2)
+    assert rows["corrected/a"].after == pytest.approx((1.2 - 1.8) / 2)
+    gap = rows["paraphrase_gap/a"]
+    assert (gap.before, gap.after, gap.change.mean, gap.pairs) == (0.25, 0.5, 0.25, 1)
+    before, after = scored([0.5, 4.0]), scored([1.0, 4.0], reworded=[[0.5, 3.0]])
+    assert [row.name for row in compare(before, after)] == ["a", "b"]
+    assert [row.name for row in compare(after, before)] == ["a", "b"]
+
+
+def judge_of(name: str, bounds=(1, 5), needs=()) -> RewardSpec:
+    def reward(images, prompts, metadata):
+        return [3.0] * len(images)
+
+    reward.bounds, reward.required_metadata = bounds, needs
+    return RewardSpec(name=name, reward=reward, held_out=True)
+
+
+def test_a_reward_that_cannot_be_the_quality_is_refused():
+    prompts = [PromptRecord(uid="a", text="a")]
+    check_quality([judge_of("q")], prompts, "q")
+    compares = judge_of("q")
+    compares.reward.scope = "group"  # type: ignore[attr-defined]
+    for spec, named in (
+        (judge_of("other"), "'q', expected .*: other"),
+        (judge_of("q", bounds=(0, 1)), r"\(0, 1\)"),
+        (judge_of("q", bounds=None), "None"),
+        (judge_of("q", needs=("ocr_text",)), "none of the 1 held-out prompts"),
+        (compares, "compares"),
+    ):
+        with pytest.raises(UserError, match=f"evaluation.quality .*{named}"):
+            check_quality([spec], prompts, "q")
+
+
+def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evaluator, runtime):
+    for on_failure, stops in [("mask", True), (0.5, False), ("raise", True)]:
+
+        def patchy(images, prompts, metadata):
+            return [math.nan] + [0.5] * (len(images) - 1)  # the first of each batch of two
+
+        specs = [RewardSpec(name="patchy", reward=patchy, on_failure=on_failure)]
+        strict = replace(evaluator, specs=specs, max_invalid_fraction=0.4)
+        if stops:
+            with pytest.raises(RewardFailure, match="patchy"):
+                strict(strict.backbone.velocity, runtime)
+        else:
+            scores = strict(strict.backbone.velocity, runtime).scores
+            assert scores.isnan().sum() == 3  # what is reported are the scores themselves

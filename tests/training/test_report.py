@@ -1,0 +1,128 @@
+"""The record of a run survives crashes, holds each iteration once, and needs no network."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from flowrl.errors import UserError
+from flowrl.training.tracking import FILE, Report, read_metrics
+
+LOG = [{"step": i, "reward/mean": i / 10} for i in range(1, 7)]
+
+
+def write(folder, text: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_text(text, encoding="utf-8")
+
+
+def lines(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def test_numbers_are_on_disk_at_once_and_read_as_one_step(tmp_path):
+    # A line is on disk as soon as it is logged.
+    assert read_metrics(tmp_path) == []
+    with Report(tmp_path, trackers=[]) as report:
+        for row in LOG:
+            report.log(row["step"], {"reward/mean": row["reward/mean"]})
+            assert read_metrics(tmp_path)[-1] == row
+    assert read_metrics(tmp_path) == LOG
+    # Metrics logged at different times for one step are read as one.
+    tmp_path = tmp_path / "again"
+    with Report(tmp_path, trackers=[]) as report:
+        report.log(2, {"reward/mean": 0.5})
+        report.log(1, {"reward/mean": 0.1})
+        report.log(2, {"grad/norm": 3.0})
+    assert read_metrics(tmp_path) == [
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 2, "reward/mean": 0.5, "grad/norm": 3.0},
+    ]
+
+
+def test_values_that_are_no_numbers_are_written_as_null(tmp_path):
+    with Report(tmp_path) as report:
+        for step, value in enumerate((math.nan, math.inf, -math.inf)):
+            report.log(step, {"reward/mean": value, "grad/norm": 2.0})
+    for step, line in enumerate((tmp_path / FILE).read_text().splitlines()):
+        expected = {"step": step, "reward/mean": None, "grad/norm": 2.0}
+        assert json.loads(line, parse_constant=pytest.fail) == expected
+    assert step == 2
+
+
+def test_resuming_cuts_what_comes_after_so_that_each_step_stands_once(tmp_path):
+    for resume_step in [0, 3, 6, 9]:
+        write(tmp_path, lines(LOG))
+        with Report(tmp_path, trackers=[], resume_step=resume_step) as report:
+            for step in range(resume_step + 1, 12):
+                report.log(step, {"reward/mean": -1.0})
+        steps = [json.loads(line)["step"] for line in (tmp_path / FILE).read_text().splitlines()]
+        assert len(steps) == len(set(steps))
+        new = [{"step": i, "reward/mean": -1.0} for i in range(resume_step + 1, 12)]
+        assert read_metrics(tmp_path) == LOG[:resume_step] + new
+
+
+@settings(deadline=None, max_examples=60)
+@given(cut=st.integers(1, len(lines(LOG))))
+def test_wherever_a_crash_cuts_the_file_resuming_repairs_it(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("run")
+    text = lines(LOG)[:cut]
+    write(folder, text)
+    whole = text.count("}")
+    assert read_metrics(folder) == LOG[:whole]
+    with Report(folder, trackers=[], resume_step=len(LOG)) as report:
+        report.log(99, {"reward/mean": 0.5})
+    assert read_metrics(folder) == [*LOG[:whole], {"step": 99, "reward/mean": 0.5}]
+
+
+def test_metrics_of_another_run_or_broken_ones_are_refused(tmp_path):
+    # A broken line in the middle is named not skipped.
+    write(tmp_path, lines(LOG[:2]) + '{"step": \n' + lines(LOG[3:]))
+    with pytest.raises(UserError, match="line 3"):
+        read_metrics(tmp_path)
+    # A new run does not write into the metrics of another.
+    write(tmp_path, lines(LOG))
+    with pytest.raises(UserError, match="earlier run"):
+        Report(tmp_path, trackers=[])
+    assert read_metrics(tmp_path) == LOG
+
+
+def test_samples_are_a_sheet_of_the_images_rounded_to_bytes(tmp_path):
+    images = torch.zeros(3, 3, 64, 64)
+    images[1] = torch.tensor([0.6, 0.2, 1.7])[:, None, None]
+    with Report(tmp_path, trackers=[]) as report:
+        path = report.images(25, images, ["a", "b", "c"])
+    assert path == tmp_path / "samples" / "step-000025.png"
+    with Image.open(path) as sheet:
+        colors = sheet.convert("RGB").getcolors(1 << 20) or []
+    assert (192 * 192, (153, 51, 255)) in colors
+
+
+def test_tensorboard_keeps_the_numbers_and_a_resumed_run_hides_what_it_repeats(tmp_path):
+    event_accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
+    with Report(tmp_path) as report:
+        for step in (1, 2, 3):
+            report.log(step, {"reward/mean": step / 4, "grad/norm": math.nan})
+    with Report(tmp_path, resume_step=2) as report:
+        report.log(3, {"reward/mean": 0.125})
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    found = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+    assert found == [(1, 0.25), (2, 0.5), (3, 0.125)]
+
+
+def test_a_tracker_that_is_unknown_or_not_installed_is_refused(tmp_path):
+    for name in ("wandb", "trackio"):
+        if not importlib.util.find_spec(name):
+            with pytest.raises(UserError, match=f"pip install {name}"):
+                Report(tmp_path, trackers=[name])
+    with pytest.raises(UserError, match="tensorboard, wandb, trackio"):
+        Report(tmp_path, trackers=["mlflow"])

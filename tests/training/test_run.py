@@ -1,0 +1,294 @@
+"""Killed, interrupted or out of time: a run that goes on ends as if nothing had happened."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
+from flowrl.config import config_yaml
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import STATE, write_config
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+from flowrl.training.tracking import read_lines, read_metrics
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import load_state
+
+# Schedules of the iteration: a window that is drawn, and pruning that ends.
+MOVING = {
+    "tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "random", "size": 2}},
+    "depth_pruning": {"start": 2, "size": 1, "stop": 2, "until": 3},
+}
+SMALL = {
+    "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 4, **MOVING},
+    "optim": {"lr": 1e-2, "micro_batch": 4},
+    "ema": {"decay": 0.5},
+    "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "every": 2},
+}
+ITERATIONS = 5
+
+
+@pytest.fixture(scope="module")
+def config_for(tiny_config):
+    def make(folder: Path, **run):
+        settings = {"iterations": ITERATIONS, "checkpoint_every": 2, "keep": 1, "trackers": []}
+        run = settings | {"sample_every": 0, "output_dir": str(folder)} | run
+        return tiny_config(**SMALL, run=run)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(config_for, tmp_path_factory) -> Path:
+    """The run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    align(config_for(folder))
+    return folder
+
+
+def lora(folder: Path) -> dict[str, torch.Tensor]:
+    with safe_open(folder / FILE, "pt") as file:
+        return {k: file.get_tensor(k) for k in file.keys()}
+
+
+def assert_same_run(folder: Path, expected: Path) -> None:
+    """Bit-identical weights; every iteration's line once, with the same numbers."""
+    ours, theirs = lora(folder), lora(expected)
+    assert ours.keys() == theirs.keys()
+    assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
+    lines = read_lines(folder / "metrics.jsonl")
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == list(range(1, ITERATIONS + 1))
+    for a, b in zip(read_metrics(folder), read_metrics(expected), strict=True):
+        assert timeless(a) == timeless(b)
+
+
+def timeless(line: dict) -> dict:
+    return {k: v for k, v in line.items() if not k.startswith("time/")}
+
+
+def test_the_last_files_hold_the_average_and_the_best(whole):
+    # What is trained moved in that run. Or the tests below would say nothing of schedules.
+    lines = [line for line in read_metrics(whole) if "tree/forwards" in line]
+    assert len({tuple(k for k in line if k.startswith("tree/distance/")) for line in lines}) > 1
+    # What lies at the root is the average of the last iteration.
+    state = load_state(newest(whole))
+    assert state["iteration"] == ITERATIONS
+    ema = state["policy"]["adapters"]["ema"]
+    tensors = read_lora(whole)[0].values()
+    assert sorted(t.double().sum().item() for t in tensors) == sorted(
+        t.double().sum().item() for t in ema
+    )
+    assert not all(
+        torch.equal(a, b) for a, b in zip(ema, state["policy"]["adapters"]["default"], strict=True)
+    )
+    # The best evaluation is known to the last checkpoint. Also when the best is the evaluation
+    # after the last iteration.
+    scores = {
+        step: Evaluation.load(whole / "evaluations" / f"step-{step:06d}.safetensors").mean(
+            "brightness"
+        )
+        for step in (2, 4, 5)
+    }
+    best = max(scores, key=lambda step: scores[step])
+    state = load_state(newest(whole))
+    assert state["best"][1] == best
+    assert state["best"][0] == pytest.approx(scores[best])
+    kept = {int(p.parent.name.removeprefix("step-")) for p in whole.glob(f"checkpoints/*/{STATE}")}
+    assert kept == {best, ITERATIONS}
+
+
+# --- real processes ------------------------------------------------------------------------------
+
+
+def launch(config, tmp_path: Path, *words: str) -> subprocess.Popen:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(config_yaml(config))
+    return subprocess.Popen(
+        [sys.executable, "-m", "flowrl", "train", str(recipe), "run.threads=1", *words],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def wait_for(process: subprocess.Popen, folder: Path, iteration: int) -> None:
+    """Until the metrics hold that iteration."""
+    path = folder / "metrics.jsonl"
+    while process.poll() is None:
+        text = path.read_text() if path.exists() else ""
+        done = [json.loads(line)["step"] for line in text.split("\n")[:-1]]
+        if done and max(done) >= iteration:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"it ended before iteration {iteration}: {process.communicate()[0]}")
+
+
+def finish(process: subprocess.Popen) -> str:
+    output = process.communicate(timeout=900)[0]
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow  # "killed while the end is saved" states it inside one process
+def test_killed_twice_and_resumed_it_ends_bit_identical(whole, config_for, tmp_path):
+    folder = tmp_path / "run"
+    config = config_for(folder)
+    for resume, iteration in (([], 1), (["--resume", "latest"], 3)):
+        process = launch(config, tmp_path, *resume)
+        wait_for(process, folder, iteration)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL
+    finish(launch(config, tmp_path, "--resume", "latest"))
+    assert_same_run(folder, whole)
+
+
+def test_ctrl_c_saves_exits_with_0_and_the_run_goes_on(whole, config_for, tmp_path):
+    folder = tmp_path / "run"
+    config = config_for(folder)
+    process = launch(config, tmp_path)
+    wait_for(process, folder, 1)
+    process.send_signal(signal.SIGINT)
+    finish(process)
+    stopped = read_metrics(folder)[-1]["step"]
+    assert stopped < ITERATIONS
+    assert load_state(newest(folder))["iteration"] == stopped
+    assert (folder / FILE).exists() and (folder / "README.md").exists()
+    align(config, resume="latest")
+    assert_same_run(folder, whole)
+
+
+def newest(folder: Path) -> Path:
+    return max(folder.glob(f"checkpoints/step-*/{STATE}"))
+
+
+# --- inside one process --------------------------------------------------------------------------
+
+
+def test_a_time_limit_stops_after_an_iteration_and_is_no_end(whole, config_for, tmp_path):
+    folder = tmp_path / "run"
+    align(config_for(folder, max_minutes=1e-6))
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1]
+    assert load_state(newest(folder))["iteration"] == 1
+    align(config_for(folder), resume="latest")
+    ours, theirs = lora(folder), lora(whole)
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    "place", ["flowrl.training.run.save_lora", "flowrl.training.checkpoint.save_state"]
+)
+def test_killed_while_the_end_is_saved_it_still_ends_bit_identical(
+    whole, config_for, tmp_path, monkeypatch, place
+):
+    """The last moments: a state without its LoRA would leave an old LoRA at the root for good."""
+    import importlib
+
+    module, name = place.rsplit(".", 1)
+    written = getattr(importlib.import_module(module), name)
+    calls = {"flowrl.training.run.save_lora": 7, "flowrl.training.checkpoint.save_state": 4}[place]
+    left = [calls]
+
+    def dying(*args, **options):
+        left[0] -= 1
+        if not left[0]:
+            raise Killed
+        return written(*args, **options)
+
+    monkeypatch.setattr(place, dying)
+    folder = tmp_path / "run"
+    with pytest.raises(Killed):
+        align(config_for(folder))
+    monkeypatch.undo()
+    align(config_for(folder), resume="latest")
+    assert_same_run(folder, whole)
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(whole, config_for):
+    before = {p: p.stat().st_mtime_ns for p in whole.rglob("*") if p.name != ".lock"}
+    with pytest.raises(UserError, match="--resume latest"):
+        align(config_for(whole))
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def build(config, **given):
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(**given))
+    evaluator = build_evaluator(
+        config, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+    )
+    return learner, evaluator
+
+
+def test_going_on_from_an_older_checkpoint_leaves_the_later_branch(
+    whole, config_for, load_tiny, tmp_path
+):
+    folder = tmp_path / "run"
+    config = config_for(folder, keep=5, checkpoint_every=1)
+    align(config)
+    older = folder / "checkpoints" / "step-000002"
+    align(config.model_copy(update={"run": config.run.model_copy(update={"iterations": 3})}),
+          resume=str(older))  # fmt: skip
+    assert newest(folder).parent.name == "step-000003"
+    assert [line["step"] for line in read_metrics(folder)] == [0, 1, 2, 3]
+    align(config, resume="latest")
+    ours, theirs = lora(folder), lora(whole)
+    assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
+    config_for, load_tiny, tmp_path
+):
+    config = config_for(tmp_path)
+    evaluation = config.evaluation.model_copy(update={"guidance": 3.0})
+    config = config.model_copy(update={"evaluation": evaluation})
+    learner, evaluator = build(config, pipeline=load_tiny())
+    assert evaluator is not None
+    for p in learner.policy.parameters():
+        p.data.normal_(0, 0.05)
+    write_config(tmp_path, config_yaml(config))
+    run = build_run(config, learner, evaluator, None, resumed=False)
+    with run.session():
+        run.begin(learner.policy, learner.optimizer)
+    base = Evaluation.load(run.evaluation_path(0))
+    plain, _ = build(config, pipeline=load_tiny())
+    with plain.policy.disabled():
+        expected = build_evaluator(
+            config, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+        )
+        assert expected is not None
+        scores = expected(expected.backbone.velocity, run.runtime).scores
+    assert torch.equal(base.scores, scores)
+    unguided = config_for(tmp_path)
+    other = build_evaluator(
+        unguided, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+    )
+    assert other is not None
+    with plain.policy.disabled():
+        assert not torch.equal(other(other.backbone.velocity, run.runtime).scores, scores)
+
+
+def test_a_checkpoint_of_other_adapters_cannot_be_resumed(whole, config_for, load_tiny, tmp_path):
+    config = config_for(tmp_path)
+    config = config.model_copy(update={"lora": config.lora.model_copy(update={"rank": 2})})
+    learner, evaluator = build(config, pipeline=load_tiny())
+    state = load_state(newest(whole))
+    run = build_run(config, learner, evaluator, state, resumed=True)
+    with run.session(), pytest.raises(UserError, match="lora.rank"):
+        train(learner, run, iterations=1)

@@ -1,0 +1,91 @@
+"""A run that goes on under a changed recipe, one that a reward stops, and what is left after."""
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+
+SMALL = {
+    "rollout": {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 4},
+    "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2},
+}
+
+
+@pytest.fixture
+def small(make_run):
+    return lambda resume=None, **changes: make_run(resume, **SMALL | changes)[1:]
+
+
+def trained(learner, run, iterations: int) -> dict:
+    """The state that the run leaves."""
+    with run.session():
+        train(learner, run, iterations=iterations)
+    return run.checkpoints.load("latest")
+
+
+def test_it_steps_as_its_recipe_now_says(small):
+    state = trained(*small(), iterations=2)
+    learner, run = small(state, optim={"lr": 1e-7, "weight_decay": 0.0})
+    with run.session():
+        run.begin(learner.policy, learner.optimizer)
+    (group,) = learner.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (1e-7, 0.0)
+    assert learner.optimizer.state_dict()["state"]  # the moments are the checkpoint's
+
+
+def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
+    state = trained(*small(), iterations=1)
+    learner, run = small(state)
+    first = run.evaluation_path(0).stat().st_mtime_ns
+    trained(learner, run, iterations=1)
+    assert run.evaluation_path(0).stat().st_mtime_ns == first
+    changed = SMALL["evaluation"] | {"images": 3}
+    learner, run = small(state, evaluation=changed)
+    trained(learner, run, iterations=1)
+    base = Evaluation.load(run.evaluation_path(0))
+    assert len(base.scores) == 3 and base.key == run.evaluator.key
+
+
+def test_a_falling_learning_rate_is_a_function_of_the_iteration(small):
+    learner, _ = small(optim={"lr": 1.0, "schedule": "linear"})
+    assert [learner.update.lr_at(i) for i in (0, 1, 3, 4, 9)] == [1.0, 0.75, 0.25, 0.0, 0.0]
+    learner, _ = small(optim={"lr": 0.5})
+    assert learner.update.lr_at(1000) == 0.5
+
+
+def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):
+    learner, run = small()
+    asked = []
+
+    def fails_later(images, prompts, metadata):
+        asked.append(1)
+        if len(asked) > 3:
+            raise OSError("the server is gone")
+        return images.mean((1, 2, 3))
+
+    specs = [RewardSpec(name="mine", reward=fails_later)]
+    stage = replace(learner.source.stage, specs=specs)
+    learner = replace(learner, source=replace(learner.source, stage=stage))
+    with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
+        train(learner, run, iterations=4)
+    assert run.checkpoints.steps()[-1] == 3
+
+
+def test_signals_are_given_back_after_the_run(small):
+    before = signal.getsignal(signal.SIGINT)
+    _, run = small()
+    with run.session():
+        assert signal.getsignal(signal.SIGINT) is not before
+        os.kill(os.getpid(), signal.SIGINT)
+        assert run.interrupted and run.should_stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+    assert signal.getsignal(signal.SIGINT) is before

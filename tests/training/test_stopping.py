@@ -1,0 +1,229 @@
+"""A run ends when its reward rises at the cost of one that is only measured, and stays so."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowrl.errors import UserError
+from flowrl.export.summary import card
+from flowrl.prompts.records import PromptRecord
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.loop import train
+from flowrl.training.run import SampleGrid, StopRule, stop_rule
+from flowrl.training.tracking import read_metrics
+
+NAN = math.nan
+RULE = StopRule(held_out="quality", patience=2)
+
+
+def test_a_rule_gives_its_reason_with_both_scores():
+    history = {0: (0.1, 3.0), 2: (0.2, 4.0), 4: (0.3, 3.5), 6: (0.4, 3.25)}
+    assert RULE.reason(history) == (
+        "Stopped at iteration 6 by run.stop_when_hacking: since iteration 2 the trained reward "
+        "went from 0.2 to 0.4, while the held-out quality went from 4 to 3.25."
+    )
+    assert RULE.reason({step: history[step] for step in (0, 2, 4)}) == ""
+    assert replace(RULE, margin=0.6).reason(history) == ""
+    assert RULE.reason(dict(reversed(history.items()))) == RULE.reason(history)
+    assert RULE.reason({}) == ""
+    # Evaluations without a score are passed over.
+    history = {0: (0.1, 3.0), 2: (0.2, NAN), 4: (0.3, 2.5), 6: (0.4, 2.0), 8: (NAN, 9.0)}
+    assert "iteration 6" in RULE.reason(history) and "since iteration 0" in RULE.reason(history)
+    assert RULE.reason({0: (0.1, NAN), 2: (0.2, NAN)}) == ""
+    # Where less is better a rise is the harm.
+    rule = replace(RULE, sign=-1.0)
+    made = Evaluation(
+        scores=torch.tensor([[5.0], [7.0]]), names=("quality",),
+        images=torch.empty(0), prompts=(), draws=(), key="",
+    )  # fmt: skip
+    assert rule.score(made) == -6 and RULE.score(made) == 6
+    reason = rule.reason({0: (0.1, -3.0), 2: (0.2, -4.0), 4: (0.3, -5.0)})
+    assert reason.endswith("went from 3 to 5.")
+
+
+def spec(name: str, **options) -> RewardSpec:
+    return RewardSpec(name=name, reward=lambda images, *_: [0.0] * len(images), **options)
+
+
+def test_the_rule_watches_a_reward_that_is_only_measured():
+    prompts = [PromptRecord(uid="a", text="a")]
+    specs = [spec("ocr"), spec("quality", held_out=True), spec("flaws", held_out=True, weight=-1)]
+    made = stop_rule(specs, prompts, held_out="quality", patience=2, margin=0.1)
+    assert made == StopRule(held_out="quality", patience=2, margin=0.1, sign=1)
+    assert stop_rule(specs, prompts, held_out="flaws", patience=2, margin=0).sign == -1
+    for name, message in (("ocr", "which is trained"), ("beauty", "ocr, quality, flaws")):
+        with pytest.raises(UserError, match=f"stop_when_hacking.held_out is '{name}'.*{message}"):
+            stop_rule(specs, prompts, held_out=name, patience=2, margin=0)
+    with pytest.raises(UserError, match="none of the 0 held-out prompts"):
+        stop_rule(specs, [], held_out="quality", patience=2, margin=0)
+
+    # Every trained reward has a score to compare.
+    def ocr(images, prompts, metadata):
+        return [0.0] * len(images)
+
+    ocr.required_metadata = ("ocr_text",)
+    plain = PromptRecord(uid="a", text="a")
+    text = PromptRecord(uid="b", text="b", metadata={"ocr_text": "B"})
+
+    def made(prompts: list[PromptRecord], **options) -> StopRule:
+        specs = [spec("taste"), spec("quality", held_out=True)]
+        specs.append(RewardSpec(name="ocr", reward=ocr, **options))
+        return stop_rule(specs, prompts, held_out="quality", patience=2, margin=0)
+
+    with pytest.raises(UserError, match="'ocr' applies to none of the 1 held-out prompts"):
+        made([plain])
+    for rule in (made([plain, text]), made([plain], weight=0.0), made([plain], held_out=True)):
+        assert rule.held_out == "quality"
+
+
+# --- in a run ------------------------------------------------------------------------------------
+
+# At each iteration that evaluates: (trained, held out). The held-out one is best at 2.
+SCORES = {0: (0.1, 3.0), 1: (0.2, 3.5), 2: (0.3, 4.0), 3: (0.4, 3.8), 4: (0.5, 3.6), 5: (0.6, 1.0)}
+
+
+class Scripted:
+    """An evaluator whose scores are given by the iteration that a run has reached; first the
+    base's, if the run does not know them."""
+
+    key, quality, prompts = "scripted", None, ()
+
+    def __init__(self):
+        self.run, self.backbone, self.calls = None, None, []
+
+    def __call__(self, velocity, runtime) -> Evaluation:
+        step = self.run.done if self.run._base_is_known(self) else 0
+        self.calls.append(step)
+        return Evaluation(
+            scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
+            images=torch.empty(0), prompts=(), draws=(), key=self.key,
+        )  # fmt: skip
+
+
+@pytest.fixture
+def scripted(make_run):
+    """A learner and its run, whose evaluations are scripted; `resume` is a checkpoint's state."""
+
+    def make(resume: dict | None = None, *, rule=RULE, **run):
+        settings = {"iterations": 6, "checkpoint_every": 1, "keep": 1, "sample_every": 1}
+        config, learner, made = make_run(
+            resume,
+            evaluator=(evaluator := Scripted()),
+            rollout={"prompts": 1, "group_size": 2, "steps": 2, "batch_size": 2},
+            evaluation={"prompts": "tiny:colors:test", "images": 1, "every": 1},
+            run=settings | run,
+        )
+        evaluator.run, evaluator.backbone, made.stop = made, learner.policy.backbone, rule
+        return config, learner, made
+
+    return make
+
+
+def trained(learner, run, iterations: int = 6):
+    with run.session():
+        train(learner, run, iterations=iterations)
+    return run
+
+
+def state_of(folder, step: str | int = "latest") -> dict:
+    found = Checkpoints(folder, keep=1)
+    return found.load("latest" if step == "latest" else str(found.path(int(step))))
+
+
+def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, capsys):
+    """And keeps the checkpoint that the held-out reward rates highest."""
+    config, learner, run = scripted()
+    trained(learner, run)
+    assert run.done == 4 and run.stopped.startswith("Stopped at iteration 4")
+    assert state_of(run.folder)["iteration"] == 4
+    assert run.stopped in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(run.folder)] == [0, 1, 2, 3, 4]
+    made = card(config, learner, run, [], [])
+    assert made.stopped == run.stopped
+    assert run.best == (4.0, 2)
+    assert run.stopped.endswith("The best checkpoint by that reward is step-000002.")
+    kept = sorted(p.name for p in (run.folder / "checkpoints").iterdir())
+    assert kept == ["step-000002", "step-000004"]
+    # The weights of one iteration are evaluated once.
+    before = list(run.evaluator.calls)
+    assert run.evaluate_policy() is run.evaluate_policy()
+    assert run.evaluator.calls == before == [0, 1, 2, 3, 4]
+
+
+def test_without_a_rule_the_trained_reward_decides_and_nothing_stops(scripted):
+    _, learner, run = scripted(rule=None)
+    trained(learner, run)
+    assert run.done == 6 and run.stopped == "" and run.best[1] == 5
+
+
+def test_a_resumed_run_knows_the_evaluations_before_it(scripted):
+    """Killed after the third iteration: only one bad evaluation is still to come."""
+    _, learner, run = scripted()
+    trained(learner, run, iterations=3)
+    _, learner, run = scripted(state_of(run.folder))
+    trained(learner, run)
+    assert run.evaluator.calls == [4]
+    assert run.done == 4 and "since iteration 2" in run.stopped and run.best == (4.0, 2)
+
+
+def test_a_reward_of_weight_0_has_no_part_in_the_score(scripted):
+    _, learner, run = scripted()
+    learner.specs.append(spec("unscored", weight=0.0))
+    made = Evaluation(
+        scores=torch.tensor([[0.25, NAN], [0.75, NAN]]), names=("brightness", "unscored"),
+        images=torch.empty(0), prompts=(), draws=(), key="",
+    )  # fmt: skip
+    assert run.score(made) == 0.5
+
+
+def test_evaluations_after_the_checkpoint_do_not_count(scripted):
+    _, learner, run = scripted(keep=9)
+    trained(learner, run)
+    _, learner, run = scripted(state_of(run.folder, 1), keep=9)
+    trained(learner, run)
+    assert run.evaluator.calls == [2, 3, 4] and run.done == 4
+
+
+def test_evaluations_of_another_kind_do_not_count(scripted):
+    _, learner, run = scripted()
+    trained(learner, run, iterations=3)
+    _, learner, run = scripted(state_of(run.folder))
+    run.evaluator.key = "another"
+    trained(learner, run)
+    assert run.evaluator.calls == [0, 4, 5]
+    assert run.done == 6 and run.stopped == ""  # the best of these is 4, one before the last
+
+
+def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
+    _, learner, run = scripted()
+    trained(learner, run)
+    _, learner, run = scripted(state_of(run.folder))
+    trained(learner, run)
+    assert run.done == 4 and run.stopped and run.evaluator.calls == []
+    _, learner, run = scripted(state_of(run.folder), rule=None)
+    trained(learner, run)
+    assert run.done == 6
+
+
+def test_scores_that_are_best_by_another_reward_are_forgotten(scripted):
+    _, learner, run = scripted()
+    trained(learner, run, iterations=2)
+    assert run.best == (4.0, 2)
+    _, learner, run = scripted(state_of(run.folder), rule=None)
+    trained(learner, run, iterations=3)
+    assert run.best == (pytest.approx(0.4), 3)  # less than 4, but of what is trained
+
+
+def test_a_rollout_without_images_has_no_sample_sheet(scripted):
+    _, learner, run = scripted(iterations=1)
+    rollout, metrics = learner.iterate(0)
+    with run.session():
+        run.begin(learner.policy, learner.optimizer)
+        run.after(0, SampleGrid.of(replace(rollout, images=torch.empty(0))), metrics)
+        assert not (run.folder / "samples").exists()
+        run.after(0, SampleGrid.of(rollout), metrics)
+    assert len(list((run.folder / "samples").iterdir())) == 1

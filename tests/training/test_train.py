@@ -1,0 +1,285 @@
+"""The loop: its first ratio is 1, its gradient does not depend on how it is cut, it learns."""
+
+import math
+import weakref
+from dataclasses import replace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from flowrl.backbones.policy import POLICY
+from flowrl.errors import UserError
+from flowrl.sampling.rollout import Stopwatch
+from flowrl.scoring.executors.base import RewardFailure
+from flowrl.scoring.scorer import SamplerFailure
+from flowrl.training.loop import Learner, train
+from flowrl.training.metrics import RowMeans, rollout_metrics
+
+ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8}
+
+
+def warm(learner, scale: float = 0.02):
+    """Away from the fresh adapter, whose second factor is 0."""
+    generator = torch.Generator().manual_seed(0)
+    for p in learner.policy.parameters():
+        p.data += scale * torch.randn(p.shape, generator=generator)
+    return learner
+
+
+def first_gradient(learner) -> torch.Tensor:
+    """Of the first iteration's first update, before clipping."""
+    found: list[torch.Tensor] = []
+    learner.runtime.clip_gradients = _recorder(found)
+    learner.iterate(0)
+    return found[0]
+
+
+def _recorder(found: list[torch.Tensor]):
+    def record(parameters, max_norm):
+        found.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+        return 0.0
+
+    return record
+
+
+def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
+    for kernel in ["flow_sde", "dance_sde", "cps"]:
+        for guidance in [1.0, 3.0]:
+            options = {"merge_lora": False, "kernel": kernel, "guidance": guidance}
+            learner = warm(make_learner(rollout=ROLLOUT | options))
+            _, metrics = learner.iterate(0)
+            assert metrics["policy/ratio_error_max"] == 0
+            assert metrics["policy/ratio_mean"] == 1
+            assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
+
+
+def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
+    # Siblings learn from one forward and their first ratio is exactly 0 too.
+    tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
+    learner = warm(make_learner(rollout=ROLLOUT | {"merge_lora": False, "tree": tree}))
+    rollout, metrics = learner.iterate(0)
+    assert metrics["policy/ratio_error_max"] == 0
+    assert metrics["tree/train_forwards"] == 2 and metrics["tree/trained_edges"] == 8
+    assert metrics["grad/norm"] > 0 and metrics["tree/distance/step_0"] > 0
+    # Every shape learns at a ratio of 1.
+    for kl_coef in [0.0, 0.1]:
+        for kind, options in TREES.items():
+            tree, credit = options
+            objective = {"kl_coef": kl_coef, "credit": credit}
+            rollout = ROLLOUT | {"tree": {"kind": kind} | tree}
+            learner = warm(make_learner(rollout=rollout, objective=objective))
+            before = [p.clone() for p in learner.policy.parameters()]
+            drawn, metrics = learner.iterate(0)
+            assert len(drawn.images) == 8 and metrics["policy/ratio_error_max"] < 0.1  # nats
+            assert metrics["grad/norm"] > 0 and metrics["tree/no_advantage"] < 1
+            after = learner.policy.parameters()
+            assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+TREES = {
+    "branch_grpo": ({"splits": [0, 1]}, {"scope": "depth"}),
+    "mix_grpo": ({"window": {"kind": "fixed", "size": 2, "start": 1}}, {"edges": "sibling"}),
+    "tempflow": ({"width": 2, "at": [0, 1]}, {"edges": "fan", "scope": "leaf"}),
+    "e_grpo": ({"width": 2, "at": [0], "draw": None}, {"edges": "fan"}),
+}
+
+
+def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
+    # Folded or in other batches it is 1 to float tolerance.
+    for options in [{"merge_lora": True}, {"merge_lora": False, "batch_size": 3}]:
+        learner = warm(make_learner(rollout=ROLLOUT | options))
+        _, metrics = learner.iterate(0)
+        assert 0 < metrics["policy/ratio_error_max"] < 0.1  # nats
+    # Networks in half precision give exact first ratios too. The precision of accelerate is a
+    # process's; autocast alone is what bf16 adds to it.
+    for dtype in ["bf16"]:
+        learner = warm(make_learner(pipeline={"dtype": dtype}))
+        learner.runtime.autocast = lambda: torch.autocast("cpu", torch.bfloat16)
+        rollout, metrics = learner.iterate(0)
+        assert rollout.tree.x.dtype == torch.bfloat16
+        assert rollout.images.dtype == rollout.tree.mean_old.dtype == torch.float32
+        assert metrics["policy/ratio_error_max"] == 0
+        assert metrics["grad/norm"] > 0
+        assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+
+
+def test_training_stops_and_explains_when_the_velocities_differ(make_learner):
+    learner = warm(make_learner())
+    before = [p.clone() for p in learner.policy.parameters()]
+    rollout = learner.source.collect(0, Stopwatch())
+    velocity = learner.policy.backbone.velocity
+    learner.policy.backbone.velocity = lambda *inputs: velocity(*inputs) * 1.05
+    with pytest.raises(UserError, match="optim.ratio_tolerance"):
+        learner.learn(rollout, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+def test_the_gradient_does_not_depend_on_the_micro_batch(make_learner):
+    for kl_coef in [0.0, 0.1]:
+        gradients = [
+            first_gradient(
+                warm(
+                    make_learner(
+                        optim={"lr": 1e-2, "micro_batch": size}, objective={"kl_coef": kl_coef}
+                    )
+                )
+            )
+            for size in (8, 4)
+        ]
+        torch.testing.assert_close(
+            *gradients, rtol=1e-3, atol=1e-6 * float(gradients[0].abs().max())
+        )
+        assert gradients[0].norm() > 0
+
+
+def test_two_updates_split_the_gradient_of_one_by_groups(make_learner):
+    """With equally large groups, the whole gradient is the mean of the groups' own."""
+    whole = first_gradient(warm(make_learner()))
+    learner = warm(make_learner(optim={"updates_per_rollout": 2, "lr": 1e-30, "micro_batch": 4}))
+    learner.optimizer.param_groups[0]["weight_decay"] = 0.0
+    parts = []
+    learner.runtime.clip_gradients = _recorder(parts)
+    learner.iterate(0)
+    assert len(parts) == 2
+    torch.testing.assert_close(
+        (parts[0] + parts[1]) / 2, whole, rtol=1e-3, atol=1e-5 * float(whole.abs().max())
+    )
+
+
+def test_a_second_update_sees_a_ratio_that_has_moved(make_learner):
+    learner = warm(
+        make_learner(
+            rollout=ROLLOUT | {"merge_lora": False},
+            optim={"updates_per_rollout": 2, "lr": 1e-2, "micro_batch": 4, "ratio_tolerance": 0.1},
+        )
+    )
+    _, metrics = learner.iterate(0)
+    assert metrics["policy/ratio_error_max"] > 0.1  # and yet training went on
+
+
+def test_missing_rewards_are_left_out_and_too_many_stop(make_learner):
+    def sometimes(images, prompts, metadata):
+        scores = images.mean((1, 2, 3))
+        scores[0] = math.nan
+        return scores
+
+    rewards = {"sometimes": sometimes}
+    learner = make_learner(rewards=rewards, failures={"max_invalid_fraction": 0.2})
+    _, metrics = learner.iterate(0)
+    assert metrics["reward/invalid"] == 1 / 8
+    assert all(math.isfinite(v) for v in metrics.values())
+    assert all(p.isfinite().all() for p in learner.policy.parameters())
+    with pytest.raises(RewardFailure, match="1 of 8"):
+        make_learner(rewards=rewards, failures={"max_invalid_fraction": 0.1}).iterate(0)
+
+
+def test_broken_images_stop_before_any_reward_sees_them(make_learner):
+    learner = make_learner(rewards={"none": lambda images, *_: pytest.fail("it was asked")})
+    decode = learner.policy.backbone.decode
+
+    def one_broken(x0):
+        images = decode(x0).clone()
+        images[0] = math.nan
+        return images
+
+    learner.policy.backbone.decode = one_broken
+    with pytest.raises(SamplerFailure, match="1 of 8 images hold NaN"):
+        learner.iterate(0)
+
+
+def test_without_any_signal_nothing_moves(make_learner):
+    learner = make_learner(rewards={"same": lambda images, *_: [0.5] * len(images)})
+    before = [p.clone() for p in learner.policy.parameters()]
+    _, metrics = learner.iterate(0)
+    assert metrics["groups/no_signal"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
+
+
+def test_a_window_trains_its_steps_only(make_learner):
+    tree = {"kind": "flow_grpo_fast", "window": {"kind": "fixed", "size": 1, "start": 1}}
+    learner = make_learner(rollout=ROLLOUT | {"tree": tree})
+    rollout, metrics = learner.iterate(0)
+    assert len(rollout.tree) * len(rollout.tree.edge) == 8
+    assert [k for k in metrics if k.startswith("policy/ratio_std/")] == ["policy/ratio_std/step_1"]
+
+
+def test_an_iteration_is_a_function_of_its_number(make_learner):
+    """Not of what was drawn before it, nor of anybody's global random numbers."""
+    learner = warm(make_learner())
+    first = learner.source.collect(3, Stopwatch())
+    torch.rand(5)
+    learner.source.collect(1, Stopwatch())
+    again = learner.source.collect(3, Stopwatch())
+    assert torch.equal(first.tree.x, again.tree.x) and torch.equal(first.reward, again.reward)
+    assert not torch.equal(first.tree.x, learner.source.collect(4, Stopwatch()).tree.x)
+
+
+def test_the_reward_rises(make_learner, tmp_path):
+    """How bright the images of one prompt are, by more than they differ among themselves."""
+
+    def brightness(images, prompts, metadata):
+        return images.mean((1, 2, 3))
+
+    (tmp_path / "prompts.txt").write_text("a photo of a circle\n")
+    learner = make_learner(
+        rewards={"brightness": brightness},
+        prompts={"train": str(tmp_path / "prompts.txt")},
+        rollout={"prompts": 1, "group_size": 12, "steps": 4, "batch_size": 12},
+        optim={"lr": 3e-3, "micro_batch": 12},
+        objective={"clip_nats": None, "clip_eps": 1.0},
+    )
+    rollouts = [learner.iterate(iteration)[0] for iteration in range(18)]
+    means = [rollout.reward.mean().item() for rollout in rollouts]
+    gain = sum(means[-3:]) / 3 - sum(means[:3]) / 3
+    assert gain > rollouts[0].reward.std(), means
+
+
+def test_metrics_say_what_they_are_and_weigh_micro_batches_by_rows(make_learner):
+    learner = make_learner()
+    rollout = learner.source.collect(0, Stopwatch())
+    metrics = rollout_metrics(rollout)
+    x0 = rollout.tree.leaves()
+    assert metrics["latent/norm"] == pytest.approx(x0.pow(2).mean().item() ** 0.5)
+    assert metrics["reward/mean"] == pytest.approx(rollout.images.mean().item(), abs=2e-3)
+    missing = replace(rollout, scores=torch.full_like(rollout.scores, math.nan))
+    assert math.isnan(rollout_metrics(missing)["reward/brightness"])
+    # Means weigh micro batches by rows and keep the largest maximum.
+    means = RowMeans()
+    means.add({"a": torch.tensor(1.0), "b_max": torch.tensor(3.0)}, 3)
+    means.add({"a": torch.tensor(5.0), "b_max": torch.tensor(2.0)}, 1)
+    assert means.result() == {"a": 2.0, "b_max": 3.0}
+
+
+def test_a_run_can_start_from_an_exported_lora(make_learner, tmp_path):
+    from flowrl.backbones.lora_files import save_lora
+
+    first = warm(make_learner())
+    save_lora(first.policy.backbone.pipeline, tmp_path, adapter=POLICY)
+    lora = {"rank": 4, "alpha": 6, "init_from": str(tmp_path)}
+    second = make_learner(lora=lora)
+    pairs = zip(first.policy.parameters(), second.policy.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    with pytest.raises(UserError, match="alpha / rank = 1.5"):
+        make_learner(lora=lora | {"alpha": 8})
+
+
+def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monkeypatch):
+    """Or its latents would need memory beside theirs; what is shown of it stays."""
+    held, shown, whole = [], [], Learner.iterate
+
+    def iterate(self, iteration):
+        assert all(ref() is None for ref in held)
+        rollout, metrics = whole(self, iteration)
+        held.append(weakref.ref(rollout.tree.x))
+        return rollout, metrics
+
+    def after(iteration, sheet, metrics):
+        assert held[-1]() is None
+        shown.append(len(sheet.images) == len(sheet.captions) > 0)
+
+    run = MagicMock(saved=0, done=1, after=after)
+    run.begin.return_value, run.should_stop.return_value = 0, False
+    monkeypatch.setattr(Learner, "iterate", iterate)
+    train(make_learner(rollout=ROLLOUT), run, iterations=2)
+    assert shown == [True, True] and len(held) == 2

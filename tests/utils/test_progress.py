@@ -1,0 +1,34 @@
+"""Without a terminal, progress is plain lines that say how far a job is."""
+
+import io
+
+from rich.console import Console
+
+from flowrl.utils.progress import Steps, clock
+
+
+def run(every: float, **values) -> list[str]:
+    out = io.StringIO()
+    with Steps("train", 5, start=2, console=Console(file=out), every=every) as steps:
+        for _ in range(3):
+            steps.advance(values)
+    return out.getvalue().splitlines()
+
+
+def test_progress_is_told_in_lines_or_a_bar():
+    # Each line says the step the time and the values.
+    lines = run(0, reward=0.5, kl=None, skipped=2)
+    assert [line.split()[1] for line in lines] == ["3/5", "4/5", "5/5"]
+    assert lines[-1] == "train 5/5 0:00 (left 0:00) reward 0.500 kl n/a skipped 2"
+    # Between the first and the last line there is silence for a while.
+    assert [line.split()[1] for line in run(1000)] == ["3/5", "5/5"]
+    # A terminal gets a bar with the same numbers.
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120)
+    with Steps("train", 2, console=console) as steps:
+        steps.advance({"[reward]": 0.25})
+        steps.advance({"[reward]": 0.5})
+    assert "2/2" in out.getvalue() and "[reward] 0.500" in out.getvalue()
+    # A clock shows hours only when there are any.
+    for seconds, text in [(0.4, "0:00"), (59.6, "1:00"), (125.4, "2:05"), (7265, "2:01:05")]:
+        assert clock(seconds) == text

@@ -1,0 +1,67 @@
+"""What one process does alone; two together are in test_two_processes.py."""
+
+import pytest
+import torch
+
+from flowrl.errors import UserError
+from flowrl.utils.distributed import Runtime
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return Runtime(device="cpu")
+
+
+def test_a_process_takes_its_share_and_alone_everything(runtime, monkeypatch):
+    assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
+    assert runtime.share(5).tolist() == [0, 1, 2, 3, 4]
+    rows = torch.rand(3, 2)
+    assert torch.equal(runtime.gather(rows), rows)
+    assert runtime.sum(2.5) == 2.5 and runtime.merge({"a": "b"}) == {"a": "b"}
+    assert runtime.any(True) and not runtime.any(False)
+    # Shares are consecutive nearly equal and complete.
+    for total in [1, 5, 8]:
+        for processes in [2, 3, 8]:
+            monkeypatch.setattr(Runtime, "world_size", processes)
+            shares = []
+            for rank in range(processes):
+                monkeypatch.setattr(Runtime, "rank", rank)
+                shares.append(runtime.share(total).tolist())
+            assert [row for share in shares for row in share] == list(range(total))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_gradient_scaler_goes_on_where_it_was(runtime, monkeypatch):
+    assert runtime.state_dict() == {}  # fp32 has none
+    for scale in (8.0, 2.0):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        monkeypatch.setattr(runtime.accelerator, "scaler", scaler)
+        if scale == 8.0:
+            state = runtime.state_dict()
+    runtime.load_state_dict(state)
+    assert scaler.get_scale() == 8.0
+
+
+def test_clipping_shortens_a_long_gradient_and_returns_its_length_before(runtime):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    for limit, expected in ((1.0, [0.6, 0.8]), (10.0, [3.0, 4.0])):
+        weight.grad = torch.tensor([3.0, 4.0])
+        assert runtime.clip_gradients([weight], limit) == pytest.approx(5.0)
+        torch.testing.assert_close(weight.grad, torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_accumulation_set_in_the_launcher_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(UserError, match="optim.micro_batch"):
+        Runtime(device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_device_that_is_not_there_is_an_error_and_not_a_slow_run():
+    with pytest.raises(UserError, match="pipeline.device is cuda"):
+        Runtime(device="cuda")
+
+
+def test_a_second_precision_in_one_process_is_explained(runtime):
+    with pytest.raises(UserError, match="new process"):
+        Runtime(device="cpu", mixed_precision="bf16")

@@ -1,0 +1,91 @@
+"""Files are whole or untouched, whatever interrupts; state comes back as it was."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.utils.files import atomic_path, load_state, save_state, write_bytes, write_text
+
+NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
+LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
+STATES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=5).filter(lambda k: "__" not in k), inner, max_size=3)
+        | st.dictionaries(st.integers(0, 99), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+class Crash(Exception):
+    pass
+
+
+@given(state=STATES)
+def test_nested_state_comes_back_equal(tmp_path_factory, state):
+    path = tmp_path_factory.mktemp("state") / "state.safetensors"
+    save_state(path, state)
+    assert load_state(path) == state
+
+
+def test_tensors_come_back_bit_for_bit(tmp_path):
+    for dtype in [torch.float32, torch.bfloat16, torch.float64, torch.uint8]:
+        for shape in [(), (0, 3), (2, 3)]:
+            value = (torch.randn(shape) * 50).abs().to(dtype)
+            save_state(tmp_path / "s", {"a": [value, {"b": value.T if value.ndim == 2 else value}]})
+            first, second = load_state(tmp_path / "s")["a"]
+            assert first.dtype == dtype and torch.equal(first, value)
+            assert torch.equal(second["b"], value.T if value.ndim == 2 else value)
+
+
+def test_an_optimiser_goes_on_from_its_stored_state(tmp_path):
+    def fresh():
+        weight = torch.nn.Parameter(torch.ones(3))
+        return weight, torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.95))
+
+    def step(weight, optimizer, power):
+        optimizer.zero_grad()
+        (weight**power).sum().backward()
+        optimizer.step()
+
+    weight, optimizer = fresh()
+    step(weight, optimizer, 2)
+    save_state(tmp_path / "s", {"w": weight.data, "o": optimizer.state_dict()})
+    step(weight, optimizer, 3)
+    again, optimizer = fresh()
+    state = load_state(tmp_path / "s")
+    again.data.copy_(state["w"])
+    optimizer.load_state_dict(state["o"])
+    step(again, optimizer, 3)
+    assert torch.equal(again, weight)
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path):
+    # What json and tensors cannot hold is refused and leaves no file.
+    with pytest.raises(TypeError, match="set"):
+        save_state(tmp_path / "s", {"a": {1, 2}})
+    assert list(tmp_path.iterdir()) == []
+    # A crash while writing keeps the old file and no rest.
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with pytest.raises(Crash), atomic_path(path) as temporary:
+        temporary.write_text("half of the n")
+        raise Crash
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file"]
+    # A reader never sees a part.
+    path = tmp_path / "file"
+    write_text(path, "old")
+    with atomic_path(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    # Folders are made and files are readable by others.
+    path = tmp_path / "a" / "b" / "file"
+    write_bytes(path, b"x")
+    assert path.stat().st_mode & 0o777 == 0o644
