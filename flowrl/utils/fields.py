@@ -53,6 +53,26 @@ class Options(BaseModel):
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the fields as keyword arguments, nested options built, without `kind`."""
+        return {
+            name: _built(getattr(self, name)) for name in type(self).model_fields if name != "kind"
+        }
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the object these options describe: here the options themselves, as plain data."""
+        return self
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, Options):
+        return value.build()
+    if isinstance(value, tuple | list):
+        return type(value)(_built(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _built(item) for key, item in value.items()}
+    return value
+
 
 def option(default: Any, meaning: str, source: str = "") -> Any:
     """A field with what `flowrl explain` prints: its meaning and where its default comes from.
