@@ -232,7 +232,6 @@ def _show(plan: "TreePlan", prompts: int) -> None:
 def _save(plan: "TreePlan", image: Path) -> None:
     from flowrl.trees.show import draw_tree
     from flowrl.utils.files import write_bytes
-    from flowrl.utils.images import png
 
-    write_bytes(image, png(draw_tree(plan)))
+    write_bytes(image, draw_tree(plan))
     typer.echo(f"Wrote {image}.", err=True)

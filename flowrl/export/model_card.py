@@ -11,7 +11,7 @@ from flowrl.export.gallery import GalleryPair, SummaryRow, pair_grid
 from flowrl.export.hub import Licence
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import fit, png
-from flowrl.utils.plots import Points, draw_curves
+from flowrl.utils.plots import DARK, Points, draw_curves
 from flowrl.utils.templates import render
 
 TAGS = ["text-to-image", "diffusers", "lora", "template:sd-lora", "reinforcement-learning"]
@@ -52,14 +52,15 @@ def write_card(folder: Path | str, card: Card) -> Path:
     folder = Path(folder)
     images = {}
     if card.pairs:
-        images["before-after.png"] = pair_grid(card.pairs[:GRID], across=4)
+        images["before-after.png"] = png(pair_grid(card.pairs[:GRID], across=4))
     if card.curves:
         images["curve.png"] = draw_curves(card.curves)
+        images["curve-dark.png"] = draw_curves(card.curves, theme=DARK)
     for i, pair in enumerate(card.pairs[:WIDGETS], 1):
         side = max(WIDGET_SIDE, *pair.aligned.size)
-        images[f"aligned-{i}.png"] = fit(pair.aligned, side)
-    for name, image in images.items():
-        write_bytes(folder / FOLDER / name, png(image))
+        images[f"aligned-{i}.png"] = png(fit(pair.aligned, side))
+    for name, data in images.items():
+        write_bytes(folder / FOLDER / name, data)
     path = folder / "README.md"
     write_text(path, card_text(folder, card))
     return path

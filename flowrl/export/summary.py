@@ -1,8 +1,9 @@
 """The end of a run: the proof that it got better, as table, gallery and model card."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,15 +17,15 @@ from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_c
 from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
-from flowrl.sampling.two_stage import Mode
+from flowrl.sampling.two_stage import Select
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_pil
-from flowrl.utils.plots import reward_curves
 
+NOT_REWARDS = ("reward/std_in_group", "reward/invalid")
 TINY_LOADING = "from flowrl import pipeline_path"
 
 
@@ -68,7 +69,7 @@ OBJECTIVES = {  # names of those that are not told by their tree
 }
 
 
-CHOSEN: dict[Mode, str] = {  # how candidates are, but for Sol-RL's best and worst
+CHOSEN: dict[Select, str] = {  # how candidates are, but for Sol-RL's best and worst
     "mean_deviation": "those furthest from the mean",
     "extremes_random": "the best, the worst and others at random",
     "random": "chosen at random",
@@ -246,6 +247,17 @@ def card(
         curves=reward_curves(read_metrics(run.folder)),
         pairs=shown,
     )
+
+
+def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Return the (iteration, score) points of a run's rewards without missing values, the
+    weighted mean first."""
+    names = dict.fromkeys(name for row in metrics for name in row if name.startswith("reward/"))
+    wanted = [name for name in names if name not in NOT_REWARDS]
+    return {
+        name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        for name in sorted(wanted, key=lambda name: name != "reward/mean")
+    }
 
 
 def _number(value: Tensor) -> float | None:

@@ -2,11 +2,8 @@
 
 from dataclasses import dataclass
 
-from PIL import Image, ImageDraw
-
 from flowrl.trees.plan import Move, Shape, TreePlan, count, shape_of, widths
-from flowrl.utils.images import GREY, INK, PAPER, Color, font
-from flowrl.utils.plots import RULE, SCALE, THICK, draw_line, draw_text
+from flowrl.utils.plots import LIGHT, new_figure, png_bytes
 
 CELL = 2  # characters of a step
 TRAINED, NOISY, PLAIN = "━", "┅", "─"
@@ -145,90 +142,75 @@ def _draw_children(
                 canvas[row][column] = between
 
 
-# --- One tree of a plan as an image: steps to the right, leaves under each other --------------
-
-STYLE: dict[str, tuple[Color, float]] = {
-    TRAINED: (THICK, 2.5),
-    NOISY: (GREY, 2.5),
-    PLAIN: ((176, 184, 193), 1.2),
-}
-LEFT, RIGHT, TOP, BOTTOM = 24, 24, 64, 36  # pixels around the tree
-NARROW, WIDE = 12, 72  # pixels between two steps
-LOW, HIGH = 4, 18  # pixels between two leaves
+STYLE = {TRAINED: ("#0952b2", 1.8), NOISY: ("#59636e", 1.8), PLAIN: ("#afb8c1", 0.9)}
 MAX_LEAVES = 256
 
 
-def draw_tree(plan: TreePlan) -> Image.Image:
-    """A tree of the plan, its trained edges coloured, stochastic ones strong, ODE ones light.
+def draw_tree(plan: TreePlan) -> bytes:
+    """Draw one tree of the plan as a PNG file: steps to the right, leaves below each other.
 
-    Of a tree with more than 256 leaves the first are drawn, and the heading says so.
+    Of a tree with more than 256 leaves the first are shown, and the title says so.
     """
+    from matplotlib.collections import LineCollection
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import MaxNLocator
+
     shape = shape_of(plan)
-    leaves = layout(shape).leaves
-    steps, shown = len(plan.steps), min(len(leaves), MAX_LEAVES)
-    across = max(NARROW, min(WIDE, 720 // steps))
-    down = max(LOW, min(HIGH, 720 // shown))
-    size = (
-        max(LEFT + RIGHT + steps * across, 560),
-        TOP + BOTTOM + max(shown - 1, 2) * down,
+    leaves, steps = len(shape.leaf), len(plan.steps)
+    shown = min(leaves, MAX_LEAVES)
+    figure = new_figure(max(6.5, min(0.4 * steps, 11)), 1.6 + min(max(0.14 * shown, 0.8), 8))
+    axes = figure.subplots()
+    rows = node_rows(plan, shape)
+    lines = tree_lines(plan, shape, {node: row for node, row in rows.items() if row < shown})
+    handles = []
+    for sign, (color, width) in reversed(STYLE.items()):  # trained edges last, on top
+        if lines[sign]:
+            axes.add_collection(LineCollection(lines[sign], colors=color, linewidths=width))
+            handles.append(Line2D([], [], color=color, linewidth=width, label=MEANING[sign]))
+    ends = [(shape.step[leaf], rows[leaf]) for leaf in shape.leaf if rows[leaf] < shown]
+    axes.scatter(*zip(*ends, strict=True), s=9, color=LIGHT.ink, zorder=3)
+    axes.set(xlim=(-0.3, steps + 0.3), ylim=(shown - 0.4, -0.6), xlabel="denoising step", yticks=[])
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    axes.grid(axis="x", color=LIGHT.rule, linewidth=0.6)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+    figure.legend(
+        handles=handles[::-1], loc="outside lower center", ncols=3, frameon=False, fontsize=9
     )
-    image = Image.new("RGB", (size[0] * SCALE, size[1] * SCALE), PAPER)
-    pen = ImageDraw.Draw(image)
-    _heading(pen, plan, shown, len(leaves))
-    for step in range(steps + 1):
-        x = LEFT + step * across
-        draw_line(pen, [(x, TOP - 10), (x, size[1] - BOTTOM + 10)], RULE, 1)
-        if step % 5 == 0 or step == steps:
-            draw_text(pen, (x, size[1] - 12), str(step), GREY, "mm", 12)
-    heights = _heights(plan, shape, down)
-    _edges(pen, plan, shape, heights, across, limit=TOP + shown * down)
-    return image.resize(size, Image.Resampling.LANCZOS)
+    figure.suptitle(_title(plan, shown, leaves), fontsize=11)
+    return png_bytes(figure)
 
 
-def _heading(pen: ImageDraw.ImageDraw, plan: TreePlan, shown: int, leaves: int) -> None:
+def node_rows(plan: TreePlan, shape: Shape) -> dict[int, float]:
+    """Return the row of each node: leaves 0, 1, ..., a parent half way between its children, a
+    trunk straight along its fans."""
+    found = layout(shape)
+    rows = {leaf: float(i) for i, leaf in enumerate(found.leaves)}
+    for node in reversed(range(len(shape.parent))):
+        children = [rows[child] for child in found.children[node]]
+        if children:
+            last = children[0] if plan.fans else children[-1]
+            rows[node] = (children[0] + last) / 2
+    return rows
+
+
+def tree_lines(
+    plan: TreePlan, shape: Shape, rows: dict[int, float]
+) -> dict[str, list[list[tuple[float, float]]]]:
+    """Return the (step, row) points of the edges to the nodes in `rows`, by the edge's sign."""
+    lines: dict[str, list[list[tuple[float, float]]]] = {sign: [] for sign in STYLE}
+    lowest = max(rows.values())  # a parent may stand below the last leaf that is shown
+    for node in sorted(rows.keys() - {0}):
+        parent, row = shape.parent[node], rows[node]
+        start, end = shape.step[parent], shape.step[node]
+        points = [(start, rows.get(parent, lowest)), (start + 0.4, row), (end, row)]
+        lines[line_of(plan, shape, node)].append(points)
+    return lines
+
+
+def _title(plan: TreePlan, shown: int, leaves: int) -> str:
     total = count(plan)
     parts = [f"{total.leaves} images, {total.forwards} forwards"]
     parts += [f"one of {plan.roots} trees"] * (plan.roots > 1)
     parts += [f"first {shown} of its {leaves} leaves"] * (shown < leaves)
-    draw_text(pen, (LEFT, 17), "; ".join(parts), INK, "lm", 15)
-    x = LEFT
-    for sign, (color, width) in STYLE.items():
-        draw_line(pen, [(x, 40), (x + 24, 40)], color, width)
-        draw_text(pen, (x + 32, 40), MEANING[sign], GREY, "lm", 12)
-        x += 48 + round(font(12).getlength(MEANING[sign]))
-
-
-def _heights(plan: TreePlan, shape: Shape, down: int) -> dict[int, float]:
-    """Where each node stands: leaves one below the other, a parent half way between its children,
-    and a trunk straight along its fans."""
-    found = layout(shape)
-    heights = {leaf: float(TOP + i * down) for i, leaf in enumerate(found.leaves)}
-    for node in reversed(range(len(shape.parent))):
-        children = [heights[child] for child in found.children[node]]
-        if children:
-            last = children[0] if plan.fans else children[-1]
-            heights[node] = (children[0] + last) / 2
-    return heights
-
-
-def _edges(
-    pen: ImageDraw.ImageDraw,
-    plan: TreePlan,
-    shape: Shape,
-    heights: dict[int, float],
-    across: int,
-    limit: float,
-) -> None:
-    """Lines from parents to children, the trained last and so on top; leaves as dots."""
-    order = [*STYLE][::-1]
-    lines = {n: line_of(plan, shape, n) for n in range(1, len(shape.parent)) if heights[n] < limit}
-    for node in sorted(lines, key=lambda n: order.index(lines[n])):
-        parent = shape.parent[node]
-        start, end = (LEFT + shape.step[n] * across for n in (parent, node))
-        bend = start + 0.4 * across
-        points = [(start, min(heights[parent], limit)), (bend, heights[node]), (end, heights[node])]
-        draw_line(pen, points, *STYLE[lines[node]])
-    for leaf in shape.leaf:
-        if heights[leaf] < limit:
-            x, y = (LEFT + shape.step[leaf] * across) * SCALE, heights[leaf] * SCALE
-            pen.ellipse((x - 4, y - 4, x + 4, y + 4), INK)
+    return "; ".join(parts)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import flowrl
-from flowrl.api import collect_groups
+from flowrl.api import collect
 from flowrl.config import Config
 from flowrl.training.checkpoint import CONFIG, claim
 from flowrl.training.tracking import read_metrics
@@ -78,7 +78,7 @@ def train(method: Method, seed: int, runs: Path) -> None:
     family = FAMILIES[method.family]
     if method.store is not None:
         store = store_of(method.store, seed, runs)
-        collect(method.store, family, seed, store)
+        collect_groups(method.store, family, seed, store)
         changes.append(f"rollout.store.path={store}")
     resume = "latest" if (folder / CONFIG).exists() else None
     flowrl.align(configuration(family, seed, folder, *changes), resume=resume)
@@ -93,7 +93,7 @@ def finished(method: Method, folder: Path) -> bool:
     )
 
 
-def collect(stored: Stored, family: Family, seed: int, folder: Path) -> None:
+def collect_groups(stored: Stored, family: Family, seed: int, folder: Path) -> None:
     """Draw the groups to learn from; one that was stopped begins anew, since its time is told."""
     # Methods share stores: a second process must not begin what the first is at.
     with claim(folder.with_name(folder.name + "-lock"), resume=None):
@@ -102,7 +102,7 @@ def collect(stored: Stored, family: Family, seed: int, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         began = time.perf_counter()
         config = configuration(family, seed, folder, *stored.changes)
-        (row,) = collect_groups(config, folder, groups=stored.groups)
+        (row,) = collect(config, folder, groups=stored.groups)
         spent = {"seconds": time.perf_counter() - began, "images": row["images"]}
         write_text(folder / SPENT, json.dumps(spent))
 

@@ -19,7 +19,6 @@ from flowrl.training.checkpoint import CONFIG
 from flowrl.training.evaluate import Evaluation, compare
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import png
 from flowrl.utils.plots import draw_curves
 from scripts.compare.runs import Run, markdown, points, write_table
 
@@ -117,7 +116,7 @@ def section(shown: Shown, run: Run, folder: Path, output: Path) -> str:
     last = curve[-1]
     names = list(curve[0].scores)
     lines = {n: [(float(p.step), p.scores[n]) for p in curve] for n in names}
-    write_bytes(output / f"{shown.preset}.png", png(draw_curves(lines)))
+    write_bytes(output / f"{shown.preset}.png", draw_curves(lines))
     shutil.copyfile(folder / "gallery" / "grid.png", output / f"{shown.preset}-images.png")
     ends = [
         Evaluation.load(folder / "evaluations" / f"step-{step:06d}.safetensors")

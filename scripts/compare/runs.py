@@ -10,7 +10,6 @@ from statistics import mean, stdev
 from typing import Any
 
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import png
 from flowrl.utils.plots import draw_comparison
 
 TIMES = tuple(
@@ -205,15 +204,22 @@ def write_charts(
     prefix: str = "",
     level: float | None = None,
 ) -> None:
-    """A chart for each of `axes`, names in AXES: the methods' means over seeds, and the level to
-    reach, which is the first method's last score unless it is given."""
-    methods = dict.fromkeys(run.method for run in runs)
-    curves = {m: mean_curve([run for run in runs if run.method == m]) for m in methods}
+    """A chart for each of `axes`, names in AXES: the methods' means over seeds between the lowest
+    and the highest seed, and the level to reach: the first method's last score if not given."""
+    by_method: dict[str, list[Run]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, []).append(run)
+    curves = {m: mean_curve(own) for m, own in by_method.items()}
+    seeds = {m: zip(*map(points, own), strict=True) for m, own in by_method.items() if own[1:]}
+    bands = {
+        m: [(min(p.scores[score] for p in at), max(p.scores[score] for p in at)) for at in together]
+        for m, together in seeds.items()
+    }
     if level is None:
         level = next(iter(curves.values()))[-1].scores[score]
     for axis in axes:
         label, place = AXES[axis]
         lines = {m: [(place(p), p.scores[score]) for p in curve] for m, curve in curves.items()}
         title = f"{score.removeprefix('eval/')}, held-out prompts, mean over seeds"
-        chart = draw_comparison(lines, title=title, x_label=label, level=level)
-        write_bytes(folder / f"{prefix}{axis}.png", png(chart))
+        chart = draw_comparison(lines, title=title, x_label=label, level=level, bands=bands)
+        write_bytes(folder / f"{prefix}{axis}.png", chart)

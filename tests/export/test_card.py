@@ -63,8 +63,9 @@ def test_the_front_matter_is_what_the_hub_reads(tmp_path):
     hub = pytest.importorskip("huggingface_hub")
     assert hub.ModelCard.load(tmp_path / "README.md").data.widget
     # Every image that the card shows lies beside it, and is large enough for the Hub.
-    shown = re.findall(r"\]\((.*?)\)", body) + [w["output"]["url"] for w in header["widget"]]
-    assert len(shown) == 4
+    shown = re.findall(r"\]\((.*?)\)|src(?:set)?=\"(.*?)\"", body)
+    shown = ["".join(names) for names in shown] + [w["output"]["url"] for w in header["widget"]]
+    assert len(shown) == 5
     for name in shown:
         with Image.open(tmp_path / name) as image:
             assert min(image.size) >= 256

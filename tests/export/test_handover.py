@@ -8,9 +8,17 @@ import torch
 from flowrl.build.learner import as_given
 from flowrl.config import Config
 from flowrl.export.model_card import front_matter
-from flowrl.export.summary import METHODS, OBJECTIVES, card, legend, method, precisions
+from flowrl.export.summary import (
+    METHODS,
+    OBJECTIVES,
+    card,
+    legend,
+    method,
+    precisions,
+    reward_curves,
+)
 from flowrl.functional.groups import Interval
-from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit
+from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
 from flowrl.training.evaluate import EvaluationComparison
 
 
@@ -66,7 +74,7 @@ def event(iteration, precision, next=None) -> AuditEvent:
     score = torch.arange(8.0)[None]
     return AuditEvent(
         iteration=iteration, precision=precision, steps=2, next=next, text="",
-        action="degrade" if next else "keep", report=audit(score, score, 4),
+        action="degrade" if next else "keep", report=audit_ranks(score, score, 4),
     )  # fmt: skip
 
 
@@ -103,3 +111,13 @@ def test_the_legend_and_precisions(tiny_config, tmp_path):
     AuditLog(other).record(event(0, "nvfp4-emulated", "bf16"))
     told = precisions(exploring(tiny_config), other, 5)
     assert told.startswith("Candidates: 2 steps, not quantised; last audit")
+
+
+def test_reward_curves_leave_out_what_is_no_reward_and_what_is_missing():
+    metrics = [
+        {"step": 1, "reward/ocr": 0.1, "reward/mean": 0.5, "grad/norm": 1.0},
+        {"step": 2, "reward/ocr": None, "reward/mean": 0.6, "reward/invalid": 0.5},
+        {"step": 3, "reward/std_in_group": 0.2},
+    ]
+    assert reward_curves(metrics) == {"reward/mean": [(1, 0.5), (2, 0.6)], "reward/ocr": [(1, 0.1)]}
+    assert list(reward_curves(metrics)) == ["reward/mean", "reward/ocr"]

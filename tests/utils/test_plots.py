@@ -1,0 +1,71 @@
+"""Charts: any values can be drawn, twice the same, in both themes."""
+
+import io
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from flowrl.utils.plots import DARK, LIGHT, draw_comparison, draw_curves, running_mean
+
+FINITE = st.floats(-1e12, 1e12, allow_nan=False)
+
+
+def pixels(chart: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(chart)).convert("RGB")).astype(int)
+
+
+def ink(chart: bytes, color: str) -> np.ndarray:
+    """Return (row, column) of the pixels nearly of this colour."""
+    wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+    return np.argwhere(np.abs(pixels(chart) - wanted).sum(-1) < 60)
+
+
+def test_a_rising_curve_ends_at_the_upper_right_in_both_themes():
+    for theme in (LIGHT, DARK):
+        chart = draw_curves({"reward/mean": [(0, 0.0), (10, 1.0)]}, theme=theme)
+        spots = ink(chart, theme.lines[0])
+        left, right = spots[spots[:, 1].argmin()], spots[spots[:, 1].argmax()]
+        assert left[1] < 150 and right[1] > 700 and left[0] - right[0] > 200
+        assert len(ink(chart, theme.paper)) > 0.8 * pixels(chart)[..., 0].size
+
+
+@settings(deadline=None, max_examples=5)
+@given(values=st.lists(FINITE, max_size=50))
+def test_any_finite_values_can_be_drawn_the_same_each_time(values):
+    curves = {"reward/mean": list(enumerate(values))}
+    assert draw_curves(curves) == draw_curves(curves)
+
+
+def test_panels_stand_two_in_a_row():
+    height, width, _ = pixels(draw_curves({"a": []})).shape
+    sizes = [pixels(draw_curves(dict.fromkeys("abc"[:n], []))).shape[:2] for n in (2, 3)]
+    assert sizes == [(height, 2 * width), (2 * height, 2 * width)]
+    with pytest.raises(ValueError, match="at least one curve"):
+        draw_curves({})
+
+
+def test_a_comparison_has_a_colour_for_each_line_and_a_band_around_it():
+    lines = {name: [(0, 0.0), (1, float(i))] for i, name in enumerate("abc")}
+    plain = draw_comparison(lines, title="t", x_label="x", level=0.5)
+    assert all(len(ink(plain, color)) for color in LIGHT.lines[:3])
+    assert draw_comparison(lines, title="t", x_label="x", bands={"a": [(0, 0), (1, 2)]}) != plain
+    with pytest.raises(ValueError, match="1 to 10 lines"):
+        draw_comparison({}, title="t", x_label="x")
+
+
+@given(values=st.lists(FINITE, min_size=1, max_size=50), window=st.integers(1, 20))
+def test_a_running_mean_stays_between_the_extremes(values, window):
+    smooth = [mean for mean, _ in running_mean(values, window)]
+    slack = 1e-9 * max(map(abs, values))
+    assert len(smooth) == len(values)
+    assert min(values) - slack <= min(smooth) and max(smooth) <= max(values) + slack
+
+
+def test_a_running_mean_of_a_line_is_the_line_inside():
+    line = running_mean([0, 1, 2, 3, 4], 3)
+    assert [mean for mean, _ in line[1:-1]] == [1, 2, 3]
+    assert line[1][1] == pytest.approx((2 / 3) ** 0.5)
+    assert running_mean([5.0, 7.0], 1) == [(5.0, 0.0), (7.0, 0.0)]
