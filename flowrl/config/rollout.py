@@ -5,9 +5,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from flowrl.config.trees import DepthPruning, FlowGRPOOptions, Tree
+from flowrl.config.trees import FlowGRPOOptions, Tree
 from flowrl.trees import presets
 from flowrl.trees.plan import TreePlan
+from flowrl.trees.windows import DepthPruning
 from flowrl.utils.fields import (
     Count,
     Flag,
@@ -210,7 +211,7 @@ class RolloutOptions(Options):
         whole, pruned = self.whole(iteration, seed), self.depth_pruning
         if pruned is None:
             return whole
-        return whole.without_training(pruned.at(iteration, self.steps))
+        return whole.without_training(pruned.steps(iteration, self.steps))
 
     def candidates(self, iteration: int, seed: int) -> TreePlan:
         """What each candidate of an iteration is grown by; needs `explore`."""

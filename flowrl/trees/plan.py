@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from flowrl.utils.fields import NonNegative, Options, option
+
 CouplingKind = Literal["independent", "shared", "simplex", "antithetic", "scaled"]
 
 
@@ -25,13 +27,19 @@ class PlanError(ValueError):
         self.leaves = leaves
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseCoupling:
-    """How the noises of siblings depend on each other; `flowrl.functional.noise` has the
-    equations. strength: s of shared (2509.06040), the factor of scaled; others ignore it."""
+class NoiseCoupling(Options):
+    """How the noises of siblings depend on each other; equations in `flowrl.functional.noise`."""
 
-    kind: CouplingKind = "independent"
-    strength: float = 1.0
+    kind: CouplingKind = option(
+        "independent",
+        "independent; shared: a common part; simplex: as different as possible, with the same law "
+        "of each; antithetic: in opposite pairs; scaled: a multiple of the noise.",
+    )
+    strength: NonNegative = option(
+        1.0,
+        "shared: weight of a sibling's own part beside the common one; scaled: the factor.",
+        "BranchGRPO: 4",
+    )
 
     def __str__(self) -> str:
         with_strength = self.kind in ("shared", "scaled")
@@ -224,8 +232,6 @@ def _check_trunk(steps: tuple[Step, ...], fans: tuple[Fan, ...]) -> None:
 def _check_noise(where: str, branch: int, coupling: NoiseCoupling, gain: float) -> None:
     if not 0 < gain < math.inf:
         raise PlanError(f"{where} has gain {gain}, expected a positive number")
-    if not 0 <= coupling.strength < math.inf:
-        raise PlanError(f"{where} has coupling {coupling}, expected a strength of at least 0")
     if coupling.kind == "antithetic" and branch % 2 and branch > 1:
         raise PlanError(
             f"{where} has {branch} antithetic siblings, which come in pairs: the nearest number "

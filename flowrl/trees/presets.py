@@ -11,7 +11,7 @@ from typing import Any
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, PlanError, Step, TreePlan, count
 from flowrl.utils.imports import load_callable
 
-BRANCH_COUPLING = NoiseCoupling("shared", 4.0)  # BranchGRPO's Eq. 2 with its s
+BRANCH_COUPLING = NoiseCoupling(kind="shared", strength=4.0)  # BranchGRPO's Eq. 2 with its s
 
 
 def ode(steps: int, leaves: int) -> TreePlan:
@@ -335,11 +335,6 @@ def e_grpo(
     return _comb(steps, leaves, fans)
 
 
-def first_half(steps: int) -> range:
-    """The steps that G2RPO and E-GRPO perturb; those with the larger noise."""
-    return range(steps // 2)
-
-
 def check_alike(steps: int, at: Sequence[int], lengths: Sequence[int]) -> None:
     """Raise PlanError if steps of `at` have room for different lengths: draws would vary."""
     fits = {sum(k + length <= steps - 1 for length in lengths) for k in at}
@@ -362,13 +357,13 @@ def _comb(steps: int, leaves: int, fans: list[Fan]) -> TreePlan:
 # --- Plans of people's own: a callable under its import path, and a check of what it returns ---
 
 
-def custom_plan(
-    target: str,
+def custom(
+    steps: int,
+    leaves: int,
+    function: str,
     args: Mapping[str, Any],
     *,
     iteration: int,
-    steps: int,
-    leaves: int,
     seed: int,
 ) -> TreePlan:
     """Call `module:attribute` with (iteration, steps, leaves, seed, **args).
@@ -377,30 +372,30 @@ def custom_plan(
     when there is none, or when what it returns is no plan of so many steps and leaves.
     """
     try:
-        make = load_callable(target)
+        make = load_callable(function)
     except LookupError as error:
-        raise PlanError(f"cannot load the plan {target}: {error.args[0]}") from error
+        raise PlanError(f"cannot load the plan {function}: {error.args[0]}") from error
     named = {"iteration": iteration, "steps": steps, "leaves": leaves, "seed": seed} | dict(args)
     try:
         inspect.signature(make).bind(**named)
     except TypeError as error:
         raise PlanError(
-            f"the plan {target} cannot be made with args {dict(args)}: {error}"
+            f"the plan {function} cannot be made with args {dict(args)}: {error}"
         ) from error
     try:
         plan = make(**named)
     except Exception as error:  # whatever people's own code raises, it is one sentence to them
         raise PlanError(
-            f"the plan {target} failed in iteration {iteration}: {type(error).__name__}: {error}"
+            f"the plan {function} failed in iteration {iteration}: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(plan, TreePlan):
-        raise PlanError(f"{target} returned {plan!r}, expected a flowrl.trees.plan.TreePlan")
+        raise PlanError(f"{function} returned {plan!r}, expected a flowrl.trees.plan.TreePlan")
     if len(plan.steps) != steps:
-        raise PlanError(f"the plan of {target} has {len(plan.steps)} steps, expected {steps}")
+        raise PlanError(f"the plan of {function} has {len(plan.steps)} steps, expected {steps}")
     made = count(plan).leaves
     if made != leaves:
         raise PlanError(
-            f"the plan of {target} has {made} leaves, but group_size is {leaves}: the nearest that "
-            f"works is {made}"
+            f"the plan of {function} has {made} leaves, but group_size is {leaves}: the nearest "
+            f"that works is {made}"
         )
     return plan

@@ -1,139 +1,231 @@
-"""Which steps have noise, branch, or are learned from, as functions of the training iteration.
+"""Windows: which steps have noise, branch or are trained, as functions of the training iteration.
 
-A window is asked anew for every iteration, with its number and the steps T of a rollout, and
-answers a range within 0..T-2: the last step has no noise. What it answers depends on its own
-numbers, a seed and the iteration alone: draws have a random stream of their own, seeded by these
-two, so nothing but the iteration, which every checkpoint holds, is needed to go on after a stop.
+A window is both the option that a recipe sets and the object that answers. Its steps lie within
+0..T-2, since the last of T steps has no noise. They depend on the window's own fields, the seed and
+the iteration alone: random choices have a stream of their own, seeded by these two, so nothing but
+the iteration number, which every checkpoint holds, is needed to resume.
 """
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from flowrl.trees.plan import PlanError
+from flowrl.utils.fields import Count, Number, Options, Whole, option
+
+FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+MIX_GRPO = "MixGRPO, arXiv 2507.21802"
+TREE_GRPO = "TreeGRPO, arXiv 2512.08153"
+BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+SIZE = "How many steps the window covers."
+FIRST_FAST = "Flow-GRPO-Fast, second version"
 
 
-def all_steps(iteration: int, steps: int) -> range:
-    """Every step but the last, as in Flow-GRPO (2505.05470)."""
-    return range(steps - 1)
+class _Window(Options):
+    @abstractmethod
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        """Return the first step of the window in one iteration; it ends at `stop` or before."""
 
+    def steps(self, iteration: int, num_steps: int, seed: int) -> range:
+        """Return the steps that the window covers in one iteration.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FixedWindow:
-    """The same `size` steps from `start` in every rollout."""
-
-    size: int
-    start: int = 0
-
-    def __call__(self, iteration: int, steps: int) -> range:
-        return range(self.start, self.start + self.size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomWindow:
-    """`size` steps drawn anew for each iteration between `start` and `stop` (Flow-GRPO-Fast).
-
-    The draw has a random stream of its own, a function of seed and iteration alone.
-    """
-
-    size: int
-    seed: int
-    start: int = 0
-    stop: int | None = None
-
-    def __call__(self, iteration: int, steps: int) -> range:
-        last = (steps - 1 if self.stop is None else self.stop) - self.size
-        first = random.Random(f"window/{self.seed}/{iteration}").randint(self.start, last)
-        return range(first, first + self.size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgressiveWindow:
-    """`size` steps that move on by one every `period` iterations, then start over (MixGRPO)."""
-
-    size: int
-    period: int
-    start: int = 0
-    stop: int | None = None
-
-    def __call__(self, iteration: int, steps: int) -> range:
-        places = (steps - 1 if self.stop is None else self.stop) - self.size - self.start + 1
-        first = self.start + (iteration // self.period) % places
-        return range(first, first + self.size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeometricWindow:
-    """`size` steps, w, whose first step is drawn anew for each iteration (TreeGRPO, 2512.08153).
-
-    Pr[i] = (1 - r) r^i / (1 - r^(T-w)) for i = 0..T-w-1: a small ratio r prefers early steps, 1 is
-    uniform. The draw has a random stream of its own, a function of seed and iteration alone.
-    """
-
-    size: int
-    ratio: float
-    seed: int
-
-    def __call__(self, iteration: int, steps: int) -> range:
-        starts = range(steps - self.size)
-        weights = [self.ratio**i for i in starts]
-        rng = random.Random(f"window/{self.seed}/{iteration}")
-        first = rng.choices(starts, weights)[0]
-        return range(first, first + self.size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthPruning:
-    """Steps that are drawn but not learned from: BranchGRPO's depth pruning (2509.06040).
-
-    A window of `size` steps begins at `start` and moves by one every `period` iterations, to later
-    steps (direction 1) or earlier ones (-1), until it begins at `stop`, where it stays; None is
-    no limit but step 0. From iteration `until` on nothing is pruned. The paper and its code
-    disagree on the direction, hence both.
-    """
-
-    start: int
-    size: int
-    direction: int = 1
-    period: int = 30
-    stop: int | None = None
-    until: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.direction not in (1, -1):
-            raise PlanError(f"direction is {self.direction}, expected 1 (later) or -1 (earlier)")
-        if self.stop is not None and (self.stop - self.start) * self.direction < 0:
-            side = "later" if self.direction > 0 else "earlier"
+        Raises:
+            PlanError: the window does not fit into `num_steps`; names the option and what fits.
+        """
+        last = num_steps - 1
+        if last < 1:
             raise PlanError(
-                f"stop is {self.stop}, but depth pruning moves {side} from step {self.start}: the "
-                f"nearest that works is {self.start}"
+                f"rollout.num_inference_steps is {num_steps}, expected at least 2: the last step "
+                "has no noise"
             )
+        size, start = getattr(self, "size", last), getattr(self, "start", 0)
+        stop = getattr(self, "stop", None)
+        stop = last if stop is None else stop
+        where = "rollout.tree.window"
+        if stop > last:
+            raise PlanError(
+                f"{where}.stop is {stop}, but the window must end before the last of {num_steps} "
+                f"steps: the nearest valid value is {last}"
+            )
+        if start >= stop:
+            raise PlanError(
+                f"{where}.start is {start}, but the window must end at step {stop}: the nearest "
+                f"valid value is {max(stop - size, 0)}"
+            )
+        if size > stop - start:
+            raise PlanError(
+                f"{where}.size is {size}, but there are only {stop - start} steps from step "
+                f"{start} to {stop} (the last of {num_steps} steps has no noise): the nearest "
+                f"valid value is {stop - start}"
+            )
+        first = self._first(iteration, stop, seed)
+        return range(first, first + size)
 
-    def __call__(self, iteration: int) -> range:
+
+class AllSteps(_Window):
+    """Every step but the last."""
+
+    kind: Literal["all"] = option("all", "Every step but the last.", FLOW_GRPO)
+
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        return 0
+
+
+class FixedWindow(_Window):
+    """The same steps in every rollout."""
+
+    kind: Literal["fixed"] = option(
+        "fixed", "The window never moves.", "MixGRPO-Flash*, 2507.21802"
+    )
+    size: Count = option(..., SIZE)
+    start: Whole = option(0, "First step of the window, counted from 0 at pure noise.")
+
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        return self.start
+
+
+class RandomWindow(_Window):
+    """Consecutive steps at a random place, another in every rollout."""
+
+    kind: Literal["random"] = option(
+        "random", "The window's place is random, another in every rollout.", FIRST_FAST
+    )
+    size: Count = option(..., SIZE, "published: 2 or 3")
+    start: Whole = option(0, "First step that the window may cover.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is the last step, which has no noise.",
+        "published: half of the steps",
+    )
+
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        return _random("window", seed, iteration).randint(self.start, stop - self.size)
+
+
+class ProgressiveWindow(_Window):
+    """Consecutive steps that move from pure noise towards the image, then start over."""
+
+    kind: Literal["progressive"] = option(
+        "progressive", "The window moves on as training goes.", MIX_GRPO
+    )
+    size: Count = option(4, SIZE, MIX_GRPO)
+    period: Count = option(25, "Iterations between two moves by one step.", MIX_GRPO)
+    start: Whole = option(0, "Where the window begins, and begins again after the end.")
+    stop: Count | None = option(
+        None,
+        "The window ends before this step; null is the last step.",
+        "MixGRPO lets it shrink; here not",
+    )
+
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        places = stop - self.size - self.start + 1
+        return self.start + (iteration // self.period) % places
+
+
+class GeometricWindow(_Window):
+    """Consecutive steps at a random place, early ones more often (TreeGRPO, 2512.08153).
+
+    Pr[i] = (1 - r) r^i / (1 - r^(T-w)) for the first step i = 0..T-w-1, with r = `ratio` and
+    w = `size`; r = 1 is uniform.
+    """
+
+    kind: Literal["geometric"] = option(
+        "geometric", "The window's place is random, with less chance the later.", TREE_GRPO
+    )
+    size: Count = option(3, SIZE, TREE_GRPO)
+    ratio: Annotated[Number, Field(gt=0, le=1)] = option(
+        0.5,
+        "Chance of a first step divided by that of the step before; 1 is uniform.",
+        "TreeGRPO: 0.5; 0.3 favours aesthetics, 0.7 agreement with the text",
+    )
+
+    def _first(self, iteration: int, stop: int, seed: int) -> int:
+        starts = range(stop + 1 - self.size)
+        weights = [self.ratio**i for i in starts]
+        return _random("window", seed, iteration).choices(starts, weights)[0]
+
+
+Window = Annotated[
+    AllSteps | FixedWindow | RandomWindow | ProgressiveWindow | GeometricWindow,
+    Field(discriminator="kind"),
+]
+
+
+class DepthPruning(Options):
+    """Steps that are sampled but not trained, moving as training goes (BranchGRPO, 2509.06040)."""
+
+    start: Whole = option(
+        9, "First step without gradient at first.", "BranchGRPO: its last split, of 20 steps"
+    )
+    size: Count = option(4, "How many steps get no gradient.", BRANCH_GRPO)
+    direction: Literal["later", "earlier"] = option(
+        "later",
+        "Where the steps move.",
+        "later in the paper as quoted, earlier in the published code",
+    )
+    period: Count = option(30, "Iterations between two moves by one step.", BRANCH_GRPO)
+    stop: Whole | None = option(
+        None,
+        "First step without gradient at the end; null: where the last step with noise is reached, "
+        "or step 0.",
+    )
+    until: Count | None = option(
+        None, "Iteration from which every step is trained again; null is never."
+    )
+
+    def steps(self, iteration: int, num_steps: int) -> range:
+        """Return the steps without gradient in one iteration; PlanError if they cannot be."""
+        self._check(num_steps)
         if self.until is not None and iteration >= self.until:
             return range(0)
-        moved = iteration // self.period
-        if self.stop is not None:
-            moved = min(moved, abs(self.stop - self.start))
-        first = max(self.start + self.direction * moved, 0)
+        sign = 1 if self.direction == "later" else -1
+        end = num_steps - 1 - self.size if sign > 0 else 0
+        moved = min(
+            iteration // self.period, abs((end if self.stop is None else self.stop) - self.start)
+        )
+        first = self.start + sign * moved
         return range(first, first + self.size)
 
+    def _check(self, num_steps: int) -> None:
+        where, last = "rollout.depth_pruning", num_steps - 2
+        for name, value in (("start", self.start), ("stop", self.stop)):
+            if value is not None and value > last:
+                raise PlanError(
+                    f"{where}.{name} is {value}, but noise is possible in steps 0 to {last}, never "
+                    f"in the last: the nearest that works is {last}"
+                )
+        room = num_steps - 1 - max(self.start, self.stop or 0)
+        if self.size > room:
+            raise PlanError(
+                f"{where}.size is {self.size}, but its window then reaches beyond step {last}, the "
+                f"last with noise: the nearest that works is {room}"
+            )
+        ahead = self.start if self.stop is None else self.stop
+        if (ahead < self.start) if self.direction == "later" else (ahead > self.start):
+            raise PlanError(
+                f"{where}.stop is {self.stop}, but depth pruning moves {self.direction} from step "
+                f"{self.start}: the nearest that works is {self.start}"
+            )
 
-def step_subset(steps: int, share: float, seed: int, iteration: int) -> frozenset[int]:
-    """A random share of the steps before the last, at least one (DanceGRPO, 2505.07818: 0.6).
 
-    Drawn for the iteration; the published code draws for every image.
+def random_share(num_steps: int, share: float, seed: int, iteration: int) -> frozenset[int]:
+    """Return a random share of the steps before the last, at least one (DanceGRPO, 2505.07818).
+
+    One choice for all images of the iteration; the published code chooses for every image.
     """
-    free = steps - 1
+    free = num_steps - 1
     number = max(1, int(share * free + 1e-9))  # 0.29 * 100 is below 29 in floating point
-    rng = random.Random(f"subset/{seed}/{iteration}")
+    rng = _random("subset", seed, iteration)
     return frozenset(rng.sample(range(free), min(number, free)))
 
 
-def draw_steps(
+def random_steps(
     among: Sequence[int], number: int | None, seed: int, iteration: int
 ) -> tuple[int, ...]:
-    """`number` of the given steps, ascending, drawn anew for each iteration; None is all.
+    """Return `number` of these steps, ascending, others in every iteration; None is all.
 
     Raises PlanError when there are fewer.
     """
@@ -144,4 +236,8 @@ def draw_steps(
             f"draw is {number}, but there are {len(among)} steps to draw from: the nearest that "
             f"works is {len(among)}"
         )
-    return tuple(sorted(random.Random(f"comb/{seed}/{iteration}").sample(among, number)))
+    return tuple(sorted(_random("comb", seed, iteration).sample(among, number)))
+
+
+def _random(purpose: str, seed: int, iteration: int) -> random.Random:
+    return random.Random(f"{purpose}/{seed}/{iteration}")

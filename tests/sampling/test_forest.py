@@ -5,7 +5,7 @@ import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
 
 from flowrl.functional.sde import KERNELS, lift
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import transitions
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, Step, TreePlan, count, ode_plan
 
@@ -37,7 +37,7 @@ PLANS = {
     "chains": chains(),
     "tree": branching(0, 2, 3),
     "two trees of four": branching(1, 2, roots=2),
-    "coupled": branching(0, 2, branch=4, coupling=NoiseCoupling("shared", 2.0)),
+    "coupled": branching(0, 2, branch=4, coupling=NoiseCoupling(kind="shared", strength=2.0)),
     "ode between": TreePlan(
         1, (ODE, Step(branch=3, noise=True, train=True), ODE, NOISY, ODE, ODE), same_noise=True
     ),
@@ -95,10 +95,10 @@ def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
     """The noises by name, coupled as its siblings' were: the chain's latent to the last bit."""
     for coupling in [
         NoiseCoupling(),
-        NoiseCoupling("shared", 1.5),
-        NoiseCoupling("simplex"),
-        NoiseCoupling("antithetic"),
-        NoiseCoupling("scaled", 3.0),
+        NoiseCoupling(kind="shared", strength=1.5),
+        NoiseCoupling(kind="simplex"),
+        NoiseCoupling(kind="antithetic"),
+        NoiseCoupling(kind="scaled", strength=3.0),
     ]:
         from flowrl.functional.noise import COUPLINGS
 
@@ -178,7 +178,7 @@ def test_without_noise_the_steps_are_the_schedulers_own_bit_for_bit():
 
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(T)
-    numbers = Schedule(sigmas=scheduler.sigmas, kernel=KERNELS["flow_sde"], level=0.0)
+    numbers = Schedule(sigmas=scheduler.sigmas, kernel=KERNELS["flow_sde"], noise_level=0.0)
     tree = grown(ode_plan(T), numbers, prompts=3)
     x, prompt = tree.x[:, 0], tree.prompt
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas[:-1], strict=True):
@@ -204,7 +204,7 @@ def test_pruned_steps_change_no_latent_and_leave_nothing_to_learn():
 def test_a_tree_does_not_depend_on_the_trees_beside_it():
     plan = branching(0, 2, roots=2)
     together = grown(plan, prompts=2)
-    alone = grow(
+    alone = sample_tree(
         velocity,
         named_noise([2])((), 0, "init"),
         torch.tensor([1]),
@@ -223,7 +223,7 @@ def test_noise_is_asked_only_where_it_is_used_and_never_twice():
         return torch.zeros(1, D)
 
     plan = TreePlan(1, (ODE, Step(branch=2, noise=True), NOISY, ODE))
-    grow(velocity, torch.zeros(1, D), torch.zeros(1).long(), plan, schedule(4), record)
+    sample_tree(velocity, torch.zeros(1, D), torch.zeros(1).long(), plan, schedule(4), record)
     assert asked == [((0,), 1, "step"), ((1,), 1, "step"), ((0,), 2, "step"), ((1,), 2, "step")]
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.training.metrics import common_ancestor
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
@@ -23,7 +23,7 @@ EXACT = 2e-5  # the sampler computes in fp32
 
 
 def schedule(kernel: str, level: float, steps: int = T) -> Schedule:
-    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], level=level)
+    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], noise_level=level)
 
 
 def variance(sigma: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def response(plan: TreePlan, numbers: Schedule) -> tuple[Tree, Tensor, Tensor]:
     trees = 300
     draws = UnitDraws(trees)
     x = draws((), 0, "init")
-    tree = grow(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
+    tree = sample_tree(velocity, x, torch.zeros(trees).long(), plan, numbers, draws)
     assert len(draws.names) < trees
     leaves = tree.x[:, tree.leaf, 0].double()
     return tree, leaves[-1], (leaves[:-1] - leaves[-1]).T
@@ -94,10 +94,10 @@ def rho(coupling: NoiseCoupling, siblings: int, i: int, j: int) -> float:
 def test_two_leaves_share_what_came_before_they_parted():
     for coupling in [
         NoiseCoupling(),
-        NoiseCoupling("shared", 0.5),
-        NoiseCoupling("shared", 4.0),
-        NoiseCoupling("simplex"),
-        NoiseCoupling("antithetic"),
+        NoiseCoupling(kind="shared", strength=0.5),
+        NoiseCoupling(kind="shared", strength=4.0),
+        NoiseCoupling(kind="simplex"),
+        NoiseCoupling(kind="antithetic"),
     ]:
         for branch in [2, 3, 4]:
             for kernel in ["flow_sde", "dance_sde", "cps", "renoise"]:
@@ -127,10 +127,10 @@ def test_every_leaf_is_distributed_like_the_end_of_a_chain():
     """Whatever the tree and its coupling: mean and variance of each leaf, to float tolerance."""
     for coupling in [
         NoiseCoupling(),
-        NoiseCoupling("shared", 0.5),
-        NoiseCoupling("shared", 4.0),
-        NoiseCoupling("simplex"),
-        NoiseCoupling("antithetic"),
+        NoiseCoupling(kind="shared", strength=0.5),
+        NoiseCoupling(kind="shared", strength=4.0),
+        NoiseCoupling(kind="simplex"),
+        NoiseCoupling(kind="antithetic"),
     ]:
         numbers = schedule("flow_sde", 0.7, T)
         chain = TreePlan(1, (NOISY,) * (T - 1) + (ODE,))

@@ -31,7 +31,7 @@ def fans_of(draw, total: int):
                 width=draw(st.integers(1, 3)),
                 length=draw(st.integers(1, total - 1 - step)),
                 strides=tuple(draw(st.sets(st.integers(1, 3), min_size=1))),
-                coupling=NoiseCoupling("simplex"),
+                coupling=NoiseCoupling(kind="simplex"),
                 train=draw(st.booleans()),
             )
         )

@@ -4,7 +4,7 @@ import pytest
 from any_plan import nearest
 
 from flowrl.trees.plan import PlanError
-from flowrl.trees.presets import custom_plan
+from flowrl.trees.presets import custom
 
 SOURCE = """
 from flowrl.trees.plan import Step, TreePlan
@@ -30,7 +30,7 @@ def make(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def call(target, **args):
-        return custom_plan(target, args, iteration=2, steps=6, leaves=8, seed=0)
+        return custom(6, 8, target, args, iteration=2, seed=0)
 
     return call
 

@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees import presets as combs
 from flowrl.trees.plan import Step, TreePlan, count, shape_of
 from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 
@@ -29,12 +28,12 @@ def test_a_table_says_what_happens_at_each_step():
 
 
 def test_a_table_has_a_row_for_every_fan():
-    rows = [row for row in table(combs.e_grpo(6, 12, 3, [1, 2], [1, 2])) if "fan" in row]
+    rows = [row for row in table(presets.e_grpo(6, 12, 3, [1, 2], [1, 2])) if "fan" in row]
     assert [(row["fan"], row["step"], row["length"]) for row in rows] == [
         (0, 1, 1), (1, 1, 2), (2, 2, 1), (3, 2, 2)
     ]  # fmt: skip
     assert [row["forwards"] for row in rows] == [12, 9, 1 + 9, 6]  # the third has its trunk's
-    assert table(combs.g2rpo(6, 4, 2, [1], [1, 3]))[-1]["strides"] == "1, 3"
+    assert table(presets.g2rpo(6, 4, 2, [1], [1, 3]))[-1]["strides"] == "1, 3"
 
 
 def test_a_tree_is_drawn_as_it_branches():
@@ -48,7 +47,7 @@ def test_a_tree_is_drawn_as_it_branches():
 
 
 def test_a_comb_is_drawn_with_its_trunk_above_its_fans():
-    assert draw(combs.tempflow(4, 6, 2)).splitlines()[1:7] == [
+    assert draw(presets.tempflow(4, 6, 2)).splitlines()[1:7] == [
         "┰─┰─┳━──",
         "┃ ┃ ┗━──",
         "┃ ┣━────",
@@ -59,11 +58,11 @@ def test_a_comb_is_drawn_with_its_trunk_above_its_fans():
 
 
 def test_merged_steps_and_strides_are_drawn_at_their_length():
-    assert draw(combs.e_grpo(5, 2, 1, [1], [1, 2])).splitlines()[1:3] == [
+    assert draw(presets.e_grpo(5, 2, 1, [1], [1, 2])).splitlines()[1:3] == [
         "──┳━──────",
         "  ┗━━━────",
     ]
-    assert draw(combs.g2rpo(5, 4, 2, [0], [1, 2])).splitlines()[1:5] == [
+    assert draw(presets.g2rpo(5, 4, 2, [0], [1, 2])).splitlines()[1:5] == [
         "┳━┬───────",
         "┃ └───────",
         "┗━┬───────",
@@ -97,7 +96,7 @@ def test_what_is_left_out_is_said():
     assert len(text.splitlines()) == 1 + 3 + 1 + 3
     assert "The first 3 of 16 leaves are drawn." in text
     assert "One of 2 trees alike, which start from noises of their own." in text
-    assert "The first" not in draw(plan) and "trees alike" not in draw(combs.tempflow(4, 3, 1))
+    assert "The first" not in draw(plan) and "trees alike" not in draw(presets.tempflow(4, 3, 1))
     assert "which start from one noise" in draw(presets.dance_grpo(4, 3, [0]))
 
 

@@ -83,7 +83,7 @@ def test_branchgrpo_couples_siblings_as_in_the_paper_and_nothing_else():
     plan = presets.branch_grpo(8, 4, 2, [2, 4])
     couplings = [str(step.coupling) for step in plan.steps]
     assert [i for i, c in enumerate(couplings) if c == "shared(4)"] == [2, 4]
-    other = presets.branch_grpo(8, 4, 2, [2, 4], NoiseCoupling("simplex"))
+    other = presets.branch_grpo(8, 4, 2, [2, 4], NoiseCoupling(kind="simplex"))
     assert other.steps[2].coupling.kind == "simplex"
 
 

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from flowrl.trees.plan import PlanError
 from flowrl.trees.windows import (
+    AllSteps,
     DepthPruning,
     FixedWindow,
     GeometricWindow,
     ProgressiveWindow,
     RandomWindow,
-    all_steps,
-    draw_steps,
-    step_subset,
+    random_share,
+    random_steps,
 )
 
 
@@ -26,104 +26,111 @@ def test_moving_windows_stay_between_start_and_stop(steps, size, start, data):
         return
     stop = data.draw(st.none() | st.integers(start + size, steps - 1))
     for window in (
-        RandomWindow(size=size, seed=3, start=start, stop=stop),
+        RandomWindow(size=size, start=start, stop=stop),
         ProgressiveWindow(size=size, period=2, start=start, stop=stop),
     ):
         for iteration in range(30):
-            found = window(iteration, steps)
+            found = window.steps(iteration, steps, 3)
             assert len(found) == size and found.start >= start
             assert found.stop <= (steps - 1 if stop is None else stop)
 
 
 def test_all_steps_are_all_but_the_last_and_a_fixed_window_never_moves():
-    assert list(all_steps(7, 4)) == [0, 1, 2]
-    assert {FixedWindow(size=2, start=1)(i, 9) for i in range(20)} == {range(1, 3)}
+    assert list(AllSteps().steps(7, 4, 0)) == [0, 1, 2]
+    assert {FixedWindow(size=2, start=1).steps(i, 9, 0) for i in range(20)} == {range(1, 3)}
 
 
 def test_the_random_window_visits_every_place_and_repeats_for_the_same_seed():
-    window = RandomWindow(size=2, seed=1)
-    places = [window(i, 6) for i in range(100)]
+    window = RandomWindow(size=2)
+    places = [window.steps(i, 6, 1) for i in range(100)]
     assert {p.start for p in places} == {0, 1, 2, 3}
-    assert places == [RandomWindow(size=2, seed=1)(i, 6) for i in range(100)]
-    assert places != [RandomWindow(size=2, seed=2)(i, 6) for i in range(100)]
+    assert places == [window.steps(i, 6, 1) for i in range(100)]
+    assert places != [window.steps(i, 6, 2) for i in range(100)]
 
 
 def test_the_progressive_window_moves_by_one_every_period_and_starts_over():
     window = ProgressiveWindow(size=2, period=3)
-    assert [window(i, 5).start for i in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0]
+    assert [window.steps(i, 5, 0).start for i in range(12)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 0]
 
 
 def test_the_geometric_window_starts_with_the_published_frequencies():
-    """Pr[i] = (1 - r) r^i / (1 - r^(T - w)); 4000 draws are within 5 standard errors."""
+    """Pr[i] = (1 - r) r^i / (1 - r^(T - w)); 4000 windows are within 5 standard errors."""
     for ratio in [0.3, 0.7, 1.0]:
-        steps, size, draws = 8, 3, 4000
-        window = GeometricWindow(size=size, ratio=ratio, seed=5)
-        found = collections.Counter(window(i, steps).start for i in range(draws))
+        steps, size, number = 8, 3, 4000
+        window = GeometricWindow(size=size, ratio=ratio)
+        found = collections.Counter(window.steps(i, steps, 5).start for i in range(number))
         places = steps - size
         assert set(found) == set(range(places)) or ratio == 0.3
         for i in range(places):
             p = 1 / places if ratio == 1 else (1 - ratio) * ratio**i / (1 - ratio**places)
-            assert abs(found[i] / draws - p) < 5 * (p * (1 - p) / draws) ** 0.5
+            assert abs(found[i] / number - p) < 5 * (p * (1 - p) / number) ** 0.5
 
 
 @given(steps=st.integers(2, 12), size=st.integers(1, 11), seed=st.integers(0, 99))
 def test_the_geometric_window_ends_before_the_last_step(steps, size, seed):
     if size > steps - 1:
         return
-    window = GeometricWindow(size=size, ratio=0.9, seed=seed)
-    places = [window(i, steps) for i in range(20)]
+    window = GeometricWindow(size=size, ratio=0.9)
+    places = [window.steps(i, steps, seed) for i in range(20)]
     assert all(len(p) == size and p.start >= 0 and p.stop <= steps - 1 for p in places)
-    assert places == [GeometricWindow(size=size, ratio=0.9, seed=seed)(i, steps) for i in range(20)]
+    assert places == [window.steps(i, steps, seed) for i in range(20)]
 
 
-def test_depth_pruning_slides_later_and_stays_at_its_stop():
+def test_depth_pruning_moves_later_and_stays_at_its_stop():
     pruning = DepthPruning(start=9, size=4, period=30, stop=11)
-    assert [pruning(i).start for i in (0, 29, 30, 60, 89, 90, 5000)] == [9, 9, 10, 11, 11, 11, 11]
-    assert pruning(30) == range(10, 14)
+    starts = [pruning.steps(i, 20).start for i in (0, 29, 30, 60, 89, 90, 5000)]
+    assert starts == [9, 9, 10, 11, 11, 11, 11]
+    assert pruning.steps(30, 20) == range(10, 14)
+    unlimited = DepthPruning(start=9, size=4, period=1)
+    assert unlimited.steps(500, 20) == range(15, 19)  # the last with noise
 
 
-def test_depth_pruning_slides_earlier_and_never_below_the_first_step():
-    assert [DepthPruning(start=15, size=4, direction=-1, period=2, stop=9)(i).start
-            for i in (0, 2, 12, 100)] == [15, 14, 9, 9]  # fmt: skip
-    assert DepthPruning(start=1, size=2, direction=-1, period=1)(50) == range(2)
+def test_depth_pruning_moves_earlier_and_never_below_the_first_step():
+    pruning = DepthPruning(start=15, size=4, direction="earlier", period=2, stop=9)
+    assert [pruning.steps(i, 20).start for i in (0, 2, 12, 100)] == [15, 14, 9, 9]
+    unlimited = DepthPruning(start=1, size=2, direction="earlier", period=1)
+    assert unlimited.steps(50, 20) == range(2)
 
 
 def test_depth_pruning_ends_where_it_is_told_to():
     pruning = DepthPruning(start=3, size=2, period=10, until=25)
-    assert [list(pruning(i)) for i in (24, 25, 99)] == [[5, 6], [], []]
+    assert [list(pruning.steps(i, 20)) for i in (24, 25, 99)] == [[5, 6], [], []]
 
 
-def test_depth_pruning_cannot_stop_behind_its_start():
-    for direction, stop in [(1, 3), (-1, 12)]:
-        with pytest.raises(PlanError, match="stop") as caught:
-            DepthPruning(start=9, size=4, direction=direction, stop=stop)
-        assert DepthPruning(start=9, size=4, direction=direction, stop=nearest(caught.value)[0])(99)
-
-
-def test_depth_pruning_knows_two_directions():
-    with pytest.raises(PlanError, match="direction"):
-        DepthPruning(start=9, size=4, direction=2)
+def test_depth_pruning_that_cannot_be_names_what_can():
+    for options, name in [
+        ({"direction": "later", "stop": 3}, "stop"),
+        ({"direction": "earlier", "stop": 12}, "stop"),
+        ({"start": 19}, "start"),
+        ({"size": 11}, "size"),
+    ]:
+        with pytest.raises(PlanError, match=f"rollout.depth_pruning.{name} is") as caught:
+            DepthPruning(**options).steps(0, 20)
+        fixed = (
+            options | {name: nearest(caught.value)[0]} | ({"size": 1} if name == "start" else {})
+        )
+        assert DepthPruning(**fixed).steps(99, 20)
 
 
 @given(steps=st.integers(2, 40), seed=st.integers(0, 9), iteration=st.integers(0, 99))
 def test_a_subset_has_its_share_of_the_stochastic_steps(steps, seed, iteration):
-    found = step_subset(steps, 0.6, seed, iteration)
+    found = random_share(steps, 0.6, seed, iteration)
     assert len(found) == max(1, 6 * (steps - 1) // 10)
     assert found <= set(range(steps - 1))
-    assert found == step_subset(steps, 0.6, seed, iteration)
+    assert found == random_share(steps, 0.6, seed, iteration)
 
 
 def test_subsets_differ_with_seed_and_iteration_and_reach_every_step():
-    drawn = [step_subset(11, 0.6, 0, i) for i in range(50)]
+    drawn = [random_share(11, 0.6, 0, i) for i in range(50)]
     assert set().union(*drawn) == set(range(10)) and len(set(drawn)) > 25
-    assert drawn != [step_subset(11, 0.6, 1, i) for i in range(50)]
+    assert drawn != [random_share(11, 0.6, 1, i) for i in range(50)]
 
 
 def test_drawn_steps_are_ascending_and_all_are_drawn_in_turn():
-    drawn = [draw_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
+    drawn = [random_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
     assert len(set(drawn)) == 6 and all(a < b for a, b in drawn)
-    assert drawn == [draw_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
-    assert draw_steps([1, 4], None, 3, 0) == (1, 4)
+    assert drawn == [random_steps([1, 4, 6, 9], 2, 3, i) for i in range(60)]
+    assert random_steps([1, 4], None, 3, 0) == (1, 4)
     with pytest.raises(PlanError) as caught:
-        draw_steps([1, 4], 3, 0, 0)
-    assert len(draw_steps([1, 4], nearest(caught.value)[0], 0, 0)) == 2
+        random_steps([1, 4], 3, 0, 0)
+    assert len(random_steps([1, 4], nearest(caught.value)[0], 0, 0)) == 2
