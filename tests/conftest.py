@@ -17,7 +17,7 @@ from hypothesis import settings
 
 if TYPE_CHECKING:
     from flowrl.config import Config
-    from flowrl.planning.model_specs import Size
+    from flowrl.planning.model_specs import ModelSpec
     from flowrl.training.loop import Learner
     from flowrl.training.run import Run
 
@@ -155,7 +155,7 @@ def make_run(
     """
     from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
     from flowrl.config import config_yaml
-    from flowrl.training.checkpoint import write_config
+    from flowrl.training.checkpoint import CONFIG
     from flowrl.utils.distributed import Runtime
 
     def make(
@@ -163,15 +163,11 @@ def make_run(
     ) -> tuple[Config, Learner, Run]:
         own = {"iterations": 4, "checkpoint_every": 100, "output_dir": str(tmp_path / "run")}
         config = tiny_config(**changes | {"run": own | changes.get("run", {})})
-        learner = build_learner(
-            config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny())
-        )
-        backbone = learner.policy.backbone
-        evaluator = evaluator or build_evaluator(
-            config, backbone.pipeline, learner.specs, ProvidedObjects()
-        )
+        given = ProvidedObjects(pipeline=load_tiny())
+        learner = build_learner(config, Runtime(device="cpu"), given)
+        evaluator = evaluator or build_evaluator(config, given.pipeline, learner.specs, given)
         run = build_run(config, learner, evaluator, resume, resumed=resume is not None)
-        write_config(run.folder, config_yaml(config))
+        (run.folder / CONFIG).write_text(config_yaml(config))
         return config, learner, run
 
     return make
@@ -181,15 +177,15 @@ def make_run(
 
 
 @pytest.fixture(scope="session")
-def tiny_size() -> Callable[[str], Size]:
+def tiny_size() -> Callable[[str], ModelSpec]:
     """The make of a size of `model_specs`, a hundredth of its width, with two blocks."""
-    from flowrl.planning.model_specs import SIZES
+    from flowrl.planning.model_specs import MODEL_SPECS
 
     narrow_kl = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
     text = {"text_tokens": 5, "text_width": 64}
 
-    def make(name: str) -> Size:
-        size = SIZES[name]
+    def make(name: str) -> ModelSpec:
+        size = MODEL_SPECS[name]
         config, decoder = dict(size.config), dict(size.autoencoder_config)
         if size.family == "sd3":
             config |= {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 32}

@@ -1,7 +1,6 @@
 """The run folder: one owner at a time, checkpoints that a crash cannot spoil, exact resume."""
 
 import contextlib
-import fcntl
 import random
 import shutil
 from collections.abc import Iterator
@@ -10,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
 from flowrl.errors import UserError
-from flowrl.utils.files import load_state, save_state, write_text
+from flowrl.utils.files import load_state, save_state
 
 CONFIG = "config.yaml"
 STATE = "state.safetensors"
@@ -20,9 +20,9 @@ LATEST = "latest"
 
 
 class Checkpoints:
-    """`checkpoints/step-NNNNNN/` of a run folder: the newest `keep`, and the best.
+    """The folders `checkpoints/step-NNNNNN/` of a run: the newest `keep`, and the best.
 
-    The state is one file, written beside and renamed, so that a folder with a state is whole.
+    The state is one file, written beside and renamed, so a folder with a state is complete.
     """
 
     def __init__(self, run_dir: Path, *, keep: int):
@@ -33,30 +33,29 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, ascending."""
+        """Return the steps that have a complete checkpoint, ascending."""
         found = self.folder.glob(f"step-*/{STATE}")
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
     def save(self, step: int, state: dict[str, Any], *, best: int | None = None) -> Path:
-        """Write a checkpoint, then remove all but the newest and the best -> its folder."""
+        """Write a checkpoint, remove all but the newest and the best, return its folder."""
         save_state(self.path(step) / STATE, state)
         for old in self.steps()[: -self.keep]:
             if old != best:
                 shutil.rmtree(self.path(old))
         return self.path(step)
 
-    def forget_after(self, step: int) -> None:
-        """Remove later checkpoints: a run that goes on from an older one leaves that branch."""
+    def remove_after(self, step: int) -> None:
+        """Remove later checkpoints, which a run resumed from an older one does not continue."""
         for later in self.steps():
             if later > step:
                 shutil.rmtree(self.path(later))
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """The state of "latest" (or of the run's own folder, which means the same), or of a
-        checkpoint's folder.
+        """Return the state of "latest" (also written as the run's folder) or of a checkpoint folder.
 
-        None when "latest" finds a run that was stopped before its first checkpoint: it starts
-        over. Raises UserError when there is no run, or no checkpoint in the folder.
+        Returns None when "latest" finds a run without a checkpoint yet, which starts over. Raises
+        UserError when there is no run, or no checkpoint in the folder.
         """
         if resume == LATEST or Path(resume).resolve() == self.folder.parent.resolve():
             if not (self.folder.parent / CONFIG).exists():
@@ -74,14 +73,14 @@ class Checkpoints:
 def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
     """Own a run folder while inside: nobody else writes to it, and no old run is overwritten.
 
-    The lock is the operating system's, so a killed process leaves none behind. Raises UserError
-    when another process trains there, or when it holds a run and `resume` is None.
+    A killed process leaves no lock behind. Raises UserError when another process trains there, or
+    when the folder holds a run and `resume` is None.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / ".lock", "w") as lock:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            stack.enter_context(FileLock(run_dir / ".lock", blocking=False))
+        except Timeout:
             raise UserError(f"{run_dir} is in use by another process that trains there") from None
         if resume is None and (run_dir / CONFIG).exists():
             raise UserError(
@@ -91,13 +90,11 @@ def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
         yield
 
 
-def write_config(run_dir: Path, text: str) -> None:
-    write_text(run_dir / CONFIG, text)
-
-
 def random_state() -> dict[str, Any]:
-    """Python's, NumPy's and torch's global generators. flowrl draws by key and uses none of
-    them; a user's reward or libraries may."""
+    """Return the state of Python's, NumPy's and torch's global generators.
+
+    flowrl uses keyed noise and none of them; a user's reward or libraries may.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     words_of_numpy = torch.from_numpy(np.asarray(keys).astype(np.int64))

@@ -173,7 +173,7 @@ class Run:
             self._restore(self.resume)
             self.runtime.wait()  # all have read their checkpoint
             if self.runtime.is_main:
-                self.checkpoints.forget_after(self.done)
+                self.checkpoints.remove_after(self.done)
         else:
             self.save()  # from here on the run can be resumed
         self._recall()

@@ -15,8 +15,7 @@ def load_callable(target: str) -> Callable[..., Any]:
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
         raise LookupError(f"{target!r} is not written as module:attribute")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # the `flowrl` command starts without it, unlike python
+    search_working_directory()
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -27,3 +26,9 @@ def load_callable(target: str) -> Callable[..., Any]:
     if not callable(found):
         raise LookupError(f"it is {found!r}, expected a class or a function")
     return found
+
+
+def search_working_directory() -> None:
+    """Let imports look in the working directory last: the `flowrl` command starts without it."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())

@@ -149,7 +149,8 @@ def _line(axes: "Axes", points: Points, color: str, band: Band | None = None, **
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, color=color, linewidth=1.8, markersize=4, **style)
     if band is not None:
-        axes.fill_between(xs, *zip(*band, strict=True), color=color, alpha=0.15, linewidth=0)
+        low, high = zip(*band, strict=True)
+        axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
 
 
 def _style(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:

@@ -57,18 +57,29 @@ def test_a_split_and_a_column_are_named_after_the_place(tmp_path):
     assert load_prompts(f"hf:{folder}:test")[0].text == "b"
     assert [p.text for p in load_prompts(folder)] == ["two cats", "a red cup"]
     # Files of one split are read alone when their names say so.
+    (tmp_path / "p").mkdir()
     for split in ("train", "test"):
-        table([{"prompt": split}]).to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    assert [p.text for p in load_prompts(f"hf:{tmp_path}:test")] == ["test"]
-    assert [p.text for p in load_prompts(tmp_path)] == ["train"]
-    with pytest.raises(UserError, match="have the splits test, train, not 'dev'"):
-        load_prompts(f"hf:{tmp_path}:dev")
+        table([{"prompt": split}]).to_parquet(tmp_path / f"p/{split}-00000-of-00001.parquet")
+    assert [p.text for p in load_prompts(f"hf:{tmp_path}/p:test")] == ["test"]
+    assert [p.text for p in load_prompts(tmp_path / "p")] == ["train"]
+    with pytest.raises(UserError, match="split 'dev': .*[tT]rain.*test"):
+        load_prompts(f"hf:{tmp_path}/p:dev")
     # A saved table without splits is the training one and no other.
     table().save_to_disk(tmp_path / "saved")
     assert load_prompts(f"hf:{tmp_path}/saved:train") == load_prompts(tmp_path / "saved")
     for split in ("test", "test[:1]"):
-        with pytest.raises(UserError, match="have the splits train, not 'test'"):
+        with pytest.raises(UserError, match="Unknown split 'test'. Available splits: train"):
             load_prompts(f"hf:{tmp_path}/saved:{split}")
+
+
+def test_lists_of_several_types_are_read_from_data_sets_of_json_lines(tmp_path):
+    place = {"class": "cat", "count": 1, "position": ["right of", 0]}
+    rows = [{"prompt": "a cat right of a dog", "include": [{"class": "dog", "count": 1}, place]}]
+    rows += [{"prompt": "a red cup", "include": [{"class": "cup", "color": "red"}]}]
+    (tmp_path / "set").mkdir()
+    expected = as_jsonl(tmp_path / "set" / "rows.jsonl", rows)
+    assert load_prompts(tmp_path / "set") == expected
+    assert expected[0].metadata["include"][1] == place
 
 
 def test_the_usual_columns_are_recognised(tmp_path):
@@ -109,7 +120,7 @@ def test_images_are_not_read_and_bad_columns_are_refused(tmp_path):
     with pytest.raises(UserError, match="have the columns words; expected one of prompt, text"):
         load_prompts(tmp_path / "p.parquet")
     datasets.DatasetDict({"train": table()}).save_to_disk(tmp_path / "saved")
-    with pytest.raises(UserError, match="have the splits train, not 'dev'"):
+    with pytest.raises(UserError, match="Unknown split 'dev'. Available splits: train"):
         load_prompts(f"hf:{tmp_path}/saved:dev")
     table([{"prompt": "a"}, {"prompt": None}]).to_parquet(tmp_path / "gap.parquet")
     with pytest.raises(UserError, match="gap.parquet, row 2: expected .* a text"):
@@ -158,7 +169,7 @@ def test_files_that_are_no_table_are_refused(tmp_path):
         load_prompts(path)
     # A folder or file that is no table is a sentence.
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="holds no .parquet or .arrow file"):
+    with pytest.raises(UserError, match="cannot read prompts .*empty.*any data files"):
         load_prompts(tmp_path / "empty")
     with pytest.raises(UserError, match="no such file or folder"):
         load_prompts(tmp_path / "none.parquet")

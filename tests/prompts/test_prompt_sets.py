@@ -2,6 +2,9 @@ import json
 from collections import Counter
 
 import pytest
+from flowrl_rewards.detectors.mask2former import COCO as DETECTED
+from flowrl_rewards.geneval_rules import TAGS
+from flowrl_rewards.ocr import OCR, quoted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,9 +14,6 @@ from flowrl.prompts.generate.geneval import KINDS, RATIO, geneval_sets
 from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
 from flowrl.prompts.generate.words import COCO, WORDS, article, plural
 from flowrl.prompts.records import load_prompts
-from rewards.detectors.mask2former import COCO as DETECTED
-from rewards.geneval_rules import TAGS
-from rewards.ocr import OCR, quoted
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 few = settings(max_examples=15)

@@ -18,14 +18,13 @@ from flowrl.training.checkpoint import (
     claim,
     random_state,
     restore_random_state,
-    write_config,
 )
 from flowrl.utils.files import load_state, save_state
 
 
 @pytest.fixture
 def checkpoints(tmp_path):
-    write_config(tmp_path, "run: {}\n")
+    (tmp_path / CONFIG).write_text("run: {}\n")
     return Checkpoints(tmp_path, keep=2)
 
 
@@ -79,7 +78,7 @@ def test_an_older_checkpoint_can_be_named_and_later_ones_are_then_left(checkpoin
     for step in (1, 2):
         checkpoints.save(step, state(step))
     assert checkpoints.load(str(checkpoints.path(1)))["iteration"] == 1
-    checkpoints.forget_after(1)
+    checkpoints.remove_after(1)
     assert checkpoints.steps() == [1]
 
 
@@ -87,7 +86,7 @@ def test_an_occupied_folder_is_refused_unless_resumed(tmp_path):
     for folder, resume in (("new", "latest"), ("elsewhere", str(tmp_path / "elsewhere"))):
         with pytest.raises(UserError, match=folder):
             Checkpoints(tmp_path / "new", keep=1).load(resume)
-    write_config(tmp_path, "run: {}\n")
+    (tmp_path / CONFIG).write_text("run: {}\n")
     with pytest.raises(UserError, match="--resume latest"), claim(tmp_path, resume=None):
         pass
     with claim(tmp_path, resume="latest"):

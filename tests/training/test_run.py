@@ -17,12 +17,12 @@ from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.training.checkpoint import STATE, write_config
+from flowrl.training.checkpoint import CONFIG, STATE
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 from flowrl.training.tracking import read_lines, read_metrics
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import load_state
+from flowrl.utils.files import load_state, write_text
 
 # Schedules of the iteration: a window that is drawn, and pruning that ends.
 MOVING = {
@@ -262,7 +262,7 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
     assert evaluator is not None
     for p in learner.policy.parameters():
         p.data.normal_(0, 0.05)
-    write_config(tmp_path, config_yaml(config))
+    write_text(tmp_path / CONFIG, config_yaml(config))
     run = build_run(config, learner, evaluator, None, resumed=False)
     with run.session():
         run.begin(learner.policy, learner.optimizer)
