@@ -1,16 +1,17 @@
-"""What the commands do, as functions: train, evaluate, sample, score, compare."""
+"""The commands as functions: align, evaluate, sample, gallery, collect, score, audit, export.
 
-import json
+Each function does what the command of its name does, and takes loaded objects where that is
+useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
+"""
+
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from flowrl.backbones.guidance import RLG
@@ -36,6 +37,7 @@ from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
 from flowrl.errors import UserError
+from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import call_settings, draw_sweep, hand_over, pairs, summary, write_sweep
@@ -49,27 +51,30 @@ from flowrl.offline.format import (
 )
 from flowrl.offline.writer import REWARD, SHARD, fill, pairs_digest, read_pairs, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.quantization.backends import Capability, Resolved, capability_of, named, resolve
+from flowrl.quantization.backends import Resolved, capability_of, named, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import packed_within
-from flowrl.sampling.rank_audit import audit
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch
+from flowrl.sampling.rank_audit import audit_ranks
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import preflight
-from flowrl.scoring.scorer import quantise
+from flowrl.scoring.files import ImageFile, ScoredFiles, score_files
 from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
-from flowrl.training.checkpoint import CONFIG, Checkpoints, claim, write_config
+from flowrl.training.checkpoint import CONFIG, Checkpoints, claim
 from flowrl.training.evaluate import EvaluationComparison, compare
 from flowrl.training.loop import Learner, train
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes
-from flowrl.utils.images import png, to_tensor
+from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.images import png
 from flowrl.utils.progress import Steps
 
 LOG = logging.getLogger(__name__)
+Row = dict[str, Any]  # of a table that a command prints
+
+# --- flowrl train ------------------------------------------------------------------------------
 
 
 def align(
@@ -81,28 +86,32 @@ def align(
     rewards: dict[str, Any] | None = None,
     resume: str | None = None,
 ) -> list[EvaluationComparison]:
-    """Train as configured; -> each reward before and after on the held-out prompts, if any.
+    """Train a LoRA; return each reward before and after on the held-out prompts, if there are any.
 
-    pipeline, prompts, rewards: a loaded diffusers pipeline, texts and callables by name, used
-    instead of what the configuration names. resume: "latest" or a checkpoint's folder. The
-    folder `config.run.output_dir` then holds LoRA, card, gallery, metrics and checkpoints. A given
-    pipeline keeps its adapters of training, of which the file may hold the average: load it anew.
-    Raises UserError for what the caller can mend; Ctrl-C saves and returns.
+    `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
+    saves and returns.
+
+    Args:
+        pipeline, prompts, evaluation_prompts, rewards: a loaded diffusers pipeline, texts, and
+            callables by name, in place of those that the configuration names. The pipeline keeps
+            the adapters of its training, which may differ from the saved average of them: load it
+            anew to use the LoRA.
+        resume: "latest" or the folder of a checkpoint.
+
+    Raises:
+        UserError: for everything the caller can correct, before training where possible.
     """
     config = as_given(config, pipeline)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
     given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
-    folder = Path(config.run.output_dir)
-    precision = PRECISION[config.pipeline.dtype]
-    runtime = Runtime(device=config.pipeline.device, mixed_precision=precision)
+    folder, runtime = Path(config.run.output_dir), _runtime(config)
     # A launcher ends all processes when one fails, so only the main one has to look.
     with claim(folder, resume=resume) if runtime.is_main else nullcontext():
         pushed = config.run.push_to_hub
         repository = repository_of(config) if pushed and runtime.is_main else None
-        state = Checkpoints(folder, keep=config.run.keep).load(resume) if resume else None
+        checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
+        state = checkpoints.load(resume) if resume else None
         texts = Texts(config, pipeline)
         needed = all_texts(config, given, first=state["iteration"] if state else 0)
         learner = build_learner(config, runtime, given, texts, needed)
@@ -112,11 +121,10 @@ def align(
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
                 try_rewards(learner, [*drawn_prompts(config, given), *held_out])
-            asked = [*needed, *stored_texts(config, learner.source)]
-            texts.free(pipeline, asked, runtime)
+            texts.free(pipeline, [*needed, *stored_texts(config, learner.source)], runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
-                write_config(folder, config_yaml(config))
+                write_text(folder / CONFIG, config_yaml(config))
             with run.session():
                 train(learner, run, iterations=config.run.iterations)
                 rows = hand_over(config, learner, run)
@@ -126,31 +134,39 @@ def align(
 
 
 def repository_of(config: Config) -> str:
-    """Where the run is pushed at its end, made or found now -> its whole name.
+    """Create or find the Hub repository that the run is pushed to; return its whole name.
 
-    Raises UserError when nothing could be pushed, before anything is loaded or drawn.
+    Raises UserError when nothing could be pushed, before anything is loaded.
     """
     name = config.run.hub_model_id or Path(config.run.output_dir).resolve().name
     return open_repository(name, private=config.run.hub_private)
 
 
 def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
-    """Before anything is drawn. What is wrong with a reward that is only measured is told."""
+    """Check the rewards before sampling; log a warning for held-out ones that do not work.
+
+    Raises UserError for a trained reward that does not work.
+    """
     size = learner.policy.backbone.image_size()
-    for finding in preflight(learner.specs, prompts, size):
-        if finding.state != "ok":
-            LOG.warning("reward %s: %s. %s", finding.topic, finding.detail, finding.remedy)
+    for result in preflight(learner.specs, prompts, size):
+        if result.state != "ok":
+            LOG.warning("reward %s: %s. %s", result.topic, result.detail, result.remedy)
 
 
-def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str, Any]]:
-    """The configured pipeline, and with `lora` also the adapted one, on the held-out prompts.
+# --- flowrl evaluate ---------------------------------------------------------------------------
 
-    Raises UserError when there are none, or what `evaluation` asks of them cannot be had.
+
+def evaluate(config: Config, *, lora: str | None = None) -> list[Row]:
+    """Score the configured pipeline, and the same with a LoRA if given, on the held-out prompts.
+
+    Raises UserError when there are no such prompts, or `evaluation` asks what they cannot give.
     """
     specs, held_out = build_rewards(config), evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    check_measures(_without_training(config), specs, (), held_out)
+    # What is asked of prompts and rewards for training alone does not matter here.
+    untrained = _changed(_changed(config, "prompts", retained=None), "run", stop_when_hacking=None)
+    check_measures(untrained, specs, (), held_out)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
@@ -165,15 +181,8 @@ def evaluate_model(config: Config, *, lora: str | None = None) -> list[dict[str,
         return table(compare(base, after, evaluator.quality))
 
 
-def _without_training(config: Config) -> Config:
-    """Without what is asked of prompts and rewards for training alone."""
-    prompts = config.prompts.model_copy(update={"retained": None})
-    run = config.run.model_copy(update={"stop_when_hacking": None})
-    return config.model_copy(update={"prompts": prompts, "run": run})
-
-
-def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
-    """A comparison as rows for people."""
+def table(rows: Sequence[EvaluationComparison]) -> list[Row]:
+    """Return a comparison as the rows of a table."""
     return [
         {
             "reward": row.name,
@@ -188,7 +197,10 @@ def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
     ]
 
 
-def sample_images(  # noqa: PLR0913  # an argument for each option
+# --- flowrl sample -----------------------------------------------------------------------------
+
+
+def sample(  # noqa: PLR0913  # an argument for each option
     model: str,
     prompts: Sequence[str],
     *,
@@ -204,10 +216,13 @@ def sample_images(  # noqa: PLR0913  # an argument for each option
     rlg: float | None = None,
     revision: str | None = None,
 ) -> list[Path]:
-    """Draw `count` images of each prompt with the pipeline's own call -> paths of PNG files.
+    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files.
 
-    What is None, or a negative of "", is as the run of `lora` was evaluated, else the pipeline's
-    default. rlg: the strength of the LoRA, see `flowrl.backbones.guidance`.
+    Arguments that are None (and a negative prompt "") are those that the run of `lora` was
+    evaluated with, or else the pipeline's defaults.
+
+    Args:
+        rlg: strength of the LoRA: 0 is the base, 1 the LoRA; see `flowrl.backbones.guidance`.
     """
     asked = {
         "guidance_scale": guidance,
@@ -236,7 +251,10 @@ def sample_images(  # noqa: PLR0913  # an argument for each option
     return paths
 
 
-def build_gallery(
+# --- flowrl gallery ----------------------------------------------------------------------------
+
+
+def gallery(
     run: Path | None,
     *,
     base: str | None,
@@ -248,19 +266,19 @@ def build_gallery(
     rlg: Sequence[float] = (),
     revision: str | None = None,
 ) -> Path:
-    """Draw base and aligned images of the same prompts and seeds -> the page that shows them.
+    """Generate base and aligned images of the same prompts and seeds; return the HTML page.
 
-    Of a run: its pipeline, LoRA, rewards and evaluation settings; or of `base` with `lora`. With
-    `rlg`: the base and the LoRA at each of these strengths, see `flowrl.backbones.guidance`.
+    Args:
+        run: a run's folder, which brings pipeline, LoRA, rewards and evaluation settings; or None
+            with `base`, a pipeline, and `lora`.
+        rlg: show the base and the LoRA at each of these strengths instead.
     """
-    config, rewards = _recipe_of(run) if run else (_plain_recipe(str(base), lora, str(prompts)), [])
+    config, rewards = _run_recipe(run) if run else (_base_recipe(str(base), lora, str(prompts)), [])
     if revision is not None:
-        section = config.pipeline.model_copy(update={"revision": revision})
-        config = config.model_copy(update={"pipeline": section})
-    changes = {"images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
+        config = _changed(config, "pipeline", revision=revision)
+    changes = {"num_images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
-    evaluation = config.evaluation.model_copy(update=changes)
-    config = config.model_copy(update={"evaluation": evaluation})
+    config = _changed(config, "evaluation", **changes)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
     config = config if run else of_family(config, pipeline)
@@ -272,6 +290,7 @@ def build_gallery(
         before = evaluator(evaluator.backbone.velocity, runtime)
         load_lora(pipeline, lora or str(run))
         folder = output_dir or Path(str(run)) / "comparison"
+        evaluation = config.evaluation
         caption = f"{count} images of {evaluation.prompts}, seed {evaluation.seed}"
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
@@ -288,7 +307,7 @@ def build_gallery(
         return page
 
 
-def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
+def _run_recipe(run: Path) -> tuple[Config, list[RewardSpec]]:
     path = run / CONFIG
     if not path.is_file():
         raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
@@ -296,22 +315,20 @@ def _recipe_of(run: Path) -> tuple[Config, list[RewardSpec]]:
     return config, build_rewards(config)
 
 
-def _plain_recipe(base: str, lora: str | None, prompts: str) -> Config:
-    """The recipe of the run that `lora` is, on another base; or defaults."""
+def _base_recipe(base: str, lora: str | None, prompts: str) -> Config:
+    """Return the recipe of the run that `lora` belongs to, with another base; or the defaults."""
     if lora is not None and (Path(lora) / CONFIG).is_file():
         return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}", "pipeline.revision=null"])
-    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery asks none
+    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery uses none
     return parse_config(
         {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
     )
 
 
-# --- What `flowrl collect` does: groups, drawn by a pipeline or given as pairs, into a store ---
-
-NAMED = 5  # lines of a file of pairs that are reported one by one
+# --- flowrl collect ----------------------------------------------------------------------------
 
 
-def collect_groups(
+def collect(
     config: Config,
     folder: Path,
     *,
@@ -319,17 +336,20 @@ def collect_groups(
     lora: str | None = None,
     pipeline: Any = None,
     rewards: Mapping[str, Reward] | None = None,
-) -> list[dict[str, Any]]:
-    """Draw and score at least `groups` groups as the recipe's rollouts are, in whole iterations.
+) -> list[Row]:
+    """Generate and score at least `groups` groups into an offline data set; return its summary.
 
-    What the folder has already is kept. lora: a run or file, of the model that draws. pipeline,
-    rewards: objects to use in place of those that the recipe names. -> one row that sums up.
+    Images are generated as in the recipe's rollouts, in whole iterations. Iterations that the
+    folder already holds are kept.
+
+    Args:
+        lora: run or file of the LoRA that generates.
+        pipeline, rewards: loaded objects in place of those that the recipe names.
     """
-    config = _without_store(as_given(config, pipeline))
-    shards = -(-groups // config.rollout.prompts)  # iterations, as many as are drawn
-    # What is written down about a rollout's stages belongs to the store.
-    run = config.run.model_copy(update={"output_dir": str(folder), "iterations": shards})
-    config = config.model_copy(update={"run": run})
+    config = _changed(as_given(config, pipeline), "rollout", store=None)
+    shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
+    # A rollout's precision is recorded in its output folder: here that of the data set.
+    config = _changed(config, "run", output_dir=str(folder), iterations=shards)
     if config.prompts.retained is not None:
         raise UserError(
             "prompts.retained asks for images in other words than the prompt's own, which a "
@@ -337,17 +357,12 @@ def collect_groups(
         )
     if lora is not None:
         config = with_lora(config, lora)
-    if config.run.threads is not None:
-        torch.set_num_threads(config.run.threads)
-    runtime = Runtime(
-        device=config.pipeline.device, mixed_precision=PRECISION[config.pipeline.dtype]
-    )
+    runtime = _runtime(config)
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = Texts(config, pipeline)
     needed = needed_texts(config, drawn_prompts(config, given), ())
     learner = build_learner(config, runtime, given, texts, needed)
-    sampler = learner.source
-    assert isinstance(sampler, Sampler)  # the recipe has no store
+    sampler = _sampler(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
 
@@ -361,18 +376,18 @@ def collect_groups(
             try_rewards(learner, drawn_prompts(config, given))
         texts.free(learner.policy.backbone.pipeline, needed, runtime)
         store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
-    return collection_summary(store) if runtime.is_main else []
+    return _dataset_summary(store) if runtime.is_main else []
 
 
 def collect_pairs(
     config: Config, source: Path, folder: Path, *, pipeline: Any = None
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """Encode pairs of images with the recipe's pipeline: groups of two, scored 1 and 0.
+) -> tuple[list[Row], list[str]]:
+    """Encode pairs of preferred and rejected images as groups of two, scored 1 and 0.
 
-    What the folder has already is kept. -> one row that sums up, and why pairs were left out.
-    Raises UserError when no pair is left.
+    Pairs that the folder already holds are kept. Returns the data set's summary, and a reason for
+    each pair that was left out. Raises UserError when no pair is left.
     """
-    pairs = read_pairs(source)
+    preferences = read_pairs(source)
     config = as_given(config, pipeline)
     p = config.pipeline
     runtime = Runtime(device=p.device)
@@ -388,41 +403,36 @@ def collect_pairs(
             backbone=p.backbone,
             latent_shape=list(backbone.latent_shape()),
             dtype="float32",
-            sigmas=backbone.sigmas(config.rollout.steps).tolist(),
+            sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
             rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
             recipe={PAIRS: pairs_digest(source)},
         ),
     )
     left_out: list[str] = []
-    shards = -(-len(pairs) // SHARD)
-    with Steps("encoding", shards) as steps:
-        for reasons in write_pairs(folder, pairs, backbone, batch_size=p.decode_batch):
+    with Steps("encoding", -(-len(preferences) // SHARD)) as steps:
+        for reasons in write_pairs(folder, preferences, backbone, batch_size=p.decode_batch):
             left_out += reasons
             steps.advance({"left out": len(left_out)})
-    if len(left_out) == len(pairs):
-        raise UserError(f"none of the {len(pairs)} pairs can be used; the first: {left_out[0]}")
-    return collection_summary(open_store(folder)), left_out
+    if len(left_out) == len(preferences):
+        raise UserError(
+            f"none of the {len(preferences)} pairs can be used; the first: {left_out[0]}"
+        )
+    return _dataset_summary(open_store(folder)), left_out
 
 
 def with_lora(config: Config, source: str) -> Config:
-    """The recipe on top of a LoRA: its rank and strength, and of a run also its layers."""
+    """Return the recipe starting from a LoRA: its rank and alpha, and its layers if it is a run."""
     state, strength = read_lora(source)
     rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
     alpha = round(strength * rank, 6)  # as it was, before it was divided
     saved = Path(source) / CONFIG
-    layers = load_config(saved).lora if saved.is_file() else config.lora
-    changes = {"rank": rank, "alpha": alpha, "init_from": source}
-    return config.model_copy(update={"lora": layers.model_copy(update=changes)})
+    if saved.is_file():
+        config = config.model_copy(update={"lora": load_config(saved).lora})
+    return _changed(config, "lora", rank=rank, alpha=alpha, init_from=source)
 
 
-def _without_store(config: Config) -> Config:
-    """The recipe as it draws, whatever it would otherwise read."""
-    rollout = config.rollout.model_copy(update={"store": None})
-    return config.model_copy(update={"rollout": rollout})
-
-
-def collection_summary(store: OfflineDataset) -> list[dict[str, Any]]:
-    """One row: what is in a store, and the means of its scores."""
+def _dataset_summary(store: OfflineDataset) -> list[Row]:
+    """Return one row: how many groups and images a data set has, and the means of its scores."""
     means = store.scores.nanmean(0).tolist()
     return [
         {"groups": len(store.groups), "images": len(store)}
@@ -430,181 +440,39 @@ def collection_summary(store: OfflineDataset) -> list[dict[str, Any]]:
     ]
 
 
-# --- What `flowrl score` does: scores of image files -----------------------------------------
+# --- flowrl score ------------------------------------------------------------------------------
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-BATCH = 16  # images that are held at a time, where nothing compares them
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredFile:
-    """rows: of each image its path, its prompt and a score for each reward, NaN where there is
-    none. missing: why, a line for each reward, and for each file that cannot be read."""
-
-    rows: list[dict[str, Any]]
-    missing: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _File:
-    path: Path
-    prompt: str
-    metadata: dict
-    scores: dict[str, float] = field(default_factory=dict)
-
-
-class _Missing:
-    """Why scores are missing: of each reward the first reason, and how often it has none."""
-
-    def __init__(self):
-        self._told: dict[tuple[str, str], dict[object, str]] = {}
-
-    def add(self, source: str, unit: str, which: object, sentence: str) -> None:
-        """source: a reward or a file; unit: what `which` is one of, in the plural."""
-        self._told.setdefault((source, unit), {}).setdefault(which, sentence)
-
-    def lines(self) -> list[str]:
-        return [
-            next(iter(told.values()))
-            + (f"; {unit} without a score: {len(told)}" if len(told) > 1 else "")
-            for (_, unit), told in self._told.items()
-        ]
-
-
-def score_images(
+def score(
     images: Sequence[Path],
     rewards: Sequence[str],
     prompts: str | None,
     args: Sequence[Mapping[str, Any] | None] = (),
-) -> ScoredFile:
-    """Scores of files, or of the images in folders.
+) -> ScoredFiles:
+    """Score image files, or the images in folders.
 
-    prompts: one prompt for all, or a file or built-in split with one for each image in the
-    order of their names; images of one prompt are one group, for rewards that compare them.
-    args: for each reward, or none at all. Raises UserError when there are more prompts than
-    images or fewer, and for a reward that cannot be made.
+    Args:
+        prompts: one prompt for all images, or a file or built-in split with one for each image in
+            the order of their names. Images of one prompt are a group, for rewards that compare.
+        args: arguments of each reward, or nothing.
+
+    Raises:
+        UserError: when there are more or fewer prompts than images, and for a reward that cannot
+            be made.
     """
     paths = _image_files(images)
-    records = _prompts_for(prompts or "", len(paths))
     specs = [
         RewardSpec(name=name, reward=load_reward(name, its))
         for name, its in zip(rewards, args or [None] * len(rewards), strict=True)
     ]
+    records = _prompts_for(prompts or "", len(paths))
     files = [
-        _File(path=path, prompt=text, metadata=metadata)
+        ImageFile(path=path, prompt=text, metadata=metadata)
         for path, (text, metadata) in zip(paths, records, strict=True)
     ]
-    missing = _Missing()
-    for group in _by_prompt(files):
-        _score_group(specs, group, missing)
-    rows = [
-        {"image": str(file.path), "prompt": file.prompt}
-        | {name: file.scores.get(name, math.nan) for name in rewards}
-        for file in files
-    ]
-    return ScoredFile(rows=rows, missing=missing.lines())
-
-
-def _by_prompt(files: Sequence[_File]) -> list[list[_File]]:
-    groups: dict[str, list[_File]] = {}
-    for file in files:
-        key = json.dumps([file.prompt, file.metadata], sort_keys=True, default=repr)
-        groups.setdefault(key, []).append(file)
-    return list(groups.values())
-
-
-def _score_group(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing) -> None:
-    """Every reward, on all images of one prompt."""
-    fits = []
-    for spec in specs:
-        if why := _why_not(spec, group[0]):
-            _refuse(spec, group, why, missing)
-        else:
-            fits.append(spec)
-    if alone := [spec for spec in fits if not spec.whole_groups]:
-        for start in range(0, len(group), BATCH):
-            for part in _by_size(_read(group[start : start + BATCH], missing)):
-                for spec in alone:
-                    _ask(spec, part, missing)
-    if together := [spec for spec in fits if spec.whole_groups]:
-        _compare(together, group, missing)
-
-
-def _compare(specs: Sequence[RewardSpec], group: list[_File], missing: _Missing) -> None:
-    parts = _by_size(_read(group, missing))
-    why = ""
-    if len(parts) > 1:
-        sizes = ", ".join("{} x {}".format(*part[0][1].size) for part in parts)
-        why = f"it compares images of one size, and these are {sizes}"
-    elif sum(map(len, parts)) < 2:
-        why = "it compares the images of a prompt: give two or more"
-    for spec in specs:
-        if why:
-            _refuse(spec, group, why, missing)
-        else:
-            _ask(spec, parts[0], missing)
-
-
-def _why_not(spec: RewardSpec, file: _File) -> str:
-    """Why a reward has no score for a prompt, "" if it may have one."""
-    try:
-        if spec.applies(file.prompt, file.metadata):
-            return ""
-    except UserError as error:
-        return _bare(spec, error)
-    needs = [k for k in getattr(spec.reward, "required_metadata", ()) if k not in file.metadata]
-    if needs:
-        return f"it needs {', '.join(needs)} in its metadata: give --prompts a file that has them"
-    return "there is nothing in it that it could judge"
-
-
-def _refuse(spec: RewardSpec, group: list[_File], why: str, missing: _Missing) -> None:
-    told = f"reward {spec.name!r} does not apply to the prompt {group[0].prompt!r}: {why}"
-    missing.add(spec.name, "prompts", group[0].path, told)
-
-
-def _ask(spec: RewardSpec, part: list[tuple[_File, Image.Image]], missing: _Missing) -> None:
-    """Scores of images of one prompt and one size."""
-    files, images = [file for file, _ in part], to_tensor([image for _, image in part])
-    prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
-    try:
-        answer = spec.asked_by().submit(quantise(images), prompts, metadata).result()
-    except UserError as error:
-        reasons = dict.fromkeys(range(len(files)), _bare(spec, error))
-    else:
-        reasons = answer.reasons
-        for file, value in zip(files, answer.scores.tolist(), strict=True):
-            file.scores[spec.name] = value
-    for row, reason in reasons.items():
-        file = files[row]
-        told = (
-            f"reward {spec.name!r} has no score for {file.path}, prompt {file.prompt!r}: {reason}"
-        )
-        missing.add(spec.name, "images", file.path, told)
-
-
-def _bare(spec: RewardSpec, error: UserError) -> str:
-    """What it says, without the name of the reward."""
-    return str(error).removeprefix(f"reward {spec.name!r}").lstrip(": ")
-
-
-def _read(files: Sequence[_File], missing: _Missing) -> Iterator[tuple[_File, Image.Image]]:
-    """Those that can be read, and what they show."""
-    for file in files:
-        try:
-            with Image.open(file.path) as image:
-                yield file, image.convert("RGB")
-        except Exception as error:  # Pillow has no common class for what it finds in broken files
-            missing.add(str(file.path), "", file.path, f"cannot read {file.path}: {error}")
-
-
-def _by_size(
-    read: Iterator[tuple[_File, Image.Image]],
-) -> list[list[tuple[_File, Image.Image]]]:
-    parts: dict[tuple[int, int], list[tuple[_File, Image.Image]]] = {}
-    for file, image in read:
-        parts.setdefault(image.size, []).append((file, image))
-    return list(parts.values())
+    return score_files(specs, files)
 
 
 def _image_files(sources: Sequence[Path]) -> list[Path]:
@@ -622,6 +490,7 @@ def _image_files(sources: Sequence[Path]) -> list[Path]:
 
 
 def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
+    """Return a prompt and its metadata for each of `count` images."""
     if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
         return [(source, {})] * count
     records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
@@ -630,12 +499,62 @@ def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
     return [(record.text, record.metadata) for record in records]
 
 
-# --- What `flowrl audit` does ------------------------------------------------------------------
-
-Row = dict[str, Any]
+# --- flowrl audit ------------------------------------------------------------------------------
 
 
-def audited(
+def audit(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompts: int,
+    candidates: int | None = None,
+    steps: Sequence[int] = (),
+    precisions: Sequence[str] = (),
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> list[Row]:
+    """Compare how cheap candidates rank with how the exact images rank (Sol-RL, 2604.06916).
+
+    All candidates of one iteration's prompts are generated and scored once exactly, and once in
+    every pair of steps and precision. Returns a row for each pair, then one of a choice by exact
+    scores and one of a choice at random.
+
+    Args:
+        prompts, candidates: how many prompts, and candidates of each; None for the recipe's.
+        steps, precisions: of candidates; empty for the recipe's, or the defaults of
+            `rollout.explore`, with fewer steps where the rollout itself has fewer.
+        lora: run or file of the LoRA that generates.
+        pipeline, rewards: loaded objects in place of those that the recipe names.
+
+    Raises:
+        UserError: for a precision that the device lacks, before anything is generated.
+    """
+    configs = audit_configs(recipe, overrides, prompts=prompts, candidates=candidates, steps=steps)
+    configs = [as_given(config, pipeline) for config in configs]
+    if lora is not None:
+        configs = [with_lora(config, lora) for config in configs]
+    config = configs[0]
+    runtime = _runtime(config)
+    names = precisions or (_explore(config).precision,)
+    resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
+    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(_changed(config, "rollout", explore=None), runtime, given)
+    bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
+    packed = packed_within(learner.policy.network)
+    with closing(learner.specs), packed, bar or nullcontext():
+        for one in resolved:
+            low_precision(_drawing(config, learner), one)  # refuses what cannot work
+        with runtime.together():
+            try_rewards(learner, drawn_prompts(config, given))
+        exact = _exact_samples(config, learner, bar)
+        rows = [
+            row for one in resolved for row in _candidate_rows(configs, learner, exact, one, bar)
+        ]
+    return [*rows, *_reference_rows(config, exact)] if runtime.is_main else []
+
+
+def audit_configs(
     recipe: str | Path,
     overrides: Sequence[str] = (),
     *,
@@ -643,136 +562,105 @@ def audited(
     candidates: int | None = None,
     steps: Sequence[int] = (),
 ) -> list[Config]:
-    """The recipe as it explores, once for each number of a candidate's steps.
-
-    prompts: how many; candidates: of each. None or empty: as `rollout.explore` has it, or its
-    defaults where the recipe has none; of a rollout that has fewer steps than the default, all but
-    one. Raises UserError for what cannot be drawn.
-    """
-    # Only images are drawn: what would be learned from them asks nothing of the rollout.
-    drawn = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
-    drawn += [f"rollout.prompts={prompts}", "rollout.explore={audit: {every: 0}}"]
+    """Return the recipe as it explores, once for each number of a candidate's steps."""
+    # Nothing is learned here, so the objective may ask nothing of the rollout.
+    changes = ["rollout.store=null", "objective={kind: sft}", "optim.updates_per_rollout=1"]
+    changes += [f"rollout.prompts_per_iteration={prompts}", "rollout.explore={audit: {every: 0}}"]
     if candidates is not None:
-        drawn.append(f"rollout.explore.candidates={candidates}")
-    steps = steps or _fewer(recipe, [*overrides, *drawn])
-    kinds = [[f"rollout.explore.steps={number}"] for number in dict.fromkeys(steps)] or [[]]
-    return [load_config(recipe, [*overrides, *drawn, *kind]) for kind in kinds]
-
-
-def _fewer(recipe: str | Path, overrides: Sequence[str]) -> list[int]:
-    """The rollout's steps less one, where a recipe sets no candidate's and the default is more."""
-    if "steps" in load_recipe(recipe, overrides)["rollout"]["explore"]:
-        return []
-    whole = load_config(recipe, [*overrides, "rollout.explore.steps=null"]).rollout.steps
-    return [max(2, whole - 1)] if whole < ExploreOptions.model_fields["steps"].default else []
-
-
-def audit_previews(
-    configs: Sequence[Config],
-    *,
-    precisions: Sequence[str] = (),
-    lora: str | None = None,
-    pipeline: Any = None,
-    rewards: Mapping[str, Reward] | None = None,
-) -> list[Row]:
-    """Draw all candidates of an iteration's prompts as previews of all kinds, and once exactly.
-
-    configs: see `audited`; they differ in `rollout.explore.steps` alone. precisions: of previews,
-    each with all these steps; none is the recipe's. lora: a run or file, of the model that draws.
-    pipeline, rewards: objects to use in place of those that the recipe names. -> a row for each
-    kind, then one of the exact images and one of choices at random. Raises UserError for a
-    precision that the device lacks, before anything is drawn.
-    """
-    configs = [as_given(config, pipeline) for config in configs]
-    if lora is not None:
-        configs = [with_lora(config, lora) for config in configs]
-    if configs[0].run.threads is not None:
-        torch.set_num_threads(configs[0].run.threads)
-    p = configs[0].pipeline
-    runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
-    resolved = _resolved(configs[0], precisions, capability_of(runtime.device))
-    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(_not_exploring(configs[0]), runtime, given)
-    bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    packed = packed_within(learner.policy.network)
-    with closing(learner.specs), packed, bar or nullcontext():
-        for one in resolved:
-            low_precision(_drawing(configs[0], learner), one)  # told before anything is drawn
-        with runtime.together():
-            try_rewards(learner, drawn_prompts(configs[0], given))
-        exact = _exact(configs[0], learner, bar)
-        rows = [row for one in resolved for row in _rows(configs, learner, exact, one, bar)]
-    return [*rows, *_ends(configs[0], exact)] if runtime.is_main else []
+        changes.append(f"rollout.explore.candidates={candidates}")
+    changes = [*overrides, *changes]
+    option = "num_inference_steps"
+    if not steps and option not in load_recipe(recipe, changes)["rollout"]["explore"]:
+        whole = load_config(recipe, [*changes, f"rollout.explore.{option}=null"]).rollout
+        default = ExploreOptions.model_fields[option].default
+        most = whole.num_inference_steps
+        steps = [max(2, most - 1)] if most < default else []
+    kinds = [[f"rollout.explore.{option}={number}"] for number in dict.fromkeys(steps)] or [[]]
+    return [load_config(recipe, [*changes, *kind]) for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ExactSamples:
-    """All candidates, drawn and scored as those that are learned from."""
+    """All candidates, generated and scored like the images that are learned from."""
 
     request: RolloutRequest
-    true: Tensor  # (P, N)
-    seconds: float  # an image
+    scores: Tensor  # (P, N)
+    seconds: float  # per image
 
 
-def _resolved(config: Config, precisions: Sequence[str], capability: Capability) -> list[Resolved]:
-    """What was asked for, or what the recipe explores in; each once."""
-    names = precisions or (_explore(config).precision,)
-    return [resolve(name, capability) for name in dict.fromkeys(names)]
-
-
-def _explore(config: Config) -> ExploreOptions:
-    explore = config.rollout.explore
-    assert explore is not None  # see `audited`
-    return explore
-
-
-def _not_exploring(config: Config) -> Config:
-    """The recipe as it draws exactly: its own precision is not what is asked about."""
-    rollout = config.rollout.model_copy(update={"explore": None})
-    return config.model_copy(update={"rollout": rollout})
-
-
-def _sampler(learner: Learner) -> Sampler:
-    assert isinstance(learner.source, Sampler)  # the recipe has no store
-    return learner.source
-
-
-def _exact(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples:
-    explore, sampler = _explore(config), _sampler(learner)
-    plan = replace(plan_at(config.rollout.plan, config.run.seed, 0), roots=explore.candidates)
+def _exact_samples(config: Config, learner: Learner, bar: Steps | None) -> _ExactSamples:
+    sampler = _sampler(learner)
+    plan = plan_at(config.rollout.plan, config.run.seed, 0)
+    plan = replace(plan, roots=_explore(config).candidates)
     request = sampler.request(0, plan)
     with torch.no_grad(), learner.runtime.autocast():
-        sampler.stage.encode(request.prompts)  # once for all: it is nobody's time
-    # Its rewards are those of the previews: what is only held out decides nothing here.
-    stage = replace(sampler.stage, specs=[spec for spec in learner.specs if spec.trained])
-    true, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
+        sampler.generator.text_cache(
+            request.prompts
+        )  # once for all rows: none of them is charged for it
+    # Held-out rewards decide nothing here.
+    stage = replace(sampler.generator, specs=[spec for spec in learner.specs if spec.trained])
+    scores, seconds = _timed(stage, request, plan, compiled=config.rollout.compile)
     if bar is not None:
         bar.advance({"s/image": seconds})
-    return _ExactSamples(request=request, true=true, seconds=seconds)
+    return _ExactSamples(request=request, scores=scores, seconds=seconds)
 
 
-def _rows(
+def _candidate_rows(
     configs: Sequence[Config],
     learner: Learner,
     exact: _ExactSamples,
     resolved: Resolved,
     bar: Steps | None,
 ) -> Iterator[Row]:
-    """Draw the candidates in one precision, with each number of steps, and compare."""
-    stage, share = _previews(configs[0], learner, resolved)
+    """Generate the candidates in one precision with each number of steps, and compare."""
+    drawing = _drawing(configs[0], learner)
+    choices, backend = low_precision(drawing, resolved)
+    stage = draft_stage(drawing, _sampler(learner).generator, choices, backend)
+    share = quantised_share(choices) if choices else 0.0
     for config in configs:
-        steps = _explore(config).steps or config.rollout.steps
+        steps = _explore(config).num_inference_steps or config.rollout.num_inference_steps
         plan = plan_at(config.rollout.candidates, config.run.seed, 0)
-        compiled = config.rollout.compile
-        proxy, seconds = _timed(replace(stage, steps=steps), exact.request, plan, compiled=compiled)
-        found = _compared(config, proxy, exact.true)
+        scores, seconds = _timed(
+            replace(stage, num_inference_steps=steps),
+            exact.request,
+            plan,
+            compiled=config.rollout.compile,
+        )
+        compared = _compared(config, scores, exact.scores)
         if bar is not None:
-            bar.advance({"rho": found["rho"]})
+            bar.advance({"rho": compared["rho"]})
         yield (
             {"steps": steps, "precision": named(resolved), "quantised": share}
-            | found
+            | compared
             | {"s/image": seconds, "to exact": seconds / exact.seconds}
         )
+
+
+def _reference_rows(config: Config, exact: _ExactSamples) -> list[Row]:
+    """Return the best and the worst that candidates could do: exact choices, and random ones."""
+    middle = (exact.scores.isfinite().sum(1).double().mean().item() + 1) / 2
+    return [
+        {"steps": config.rollout.num_inference_steps, "precision": "exact", "quantised": 0.0}
+        | _compared(config, exact.scores, exact.scores)
+        | {"s/image": exact.seconds, "to exact": 1.0},
+        {"precision": "random", "rank best": middle, "rank worst": middle},
+    ]
+
+
+def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
+    keep = config.rollout.plan(0, config.run.seed).roots
+    return audit_ranks(proxy, true, keep, _explore(config).select).summary()
+
+
+def _timed(
+    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
+) -> tuple[Tensor, float]:
+    """Return scores (P, N), and the seconds an image took to generate, decode and score."""
+    if compiled:
+        score_candidates(stage, request, plan, Timer())  # the first call compiles
+    timer = Timer()
+    scores = score_candidates(stage, request, plan, timer)
+    return scores, sum(timer.seconds.values()) / (scores.shape[0] * count(plan).leaves)
 
 
 def _drawing(config: Config, learner: Learner) -> Drawing:
@@ -781,46 +669,65 @@ def _drawing(config: Config, learner: Learner) -> Drawing:
         runtime=learner.runtime,
         specs=learner.specs,
         policy=learner.policy,
-        backbone=_sampler(learner).stage.backbone,
-        encode=_sampler(learner).stage.encode,
+        backbone=_sampler(learner).generator.backbone,
+        text_cache=_sampler(learner).generator.text_cache,
         needs=learner.objective.needs,
     )
 
 
-def _previews(
-    config: Config, learner: Learner, resolved: Resolved
-) -> tuple[RolloutGenerator, float]:
-    """What draws them, and the share of the network's weights that it quantises."""
-    drawing = _drawing(config, learner)
-    choices, backend = low_precision(drawing, resolved)
-    stage = draft_stage(drawing, _sampler(learner).stage, choices, backend)
-    return stage, quantised_share(choices) if choices else 0.0
+def _explore(config: Config) -> ExploreOptions:
+    assert config.rollout.explore is not None  # see `audit_configs`
+    return config.rollout.explore
 
 
-def _timed(
-    stage: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, compiled: bool
-) -> tuple[Tensor, float]:
-    """Scores (P, N), and the seconds that an image took: drawn, decoded and scored."""
-    if compiled:
-        score_candidates(stage, request, plan, Stopwatch())  # compiling is nobody's time either
-    watch = Stopwatch()
-    scores = score_candidates(stage, request, plan, watch)
-    images = scores.shape[0] * count(plan).leaves
-    return scores, sum(watch.seconds.values()) / images
+# --- flowrl export -----------------------------------------------------------------------------
+
+Format = Literal["diffusers", "comfyui", "merged", "hub"]
 
 
-def _compared(config: Config, proxy: Tensor, true: Tensor) -> Row:
-    keep = config.rollout.plan(0, config.run.seed).roots
-    return audit(proxy, true, keep, _explore(config).select).summary()
+def export(
+    source: str,
+    to: Path | None,
+    *,
+    format: Format = "diffusers",
+    repo_id: str | None = None,
+    private: bool = False,
+    base: str | None = None,
+    revision: str | None = None,
+    dtype: str | None = None,
+    backbone: str | None = None,
+) -> Path | str:
+    """Write a run's LoRA in another format, or upload it; return the path or the address.
+
+    The arguments are the options of `flowrl export`; those of other formats are ignored.
+    """
+    if format == "hub":
+        return formats.export_hub(source, repository=repo_id, private=private)
+    assert to is not None
+    if format == "comfyui":
+        return formats.export_comfyui(source, to, backbone=backbone)
+    if format == "merged":
+        return formats.export_merged(source, to, base=base, revision=revision, dtype=dtype)
+    return formats.export_diffusers(source, to)
 
 
-def _ends(config: Config, exact: _ExactSamples) -> list[Row]:
-    """The best and the poorest that previews could do: choices by exact scores, and at random."""
-    found = _compared(config, exact.true, exact.true)
-    middle = (exact.true.isfinite().sum(1).double().mean().item() + 1) / 2
-    return [
-        {"steps": config.rollout.steps, "precision": "exact", "quantised": 0.0}
-        | found
-        | {"s/image": exact.seconds, "to exact": 1.0},
-        {"precision": "random", "rank best": middle, "rank worst": middle},
-    ]
+# --- what several of them need -----------------------------------------------------------------
+
+
+def _runtime(config: Config) -> Runtime:
+    """Return this process's runtime; set torch's threads as `run.threads` says."""
+    if config.run.threads is not None:
+        torch.set_num_threads(config.run.threads)
+    precision = PRECISION[config.pipeline.dtype]
+    return Runtime(device=config.pipeline.device, mixed_precision=precision)
+
+
+def _changed(config: Config, section: str, **options: Any) -> Config:
+    """Return the configuration with some options of one section changed, unchecked."""
+    changed = getattr(config, section).model_copy(update=options)
+    return config.model_copy(update={section: changed})
+
+
+def _sampler(learner: Learner) -> Sampler:
+    assert isinstance(learner.source, Sampler)  # the recipe reads no offline data set
+    return learner.source

@@ -1,24 +1,18 @@
-"""The one exception that is meant for people: a sentence that names the thing and what to do."""
+"""`UserError`, an error that the user can correct, and `CheckResult`, one line of a check."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 
 class UserError(Exception):
-    """Something the user can mend. The command line prints it alone, without a traceback."""
-
-
-# --- What check-ups find: of this machine, of rewards, of their scores -------------------------
+    """What was got, what was expected and what to do. Printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """One line of a check-up; `remedy` says what to do, "" where nothing is to be done.
-
-    "warning" is what people should look at and that stops nothing.
-    """
+    """One line of a check of this machine, of rewards or of their scores."""
 
     topic: str
-    state: Literal["ok", "warning", "missing", "problem"]
+    state: Literal["ok", "warning", "missing", "problem"]  # a warning stops nothing
     detail: str
-    remedy: str = ""
+    remedy: str = ""  # what to do, "" where there is nothing to do

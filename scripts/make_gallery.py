@@ -16,7 +16,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from flowrl.cli import explained
+from flowrl.cli import report_errors
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes, write_text
 
@@ -87,4 +87,4 @@ def smaller(png: bytes) -> tuple[bytes, str]:
 
 
 if __name__ == "__main__":
-    explained(lambda: print("\n".join(map(str, main()))), debug=False)
+    report_errors(lambda: print("\n".join(map(str, main()))), debug=False)

@@ -24,7 +24,7 @@ accelerate starts several processes only with `--multi_gpu` beside `--num_proces
 import sys
 from collections.abc import Sequence
 
-from flowrl.cli import explained
+from flowrl.cli import report_errors
 from flowrl.cli.train import launch
 
 RECIPE = "sd3.5-medium-grpo-fast-24gb"  # where the command line names none
@@ -36,4 +36,4 @@ def main(words: Sequence[str]) -> None:
 
 if __name__ == "__main__":
     words = [word for word in sys.argv[1:] if word != "--debug"]
-    explained(lambda: main(words), debug="--debug" in sys.argv)
+    report_errors(lambda: main(words), debug="--debug" in sys.argv)

@@ -8,20 +8,10 @@ from typing import Annotated
 import typer
 
 from flowrl import __version__
-from flowrl.cli import audit as auditing
-from flowrl.cli import bench as benching
-from flowrl.cli import data as collecting
-from flowrl.cli import data as prompting
-from flowrl.cli import export as exporting
-from flowrl.cli import info as looking
-from flowrl.cli import plan as planning
-from flowrl.cli import rewards as checking
-from flowrl.cli import rewards as golden
-from flowrl.cli import rewards as serving
-from flowrl.cli import sample as images
-from flowrl.cli import train as training
-from flowrl.cli import tree as trees
+from flowrl.cli import audit, bench, data, export, info, plan, rewards, sample, train, tree
 from flowrl.errors import UserError
+
+OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understood
 
 app = typer.Typer(
     name="flowrl",
@@ -31,23 +21,23 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(context_settings=training.RECIPE_COMMAND)(training.train)
-app.command(context_settings=training.RECIPE_COMMAND)(collecting.collect)
-app.command()(images.sample)
-app.command()(images.score)
-app.command()(images.gallery)
-app.command()(exporting.export)
-app.command(context_settings=training.RECIPE_COMMAND)(training.evaluate)
-app.command()(trees.tree)
-app.command(context_settings=training.RECIPE_COMMAND)(planning.plan)
-app.command(context_settings=training.RECIPE_COMMAND)(auditing.audit)
-app.command("reward-check")(checking.reward_check)
-app.command("reward-serve")(serving.reward_serve)
-app.command()(golden.golden)
-app.command()(prompting.prompts)
-app.command()(looking.explain)
-app.command()(looking.doctor)
-app.add_typer(benching.app, name="bench")
+app.command(context_settings=train.RECIPE_COMMAND)(train.train)
+app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
+app.command()(sample.sample)
+app.command()(sample.score)
+app.command()(sample.gallery)
+app.command()(export.export)
+app.command(context_settings=train.RECIPE_COMMAND)(train.evaluate)
+app.command()(tree.tree)
+app.command(context_settings=train.RECIPE_COMMAND)(plan.plan)
+app.command(context_settings=train.RECIPE_COMMAND)(audit.audit)
+app.command("reward-check")(rewards.reward_check)
+app.command("reward-serve")(rewards.reward_serve)
+app.command()(rewards.golden)
+app.command()(data.prompts)
+app.command()(info.explain)
+app.command()(info.doctor)
+app.add_typer(bench.app, name="bench")
 
 
 def _version(wanted: bool) -> None:
@@ -85,11 +75,17 @@ def _program(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; errors are one sentence and exit code 1, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    rest = [word for word in words if word != "--debug"]
-    explained(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
+    rest = [_renamed(word) for word in words if word != "--debug"]
+    report_errors(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
 
 
-def explained(program: Callable[[], object], *, debug: bool) -> None:
+def _renamed(word: str) -> str:
+    """Return a word of the command line with the present name of its flag."""
+    flag, equals, value = word.partition("=")
+    return OLD_FLAGS.get(flag, flag) + equals + value
+
+
+def report_errors(program: Callable[[], object], *, debug: bool) -> None:
     """Run a program; an error ends the process with one sentence and code 1, unless `debug`."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("flowrl").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Tables, findings and messages on the terminal, and what several commands ask of people."""
+"""Print tables, check results and errors; read options that several commands share."""
 
 import json
 import math
@@ -22,7 +22,7 @@ Row = Mapping[str, object]
 
 
 def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
-    """One line for each row, columns in the order of first appearance; or a JSON object a line."""
+    """Print a line for each row, columns in the order of first appearance; or JSON lines."""
     if as_json:
         for row in rows:
             print(json.dumps({name: _known(value) for name, value in row.items()}, default=str))
@@ -38,7 +38,7 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
 
 
 def _known(value: object) -> object:
-    """The value, None for a score that is missing: JSON has no NaN."""
+    """Return the value, None for a missing score: JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -49,22 +49,24 @@ def _cell(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def print_findings(findings: "Iterable[CheckResult]", width: int) -> None:
-    """For each a mark, what about, what was found; below it what to do. width: of the topics."""
+def print_checks(results: Iterable[CheckResult], width: int) -> None:
+    """Print a mark, topic (padded to `width`) and detail for each result, and its remedy below."""
     console = Console(soft_wrap=True, highlight=False)
-    for finding in findings:
-        mark, style = MARKS[finding.state]
-        told = Text(f"  {finding.topic:<{width}}  {finding.detail}")
-        console.print(Text(mark, style=style) + told)
-        if finding.remedy:
-            console.print(Text(f"    {'':<{width}}  {finding.remedy}", style="dim"))
+    for result in results:
+        mark, style = MARKS[result.state]
+        line = Text(f"  {result.topic:<{width}}  {result.detail}")
+        console.print(Text(mark, style=style) + line)
+        if result.remedy:
+            console.print(Text(f"    {'':<{width}}  {result.remedy}", style="dim"))
 
 
 def stop_unless_fine(
     states: Mapping[str, Collection[str]], *, wrong: str, absent: str | None
 ) -> None:
-    """Raises UserError of one of two sentences with names: of what has a "problem", or else of
-    what is "missing"; absent None: then that is fine."""
+    """Raise UserError if any of the named states has a "problem", or else is "missing".
+
+    wrong, absent: the two sentences; with absent None missing ones are fine.
+    """
     for state, sentence in (("problem", wrong), ("missing", absent)):
         found = [name for name, its in states.items() if state in its]
         if found and sentence is not None:
@@ -72,7 +74,7 @@ def stop_unless_fine(
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
-    """What --args give to each of the rewards, None where they give nothing.
+    """Return the arguments that --args give to each reward, None where they give nothing.
 
     Raises UserError when there are more or fewer than rewards, and for what is no YAML mapping.
     """
@@ -90,14 +92,14 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
 
 
 def token_of(variable: str | None) -> str | None:
-    """What the environment variable of --token-env holds. Raises UserError when it is not set."""
+    """Return the value of --token-env's variable. Raises UserError when it is not set."""
     if variable is not None and not os.environ.get(variable):
         raise UserError(f"--token-env names {variable}, and the environment has no such variable.")
     return os.environ[variable] if variable else None
 
 
 def print_error(message: str, hint: str = "") -> None:
-    """`error: message` on stderr, whole lines, nothing in it read as markup."""
+    """Print `error: message` on stderr in whole lines, without reading markup in it."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text("error: ", style="bold red") + Text(message))
     if hint:

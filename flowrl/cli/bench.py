@@ -1,89 +1,8 @@
-"""`flowrl bench`: what things cost, as ratios of one run. One command a subject."""
+"""`flowrl bench`: what things cost, as ratios within one run, one command for each subject."""
 
 from typing import Annotated, Any
 
 import typer
-
-# --- `flowrl bench iteration`: a whole iteration at real size, its speed and its memory --------
-
-
-def iteration(  # noqa: PLR0913  # an argument for each option
-    size: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="sd3.5-medium, sd3.5-large, flux.1-dev or sana-1.6b. May be repeated. Default all "
-            "but sd3.5-large."
-        ),
-    ] = None,
-    pixels: Annotated[
-        int | None, typer.Option(help="An image's side. Default 512, SANA 1024.")
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help="Blocks of each kind, only to see that everything runs.")
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of the iteration.")] = None,
-    group_size: Annotated[int | None, typer.Option(min=2, help="Images of a prompt.")] = None,
-    steps: Annotated[int | None, typer.Option(min=2, help="Denoising steps.")] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Most images in one forward of the rollout.")
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Most forwards in one backward pass.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
-    precision: Annotated[
-        str | None,
-        typer.Option(help="Of frozen weights: fp8, nvfp4 and so on; see pipeline.precision."),
-    ] = None,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="Compute activations again in the backward pass.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
-) -> None:
-    """One iteration of Flow-GRPO on pipelines of real size with random weights.
-
-    Seconds, images a second, the share of drawing that is spent in the transformer's forwards
-    (0.90 or more are expected on a GPU), and the most memory of each phase beside what `flowrl
-    plan` predicts for the same settings (within 10 % are expected). Text and rewards are noise.
-
-    Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
-
-    Examples:
-
-      flowrl bench iteration --json
-
-      flowrl bench iteration --size flux.1-dev --gradient-checkpointing
-
-      flowrl bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
-    """
-    from flowrl.bench.iteration import bench_iteration, work_of
-    from flowrl.cli._console import print_table
-    from flowrl.planning.model_specs import size_of
-
-    names = size or ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
-    changes = {
-        "prompts": prompts, "group_size": group_size, "steps": steps, "batch": batch,
-        "micro_batch": micro_batch,
-    }  # fmt: skip
-    given = {name: value for name, value in changes.items() if value is not None}
-    for name in names:
-        size_of(name)  # all of them before the first is measured
-    for name in names:
-        row = bench_iteration(
-            name=name, work=work_of(name, given), pixels=pixels, layers=layers, dtype=dtype,
-            precision=precision, gradient_checkpointing=gradient_checkpointing, device=device,
-        )  # fmt: skip
-        if as_json:
-            print_table([row], as_json=True)
-            continue
-        print_table(row.pop("phases"))
-        print()
-        print_table([{"what": what, "is": value} for what, value in row.items()])
-
-
-# --- `flowrl bench`: what things cost, as ratios of one run. One command a subject -------------
-
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -123,7 +42,7 @@ def rollout(
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Sampler and update beyond the network's own passes.
+    """Time of sampler and update beyond the network's own passes.
 
     Example:
 
@@ -143,7 +62,7 @@ def tree(
     model: Model = "tiny-sd3",
     batch: Batch = 64,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts drawn together.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 8,
     threads: Threads = 1,
     repeats: Repeats = 5,
     device: Device = "auto",
@@ -219,7 +138,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     scale: Annotated[
         float, typer.Option(help="Candidates and kept ones times this, to be done sooner.")
     ] = 1.0,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts drawn together.")] = 1,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 1,
     precision: Annotated[
         str, typer.Option(help="Of candidates: auto, nvfp4, fp8, bf16 or nvfp4-emulated.")
     ] = "auto",
@@ -245,14 +164,14 @@ def solrl(  # noqa: PLR0913  # an argument for each option
         typer.Option(help="For sizes: blocks of each kind, only to see that everything runs."),
     ] = None,
     compile: Annotated[
-        bool | None, typer.Option(help="Compile what draws. Default on a GPU.")
+        bool | None, typer.Option(help="Compile the sampling network. Default on a GPU.")
     ] = None,
     threads: Threads = 1,
     repeats: Repeats = 3,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Exploring cheaply and regenerating a few, against drawing all candidates exactly.
+    """Exploring cheaply and regenerating a few, against sampling all candidates exactly.
 
     Where the time goes, and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N,
     with q, the speed of a cheap step by that of an exact one, and phi, what decoding and scoring a
@@ -274,10 +193,10 @@ def solrl(  # noqa: PLR0913  # an argument for each option
         --counts 1/4@2/3 --repeats 1
     """
     from flowrl.bench.two_stage import PUBLISHED, WIDER, bench_sizes, bench_solrl, parse_counts
-    from flowrl.planning.model_specs import size_of
+    from flowrl.planning.model_specs import model_spec
 
     for name in size or ():
-        size_of(name)  # all of them before the first is measured
+        model_spec(name)  # all of them before the first is measured
     asked = [parse_counts(text) for text in counts or ()]
     asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
     for name in size or ():
@@ -295,7 +214,80 @@ def solrl(  # noqa: PLR0913  # an argument for each option
         _print_costs([row], as_json)
 
 
-app.command()(iteration)
+@app.command()
+def iteration(  # noqa: PLR0913  # an argument for each option
+    size: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="sd3.5-medium, sd3.5-large, flux.1-dev or sana-1.6b. May be repeated. Default all "
+            "but sd3.5-large."
+        ),
+    ] = None,
+    pixels: Annotated[
+        int | None, typer.Option(help="An image's side. Default 512, SANA 1024.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Blocks of each kind, only to see that everything runs.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts of the iteration.")] = None,
+    group_size: Annotated[int | None, typer.Option(min=2, help="Images of a prompt.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Denoising steps.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Most images in one forward of the rollout.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Most forwards in one backward pass.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="Of frozen weights: fp8, nvfp4 and so on; see pipeline.precision."),
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option(help="Compute activations again in the backward pass.")
+    ] = False,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """One iteration of Flow-GRPO on pipelines of real size with random weights.
+
+    Seconds, images a second, the share of sampling that is spent in the transformer's forwards
+    (0.90 or more are expected on a GPU), and the most memory of each phase beside what `flowrl
+    plan` predicts for the same settings (within 10 % are expected). Text and rewards are noise.
+
+    Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
+
+    Examples:
+
+      flowrl bench iteration --json
+
+      flowrl bench iteration --size flux.1-dev --gradient-checkpointing
+
+      flowrl bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
+    """
+    from flowrl.bench.iteration import bench_iteration, work_of
+    from flowrl.cli._console import print_table
+    from flowrl.planning.model_specs import model_spec
+
+    names = size or ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
+    changes = {
+        "prompts": prompts, "group_size": group_size, "steps": steps, "batch": batch,
+        "micro_batch": micro_batch,
+    }  # fmt: skip
+    given = {name: value for name, value in changes.items() if value is not None}
+    for name in names:
+        model_spec(name)  # all of them before the first is measured
+    for name in names:
+        row = bench_iteration(
+            name=name, work=work_of(name, given), pixels=pixels, layers=layers, dtype=dtype,
+            precision=precision, gradient_checkpointing=gradient_checkpointing, device=device,
+        )  # fmt: skip
+        if as_json:
+            print_table([row], as_json=True)
+            continue
+        print_table(row.pop("phases"))
+        print()
+        print_table([{"what": what, "is": value} for what, value in row.items()])
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`flowrl collect`: groups of images on disk, to learn from as often as you like."""
+"""`flowrl collect` and `flowrl prompts`: data to train on, images and prompts."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -11,15 +11,17 @@ from flowrl.errors import UserError
 if TYPE_CHECKING:
     from flowrl.prompts.generate.draw import Sets
 
+SHOWN = 5  # pairs left out that are reported one by one
+
 
 def collect(
     words: Words = None,
     output_dir: Annotated[
-        Path | None, typer.Option("--output-dir", "-o", help="Folder of the store.")
+        Path | None, typer.Option("--output-dir", "-o", help="Folder of the data set.")
     ] = None,
     groups: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompts to draw; rounded up to whole iterations."),
+        typer.Option(min=1, help="Prompts to sample; rounded up to whole iterations."),
     ] = None,
     pairs: Annotated[
         Path | None,
@@ -27,14 +29,15 @@ def collect(
     ] = None,
     lora: Annotated[
         str | None,
-        typer.Option(metavar="RUN|FILE", help="Draw with this LoRA."),
+        typer.Option(metavar="RUN|FILE", help="Sample with this LoRA."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Draw and score groups once, to train on many times with rollout.store.path.
+    """Sample and score groups once, to train on many times with rollout.store.path.
 
-    Images are drawn as the recipe's rollouts are; its objective plays no part. What is in the
-    folder already is kept, so that a second call goes on after an interruption, or to more groups.
+    Images are sampled as in the recipe's rollouts; its objective plays no part. Groups that the
+    folder already holds are kept, so that a second call goes on after an interruption, or to more
+    groups.
 
     --pairs encodes images you have, of which people preferred one: {"prompt": ..., "chosen":
     "a.png", "rejected": "b.png"} in each line, other keys are metadata. They become groups of two
@@ -58,27 +61,25 @@ def collect(
             "--groups 512, or with --pairs pairs.jsonl in place of --groups."
         )
     if (groups is None) == (pairs is None):
-        raise UserError("Give either --groups, how many to draw, or --pairs, a file of images.")
+        raise UserError("Give either --groups, how many to sample, or --pairs, a file of images.")
     if pairs is not None and lora is not None:
-        raise UserError("--lora draws images, and --pairs brings them: leave one out.")
-    # Only images are drawn: what will be learned from them asks nothing of the rollout yet.
-    drawn = ["rollout.store=null", "objective={kind: sft}"]
-    config = load_config(request.recipe, [*request.overrides, *drawn])
-    from flowrl.api import NAMED, collect_groups, collect_pairs
+        raise UserError("--lora samples images, and --pairs brings them: leave one out.")
+    # The objective that will learn from the images asks nothing of the rollout yet.
+    changes = ["rollout.store=null", "objective={kind: sft}"]
+    config = load_config(request.recipe, [*request.overrides, *changes])
+    from flowrl.api import collect as collect_groups
+    from flowrl.api import collect_pairs
     from flowrl.cli._console import print_table
 
     if pairs is None:
         rows, left_out = collect_groups(config, output_dir, groups=groups or 1, lora=lora), []
     else:
         rows, left_out = collect_pairs(config, pairs, output_dir)
-    for reason in left_out[:NAMED]:
+    for reason in left_out[:SHOWN]:
         typer.echo(f"left out: {reason}", err=True)
-    if len(left_out) > NAMED:
-        typer.echo(f"left out: {len(left_out) - NAMED} more pairs", err=True)
+    if len(left_out) > SHOWN:
+        typer.echo(f"left out: {len(left_out) - SHOWN} more pairs", err=True)
     print_table(rows, as_json=as_json)
-
-
-# --- `flowrl prompts`: lists of prompts to train on, and others to evaluate on -----------------
 
 
 def prompts(
@@ -134,10 +135,11 @@ def prompts(
     if any(option is not None for option in others):
         theirs = "--words, --templates and --new-words" if kind == "geneval" else "--classes"
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
+    sizes = (count, held_out, seed)
     if kind == "geneval":
-        sets = _geneval(count, held_out, seed, _parts(ratio), classes)
+        sets = _geneval(*sizes, _parts(ratio), classes)
     else:
-        sets = _ocr(count, held_out, seed, _parts(ratio), words, templates, new_words)
+        sets = _ocr(*sizes, _parts(ratio), words, templates, new_words)
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         typer.echo(f"{path}  {len(rows)} prompts")
 

@@ -1,4 +1,4 @@
-"""`flowrl export`: what a run learned, in the form that others load."""
+"""`flowrl export`: the LoRA of a run in the formats that other programs load."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -76,15 +76,11 @@ def export(
             if format == "hub"
             else f"--format {format} needs --to, as in flowrl export {source} --to lora."
         )
-    from flowrl.export import formats as exporting
+    from flowrl.api import export as export_lora
 
-    if format == "hub":
-        typer.echo(exporting.export_hub(source, repository=repo_id, private=private))
-        return
-    assert to is not None
-    if format == "comfyui":
-        typer.echo(exporting.export_comfyui(source, to, backbone=backbone))
-    elif format == "merged":
-        typer.echo(exporting.export_merged(source, to, base=base, revision=revision, dtype=dtype))
-    else:
-        typer.echo(exporting.export_diffusers(source, to))
+    typer.echo(
+        export_lora(
+            source, to, format=format, repo_id=repo_id, private=private, base=base,
+            revision=revision, dtype=dtype, backbone=backbone,
+        )
+    )  # fmt: skip

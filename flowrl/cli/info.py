@@ -1,23 +1,20 @@
-"""`flowrl explain` and `flowrl doctor`: commands that tell and change nothing."""
+"""`flowrl explain` and `flowrl doctor`: what an option means, and what works on this machine."""
 
 import importlib.util
 import os
-import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from packaging.requirements import Requirement
 
 import flowrl
-from flowrl.config.load import preset_names
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
     import torch
+    from packaging.requirements import Requirement
 
 
 def explain(
@@ -41,17 +38,15 @@ def doctor() -> None:
 
     Reaches no network. Exits with 1 if something that a run needs is missing.
     """
-    from flowrl.cli._console import print_findings
+    from flowrl.cli._console import print_checks
 
-    findings = examine()
-    print_findings(findings, max(len(finding.topic) for finding in findings))
-    if not healthy(findings):
+    results = examine()
+    print_checks(results, max(len(result.topic) for result in results))
+    if not healthy(results):
         raise UserError(
             "Something that a run needs is missing; the lines marked !! say what to do."
         )
 
-
-# --- A check-up --------------------------------------------------------------------------------
 
 DISTRIBUTION = "flowrl-diffusion"
 NEEDED = {
@@ -87,16 +82,18 @@ OPTIONAL = {  # package: its extra, and what it is for
 
 
 def examine() -> list[CheckResult]:
-    """Look at everything a run depends on. Imports torch, reaches no network."""
-    return [*_basics(), *_packages(), *_optional(), *_shadows(), *_device(), *_data()]
+    """Check everything a run depends on. Imports torch, reaches no network."""
+    return [*_basics(), *_packages(), *_optional(), *_opencv(), *_device(), *_data()]
 
 
-def healthy(findings: list[CheckResult]) -> bool:
-    """True when nothing that a run needs is missing or wrong."""
-    return all(finding.state != "problem" for finding in findings)
+def healthy(results: list[CheckResult]) -> bool:
+    """Return whether nothing that a run needs is missing or wrong."""
+    return all(result.state != "problem" for result in results)
 
 
 def _basics() -> Iterator[CheckResult]:
+    import platform
+
     yield CheckResult(topic="flowrl", state="ok", detail=flowrl.__version__)
     old = sys.version_info < (3, 11)
     yield CheckResult(
@@ -108,13 +105,19 @@ def _basics() -> Iterator[CheckResult]:
 
 
 def _installed(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _ranges() -> dict[str, Requirement]:
+def _ranges() -> "dict[str, Requirement]":
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+
     try:
         wanted = [Requirement(text) for text in requires(DISTRIBUTION) or []]
     except PackageNotFoundError:  # a checkout on PYTHONPATH has no metadata
@@ -153,18 +156,8 @@ def _optional() -> Iterator[CheckResult]:
         )
 
 
-def _shadows() -> Iterator[CheckResult]:
-    """Packages of the same name hide ours, and two OpenCV builds overwrite each other."""
-    ours = Path(flowrl.__file__).parent.parent / "rewards"
-    spec = importlib.util.find_spec("rewards")
-    found = Path(next(iter(spec.submodule_search_locations or [""]), "")) if spec else None
-    hidden = found is None or found.resolve() != ours.resolve()
-    yield CheckResult(
-        topic="rewards",
-        state="problem" if hidden else "ok",
-        detail=f"found at {found}, expected {ours}" if hidden else "flowrl's own",
-        remedy="Rename that folder, or use the flowrl command from another one." if hidden else "",
-    )
+def _opencv() -> Iterator[CheckResult]:
+    """Two builds of OpenCV overwrite each other."""
     builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
     if builds and _installed("opencv-python-headless"):
         yield CheckResult(
@@ -219,6 +212,8 @@ def _precisions(device: "torch.device") -> CheckResult:
 
 
 def _data() -> Iterator[CheckResult]:
+    from flowrl.config.load import preset_names
+
     pipelines = sorted(Path(flowrl.__file__).parent.rglob("model_index.json"))
     names = ", ".join(path.parent.name for path in pipelines)
     yield CheckResult(

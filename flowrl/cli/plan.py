@@ -1,4 +1,4 @@
-"""`flowrl plan`: who does what of a recipe, how much work it is, and whether it fits."""
+"""`flowrl plan`: how a recipe's work is split over GPUs, how much it is, and whether it fits."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowrl.cli.train import Words
-from flowrl.errors import UserError
+from flowrl.cli.train import Words, recipe_request
 
 if TYPE_CHECKING:
     from flowrl.config import Config
@@ -42,14 +41,9 @@ def plan(
       flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
     """
     from flowrl.config import load_config
-    from flowrl.config.load import sort_arguments
     from flowrl.planning.plan import make_plan, memory_class, parse_memory
 
-    request = sort_arguments(words or [])
-    if not request.recipe:
-        raise UserError(
-            "No recipe given: name a preset or a YAML file, as in flowrl plan quickstart."
-        )
+    request = recipe_request(words, "flowrl plan quickstart")
     bytes_of_gpu = None if memory is None else parse_memory(memory)
     config = load_config(request.recipe, request.overrides)
     if bytes_of_gpu is None:
@@ -63,9 +57,6 @@ def plan(
     _show_memory(found)
     for note in found.notes:
         typer.echo(note)
-
-
-# --- for people -------------------------------------------------------------------------------
 
 
 def _show_shares(found: "Plan") -> None:
@@ -87,7 +78,7 @@ def _show_shares(found: "Plan") -> None:
 
 
 def _share_rows(found: "Plan") -> list[dict[str, Any]]:
-    """One line for all GPUs that do the same."""
+    """Return one row for all GPUs with the same share."""
     kinds: dict[tuple, list[int]] = {}
     for number, share in enumerate(found.geometry.shares):
         row = {
@@ -115,7 +106,7 @@ def _uneven(found: "Plan") -> str:
     prompts = " or ".join(map(str, nearest_prompts(geometry.load, geometry.gpus)))
     return (
         f"GPUs wait for each other: they work {busy}. None waits with {gpus} GPUs, or with "
-        f"rollout.prompts={prompts}."
+        f"rollout.prompts_per_iteration={prompts}."
     )
 
 
@@ -136,9 +127,9 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     ]
     if work.evaluations:
         e, times = config.evaluation, f"{work.evaluations} evaluations"
-        rows.append({"": "an evaluation", "images": f"{e.images:,}",
+        rows.append({"": "an evaluation", "images": f"{e.num_images:,}",
                      "drawing": f"{work.evaluation:,}"})  # fmt: skip
-        rows.append({"": times, "images": f"{work.evaluations * e.images:,}",
+        rows.append({"": times, "images": f"{work.evaluations * e.num_images:,}",
                      "drawing": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
     shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
     # A quantity a line: beside each other they do not go on a screen.
@@ -211,7 +202,7 @@ def _gpus(count: int) -> str:
 
 
 def _numbers(at: list[int]) -> str:
-    """0-3, 6"""
+    """Write numbers as ranges: "0-3, 6"."""
     runs: list[list[int]] = []
     for number in at:
         if runs and runs[-1][-1] + 1 == number:
@@ -224,9 +215,6 @@ def _numbers(at: list[int]) -> str:
 def _range(values: tuple[int, ...]) -> str:
     low, high = min(values), max(values)
     return str(low) if low == high else f"{low} to {high}"
-
-
-# --- for programs -----------------------------------------------------------------------------
 
 
 def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`flowrl reward-check`: does a reward work, before anything learns from it?"""
+"""`flowrl reward-check`, `reward-serve` and `golden`: try rewards, serve them, compare scores."""
 
 import importlib
 import ipaddress
@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.errors import UserError
+from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
-    from flowrl.errors import CheckResult
     from flowrl.scoring.check import Checked
-    from flowrl.scoring.executors.base import Executor
     from flowrl.scoring.protocol import Codec
     from flowrl.scoring.spec import RewardSpec
 
@@ -72,7 +70,7 @@ def reward_check(
     chosen = _chosen(names or [], everything=everything, given=bool(args or server))
     from flowrl.cli._console import (
         arguments_of,
-        print_findings,
+        print_checks,
         print_table,
         stop_unless_fine,
         token_of,
@@ -83,27 +81,20 @@ def reward_check(
     given = arguments_of(chosen, [args] if args is not None else None)
     token = token_of(token_env)
     records = load_prompts(prompts) if prompts else []
-    checks = {}
-    width = max(map(len, chosen))
+    states = {}
     for name, options in zip(chosen, given, strict=True):
         checked = check_named(
-            name,
-            options,
-            urls=server or (),
-            token=token,
-            deadline=deadline,
-            prompts=records,
+            name, options, urls=server or (), token=token, deadline=deadline, prompts=records
         )
-        checks[name] = checked
+        states[name] = {result.state for result in checked.findings}
         if as_json:
-            print_table(
-                [_row(name, checked, finding) for finding in checked.findings], as_json=True
-            )
+            print_table([_row(name, checked, result) for result in checked.findings], as_json=True)
         else:
-            print_findings((_timed(checked, finding) for finding in checked.findings), width)
+            results = (_with_times(checked, result) for result in checked.findings)
+            print_checks(results, max(map(len, chosen)))
     absent = "These rewards could not be asked, the lines marked -- say why"
     stop_unless_fine(
-        {name: {f.state for f in checked.findings} for name, checked in checks.items()},
+        states,
         wrong="These rewards do not work, the lines marked !! say why",
         absent=None if everything else absent,
     )
@@ -122,12 +113,12 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
     return names or list(BUILT_IN)
 
 
-def _row(name: str, checked: "Checked", finding: "CheckResult") -> dict:
+def _row(name: str, checked: "Checked", result: CheckResult) -> dict:
     return {
         "reward": name,
-        "state": finding.state,
-        "detail": finding.detail,
-        "remedy": finding.remedy,
+        "state": result.state,
+        "detail": result.detail,
+        "remedy": result.remedy,
         "version": checked.version,
         "images": checked.images,
         "seconds_p50": checked.latency,
@@ -135,29 +126,21 @@ def _row(name: str, checked: "Checked", finding: "CheckResult") -> dict:
     }
 
 
-def _timed(checked: "Checked", finding: "CheckResult") -> "CheckResult":
-    """A finding about scores with how long they took."""
-    if finding.state not in ("ok", "warning"):
-        return finding
+def _with_times(checked: "Checked", result: CheckResult) -> CheckResult:
+    """Return a result about scores with the time they took."""
+    if result.state not in ("ok", "warning"):
+        return result
     times = f"; {1000 * checked.latency:.3g} ms a call, {checked.rate:.3g} images/s"
     version = f"; {checked.version}" if checked.version else ""
-    return replace(finding, detail=finding.detail + times + version)
+    return replace(result, detail=result.detail + times + version)
 
 
-# --- `flowrl reward-serve`: rewards for runs on other machines, or in another environment ------
-
-
-PACKAGES = {"fastapi": "fastapi", "uvicorn": "uvicorn", "python_multipart": "python-multipart"}
-FOR_POOLS = {"pebble": "pebble"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
-    """What --workers, --timeout and --micro-batch say; without workers there is none."""
-
-    workers: int
-    timeout: float
-    micro_batch: int
+SERVER_PACKAGES = {
+    "fastapi": "fastapi",
+    "uvicorn": "uvicorn",
+    "python_multipart": "python-multipart",
+}
+POOL_PACKAGES = {"pebble": "pebble"}
 
 
 def reward_serve(
@@ -216,17 +199,17 @@ def reward_serve(
     from flowrl.cli._console import arguments_of
 
     given = arguments_of(names, args)
-    _need(PACKAGES | FOR_POOLS if workers else PACKAGES)
-    from flowrl.scoring.server import make_app
+    _need(SERVER_PACKAGES | POOL_PACKAGES if workers else SERVER_PACKAGES)
+    from flowrl.scoring.server import make_app, warm_up
 
+    pool = _Pool(workers=workers, timeout=timeout or 60.0, micro_batch=micro_batch or 8)
     with bound(host, port) as listening:
-        pool = _Pool(workers=workers, timeout=timeout or 60.0, micro_batch=micro_batch or 8)
         specs = [_spec(name, its, pool) for name, its in zip(names, given, strict=True)]
         try:
             app = make_app(
                 specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
             )
-            late = _warm_up(specs)
+            late = [spec.name for spec in specs if not warm_up(spec)]
             listen(listening)
         except BaseException:
             for spec in specs:
@@ -240,10 +223,19 @@ def reward_serve(
                 os._exit(1)
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """The address is this server's from now on; nobody gets through to it before `listen`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pool:
+    """--workers, --timeout and --micro-batch; without workers there is no pool."""
 
-    Raises UserError where it cannot be had.
+    workers: int
+    timeout: float
+    micro_batch: int
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Take an address, which nobody gets through to before `listen`.
+
+    Raises UserError when it is not free.
     """
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -268,7 +260,7 @@ def listen(listening: socket.socket) -> None:
 
 
 def _need(packages: dict[str, str]) -> None:
-    """Raises UserError for modules that cannot be imported, of packages by module."""
+    """Raise UserError for packages (by module) that cannot be imported."""
     absent: dict[str, ImportError] = {}
     for module, package in packages.items():
         try:
@@ -280,13 +272,6 @@ def _need(packages: dict[str, str]) -> None:
         raise UserError(
             f"flowrl reward-serve needs {', '.join(absent)} ({why}): pip install {' '.join(absent)}"
         )
-
-
-def _warm_up(specs: "Sequence[RewardSpec]") -> list[str]:
-    """Load what can be loaded now. -> the names of the others."""
-    from flowrl.scoring.server import warm_up
-
-    return [spec.name for spec in specs if not warm_up(spec)]
 
 
 def _token(host: str, variable: str | None) -> str | None:
@@ -316,21 +301,15 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
 
 
 def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
-    from flowrl.scoring.spec import RewardSpec, load_reward
+    from flowrl.scoring.executors.base import InlineExecutor
+    from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 
     spec = RewardSpec(name=name, reward=load_reward(name, args))
-    return replace(spec, executor=_executor(spec, args, pool))
-
-
-def _executor(spec: "RewardSpec", args: dict | None, pool: _Pool) -> "Executor":
     if not pool.workers:
-        from flowrl.scoring.executors.base import InlineExecutor
-
-        return InlineExecutor(spec.reward, spec.name, background=True)
+        return replace(spec, executor=InlineExecutor(spec.reward, spec.name, background=True))
     from flowrl.scoring.executors.pool import PoolExecutor
-    from flowrl.scoring.spec import BUILT_IN
 
-    return PoolExecutor(
+    executor = PoolExecutor(
         BUILT_IN.get(spec.name, spec.name),
         args,
         spec.name,
@@ -338,6 +317,7 @@ def _executor(spec: "RewardSpec", args: dict | None, pool: _Pool) -> "Executor":
         timeout=pool.timeout,
         micro_batch=None if spec.whole_groups else pool.micro_batch,
     )
+    return replace(spec, executor=executor)
 
 
 def _serve(app, listening: socket.socket, host: str, names: list[str], late: list[str]) -> None:
@@ -352,32 +332,31 @@ def _serve(app, listening: socket.socket, host: str, names: list[str], late: lis
     uvicorn.Server(config).run(sockets=[listening])
 
 
-# --- `flowrl golden`: do rewards score here as they did where they were measured? --------------
-
-
 def golden(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with golden values."),
+        typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with reference scores."),
     ] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Record what these rewards score here.")
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="JSON", help="Golden values; flowrl's own unless --write is given."),
+        typer.Option(
+            metavar="JSON", help="Reference scores; flowrl's own unless --write is given."
+        ),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
     ] = 0.003,
 ) -> None:
-    """Compare the scores of rewards with golden values, measured with the real weights.
+    """Compare the scores of rewards with reference scores, measured with the real weights.
 
     Shows that another machine, another version or a change of the code gives the same scores. A
-    reward without a golden value is shown as such and never as passed: those that download weights
-    have none until they are measured with --write, which adds them to the file that --file names.
+    reward without reference scores is shown as such and never as passed: those that download
+    weights have none until they are measured with --write, which adds them to --file.
 
-    ok agrees, !! does not, -- was not compared: no golden value yet, or weights are missing.
+    ok agrees, !! does not, -- was not compared: no reference scores yet, or weights are missing.
     Exits with 1 after a !!, and after a -- of a reward that was named.
 
     Examples:
@@ -394,7 +373,7 @@ def golden(
             "--write records the rewards that are named, in the file that --file names: give both, "
             "as in flowrl golden ocr --write --file golden.json."
         )
-    from flowrl.cli._console import print_findings, stop_unless_fine
+    from flowrl.cli._console import print_checks, stop_unless_fine
     from flowrl.scoring.golden import PATH, compare_all, read_golden, recorded, write_golden
 
     path = file or PATH
@@ -408,7 +387,7 @@ def golden(
         for name in new:
             typer.echo(f"recorded {name} in {path}")
         compared = [c for c in compared if not c.measured]
-    print_findings(
+    print_checks(
         [c.finding for c in compared], max((len(c.finding.topic) for c in compared), default=0)
     )
     stop_unless_fine(

@@ -22,7 +22,7 @@ PromptFile = Annotated[
 
 def sample(  # noqa: PLR0913  # an argument for each option
     model: Annotated[str, typer.Argument(help="A diffusers pipeline, or tiny-sd3.")],
-    prompt: Annotated[list[str] | None, typer.Argument(help="What to draw.")] = None,
+    prompt: Annotated[list[str] | None, typer.Argument(help="What to generate.")] = None,
     prompts: PromptFile = None,
     lora: Lora = None,
     negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
@@ -41,10 +41,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
     ] = None,
     revision: Revision = None,
 ) -> None:
-    """Draw images.
+    """Generate images.
 
-    Guidance, steps and text tokens that are not given are those that the run of --lora was
-    evaluated with, or else the pipeline's own defaults. --rlg at other strengths than 0 and 1 is a
+    Guidance, steps and text tokens default to those that the run of --lora was evaluated with, or
+    else to the pipeline's own. --rlg at other strengths than 0 and 1 is a
     heuristic, exact only where the LoRA shifts the images' distribution without changing its
     shape; it takes two forwards a step.
 
@@ -58,17 +58,20 @@ def sample(  # noqa: PLR0913  # an argument for each option
 
       flowrl sample tiny-sd3 "a blue ring" --lora runs/quickstart --rlg 1.5
     """
-    texts = [*(prompt or []), *(_texts(prompts) if prompts else [])]
+    from flowrl.prompts.records import load_prompts
+
+    texts = list(prompt or [])
+    texts += [record.text for record in load_prompts(prompts)] if prompts else []
     if not texts:
         raise UserError(
-            'Nothing to draw: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
+            'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
     if rlg is not None and lora is None:
         raise UserError(
             f"--rlg {rlg:g} is given without --lora, expected a run folder or LoRA file to "
             "strengthen: add --lora runs/quickstart."
         )
-    from flowrl.api import sample_images
+    from flowrl.api import sample as sample_images
 
     paths = sample_images(
         model,
@@ -87,12 +90,6 @@ def sample(  # noqa: PLR0913  # an argument for each option
     )
     for path in paths:
         typer.echo(path)
-
-
-def _texts(source: str) -> list[str]:
-    from flowrl.prompts.records import load_prompts
-
-    return [record.text for record in load_prompts(source)]
 
 
 def score(
@@ -128,7 +125,7 @@ def score(
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
     if twice := next((name for name in reward if reward.count(name) > 1), None):
         raise UserError(f"--reward {twice} is given twice, expected each once: score them in turn.")
-    from flowrl.api import score_images
+    from flowrl.api import score as score_images
     from flowrl.cli._console import arguments_of, print_table
 
     scored = score_images(images, reward, prompts or prompt or None, arguments_of(reward, args))
@@ -179,10 +176,10 @@ def gallery(
         raise UserError("Give either a run folder or --base, as in flowrl gallery runs/quickstart.")
     if base is not None and not (lora and prompts and output_dir):
         raise UserError("With --base, also give --lora, --prompts and --output-dir.")
-    from flowrl.api import build_gallery
+    from flowrl.api import gallery as write_gallery
 
     typer.echo(
-        build_gallery(
+        write_gallery(
             run,
             base=base,
             lora=lora,

@@ -10,8 +10,9 @@ from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
+    from flowrl.config.load import CommandArguments
 
-# Options that typer does not know reach the words, where `aliases` sorts them out.
+# Options that typer does not know reach the words, where `sort_arguments` sorts them.
 RECIPE_COMMAND = {"ignore_unknown_options": True}
 
 Words = Annotated[
@@ -22,6 +23,16 @@ Words = Annotated[
         show_default=False,
     ),
 ]
+
+
+def recipe_request(words: Sequence[str] | None, example: str) -> "CommandArguments":
+    """Sort the words of a command line into a recipe and changes; refuse one without a recipe."""
+    from flowrl.config.load import sort_arguments
+
+    request = sort_arguments(words or [])
+    if not request.recipe:
+        raise UserError(f"No recipe given: name a preset or a YAML file, as in {example}.")
+    return request
 
 
 def train(
@@ -86,7 +97,7 @@ def train(
 
 
 def _rehearse(config: "Config", resume: str | None) -> None:
-    """Run a small copy of a recipe in a folder that is gone afterwards."""
+    """Run a small copy of a recipe in a temporary folder."""
     import tempfile
 
     from flowrl.api import align
@@ -108,7 +119,7 @@ def _rehearse(config: "Config", resume: str | None) -> None:
 
 
 def saved_recipe(resume: str | None) -> Path:
-    """The configuration that a run to be resumed has saved, in or above the given folder."""
+    """Return the configuration that a run has saved, in or above the folder to resume from."""
     if resume in (None, "latest"):
         raise UserError(
             "No recipe given: name a preset (flowrl train quickstart), a YAML file, or a run to "
@@ -134,32 +145,27 @@ def evaluate(
 
       flowrl evaluate quickstart
 
-      flowrl evaluate quickstart --lora runs/quickstart evaluation.images=600
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
     """
     from flowrl.cli._console import print_table
     from flowrl.config import load_config
-    from flowrl.config.load import sort_arguments
 
-    request = sort_arguments(words or [])
-    if not request.recipe:
-        raise UserError(
-            "No recipe given: name a preset or a YAML file, as in flowrl evaluate quickstart."
-        )
+    request = recipe_request(words, "flowrl evaluate quickstart")
     config = load_config(request.recipe, request.overrides)
-    from flowrl.api import evaluate_model
+    from flowrl.api import evaluate as evaluate_pipeline
 
-    print_table(evaluate_model(config, lora=lora), as_json=as_json)
+    print_table(evaluate_pipeline(config, lora=lora), as_json=as_json)
 
 
-# --- What the training scripts of the families do, on each process that accelerate starts ------
+# --- scripts/train_*.py, on each process that accelerate starts --------------------------------
 
 FLAGS = ("--dry-run", "--print-config")  # of `flowrl train`
 
 
 def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
-    """`flowrl train` with `recipe` where the words name none, for one family of pipelines.
+    """Run `flowrl train` for one family of pipelines, with `recipe` where the words name none.
 
-    words: of the command line. Raises UserError for a recipe of another family.
+    Raises UserError for a recipe of another family.
     """
     from flowrl.config import load_config
     from flowrl.config.load import sort_arguments
@@ -181,5 +187,5 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
 
 
 def script_of(family: str) -> str:
-    """Where another family is trained; somebody's own backbone, with any recipe's command."""
+    """Return the program that trains a family; for a user's own backbone the command itself."""
     return "flowrl train" if ":" in family else f"scripts/train_{family}.py"

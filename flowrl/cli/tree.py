@@ -1,4 +1,4 @@
-"""`flowrl tree`: what a rollout's tree looks like and costs, before anything is drawn."""
+"""`flowrl tree`: what a rollout's tree looks like and costs; loads no model."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def tree(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of windows that are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of random windows.")] = 0,
     budget: Annotated[
         int | None,
         typer.Option(min=1, help="Forwards of a prompt: choose the best splits within it."),
@@ -40,7 +40,7 @@ def tree(
     image: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a tree of rollouts and what it costs, before anything is drawn.
+    """Show a rollout's tree and what it costs, before anything is sampled.
 
     Prints each step, the totals of all prompts, and one tree; loads no model.
 
@@ -83,7 +83,7 @@ def tree(
 
 
 def _options(preset: str, changes: list[str]) -> dict[str, Any]:
-    """What was asked of the preset. Raises UserError for an unknown preset or unreadable words."""
+    """Return the options given. Raises UserError for an unknown preset and unreadable words."""
     import difflib
 
     from flowrl.config.load import parse_overrides
@@ -97,7 +97,7 @@ def _options(preset: str, changes: list[str]) -> dict[str, Any]:
 
 
 def _list() -> None:
-    """Every preset with a line of its own."""
+    """Print every preset with a line of its own."""
     from flowrl.cli._console import print_table
     from flowrl.config.trees import PRESETS
 
@@ -105,7 +105,7 @@ def _list() -> None:
 
 
 def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
-    """The section's plan, of the nearest number of images that works if none was asked for."""
+    """Return the plan; without a number of leaves, of 16 or the nearest number that works."""
     from flowrl.trees.plan import PlanError
 
     try:
@@ -117,7 +117,7 @@ def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
 
 
 def _section(preset: str, options: dict[str, Any]) -> Any:
-    """The preset's section; options of an inner one change its defaults, as in window.size=2."""
+    """Return the preset's options; nested ones change its defaults, as in window.size=2."""
     from pydantic import ValidationError
 
     from flowrl.config.load import merge
@@ -138,7 +138,7 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
 
 
 def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int) -> "Choice":
-    """The splits that the solver finds. Raises UserError where there are none to choose."""
+    """Return the best splits. Raises UserError where there are none to choose."""
     from flowrl.trees.optimal import best_splits
 
     if preset not in WITH_SPLITS:
@@ -194,8 +194,7 @@ def _show_choice(chosen: "Choice", budget: int | None, steps: int) -> None:
 
 
 def _show_recipe(section: Any, plan: "TreePlan") -> None:
-    """What to write to train with the tree. It does not choose how rewards become advantages, so
-    that is said beside it."""
+    """Print what to write in a recipe: the tree, and the credit published with it."""
     import yaml
 
     from flowrl.config.trees import PUBLISHED_CREDIT
@@ -204,7 +203,7 @@ def _show_recipe(section: Any, plan: "TreePlan") -> None:
     options = yaml.safe_dump(
         section.model_dump(mode="json"), default_flow_style=True, sort_keys=False, width=10_000
     ).strip()
-    size = f"rollout.steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
+    size = f"rollout.num_inference_steps={len(plan.steps)} rollout.group_size={count(plan).leaves}"
     typer.echo(f'\nIn a recipe: {size} "rollout.tree={options}"')
     if credit := PUBLISHED_CREDIT.get(section.kind):
         typer.echo(f'Its published credit: "objective.credit={credit}"')

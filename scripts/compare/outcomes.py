@@ -73,7 +73,7 @@ def table(
     outcomes: Sequence[Outcome], score: str, quality: str, goal: Sequence[Point] | None = None
 ) -> list[dict[str, str]]:
     """A row a method: score, its change with a 95 % interval, quality, corrected score, and what
-    it cost, candidates apart where any were drawn. With the curve of another method as a goal also
+    it cost, candidates apart where there are any. With the curve of another method as a goal also
     the images and seconds until the mean curve first stood at its last score, and these as shares
     of what it took."""
     rows = []

@@ -132,12 +132,12 @@ def section(shown: Shown, run: Run, folder: Path, output: Path) -> str:
         }
         for row in table(compare(*ends))
     ]
-    told = (
+    summary = (
         f"`flowrl train {shown.preset}`: {last.step} iterations, {last.images:.0f} images "
-        f"drawn to learn from, {last.seconds:.0f} seconds. {shown.text}"
+        f"sampled to learn from, {last.seconds:.0f} seconds. {shown.text}"
     )
     return SECTION.format(
-        preset=shown.preset, title=shown.title, text=wrapped(told), table=markdown(rows)
+        preset=shown.preset, title=shown.title, text=wrapped(summary), table=markdown(rows)
     )
 
 

@@ -1,5 +1,4 @@
-"""Methods side by side: held-out scores against wall time, forwards and images, as curves and a
-table."""
+"""Compare methods: held-out scores against wall time, forwards and images, as curves and tables."""
 
 import csv
 import io
@@ -21,32 +20,24 @@ SHARE = 0.6  # of the first method's wall time, the mark that a tree is asked to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One training run: its method, its seed, and its metrics as `read_metrics` gives them.
-
-    seconds, images: spent before it began, on the store that it learns from.
-    """
+    """One training run: its method, its seed, and its metrics as `read_metrics` gives them."""
 
     method: str
     seed: int
     metrics: Sequence[Mapping[str, Any]]
-    seconds: float = 0.0
-    images: float = 0.0
+    seconds: float = 0.0  # spent before it began, on the offline data set that it learns from
+    images: float = 0.0  # sampled for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """An evaluation: the scores after so many seconds, forwards and drawn images.
-
-    Evaluations themselves take no part in them. forwards: velocities of rollouts, of candidates and
-    of training, whose backwards are not counted; nor are those of audits. images: those drawn to
-    learn from; candidates: those drawn beside them, only to choose by.
-    """
+    """An evaluation, and what training had cost until then; evaluations are not counted."""
 
     step: int
     seconds: float
-    forwards: float
-    images: float
-    candidates: float
+    forwards: float  # of rollouts, candidates and training; no backwards, no audits
+    images: float  # sampled to learn from
+    candidates: float  # sampled only to choose by
     scores: Mapping[str, float]
 
 
@@ -58,7 +49,7 @@ AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
         "thousand forwards, of rollouts and training",
         lambda p: p.forwards / 1e3,
     ),
-    "images": ("thousand images drawn to learn from", lambda p: p.images / 1e3),
+    "images": ("thousand images sampled to learn from", lambda p: p.images / 1e3),
 }
 
 
@@ -69,8 +60,8 @@ def points(run: Run) -> list[Point]:
     for line in run.metrics:
         seconds += sum(line.get(name) or 0.0 for name in TIMES)
         forwards += sum(line.get(name) or 0.0 for name in PASSES)
-        drawn = line.get("tree/forwards") or 0.0  # none, where images are read from a store
-        images += (line.get("tree/leaves") or 0.0) if drawn else 0.0
+        sampled = line.get("tree/forwards")  # none where images are read from a data set
+        images += (line.get("tree/leaves") or 0.0) if sampled else 0.0
         candidates += line.get("explore/candidates") or 0.0
         scores = {name: value for name, value in line.items() if name.startswith("eval/")}
         if scores:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flowrl
-from flowrl.api import audit_previews, audited
+from flowrl.api import audit
 from flowrl.config import Config
 from flowrl.functional.groups import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, AuditReport
@@ -26,7 +26,6 @@ from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.compare.outcomes import differences, outcome, table
 from scripts.compare.runs import TIMES, Run, markdown, mean_curve, points, write_charts, write_table
-from scripts.compare.solrl_words import AUDITED, AUDITS, BASE, INTRODUCTION, RECIPES, TIME, TRIED
 
 PRESET = "tiny-sd3-solrl-geneval"
 SEEDS = (0, 1, 2)
@@ -46,7 +45,7 @@ KINDS = (  # of candidates: their precision, and changes
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to draw what is learned from, on top of the preset."""
+    """A way to sample the images that are learned from, on top of the preset."""
 
     name: str
     changes: tuple[str, ...] = ()
@@ -121,17 +120,17 @@ def train(place: Place, arm: Arm, seed: int) -> None:
 
 
 def audit_base(place: Place) -> list[dict]:
-    """How candidates of all KINDS rank on the base pipeline; what was found before is read."""
+    """Audit candidates of all KINDS on the base pipeline; read the result if it is there."""
     path = place.runs / "base-audit.json"
     if path.exists():
         return json.loads(path.read_text())
     rows = []
     for precision, changes in KINDS:
-        configs = audited(
-            PRESET, [*SHARED, *place.changes, *changes], prompts=AUDITED_PROMPTS, steps=STEPS
-        )
-        *found, exact, _ = audit_previews(configs, precisions=(precision,))
-        six = {"four over six": configs[0].rollout.explore.four_over_six}
+        *found, exact, _ = audit(
+            PRESET, [*SHARED, *place.changes, *changes], prompts=AUDITED_PROMPTS, steps=STEPS,
+            precisions=(precision,),
+        )  # fmt: skip
+        six = {"four over six": "rollout.explore.four_over_six=true" in changes}
         rows += [row | six for row in found]
     write_text(path, json.dumps([*rows, exact]))
     return [*rows, exact]
@@ -177,8 +176,8 @@ def write_page(place: Place, output: Path, machine: str) -> None:
     if any(events(place, arm, seed) for arm in done for seed in SEEDS):
         parts.append(AUDITS.format(text=wrapped(AUDITED), table=markdown(audit_rows(place, done))))
     parts.append(f"## What limits it\n\n{wrapped(TRIED)}\n")
-    told = [f"| {a.name} | {'; '.join(f'`{c}`' for c in a.changes) or 'none'} |" for a in done]
-    parts.append(RECIPES.format(preset=PRESET, recipes="\n".join(told)))
+    recipes = [f"| {a.name} | {'; '.join(f'`{c}`' for c in a.changes) or 'none'} |" for a in done]
+    parts.append(RECIPES.format(preset=PRESET, recipes="\n".join(recipes)))
     write_text(output / "README.md", "\n".join(parts))
 
 
@@ -194,7 +193,7 @@ def introduction(place: Place, machine: str) -> str:
         updates=config.optim.updates_per_rollout,
         seeds=", ".join(map(str, SEEDS)),
         iterations=config.run.iterations,
-        images=config.evaluation.images,
+        images=config.evaluation.num_images,
     )
     parts = text.split("\n\n")
     if place.changes:
@@ -271,6 +270,75 @@ def audit_cells(report: AuditReport) -> dict[str, str]:
 
 def wrapped(text: str) -> str:
     return textwrap.fill(text, 100, break_on_hyphens=False, break_long_words=False)
+
+
+# --- the words of the page ---------------------------------------------------------------------
+
+INTRODUCTION = """`python -m scripts.compare.solrl`, on {machine}. The built-in pipeline learns
+GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: always from
+{rollout.group_size} images of each of {rollout.prompts_per_iteration} prompts, in {iterations}
+iterations of {updates} updates. *24 of 24* samples these alone. *24 of 96* samples
+{explore.candidates} candidates of each prompt first, in {explore.num_inference_steps} steps instead
+of {rollout.num_inference_steps} and in NVFP4, and then those with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
+scores are not learned from.
+
+Scores are those of {images} images of unseen prompts. A change is that of the last evaluation
+from the first, image by image, averaged over the seeds first, with its paired 95 % bootstrap
+interval; *above* compares arms in the same way, after the same number of updates. These intervals
+know how images differ, not how seeds do: for that compare the columns. *images* are those sampled
+to learn from, *candidates* those sampled beside them only to choose by. *seconds* are those of
+iterations without evaluations, candidates and audits included. The last columns say what it took
+until the mean curve, straight between evaluations, first stood where that of 24 of 24 ends, and
+what share that is of its cost.
+
+NVFP4 is emulated here, with its numbers but not its speed. So the charts against iterations show
+what the choice is worth per update, and those against wall time what it costs on this machine, not
+on one that multiplies NVFP4. Only the image stream's feed-forward layers are quantised, as in
+Sol-RL's rules for SD3.5-Large. `curves.csv` has every evaluation of every run."""
+TIME = """## Where the time goes
+
+Seconds of an iteration, means over iterations and seeds. *audit* draws all candidates of some
+prompts both ways before some iterations, and makes the network that explores; *explore reward* and
+*reward* are the waits for scores.
+
+{table}
+"""
+AUDITED = """Before some iterations all candidates of its prompts are also sampled exactly. tau and
+rho are Kendall's and Spearman's within a prompt, averaged over the prompts that have one; *pooled
+rho* is that of all together. Of the best and the worst half of the choice: *overlap*, the share
+that a choice by exact scores has too, which of equal ones takes the first; *rank*, their mean exact
+rank, 1 the highest, ties averaged; *perfect*, that of a choice by exact scores; at random it is
+48.5 of 96. *contrast* is the difference of exact scores between the halves, as a share of the
+largest possible. *no rho* counts prompts whose scores are all equal."""
+AUDITS = """## Do candidates rank as exact images do?
+
+{text}
+
+{table}
+"""
+BASE = """`flowrl audit {preset} --prompts {prompts} {options}`, with other precisions and layers,
+on the pipeline before any training: {candidates} candidates of each prompt, compared by their
+partial score with the same ones in {steps} exact steps. *layers* is the share of all weights that
+is quantised: of the image stream's feed-forward layers alone (`min_dim: 128`, as in the preset),
+or of attention, too (`min_dim: 0`). A rho of 0.8 takes 7 of 8 steps in NVFP4, or 5 with four over
+six (`four_over_six: true`, 4/6 in the table), and with attention in four bits it is not reached."""
+TRIED = """What limits the gain here, as measured while the recipe was made. At the base, over the
+four prompts of an iteration, the share of the gradient's power that repeats from iteration to
+iteration is 0.165 for 24 of 24 (24 iterations) and 0.244 for 24 of 96 (16), which is 1.6 times the
+information in an update. Where noise does not limit learning that shows in nothing: with updates
+from two prompts each, two an iteration, 36 iterations and `optim.lr` 8e-4 the partial scores ended
+at 0.798, 0.798 and 0.802 with 24 of 96 (four over six) and at 0.821, 0.787 and 0.795 with 24 of 24.
+So the preset updates from one prompt at a time. A score of few values bounds the gain, too: where
+half of a prompt's images are right, any 24 have as much contrast as can be. And as the policy
+learns, candidates rank less well: one that fails is then often made to fail by few steps alone."""
+RECIPES = """## Recipes
+
+`flowrl train {preset}`, with
+
+| arm | changes |
+|---|---|
+{recipes}
+"""
 
 
 if __name__ == "__main__":

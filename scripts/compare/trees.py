@@ -43,7 +43,7 @@ Partial score (share of the demands that are met):
 
 Recipes, on top of `quickstart` with `{shared}`. Credit is the quickstart's (all images of the
 prompt, `scale: global`) unless a row says otherwise, not what each method's authors use; windows on
-the first two steps, where the quickstart has its own, are told apart from the shape of the tree by
+the first two steps, where the quickstart has its own, are separated from the shape of the tree by
 *Flow-GRPO-Fast, first steps*, chains with that window.
 
 | method | changes |
@@ -64,7 +64,7 @@ SHARED = [
 
 @dataclass(frozen=True)
 class Method:
-    """A rollout to compare. All draw 16 images of each of 6 prompts in 5 steps."""
+    """A rollout to compare. All sample 16 images of each of 6 prompts in 5 steps."""
 
     name: str
     iterations: int

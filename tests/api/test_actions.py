@@ -11,7 +11,8 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.api import align, build_gallery, evaluate_model, sample_images
+from flowrl.api import align, evaluate, gallery
+from flowrl.api import sample as sample_images
 from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import stage
@@ -23,7 +24,12 @@ def run_dir(tiny_config, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "small"
     config = tiny_config(
         run={"output_dir": str(folder), "iterations": 3, "sample_every": 2, "push_to_hub": True},
-        evaluation={"prompts": "tiny:geneval:test", "images": 6, "steps": 3, "batch_size": 6},
+        evaluation={
+            "prompts": "tiny:geneval:test",
+            "num_images": 6,
+            "num_inference_steps": 3,
+            "batch_size": 6,
+        },
     )
     with pytest.MonkeyPatch.context() as patch:  # the Hub is a folder beside the run's
         patch.setattr("flowrl.api.open_repository", lambda name, private: f"me/{name}")
@@ -65,7 +71,7 @@ def test_what_a_run_uploads_is_public_and_names_no_path_of_this_machine(
 
 @pytest.fixture
 def sample(tiny_pipeline_path, tmp_path):
-    """One image of a prompt, as bytes."""
+    """Sample one image of a prompt, as bytes."""
     usual = {"lora": None, "negative": "", "guidance": 1.0, "steps": 3, "seed": 0}
     usual |= {"count": 1, "max_sequence_length": 12, "device": "cpu"}
 
@@ -80,7 +86,7 @@ def sample(tiny_pipeline_path, tmp_path):
 
 def test_a_gallery_can_be_generated_again_with_other_prompts(run_dir, tmp_path):
     options = {"prompts": "tiny:ocr:test", "count": 3, "seed": 5}
-    page = build_gallery(run_dir, base=None, lora=None, output_dir=tmp_path, **options)
+    page = gallery(run_dir, base=None, lora=None, output_dir=tmp_path, **options)
     assert page.is_file() and page.parent == tmp_path
     assert "data:image" in page.read_text()
 
@@ -92,7 +98,7 @@ def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir
     assert sample(lora=run, rlg=0.0) == base and sample(lora=run, rlg=1.0) == aligned
     assert sample(lora=run, rlg=3.0) not in (base, aligned)
     options = {"prompts": None, "count": 2, "seed": None, "rlg": [0.0, 1.0, 3.0]}
-    page = build_gallery(run_dir, base=None, lora=None, output_dir=tmp_path / "sweep", **options)
+    page = gallery(run_dir, base=None, lora=None, output_dir=tmp_path / "sweep", **options)
     html = page.read_text()
     columns = ["base", "RLG 0", "RLG 1", "RLG 3"]
     first = re.findall(r'alt="([^:]+): [^"]*"[^>]* src="([^"]+)"', html)[:4]
@@ -107,16 +113,21 @@ def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir
 def test_samples_of_a_run_are_generated_as_it_was_evaluated(run_dir, sample):
     evaluation = load_config(run_dir / "config.yaml").evaluation
     unsaid = {"lora": str(run_dir), "guidance": None, "max_sequence_length": None}
-    said = {"steps": evaluation.steps, "guidance": evaluation.guidance, "max_sequence_length": 12}
+    steps, guidance = evaluation.num_inference_steps, evaluation.guidance_scale
+    said = {"steps": steps, "guidance": guidance, "max_sequence_length": 12}
     plain = sample(**unsaid, steps=None)
     assert plain == sample(**unsaid | said)
-    assert plain != sample(**unsaid, steps=evaluation.steps + 1)
+    assert plain != sample(**unsaid, steps=steps + 1)
 
 
 def test_a_negative_prompt_of_the_run_is_the_default(run_dir, tiny_config, sample, tmp_path):
     config = tiny_config(
-        rollout={"negative": "a blue ring", "guidance": 3.0},
-        evaluation={"prompts": "tiny:geneval:test", "guidance": 3.0, "steps": 2},
+        rollout={"negative_prompt": "a blue ring", "guidance_scale": 3.0},
+        evaluation={
+            "prompts": "tiny:geneval:test",
+            "guidance_scale": 3.0,
+            "num_inference_steps": 2,
+        },
     )
     run = tmp_path / "run"
     run.mkdir()
@@ -130,15 +141,13 @@ def test_a_negative_prompt_of_the_run_is_the_default(run_dir, tiny_config, sampl
 
 
 def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_path):
-    small = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2}
+    small = {"prompts": "tiny:geneval:test", "num_images": 2, "num_inference_steps": 2}
     quality = {"name": "tiny_quality", "held_out": True}
     rewards = [{"name": "brightness"}, quality]
     prompts = tmp_path / "worded.jsonl"
     prompts.write_text('{"prompt": "a red circle", "paraphrases": ["one red disc"]}\n')
     worded = small | {"prompts": str(prompts), "paraphrases": True}
-    rows = evaluate_model(
-        tiny_config(evaluation=worded | {"quality": "tiny_quality"}, rewards=rewards)
-    )
+    rows = evaluate(tiny_config(evaluation=worded | {"quality": "tiny_quality"}, rewards=rewards))
     means = {row["reward"]: row["mean"] for row in rows}
     assert {"corrected/brightness", "paraphrase/brightness"} <= set(means)
     assert not any(math.isnan(mean) for mean in means.values())
@@ -149,10 +158,10 @@ def test_an_evaluation_measures_what_is_asked_of_it_or_refuses(tiny_config, tmp_
         settings = small | {name: value}
         config = tiny_config(pipeline=nowhere, evaluation=settings, rewards=rewards)
         with pytest.raises(UserError, match=f"evaluation.{name}"):
-            evaluate_model(config)
+            evaluate(config)
     rule = {"held_out": "tiny_quality"}  # nothing is asked of training
     options = {"prompts": {"retained": 1}, "run": {"stop_when_hacking": rule}}
-    (row,) = evaluate_model(tiny_config(**options, evaluation=small | {"every": 1}))
+    (row,) = evaluate(tiny_config(**options, evaluation=small | {"every": 1}))
     assert row["reward"] == "brightness" and 0 <= row["mean"] <= 1
 
 

@@ -8,15 +8,16 @@ import pytest
 import torch
 import typer
 
-from flowrl.api import audit_previews, audited
+from flowrl.api import audit, audit_configs
 from flowrl.backbones.lora_files import save_lora
-from flowrl.cli import explained
+from flowrl.cli import report_errors
 from flowrl.cli._console import print_table
-from flowrl.cli.audit import audit, for_people, left_out
+from flowrl.cli.audit import audit as audit_command
+from flowrl.cli.audit import notes, table_rows
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 
-EXPLORE = {"candidates": 6, "steps": 2, "precision": "bf16", "min_dim": 0}
+EXPLORE = {"candidates": 6, "num_inference_steps": 2, "precision": "bf16", "min_dim": 0}
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +52,9 @@ class Counting:
 
 
 def test_there_is_a_row_a_pair_and_one_each_of_exact_and_random_choices(recipe, load_tiny, here):
-    configs = audited(recipe, prompts=2, steps=[3, 4])
-    rows = audit_previews(configs, precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny())
+    rows = audit(
+        recipe, prompts=2, steps=[3, 4], precisions=["bf16", "nvfp4-emulated"], pipeline=load_tiny()
+    )
     assert [(row.get("steps"), row["precision"]) for row in rows] == [
         (3, "bf16"), (4, "bf16"), (3, "nvfp4-emulated"), (4, "nvfp4-emulated"),
         (4, "exact"), (None, "random"),
@@ -75,8 +77,14 @@ def test_there_is_a_row_a_pair_and_one_each_of_exact_and_random_choices(recipe, 
 def test_all_candidates_are_judged_once_exactly_and_once_as_each_preview(recipe, load_tiny, here):
     def judged(steps, candidates):
         reward = Counting()
-        configs = audited(recipe, prompts=2, steps=steps, candidates=candidates)
-        audit_previews(configs, pipeline=load_tiny(), rewards={"brightness": reward})
+        audit(
+            recipe,
+            prompts=2,
+            steps=steps,
+            candidates=candidates,
+            pipeline=load_tiny(),
+            rewards={"brightness": reward},
+        )
         return sum(reward.asked)
 
     # What rewards are tried with beforehand is the same in all.
@@ -94,8 +102,7 @@ def test_what_is_only_measured_judges_no_candidate(tiny_config, load_tiny, here,
     config = tiny_config(rollout={"tree": {"kind": "ode"}}, objective={"kind": "nft"},
                          rewards=rewards)  # fmt: skip
     (here / "recipe.yaml").write_text(config_yaml(config))
-    configs = audited(here / "recipe.yaml", prompts=2, steps=[2], candidates=20)
-    audit_previews(configs, pipeline=load_tiny())
+    audit(here / "recipe.yaml", prompts=2, steps=[2], candidates=20, pipeline=load_tiny())
     import own_reward  # type: ignore[import-not-found]
 
     assert 0 < sum(own_reward.asked) < 2 * 20  # tried beforehand, no more
@@ -105,8 +112,7 @@ def test_a_reward_that_is_constant_within_prompts_has_no_rho(recipe, load_tiny, 
     def flat(images, prompts, metadata):
         return torch.tensor([float(len(text)) for text in prompts])
 
-    configs = audited(recipe, prompts=2)
-    row, *_ = audit_previews(configs, pipeline=load_tiny(), rewards={"brightness": flat})
+    row, *_ = audit(recipe, prompts=2, pipeline=load_tiny(), rewards={"brightness": flat})
     assert row["no rho"] == 2 and math.isnan(row["rho"]) and math.isnan(row["retention"])
 
 
@@ -116,31 +122,37 @@ def test_a_lora_draws_where_one_is_named(recipe, make_learner, load_tiny, here):
     for p in learner.policy.parameters():
         p.data += 0.3 * torch.randn(p.shape, generator=generator)
     save_lora(learner.policy.backbone.pipeline, here / "run", adapter="default")
-    configs = audited(recipe, prompts=2, candidates=12)
-    loras = (None, str(here / "run"))
-    rows = [audit_previews(configs, pipeline=load_tiny(), lora=lora)[0] for lora in loras]
+    rows = [
+        audit(recipe, prompts=2, candidates=12, pipeline=load_tiny(), lora=lora)[0]
+        for lora in (None, str(here / "run"))
+    ]
     assert rows[0]["rho"] != rows[1]["rho"]
 
 
 def test_the_recipe_is_sampled_as_it_explores_and_learns_nothing(recipe, tiny_config, tmp_path):
-    (config,) = audited(recipe, ["rollout.steps=3"], prompts=3, candidates=9)
+    (config,) = audit_configs(recipe, ["rollout.num_inference_steps=3"], prompts=3, candidates=9)
     explore = config.rollout.explore
-    assert explore and (explore.candidates, explore.steps, explore.min_dim) == (9, 2, 0)
-    assert (config.rollout.prompts, config.rollout.steps, config.objective.kind) == (3, 3, "sft")
+    assert explore and (explore.candidates, explore.num_inference_steps, explore.min_dim) == (
+        9,
+        2,
+        0,
+    )
+    r = config.rollout
+    assert (r.prompts_per_iteration, r.num_inference_steps, config.objective.kind) == (3, 3, "sft")
     # A recipe that does not explore gets the defaults, with one step less than its own.
     plain = tmp_path / "plain.yaml"
-    plain.write_text(config_yaml(tiny_config(rollout={"steps": 4})))
+    plain.write_text(config_yaml(tiny_config(rollout={"num_inference_steps": 4})))
     for options, steps in (({}, 3), ({"steps": [2]}, 2)):
-        (config,) = audited(plain, prompts=1, **options)
+        (config,) = audit_configs(plain, prompts=1, **options)
         explore = config.rollout.explore
-        assert explore and (explore.candidates, explore.steps) == (96, steps)
+        assert explore and (explore.candidates, explore.num_inference_steps) == (96, steps)
 
 
 def test_a_precision_that_the_device_lacks_is_refused_before_anything_is_drawn(recipe, load_tiny):
     reward = Counting()
     with pytest.raises(UserError, match="precision nvfp4 needs an NVIDIA GPU"):
         given = {"pipeline": load_tiny(), "rewards": {"brightness": reward}}
-        audit_previews(audited(recipe, prompts=1), precisions=["bf16", "nvfp4"], **given)
+        audit(recipe, prompts=1, precisions=["bf16", "nvfp4"], **given)
     assert not reward.asked
 
 
@@ -153,11 +165,11 @@ def run(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("NO_COLOR", "1")
     app = typer.Typer(rich_markup_mode="rich")
-    app.command(context_settings={"ignore_unknown_options": True})(audit)
+    app.command(context_settings={"ignore_unknown_options": True})(audit_command)
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            explained(lambda: app(list(map(str, words)), prog_name="flowrl audit"), debug=False)
+            report_errors(lambda: app(list(map(str, words)), prog_name="flowrl audit"), debug=False)
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 
@@ -183,10 +195,10 @@ def test_the_command_prints_a_short_table(run, recipe, here):
 def test_the_table_fits_eighty_columns_and_what_a_row_lacks_is_a_sentence_below(capsys):
     row = {"steps": 10, "precision": "nvfp4-emulated", "quantised": 1.0, "rho": -0.123}
     row |= {"overlap best": 1.0, "rank best": 127.5, "retention": -0.123, "s/image": 0.01234}
-    print_table(for_people([row | {"to exact": 12.345, "no rho": 3, "missing": 0}]))
+    print_table(table_rows([row | {"to exact": 12.345, "no rho": 3, "missing": 0}]))
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
     row = {"steps": 3, "precision": "bf16", "no rho": 2, "missing": 0}
-    assert left_out([row, row | {"no rho": 0}]) == [
+    assert notes([row, row | {"no rho": 0}]) == [
         "3 steps, bf16: 2 prompts have no rho, their scores are all equal"
     ]
 
@@ -204,7 +216,7 @@ def test_json_has_every_number_under_its_own_name(run, recipe, here):
 def test_what_cannot_be_generated_is_one_sentence(run, recipe, here):
     for words, name in (
         ([], "flowrl audit tiny-sd3-solrl-geneval"),
-        ([recipe, "--steps", "9"], "rollout.explore.steps"),
+        ([recipe, "--steps", "9"], "rollout.explore.num_inference_steps"),
         ([recipe, "--candidates", "3"], "candidates"),
         ([recipe, "--precision", "int4"], "precision 'int4'"),
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.api import collect_groups, with_lora
+from flowrl.api import collect, with_lora
 from flowrl.backbones.lora_files import save_lora
 from flowrl.build import backbone as build_memory
 from flowrl.build.rollout import about
@@ -16,7 +16,7 @@ from flowrl.errors import UserError
 from flowrl.offline.format import latents_file, open_store, rows_file
 from flowrl.offline.source import StoredGroups
 from flowrl.offline.writer import Refresh, fill
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.spec import RewardSpec
 
@@ -40,7 +40,7 @@ def config(tiny_config):
 def collected(config, load_tiny, tmp_path_factory):
     """A store of three iterations, and the table that was shown."""
     folder = tmp_path_factory.mktemp("collected") / "store"
-    return folder, collect_groups(config, folder, groups=5, pipeline=load_tiny())
+    return folder, collect(config, folder, groups=5, pipeline=load_tiny())
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -51,13 +51,13 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
     store = open_store(collected[0])
     sampler = make_learner(rollout=ROLLOUT, specs=SPECS).source
     for iteration in range(3):
-        rollout = sampler.collect(iteration, Stopwatch())
+        rollout = sampler.collect(iteration, Timer())
         rows = torch.arange(8) + 8 * iteration
         assert torch.equal(store.latents(rows), rollout.tree.leaves())
         assert torch.equal(store.scores[rows], rollout.scores)
         records = [replace(r, paraphrases=()) for r in sampler.prompts.at(iteration)]
         assert [g.record for g in store.groups[2 * iteration :][:2]] == records
-    assert torch.equal(torch.tensor(store.about.sigmas), sampler.stage.schedule().sigmas)
+    assert torch.equal(torch.tensor(store.about.sigmas), sampler.generator.schedule().sigmas)
 
 
 def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
@@ -77,7 +77,7 @@ def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
     monkeypatch.setattr(build_memory, "load_pipeline", watch)
     folders = [collected[0], tmp_path / "first", tmp_path / "second"]
     for folder in folders[1:]:
-        collect_groups(config, folder, groups=5)
+        collect(config, folder, groups=5)
     assert without == [0, 3]
     rows = torch.arange(24)
     kept, first, second = (open_store(folder).latents(rows) for folder in folders)
@@ -102,12 +102,12 @@ def test_a_collection_that_was_killed_goes_on_to_the_same_store(
     collected, config, load_tiny, tmp_path
 ):
     folder = tmp_path / "store"
-    collect_groups(config, folder, groups=3, pipeline=load_tiny())
+    collect(config, folder, groups=3, pipeline=load_tiny())
     rows_file(folder, 1).unlink()
     latents = latents_file(folder, 1)
     latents.write_bytes(latents.read_bytes()[:100])
     (folder / "data" / ".000002.jsonl.abc.tmp").write_text('{"half')
-    collect_groups(config, folder, groups=5, pipeline=load_tiny())
+    collect(config, folder, groups=5, pipeline=load_tiny())
     (folder / "data" / ".000002.jsonl.abc.tmp").unlink()
     assert files(folder) == files(collected[0])
 
@@ -116,18 +116,18 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
     collected, config, load_tiny, tiny_config
 ):
     before = files(collected[0])
-    assert collect_groups(config, collected[0], groups=6, pipeline=load_tiny()) == collected[1]
+    assert collect(config, collected[0], groups=6, pipeline=load_tiny()) == collected[1]
     assert files(collected[0]) == before
     other = tiny_config(rollout=ROLLOUT | {"steps": 3}, rewards=[{"name": "brightness"}])
     with pytest.raises(UserError, match="was collected with .*, and this recipe has"):
-        collect_groups(other, collected[0], groups=8, pipeline=load_tiny())
+        collect(other, collected[0], groups=8, pipeline=load_tiny())
 
 
 def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     sampler = make_learner(rollout=ROLLOUT).source
     specs = [RewardSpec(name="patchy", reward=patchy)]
-    stage = replace(sampler.stage, specs=specs, failures=FailureLimit(max_fraction=1.0))
-    sampler = replace(sampler, stage=stage)
+    stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_fraction=1.0))
+    sampler = replace(sampler, generator=stage)
     store = fill(tmp_path / "s", about(config, sampler), sampler, shards=2)
     rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
     missing = store.scores[:, 0].isnan()
@@ -147,12 +147,12 @@ def test_a_lora_draws_other_images_and_is_named(
     own = with_lora(config, str(tmp_path / "run")).lora
     assert (own.rank, own.alpha, own.init_from) == (4, 6, str(tmp_path / "run"))
     lora = str(tmp_path / "run")
-    collect_groups(config, tmp_path / "s", groups=1, lora=lora, pipeline=load_tiny())
+    collect(config, tmp_path / "s", groups=1, lora=lora, pipeline=load_tiny())
     store, base = open_store(tmp_path / "s"), open_store(collected[0])
     assert store.about.lora and store.about.lora["path"] == str(tmp_path / "run")
     rows = torch.arange(8)
     assert not torch.allclose(store.latents(rows), base.latents(rows), atol=1e-3)
-    expected = learner.source.collect(0, Stopwatch()).tree.leaves()
+    expected = learner.source.collect(0, Timer()).tree.leaves()
     torch.testing.assert_close(store.latents(rows), expected, rtol=0, atol=1e-4)
 
 
@@ -185,10 +185,10 @@ def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected,
     )
     store = open_store(collected[0])
     sampler = learner.source
-    given = {"backbone": sampler.stage.backbone, "encode": sampler.stage.encode}
+    given = {"backbone": sampler.generator.backbone, "text_cache": sampler.generator.text_cache}
     given |= {"specs": learner.specs, "runtime": learner.runtime}
     stored = StoredGroups(store, **given, prompts=1, group_size=4, seed=3)
-    rollout = stored.collect(0, Stopwatch())
+    rollout = stored.collect(0, Timer())
     batch = learner.objective.prepare(rollout)
     (group,) = (g for g in store.groups if g.record.text == rollout.prompts[0])
     rows = torch.tensor(group.images)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from flowrl.api import BATCH, score_images
+from flowrl.api import score
 from flowrl.errors import UserError
+from flowrl.scoring.files import BATCH
 
 REWARDS = """
 class Bright:
@@ -57,14 +58,14 @@ def test_scores_of_a_folder_are_those_of_its_images(grey, tmp_path):
     for name, value in [("a.png", 0), ("b.png", 255)]:
         grey(name, value)
     (tmp_path / "notes.txt").write_text("not an image")
-    scored = score_images([tmp_path], ["brightness"], None)
+    scored = score([tmp_path], ["brightness"], None)
     assert [row["brightness"] for row in scored.rows] == [0.0, 1.0]
     assert not scored.missing
 
 
 def test_more_images_than_a_batch_keep_their_order(grey, tmp_path):
     paths = [grey(f"{n:03}.png", n) for n in range(2 * BATCH + 3)]
-    rows = score_images([tmp_path], ["brightness"], None).rows
+    rows = score([tmp_path], ["brightness"], None).rows
     assert [row["image"] for row in rows] == [str(path) for path in paths]
     assert [round(255 * row["brightness"]) for row in rows] == list(range(len(paths)))
 
@@ -74,12 +75,12 @@ def test_images_of_one_prompt_and_size_are_compared(grey, tmp_path):
     names = [("a.png", 9), ("b.png", 200), ("c.png", 3), ("d.png", 100)]
     paths = [grey(*name) for name in names]
     prompts = prompts_of(tmp_path, *({"prompt": p} for p in ("cat", "dog", "cat", "dog")))
-    scored = score_images(paths, [SORTED], prompts)
+    scored = score(paths, [SORTED], prompts)
     assert [row[SORTED] for row in scored.rows] == [1.0, 1.0, 0.0, 0.0]
     assert not scored.missing
     # Images of all sizes are scored and only those of one are compared.
     paths = [grey("a.png", 0, 8), grey("b.png", 255, 16), grey("c.png", 255, 8)]
-    scored = score_images(paths, ["brightness", SORTED], "a cat")
+    scored = score(paths, ["brightness", SORTED], "a cat")
     assert [row["brightness"] for row in scored.rows] == [0.0, 1.0, 1.0]
     assert all(math.isnan(row[SORTED]) for row in scored.rows)
     (line,) = scored.missing
@@ -88,7 +89,7 @@ def test_images_of_one_prompt_and_size_are_compared(grey, tmp_path):
         "size, and these are 8 x 8, 16 x 16"
     )
     # One image is compared with nothing.
-    scored = score_images([grey("a.png", 0)], [SORTED], "a cat")
+    scored = score([grey("a.png", 0)], [SORTED], "a cat")
     assert math.isnan(scored.rows[0][SORTED])
     assert "give two or more" in scored.missing[0]
 
@@ -104,7 +105,7 @@ def test_what_fails_or_does_not_apply_is_missing_with_a_reason_and_the_rest_is_s
         {"prompt": "a dog"},
         {"prompt": "bad", "tag": "y"},
     ]
-    scored = score_images(paths, [BRIGHT, "brightness"], prompts_of(tmp_path, *records))
+    scored = score(paths, [BRIGHT, "brightness"], prompts_of(tmp_path, *records))
     assert [row["brightness"] for row in scored.rows] == [1.0] * 5
     assert [row[BRIGHT] == 1.0 for row in scored.rows] == [False, False, True, False, False]
     assert scored.missing == [
@@ -118,26 +119,26 @@ def test_what_fails_or_does_not_apply_is_missing_with_a_reason_and_the_rest_is_s
 def test_a_reward_that_cannot_run_is_told(grey):
     # A reward that cannot run leaves the others their scores.
     name = "file_rewards:absent"
-    scored = score_images([grey("a.png", 255)], [name, "brightness"], "a cat")
+    scored = score([grey("a.png", 255)], [name, "brightness"], "a cat")
     assert math.isnan(scored.rows[0][name]) and scored.rows[0]["brightness"] == 1.0
     assert scored.missing[0].endswith("prompt 'a cat': cannot run: no such package")
     # Rewards are made with their arguments.
     with pytest.raises(UserError, match="JPEG quality"):
-        score_images([grey("a.png", 0)], ["compressibility"], None, [{"quality": 0}])
+        score([grey("a.png", 0)], ["compressibility"], None, [{"quality": 0}])
 
 
 def test_a_file_that_is_no_image_is_told_and_the_rest_is_scored(grey, tmp_path):
     good = grey("b.png", 255)
     (tmp_path / "a.png").write_bytes(good.read_bytes()[:50])
-    scored = score_images([tmp_path], ["brightness", BRIGHT], None)
+    scored = score([tmp_path], ["brightness", BRIGHT], None)
     assert math.isnan(scored.rows[0]["brightness"]) and scored.rows[1]["brightness"] == 1.0
     assert any(line.startswith(f"cannot read {tmp_path / 'a.png'}: ") for line in scored.missing)
 
 
 def test_scoring_says_what_is_missing(tmp_path):
     with pytest.raises(UserError, match="no image at"):
-        score_images([tmp_path / "none.png"], ["brightness"], None)
+        score([tmp_path / "none.png"], ["brightness"], None)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "p.txt").write_text("one\ntwo\n")
     with pytest.raises(UserError, match="1 prompts for 2|2 prompts for 1"):
-        score_images([tmp_path], ["brightness"], str(tmp_path / "p.txt"))
+        score([tmp_path], ["brightness"], str(tmp_path / "p.txt"))

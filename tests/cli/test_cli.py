@@ -43,11 +43,10 @@ def built(monkeypatch):
         return SimpleNamespace(rows=record(*args), missing=["reward 'ocr' does not apply"])
 
     module.align, module.table = align, list  # type: ignore[attr-defined]
-    for name in ("sample_images", "evaluate_model", "build_gallery"):
+    for name in ("sample", "evaluate", "gallery"):
         setattr(module, name, record)
-    module.score_images = score  # type: ignore[attr-defined]
-    for name in ("flowrl.api", "flowrl.api"):
-        monkeypatch.setitem(sys.modules, name, module)
+    module.score = score  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flowrl.api", module)
     return calls
 
 
@@ -184,7 +183,7 @@ def test_explain_prints_an_option_and_doctor_what_it_finds(run):
 
 def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
     seen = []
-    monkeypatch.setattr("flowrl.api.collect_groups", lambda *a, **k: seen.append(a[0]) or [])
+    monkeypatch.setattr("flowrl.api.collect", lambda *a, **k: seen.append(a[0]) or [])
     options = ["objective={kind: dpo}", "rollout.store={path: groups, cache_draws: 64}"]
     code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
     assert not code, err

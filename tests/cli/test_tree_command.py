@@ -9,7 +9,7 @@ import pytest
 import typer
 from PIL import Image
 
-from flowrl.cli import explained
+from flowrl.cli import report_errors
 from flowrl.cli.tree import tree
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import merge, parse_overrides
@@ -26,7 +26,7 @@ def run(capsys, monkeypatch):
 
     def call(*words):
         with pytest.raises(SystemExit) as caught:
-            explained(lambda: app(list(words), prog_name="flowrl tree"), debug=False)
+            report_errors(lambda: app(list(words), prog_name="flowrl tree"), debug=False)
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err
 

@@ -90,7 +90,7 @@ def test_the_backbone_of_the_guide_is_the_examples_and_found_by_its_path(monkeyp
     (command,) = (words for words in found if "pipeline.backbone" in words)
     request = sort_arguments(shlex.split(command.replace("\\\n", " "))[2:])
     config = load_config(request.recipe, request.overrides)
-    assert config.rollout.guidance == config.evaluation.guidance == 5
+    assert config.rollout.guidance_scale == config.evaluation.guidance_scale == 5
     assert config.pipeline.height == config.pipeline.width == 1024
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place])

@@ -9,6 +9,9 @@ from typing import get_args
 import pytest
 import torch
 import yaml
+from flowrl_rewards.chat.client import Chat
+from flowrl_rewards.pairwise import chosen_pairs
+from flowrl_rewards.vlm_judge import VLMJudge
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -22,9 +25,6 @@ from flowrl.config.sections import MemoryOptions
 from flowrl.errors import UserError
 from flowrl.scoring.spec import BUILT_IN, load_reward
 from flowrl.utils.distributed import Runtime
-from rewards.chat.client import Chat
-from rewards.pairwise import chosen_pairs
-from rewards.vlm_judge import VLMJudge
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")}

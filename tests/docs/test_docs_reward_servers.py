@@ -22,7 +22,7 @@ from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.scoring.protocol import Info, Response, ScoreRequest
 from flowrl.scoring.spec import load_reward
-from rewards import geneval_rules as rules
+from flowrl_rewards import geneval_rules as rules
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reward-servers.md").read_text(encoding="utf-8")
 (SERVER,) = re.findall(r"```python server\n(.*?)```", PAGE, re.DOTALL)

@@ -14,7 +14,8 @@ from flowrl.cli import app
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import sort_arguments
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import SIZES, build_transformer
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.planning.model_specs import build_transformer
 from flowrl.quantization.backends import (
     PRECISIONS,
     Capability,
@@ -24,8 +25,10 @@ from flowrl.quantization.backends import (
     resolve,
 )
 from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of
-from flowrl.sampling.rank_audit import OnMiss, audit
-from flowrl.sampling.two_stage import MODES, break_even_gain, two_stage_ratio
+from flowrl.sampling.rank_audit import audit_ranks
+from flowrl.sampling.rank_audit import OnMiss
+from flowrl.sampling.two_stage import SELECT_RULES
+from flowrl.sampling.two_stage import break_even_gain, two_stage_ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "sol-rl.md").read_text(encoding="utf-8")
@@ -73,7 +76,7 @@ def test_cards_have_the_precisions_of_the_table():
 
 def test_layers_that_are_quantised_are_those_of_the_table():
     table = {name: (what, share) for name, what, share, _ in rows("pipeline")}
-    assert set(table) == set(SIZES)
+    assert set(table) == set(MODEL_SPECS)
     for name, (_, share) in table.items():
         network = build_transformer(name, device="meta", dtype=torch.bfloat16)
         choices = choose_layers(network, rules_of(network), "nvfp4")
@@ -98,10 +101,10 @@ def test_products_err_as_much_as_the_page_says():
 
 def test_ranks_and_choices_of_options_are_those_of_the_page():
     score = torch.arange(96.0)[None]
-    (perfect,) = audit(score, score, 24).prompts
+    (perfect,) = audit_ranks(score, score, 24).prompts
     assert (perfect.perfect_best, perfect.perfect_worst, perfect.rank_random) == (6.5, 90.5, 48.5)
     assert "ranks 6.5 and 90.5, one at random 48.5" in " ".join(PAGE.split())
-    for name in (*MODES, *PRECISIONS, *get_args(OnMiss)):
+    for name in (*SELECT_RULES, *PRECISIONS, *get_args(OnMiss)):
         assert re.search(rf"`(?:\w+: )?{name}`", PAGE), name
 
 
