@@ -8,9 +8,9 @@ import functools
 
 from torch import Tensor, nn
 
-from rewards.networks.clip import VIT_L14, Clip
-from rewards.networks.loading import building, device_of, read_weights, weights_file
-from rewards.networks.preprocess import NAME
+from .networks.clip import VIT_L14, Clip
+from .networks.loading import building, device_of, read_weights, weights_file
+from .networks.preprocess import NAME
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
 FILE = "aesthetic-model.pth"

@@ -16,6 +16,6 @@ class Brightness:
 
     def fixtures(self) -> list[dict]:
         """Light and dark images in their right order."""
-        from rewards.fixtures import blank, fixture, noise
+        from .fixtures import blank, fixture, noise
 
         return [fixture("blank paper scores above noise", blank(), noise())]

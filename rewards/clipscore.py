@@ -6,8 +6,8 @@ nor cut at 0 as in the paper: the form that alignment papers train on and report
 
 from torch import Tensor
 
-from rewards.networks.clip import VIT_L14, Clip
-from rewards.networks.preprocess import NAME
+from .networks.clip import VIT_L14, Clip
+from .networks.preprocess import NAME
 
 
 class CLIPScore:
@@ -36,6 +36,6 @@ class CLIPScore:
         return self.clip.cosine(images, prompts)
 
     def fixtures(self) -> list[dict]:
-        from rewards.prompt_fixtures import red_and_blue
+        from .prompt_fixtures import red_and_blue
 
         return red_and_blue()

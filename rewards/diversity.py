@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.fixtures import fixture, square
-from rewards.networks.likeness import likeness
+from .fixtures import fixture, square
+from .networks.likeness import likeness
 
 ENOUGH = 3  # images, so that a pair is left when one goes
 LONGEST = 128  # pixels at which SSIM compares: pairs are many
@@ -16,8 +16,8 @@ class SetDiversity:
     """How much the diversity of a prompt's images falls without this one; 0 in the mean.
 
     measure: of similarity, "pixels" (cheap, in [0, 1]), "ssim" (at 128 pixels), "clip", ..., see
-    `rewards.networks.likeness`. Needs three images of a prompt: NaN with fewer. As a reward of
-    its own it pulls images apart and nothing else: give it a small weight beside others.
+    `networks.likeness`. Needs three images of a prompt: NaN with fewer. As a reward of its own it
+    pulls images apart and nothing else: give it a small weight beside others.
     """
 
     name = "diversity"

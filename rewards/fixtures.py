@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from rewards.tiny_palette import COLORS, PAPER
+from .tiny_palette import COLORS, PAPER
 
 NAMED = COLORS | {
     "orange": (240, 130, 30),

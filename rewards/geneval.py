@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards import geneval_rules as rules
-from rewards.detectors import (
+from . import geneval_rules as rules
+from .detectors import (
     DETECTORS,
     ColorNamer,
     Detector,
@@ -19,9 +19,9 @@ from rewards.detectors import (
     load_color_namer,
     load_detector,
 )
-from rewards.geneval_rules import Detection
-from rewards.images import to_uint8
-from rewards.prompt_fixtures import cat_or_nothing, tiny_world
+from .geneval_rules import Detection
+from .images import to_uint8
+from .prompt_fixtures import cat_or_nothing, tiny_world
 
 MODES = ("partial", "strict", "official")
 NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
@@ -32,7 +32,7 @@ class GenEval:
 
     mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
     right) or "official" (0 or 1, the rule of the GenEval paper).
-    detector: a name in `rewards.detectors.DETECTORS` or "module:attribute"; made with
+    detector: a name in `detectors.DETECTORS` or "module:attribute"; made with
     detector_args, once, when it is first needed.
     colors: what names the colours of found objects: "clip" (the rule of the GenEval paper),
     "pixels", "module:attribute", made with colors_args, or None: the detector does.

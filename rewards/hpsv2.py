@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.networks.clip import cosine
-from rewards.networks.loading import (
+from .networks.clip import cosine
+from .networks.loading import (
     DTYPES,
     building,
     check_dtype,
@@ -21,8 +21,8 @@ from rewards.networks.loading import (
     read_weights,
     weights_file,
 )
-from rewards.networks.preprocess import NAME, hps_pixels
-from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
+from .networks.preprocess import NAME, hps_pixels
+from .networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 MODEL = "xswu/HPSv2"
 FILES = {"v2.1": "HPS_v2.1_compressed.pt", "v2.0": "HPS_v2_compressed.pt"}
@@ -67,7 +67,7 @@ class HPSv2:
         return cosine(F.normalize(vectors.float(), dim=-1), self.texts(prompts))
 
     def fixtures(self) -> list[dict]:
-        from rewards.prompt_fixtures import red_and_blue
+        from .prompt_fixtures import red_and_blue
 
         return red_and_blue()
 

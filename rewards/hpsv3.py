@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewards.images import to_uint8
-from rewards.networks.loading import building, device_of, fetching, imported
+from .images import to_uint8
+from .networks.loading import building, device_of, fetching, imported
 
 MODEL = "MizzenAI/HPSv3"
 HINT = "HPSv3 (in an environment of its own, see docs/reward-servers.md)"
@@ -47,7 +47,7 @@ class HPSv3:
         return found[:, 0].float()
 
     def fixtures(self) -> list[dict]:
-        from rewards.prompt_fixtures import red_and_blue
+        from .prompt_fixtures import red_and_blue
 
         return red_and_blue()
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewards.networks.loading import building, device_of, fetching, imported
-from rewards.networks.preprocess import NAME, clip_pixels
-from rewards.networks.text_embeddings import warn_of_cut
+from .networks.loading import building, device_of, fetching, imported
+from .networks.preprocess import NAME, clip_pixels
+from .networks.text_embeddings import warn_of_cut
 
 MODEL = "ImageReward-v1.0"
 REPOSITORY = "THUDM/ImageReward"  # where the package fetches that from
@@ -56,7 +56,7 @@ class ImageReward:
         return (raw - network.mean) / network.std
 
     def fixtures(self) -> list[dict]:
-        from rewards.prompt_fixtures import red_and_blue
+        from .prompt_fixtures import red_and_blue
 
         return red_and_blue()
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards.images import to_uint8
+from .images import to_uint8
 
 
 def jpeg_bytes(image: np.ndarray, quality: int) -> int:
@@ -41,7 +41,7 @@ class Incompressibility:
 
     def fixtures(self) -> list[dict]:
         """Noise and blank paper in their right order."""
-        from rewards.fixtures import blank, fixture, noise
+        from .fixtures import blank, fixture, noise
 
         return [fixture("noise scores above blank paper", noise(), blank())]
 
@@ -58,6 +58,6 @@ class Compressibility(Incompressibility):
 
     def fixtures(self) -> list[dict]:
         """Noise and blank paper in their right order."""
-        from rewards.fixtures import blank, fixture, noise
+        from .fixtures import blank, fixture, noise
 
         return [fixture("blank paper scores above noise", blank(), noise())]

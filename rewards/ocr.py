@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards.images import to_uint8
+from .images import to_uint8
 
 MODES = ("flow_grpo", "strict")
 # Lines the engine is less sure of do not count. Flow-GRPO's code asks for more than 0, of lines of
@@ -149,7 +149,7 @@ class OCR:
 
     def fixtures(self) -> list[dict]:
         """Words and blank paper in their right order."""
-        from rewards.fixtures import blank, fixture, word
+        from .fixtures import blank, fixture, word
 
         prompt, data = 'a sign that says "COFFEE"', {"ocr_text": "COFFEE"}
         right, wrong, typo = word("COFFEE"), word("GARDEN"), word("COFFIN")

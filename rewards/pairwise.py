@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, check_template, digest
-from rewards.chat.token_mass import ALTERNATIVES, LEAST_MASS, expectation
-from rewards.images import pngs
-from rewards.prompt_fixtures import red_and_blue
+from .chat.client import Chat, connected
+from .chat.messages import Question, Reply, check_template, digest
+from .chat.token_mass import ALTERNATIVES, LEAST_MASS, expectation
+from .images import pngs
+from .prompt_fixtures import red_and_blue
 
 ASK_TOKEN = (
     'Both images were made for "{prompt}". Which one shows it better, and is made better? '
@@ -74,7 +74,7 @@ def verdict(text: str) -> float:
 class PairwiseWinRate:
     """The share of comparisons with the other images of its prompt that an image wins.
 
-    server, template, longest, max_tokens, min_mass: as in `rewards.vlm_judge.VLMJudge`. mode:
+    server, template, longest, max_tokens, min_mass: as in `vlm_judge.VLMJudge`. mode:
     "tokens", P(1) against P(2), so that a close call counts as one; "text", a verdict after
     reasons, as UnifiedReward-Think writes it (with server: {thinking: true}). both_orders: ask a
     second time with the images exchanged, and take the mean, so that a liking for one place

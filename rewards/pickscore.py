@@ -5,8 +5,8 @@ A CLIP ViT-H/14 (986 M parameters: 3.9 GB in fp32, 2.0 GB in bf16) tuned on peop
 
 from torch import Tensor
 
-from rewards.networks.clip import Clip
-from rewards.networks.preprocess import NAME
+from .networks.clip import Clip
+from .networks.preprocess import NAME
 
 MODEL = "yuvalkirstain/PickScore_v1"
 TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -59,6 +59,6 @@ class PickScore:
         return raw / 26 if self.scale == "div26" else raw
 
     def fixtures(self) -> list[dict]:
-        from rewards.prompt_fixtures import red_and_blue
+        from .prompt_fixtures import red_and_blue
 
         return red_and_blue()

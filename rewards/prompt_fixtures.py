@@ -3,7 +3,7 @@
 
 def red_and_blue() -> list[dict]:
     """Each of two colours above the other when the prompt asks for it: no fixed liking passes."""
-    from rewards.fixtures import fixture, square
+    from .fixtures import fixture, square
 
     return [
         fixture(f"a {asked} square scores above a {other} one when {asked} is asked for",
@@ -14,7 +14,7 @@ def red_and_blue() -> list[dict]:
 
 def tiny_world() -> list[dict]:
     """Prompts of the tiny world in GenEval's form."""
-    from rewards.fixtures import blank, fixture, shapes
+    from .fixtures import blank, fixture, shapes
 
     ball = {"class": "circle", "count": 1, "color": "red"}
     three = {"class": "star", "count": 3}
@@ -43,7 +43,7 @@ def cat_or_nothing(count: int = 1) -> list[dict]:
     import torch
     from skimage.data import chelsea
 
-    from rewards.fixtures import blank, fixture
+    from .fixtures import blank, fixture
 
     cat = torch.from_numpy(chelsea()).permute(2, 0, 1).float().contiguous() / 255
     height, width = cat.shape[1:]

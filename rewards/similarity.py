@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards.fixtures import fixture, square
-from rewards.images import pngs
-from rewards.networks.likeness import likeness
+from .fixtures import fixture, square
+from .images import pngs
+from .networks.likeness import likeness
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 2**25  # of a reference: a camera's image has fewer
@@ -28,7 +28,7 @@ class Similarity:
     `folder`: its path there, or a whole one that ends up there. Nothing else is opened, so without
     a folder no file is: prompts may be others', as on a server. PNG, JPEG and WebP, brought to the
     size of the image. measure: "ssim" (at full size, scikit-image), "pixels", "clip", ..., see
-    `rewards.networks.likeness`.
+    `networks.likeness`.
     """
 
     name = "similarity"

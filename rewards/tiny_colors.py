@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rewards.tiny_palette import COLORS, PAPER
+from .tiny_palette import COLORS, PAPER
 
 # Of the softmax over squared distances, with channels in [0, 1]. The closest two, blue and
 # purple, lie 0.46 apart: each of them is 99% itself, and a mix of any two is drawn to both.
@@ -78,7 +78,7 @@ class TinyColors:
 
     def fixtures(self) -> list[dict]:
         """Shapes of the tiny world in their right order."""
-        from rewards.fixtures import fixture, shapes
+        from .fixtures import fixture, shapes
 
         red, blue = shapes([("circle", "red")]), shapes([("circle", "blue")])
         return [

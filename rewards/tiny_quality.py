@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.images import to_uint8
-from rewards.tiny_palette import COLORS, PAPER
+from .images import to_uint8
+from .tiny_palette import COLORS, PAPER
 
 INKS = tuple(COLORS.values())
 OVERSHOOT = 0.2  # drawn edges ring: their pixels lie up to this far beyond paper and ink
@@ -50,7 +50,7 @@ class TinyQuality:
 
     def fixtures(self) -> list[dict]:
         """A drawing, blank paper and noise in their right order."""
-        from rewards.fixtures import blank, fixture, noise, shapes
+        from .fixtures import blank, fixture, noise, shapes
 
         drawing = shapes([("star", "red"), ("square", "blue")])
         return [

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, check_template, digest, scored, text_score
-from rewards.images import pngs
-from rewards.prompt_fixtures import red_and_blue
+from .chat.client import Chat, connected
+from .chat.messages import Question, Reply, check_template, digest, scored, text_score
+from .images import pngs
+from .prompt_fixtures import red_and_blue
 
 ASK_FINAL = (
     "Here is a caption, and an image that was generated for it. Go through the elements of the "
@@ -56,7 +56,7 @@ class UnifiedReward:
     """What the model's text says, between 0 and 1; NaN with a reason when the form is not kept.
 
     form: of the model, "2.0" for UnifiedReward 2.0 (three axes) or "1.5" for the earlier ones (one
-    final score). server, template, longest, max_tokens: as in `rewards.vlm_judge.VLMJudge`; form
+    final score). server, template, longest, max_tokens: as in `vlm_judge.VLMJudge`; form
     1.5 was trained on 512 by 512 pixels.
     """
 

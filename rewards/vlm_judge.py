@@ -10,17 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, check_template, digest, scored, text_score
-from rewards.chat.token_mass import (
+from .chat.client import Chat, connected
+from .chat.messages import Question, Reply, check_template, digest, scored, text_score
+from .chat.token_mass import (
     ALTERNATIVES,
     LEAST_MASS,
     check_first_tokens,
     expectation,
     spelled,
 )
-from rewards.images import pngs
-from rewards.prompt_fixtures import red_and_blue
+from .images import pngs
+from .prompt_fixtures import red_and_blue
 
 ASK_SCORE = (
     'Somebody asked for an image of this: "{prompt}"\nHow well does the image do it? Look at '
@@ -52,7 +52,7 @@ def _check_pattern(pattern: str) -> None:
 class VLMJudge:
     """The model's score divided by the best possible one; NaN with a reason where it gives none.
 
-    server: what `rewards.chat.client.Chat` takes, at least the model. mode: "expectation" over the
+    server: what `chat.client.Chat` takes, at least the model. mode: "expectation" over the
     tokens of `scores`, by default 0 to 5 (each must be one token, which letters are; none may begin
     as another does, since "10" may arrive as "1");
     "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where

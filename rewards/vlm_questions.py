@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from rewards.chat.client import Chat, connected
-from rewards.chat.messages import Question, Reply, check_template, digest, scored
-from rewards.chat.token_mass import ALTERNATIVES, LEAST_MASS, on
-from rewards.fixtures import fixture, square
-from rewards.images import pngs
+from .chat.client import Chat, connected
+from .chat.messages import Question, Reply, check_template, digest, scored
+from .chat.token_mass import ALTERNATIVES, LEAST_MASS, on
+from .fixtures import fixture, square
+from .images import pngs
 
 ASK = "{question} Answer in one word."
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()

@@ -41,7 +41,7 @@ LIGHT = {
     "help": HELP,
     "train help": HELP.replace("--help", "train', '--help").replace('"', "'"),
     "config": "import flowrl; flowrl.load_config('quickstart')",
-    "explain": "from flowrl.config.messages import explain; explain('optim.lr')",
+    "explain": "from flowrl.config.explain import explain; explain('optim.lr')",
 }
 
 
@@ -90,10 +90,10 @@ def unpacked(wheel, tmp_path_factory):
 
 
 def test_the_wheel_holds_both_packages_the_recipes_and_nothing_else(unpacked):
-    for package in ("flowrl", "rewards"):
-        ours = {p.relative_to(ROOT) for p in (ROOT / package).rglob("*") if p.is_file()}
+    for package, name in (("flowrl",) * 2, ("rewards", "flowrl_rewards"), ("flowrl_rewards",) * 2):
+        ours = {p.relative_to(ROOT / package) for p in (ROOT / package).rglob("*") if p.is_file()}
         ours = {p for p in ours if "__pycache__" not in p.parts and p.suffix != ".pyc"}
-        assert ours and not [str(p) for p in sorted(ours) if not (unpacked / p).is_file()]
+        assert ours and not [str(p) for p in sorted(ours) if not (unpacked / name / p).is_file()]
     recipes = {p.name for p in (ROOT / "configs").glob("*.yaml")}
     assert {p.name for p in (unpacked / "flowrl" / "configs").glob("*.yaml")} == recipes
     # The wheel holds the tiny pipeline in at most 8 mb.
@@ -102,7 +102,7 @@ def test_the_wheel_holds_both_packages_the_recipes_and_nothing_else(unpacked):
     assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 8_000_000
     # The wheel puts nothing else beside them.
     info = f"flowrl_diffusion-{flowrl.__version__}.dist-info"
-    assert {p.name for p in unpacked.iterdir()} == {"flowrl", "rewards", info}
+    assert {p.name for p in unpacked.iterdir()} == {"flowrl", "flowrl_rewards", info}
     # The wheel says what it is.
     info = next(unpacked.glob("*.dist-info"))
     metadata = (info / "METADATA").read_text()
@@ -119,24 +119,105 @@ def test_presets_are_found_in_the_installed_package(unpacked, tmp_path):
     assert "tiny-sd3" in result.stdout
 
 
-@pytest.fixture
-def shadowed(tmp_path):
-    """A working directory with a `rewards` folder of its own."""
-    (tmp_path / "rewards").mkdir()
-    (tmp_path / "rewards" / "__init__.py").touch()
-    return tmp_path
+# --- a user's own module or folder `rewards`, and flowrl's ---------------------------------------
+
+OWN = """from flowrl_rewards.fixtures import noise
+
+def mine(images, prompts, metadata):
+    return images.mean((1, 2, 3))
+
+class Compressibility:
+    pass
+"""
+USERS = {  # by folder: its files, the user's reward, where the old name of a built-in one leads
+    "module": (["rewards.py"], "rewards:mine", "flowrl_rewards.jpeg"),
+    "package": (["rewards/__init__.py"], "rewards:mine", "flowrl_rewards.jpeg"),
+    "plain": (["rewards/mine.py"], "rewards.mine:mine", "flowrl_rewards.jpeg"),
+    "same": (["rewards/mine.py", "rewards/jpeg.py"], "rewards.mine:mine", "rewards.jpeg"),
+    "none": ([], "flowrl_rewards.jpeg:Compressibility", "flowrl_rewards.jpeg"),
+}
+# Loads rewards in one folder after the other: as a script that imports its own `rewards` first, and
+# as the flowrl command, which starts without the working directory on its path.
+PROGRAM = """
+import importlib, os, site, sys
+from importlib.machinery import PathFinder
+installed, *cases = sys.argv[1:]
+others = sys.path[1:]
+site.addsitedir(installed)
+paths = sys.path[1 + len(others):] + others  # before whatever else is installed
+sys.path[:] = paths
+
+class WithoutOthers:  # an older flowrl may be installed too, with a `rewards` of its own
+    def find_spec(name, path=None, target=None):
+        if name == "rewards":
+            found = PathFinder.find_spec(name, [p for p in sys.path if p not in others])
+            if found is None:
+                raise ModuleNotFoundError(name=name)
+            return found
+
+sys.meta_path.insert(0, WithoutOthers)
+import torch
+from flowrl.scoring.check import plain_images
+from flowrl.scoring.executors.pool import PoolExecutor
+from flowrl.scoring.spec import load_reward
+plain_images(8, 8)
+for case in cases:
+    folder, own = case.split("=")
+    os.chdir(folder)
+    for script in (True, False):
+        for module in [m for m in sys.modules if m.partition(".")[0] == "rewards"]:
+            del sys.modules[module]
+        sys.path[:] = ([folder] if script else []) + paths
+        importlib.invalidate_caches()
+        if script:
+            importlib.import_module(own.partition(":")[0])
+        names = ("geneval", own, "rewards.jpeg:Compressibility")
+        print(*(load_reward(name).__module__ for name in names))
+        if own == "rewards:mine" and script:
+            pools = [PoolExecutor(name, {}, name) for name in (own, "brightness")]
+            answers = [pool.submit(torch.ones(1, 3, 8, 8), [""], [{}]) for pool in pools]
+            assert [answer.result().scores.item() for answer in answers] == [1.0, 1.0]
+            [pool.close() for pool in pools]
+"""
 
 
-LOAD = "from flowrl.scoring.spec import load_reward; print(load_reward('geneval', {}))"
+def check_names(installed, tmp_path):
+    """Both `rewards` are found wherever flowrl is installed and whatever the user's is."""
+    cases, expected = [], []
+    for folder, (files, own, old) in USERS.items():
+        for file in files:
+            (tmp_path / folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / file).write_text(OWN)
+        (tmp_path / folder).mkdir(exist_ok=True)
+        cases.append(f"{tmp_path / folder}={own}")
+        expected += [f"flowrl_rewards.geneval {own.partition(':')[0]} {old}"] * 2
+    result = python("-c", PROGRAM, str(installed), *cases, cwd=tmp_path, path="")
+    assert result.stdout.splitlines() == expected, result.stderr
 
 
-def test_a_folder_that_hides_our_rewards_is_named(unpacked, shadowed):
-    result = python("-c", LOAD, cwd=shadowed, path=unpacked)
-    assert "UserError" in result.stderr
-    assert str(shadowed / "rewards") in result.stderr
-    # A program elsewhere finds our rewards from that folder.
-    script = shadowed / "elsewhere" / "program.py"
-    script.parent.mkdir()
-    script.write_text(LOAD)
-    result = python(str(script), cwd=shadowed, path=unpacked)
-    assert result.returncode == 0, result.stderr
+def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
+    check_names(unpacked, tmp_path)
+
+
+def test_an_editable_install_and_the_rewards_of_a_user_live_together(tmp_path):
+    code = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    zipfile.ZipFile(tmp_path / built.stdout.split()[-1]).extractall(tmp_path / "installed")
+    check_names(tmp_path / "installed", tmp_path)
+
+
+@pytest.mark.slow
+def test_pip_installs_what_lives_with_the_rewards_of_a_user(tmp_path):
+    for number, words in enumerate([[str(ROOT)], ["-e", str(ROOT)]]):
+        target = tmp_path / str(number)
+        pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(target)]
+        result = python("-m", *pip, *words)
+        assert result.returncode == 0, result.stderr
+        check_names(target, target)
+
+
+def test_the_command_finds_a_reward_beside_it(unpacked, tmp_path):
+    (tmp_path / "rewards.py").write_text(OWN)
+    words = ("-m", "flowrl", "reward-check", "brightness", "rewards:mine")
+    result = python(*words, cwd=tmp_path, path=unpacked)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -119,7 +119,7 @@ def _questions(spec: RewardSpec, count: int, sizes: Sequence[int]) -> list[_Ques
 def _image(prompt: PromptRecord, size: int) -> Tensor:
     """What the prompt asks for: words drawn at this size, shapes enlarged to it."""
     if prompt.metadata["tag"] == "ocr":
-        return load_callable("rewards.fixtures:word")(prompt.metadata["ocr_text"], size)
+        return load_callable("flowrl_rewards.fixtures:word")(prompt.metadata["ocr_text"], size)
     drawn = Image.fromarray(draw(prompt.metadata, random.Random(prompt.uid)))
     levels = np.array(drawn.resize((size, size), Image.Resampling.NEAREST))
     return torch.from_numpy(levels).permute(2, 0, 1).float() / 255

@@ -79,9 +79,9 @@ def trials_of(
 
 def plain_images(height: int, width: int) -> Tensor:
     """(4, 3, height, width): a red square, a blue one, noise, and nothing."""
-    square = load_callable("rewards.fixtures:square")
-    noise = load_callable("rewards.fixtures:noise")
-    blank = load_callable("rewards.fixtures:blank")
+    square = load_callable("flowrl_rewards.fixtures:square")
+    noise = load_callable("flowrl_rewards.fixtures:noise")
+    blank = load_callable("flowrl_rewards.fixtures:blank")
     side = max(height, width)
     whole = torch.stack([square("red", side), square("blue", side), noise(side), blank(side)])
     return whole[..., :height, :width]
@@ -106,7 +106,7 @@ def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise UserError(
             f"reward {name!r} has a fixture without the right parts ({type(error).__name__}: "
-            f"{error}): make it with rewards.fixtures.fixture, of images of one size"
+            f"{error}): make it with flowrl_rewards.fixtures.fixture, of images of one size"
         ) from error
     if images.shape[1:2] != (3,) or images.ndim != 4:
         raise UserError(

@@ -5,6 +5,7 @@ A golden value is a score that was measured with the real weights on the images 
 """
 
 import hashlib
+import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -13,7 +14,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import flowrl
 from flowrl.errors import CheckResult, UserError
 from flowrl.scoring.check import failure, trials_of
 from flowrl.scoring.executors.base import RewardFailure, ask, to_levels
@@ -21,7 +21,7 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 from flowrl.utils.files import write_text
 
-PATH = Path(flowrl.__file__).parent.parent / "rewards" / "golden.json"
+PATH = Path(importlib.import_module("flowrl_rewards").__path__[0]) / "golden.json"
 PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow", "scikit-image")
 SHARE = 0.003  # of the largest score: far above rounding, below what other preprocessing changes
 REMEDY = (

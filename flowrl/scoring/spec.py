@@ -5,11 +5,14 @@ is asked is its executor's business (`flowrl.executors`), when is `flowrl.scorin
 """
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any, Literal, cast
 
 import torch
@@ -18,29 +21,29 @@ from torch import Tensor
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
-from flowrl.utils.imports import load_callable
+from flowrl.utils.imports import load_callable, search_working_directory
 
 BUILT_IN = {
-    "geneval": "rewards.geneval:GenEval",
-    "ocr": "rewards.ocr:OCR",
-    "compressibility": "rewards.jpeg:Compressibility",
-    "incompressibility": "rewards.jpeg:Incompressibility",
-    "brightness": "rewards.brightness:Brightness",
-    "pickscore": "rewards.pickscore:PickScore",
-    "clipscore": "rewards.clipscore:CLIPScore",
-    "hpsv2": "rewards.hpsv2:HPSv2",
-    "aesthetic": "rewards.aesthetic:Aesthetic",
-    "imagereward": "rewards.imagereward:ImageReward",
-    "hpsv3": "rewards.hpsv3:HPSv3",
-    "vlm_judge": "rewards.vlm_judge:VLMJudge",
-    "vlm_questions": "rewards.vlm_questions:VLMQuestions",
-    "unified_reward": "rewards.unified_reward:UnifiedReward",
-    "pairwise": "rewards.pairwise:PairwiseWinRate",
-    "similarity": "rewards.similarity:Similarity",
-    "diversity": "rewards.diversity:SetDiversity",
-    "preference": "rewards.preference:Preference",
-    "tiny_colors": "rewards.tiny_colors:TinyColors",
-    "tiny_quality": "rewards.tiny_quality:TinyQuality",
+    "geneval": "flowrl_rewards.geneval:GenEval",
+    "ocr": "flowrl_rewards.ocr:OCR",
+    "compressibility": "flowrl_rewards.jpeg:Compressibility",
+    "incompressibility": "flowrl_rewards.jpeg:Incompressibility",
+    "brightness": "flowrl_rewards.brightness:Brightness",
+    "pickscore": "flowrl_rewards.pickscore:PickScore",
+    "clipscore": "flowrl_rewards.clipscore:CLIPScore",
+    "hpsv2": "flowrl_rewards.hpsv2:HPSv2",
+    "aesthetic": "flowrl_rewards.aesthetic:Aesthetic",
+    "imagereward": "flowrl_rewards.imagereward:ImageReward",
+    "hpsv3": "flowrl_rewards.hpsv3:HPSv3",
+    "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
+    "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
+    "unified_reward": "flowrl_rewards.unified_reward:UnifiedReward",
+    "pairwise": "flowrl_rewards.pairwise:PairwiseWinRate",
+    "similarity": "flowrl_rewards.similarity:Similarity",
+    "diversity": "flowrl_rewards.diversity:SetDiversity",
+    "preference": "flowrl_rewards.preference:Preference",
+    "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",
+    "tiny_quality": "flowrl_rewards.tiny_quality:TinyQuality",
 }
 
 
@@ -171,7 +174,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     Raises UserError when there is none, saying where Python looked, and for whatever its module
     or its class raises; ArgumentsRefused when args do not fit.
     """
-    target = BUILT_IN.get(name, name)
+    target = _renamed(BUILT_IN.get(name, name))
     if ":" not in target:
         known = ", ".join(BUILT_IN)
         raise UserError(
@@ -193,6 +196,27 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         ) from error
     except Exception as error:
         raise UserError(f"reward {name!r} cannot be made: {_told(error)}") from error
+
+
+def _renamed(target: str) -> str:
+    """Return `flowrl_rewards.x:Y` for the `rewards.x:Y` of older recipes, unless a module or folder
+    `rewards` of the user's has an `x`."""
+    module = ".".join(target.partition(":")[0].split(".")[:2])
+    if not module.startswith("rewards.") or find_spec(f"flowrl_{module}") is None:
+        return target
+    search_working_directory()
+    try:
+        package = importlib.import_module("rewards")
+    except ModuleNotFoundError as error:
+        return f"flowrl_{target}" if error.name == "rewards" else target
+    except Exception:  # of the user's own package: who loads it reports that
+        return target
+    ours = importlib.import_module("flowrl_rewards").__path__
+    folders = [folder for folder in getattr(package, "__path__", ()) if folder not in ours]
+    if getattr(package, "__file__", None) is None:  # plain folders, of which a clone's is not meant
+        package.__path__ = folders
+    own = PathFinder.find_spec(module, folders)
+    return target if own is not None else f"flowrl_{target}"
 
 
 def _told(error: Exception) -> str:

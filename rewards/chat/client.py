@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from rewards.chat.messages import Question, Reply, failure, read_reply, request
+from .messages import Question, Reply, failure, read_reply, request
 
 REPLIES_KEPT = 4096  # with a cache
 CONNECT = 5.0  # seconds until a server must have picked up

@@ -1,4 +1,4 @@
-"""What finds objects and what names their colours, for `rewards.geneval`, by name.
+"""What finds objects and what names their colours, for the reward `geneval`, by name.
 
 A detector is called with images (B, H, W, 3) uint8 RGB and returns a list of Detections for each
 of them. One with `open_vocabulary = True` finds what it is asked for: it is called with the
@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from rewards.geneval_rules import Detection
+from ..geneval_rules import Detection
 
 Detector = Callable[..., Sequence[Sequence[Detection]]]
 ColorNamer = Callable[[np.ndarray, Sequence[Detection]], Sequence[str | None]]
 
 DETECTORS = {
-    "tiny": "rewards.detectors.tiny:TinyDetector",
-    "mask2former": "rewards.detectors.mask2former:Mask2FormerDetector",
-    "grounding_dino": "rewards.detectors.open_vocabulary:GroundingDinoDetector",
-    "owlv2": "rewards.detectors.open_vocabulary:Owlv2Detector",
+    "tiny": f"{__name__}.tiny:TinyDetector",
+    "mask2former": f"{__name__}.mask2former:Mask2FormerDetector",
+    "grounding_dino": f"{__name__}.open_vocabulary:GroundingDinoDetector",
+    "owlv2": f"{__name__}.open_vocabulary:Owlv2Detector",
 }
 COLOR_NAMERS = {
-    "clip": "rewards.detectors.clip_colors:ClipColors",
-    "pixels": "rewards.detectors.pixel_colors:PixelColors",
+    "clip": f"{__name__}.clip_colors:ClipColors",
+    "pixels": f"{__name__}.pixel_colors:PixelColors",
 }
 
 

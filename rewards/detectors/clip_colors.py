@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.geneval_rules import Detection
-from rewards.networks.clip import VIT_L14, Clip
+from ..geneval_rules import Detection
+from ..networks.clip import VIT_L14, Clip
 
 COLORS = (
     "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",

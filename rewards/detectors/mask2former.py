@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rewards.detectors.object_model import ObjectModel
-from rewards.geneval_rules import Detection
+from ..geneval_rules import Detection
+from .object_model import ObjectModel
 
 COCO = (
     "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",

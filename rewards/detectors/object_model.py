@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rewards.networks.loading import DTYPES, check_dtype, device_of, fetching, imported
+from ..networks.loading import DTYPES, check_dtype, device_of, fetching, imported
 
 
 class ObjectModel:

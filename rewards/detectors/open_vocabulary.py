@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rewards.detectors.object_model import ObjectModel
-from rewards.geneval_rules import Box, Detection
+from ..geneval_rules import Box, Detection
+from .object_model import ObjectModel
 
 # (model, images, classes) -> boxes (B, Q, 4) xyxy in pixels, scores (B, Q, K) in [0, 1]
 Find = Callable[[ObjectModel, np.ndarray, Sequence[str]], tuple[Tensor, Tensor]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import cv2
 import numpy as np
 
-from rewards.geneval_rules import Detection
+from ..geneval_rules import Detection
 
 # sRGB levels that people would call by each name: bright, middle and dark ones, since light and
 # shadow move an object's pixels. Grey is none of the ten.

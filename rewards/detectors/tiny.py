@@ -11,10 +11,10 @@ cut by colour first, at their necks second.
 import cv2
 import numpy as np
 
-from rewards.detectors.tiny_regions import Patch, cut_at_necks
-from rewards.detectors.tiny_shapes import AREA, ideal_shapes, normalise
-from rewards.geneval_rules import Detection
-from rewards.tiny_palette import COLORS
+from ..geneval_rules import Detection
+from ..tiny_palette import COLORS
+from .tiny_regions import Patch, cut_at_necks
+from .tiny_shapes import AREA, ideal_shapes, normalise
 
 UNKNOWN = "unknown"
 LIGHT = 170  # level: a darker background is not the world this detector knows

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.networks.loading import DTYPES, building, check_dtype, device_of, fetching, imported
-from rewards.networks.preprocess import clip_pixels
-from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
+from .loading import DTYPES, building, check_dtype, device_of, fetching, imported
+from .preprocess import clip_pixels
+from .text_embeddings import TextEmbeddings, warn_of_cut
 
 VIT_L14 = "openai/clip-vit-large-patch14"  # OpenAI's largest at 224 pixels: what papers compare by
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewards.images import to_uint8
+from ..images import to_uint8
 
 GRID = 16  # cells per side that "pixels" looks at
 WINDOW = 7  # pixels per side of SSIM's window
@@ -59,7 +59,7 @@ def likeness(
         features = _shrunk(longest) if longest else to_uint8
         return Likeness(features=features, compare=_ssim, version=f"ssim-{longest or 'full'}")
     if kind == "clip":
-        from rewards.networks.clip import VIT_L14, Clip
+        from .clip import VIT_L14, Clip
 
         clip = Clip(name or VIT_L14, reward="image likeness", device=device, dtype=dtype)
         return Likeness(features=clip.images, compare=_cosine, version=f"clip/{clip.version}")

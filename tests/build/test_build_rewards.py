@@ -111,7 +111,7 @@ def made(monkeypatch):
         found.append(Recorded(*args, **options))
         return found[-1]
 
-    for module, real in ((pool, pool.Pool), (remote, remote.Remote)):
+    for module, real in ((pool, pool.PoolExecutor), (remote, remote.HTTPExecutor)):
         monkeypatch.setattr(module, real.__name__, functools.partial(record, real))
     return found
 
@@ -121,7 +121,7 @@ def test_a_pool_gets_the_rewards_import_path_and_its_options(made):
     spec = build(name="geneval", args={"mode": "strict"}, executor=how)
     first = made[0]
     assert spec.executor is first and spec.name == "geneval_strict"
-    assert first.args == ("rewards.geneval:GenEval", {"mode": "strict"}, "geneval_strict")
+    assert first.args == ("flowrl_rewards.geneval:GenEval", {"mode": "strict"}, "geneval_strict")
     assert first.options == {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
     build(name=f"{__name__}:Rivals", executor=how)
     assert made[1].args == (f"{__name__}:Rivals", {}, "rivals")

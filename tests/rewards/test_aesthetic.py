@@ -1,8 +1,7 @@
 import pytest
 import torch
+from flowrl_rewards.aesthetic import FILE, Aesthetic
 from torch import nn
-
-from rewards.aesthetic import FILE, Aesthetic
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +22,8 @@ def head(tmp_path_factory):
 
 
 def test_it_is_the_published_head_on_the_unit_vector_of_the_image(tiny_clip, head, random_images):
+    from flowrl_rewards.networks.preprocess import clip_pixels
     from transformers import CLIPVisionModelWithProjection
-
-    from rewards.networks.preprocess import clip_pixels
 
     folder, layers = head
     with torch.no_grad():
@@ -67,7 +65,7 @@ def test_a_file_that_could_run_code_or_another_head_is_refused_and_a_missing_one
 
 @pytest.mark.weights
 def test_published_weights_score_between_1_and_10():
-    from rewards.fixtures import blank, noise, square
+    from flowrl_rewards.fixtures import blank, noise, square
 
     scores = Aesthetic()(torch.stack([blank(), noise(), square("red")]), [""] * 3, [{}] * 3)
     assert ((scores > 1) & (scores < 10)).all()

@@ -1,6 +1,5 @@
 import torch
-
-from rewards.brightness import Brightness
+from flowrl_rewards.brightness import Brightness
 
 
 def test_brightness_is_the_mean_pixel_and_lets_gradients_through():

@@ -1,13 +1,12 @@
 import pytest
 import torch
-
-from rewards.clipscore import CLIPScore
+from flowrl_rewards.clipscore import CLIPScore
 
 PROMPTS = ["a red circle", "two blue stars", "a green ring"]
 
 
 def test_it_is_the_logit_over_its_scale(tiny_clip, random_images):
-    from rewards.pickscore import PickScore
+    from flowrl_rewards.pickscore import PickScore
 
     made = CLIPScore(model=tiny_clip, device="cpu")
     logits = PickScore("raw", model=tiny_clip, tokenizer=tiny_clip, device="cpu")
@@ -39,12 +38,11 @@ def test_published_weights_score_in_the_usual_range_and_know_colours():
 
 @pytest.mark.weights
 def test_published_weights_score_as_by_the_reference_processor():
+    from flowrl_rewards.fixtures import square, word
+    from flowrl_rewards.networks.clip import VIT_L14
     from PIL import Image
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
-    from rewards.fixtures import square, word
-    from rewards.networks.clip import VIT_L14
 
     images, prompts = torch.stack([square("red", 512), word("HELLO", 512)]), ["a red square", "a"]
     levels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from flowrl_rewards.diversity import SetDiversity, leave_one_out_credit, set_diversity
+from flowrl_rewards.fixtures import noise, square
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.diversity import SetDiversity, leave_one_out_credit, set_diversity
-from rewards.fixtures import noise, square
 
 
 def similarities(size: int, seed: int) -> torch.Tensor:

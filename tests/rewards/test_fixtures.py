@@ -3,13 +3,12 @@ import random
 
 import pytest
 import torch
-
-from rewards.detectors.tiny import TinyDetector
-from rewards.detectors.tiny_shapes import SHAPES
-from rewards.fixtures import NAMED, SPOTS, blank, noise, shapes, square, word
-from rewards.images import to_uint8
-from rewards.ocr import rapidocr_reader
-from rewards.tiny_palette import COLORS, PAPER
+from flowrl_rewards.detectors.tiny import TinyDetector
+from flowrl_rewards.detectors.tiny_shapes import SHAPES
+from flowrl_rewards.fixtures import NAMED, SPOTS, blank, noise, shapes, square, word
+from flowrl_rewards.images import to_uint8
+from flowrl_rewards.ocr import rapidocr_reader
+from flowrl_rewards.tiny_palette import COLORS, PAPER
 
 IMAGES = {
     "square": lambda size: square("red", size),

@@ -3,9 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
-
-from rewards.geneval import MODES, GenEval
-from rewards.geneval_rules import Detection
+from flowrl_rewards.geneval import MODES, GenEval
+from flowrl_rewards.geneval_rules import Detection
 
 WHITE = torch.ones(1, 3, 8, 8)
 CAT = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}

@@ -1,10 +1,7 @@
 """The rules, with scripted boxes: no image, no detector."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from rewards.geneval_rules import (
+from flowrl_rewards.geneval_rules import (
     MAX_PER_CLASS,
     TAGS,
     Detection,
@@ -15,6 +12,8 @@ from rewards.geneval_rules import (
     relations,
     strict,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 COLORS = ("red", "blue")
 NAMES = ("cat", "dog")

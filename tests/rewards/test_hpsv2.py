@@ -1,8 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from rewards.hpsv2 import HPSv2
+from flowrl_rewards.hpsv2 import HPSv2
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
 BLANK = [{}] * 4

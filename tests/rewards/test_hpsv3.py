@@ -4,8 +4,7 @@ import types
 import numpy as np
 import pytest
 import torch
-
-from rewards.hpsv3 import HPSv3
+from flowrl_rewards.hpsv3 import HPSv3
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle"]
 

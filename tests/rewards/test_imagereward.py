@@ -3,11 +3,10 @@ import types
 
 import pytest
 import torch
+from flowrl_rewards.imagereward import ImageReward
+from flowrl_rewards.images import to_uint8
+from flowrl_rewards.networks.preprocess import clip_pixels
 from torch import nn
-
-from rewards.imagereward import ImageReward
-from rewards.images import to_uint8
-from rewards.networks.preprocess import clip_pixels
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle"]
 

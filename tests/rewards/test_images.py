@@ -3,9 +3,8 @@ import io
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.images import pngs, to_uint8
 from PIL import Image
-
-from rewards.images import pngs, to_uint8
 
 
 def test_every_level_survives_the_round_trip():

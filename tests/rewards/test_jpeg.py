@@ -3,9 +3,8 @@ import io
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.jpeg import Compressibility, Incompressibility
 from PIL import Image
-
-from rewards.jpeg import Compressibility, Incompressibility
 
 PLAIN = torch.full((1, 3, 64, 64), 0.5)
 NOISE = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(0))

@@ -8,15 +8,14 @@ import math
 
 import pytest
 import torch
+from flowrl_rewards.chat.client import Chat
+from flowrl_rewards.chat.messages import Question
+from flowrl_rewards.fixtures import noise, square
+from flowrl_rewards.images import pngs
+from flowrl_rewards.pairwise import PairwiseWinRate
+from flowrl_rewards.unified_reward import UnifiedReward
+from flowrl_rewards.vlm_judge import VLMJudge
 from tiny_vlm import served, write_vlm
-
-from rewards.chat.client import Chat
-from rewards.chat.messages import Question
-from rewards.fixtures import noise, square
-from rewards.images import pngs
-from rewards.pairwise import PairwiseWinRate
-from rewards.unified_reward import UnifiedReward
-from rewards.vlm_judge import VLMJudge
 
 pytestmark = pytest.mark.slow  # the same facts are told of scripted servers in a moment
 IMAGES = torch.stack([square("red", 64), square("blue", 64), noise(64, 1), noise(64, 2)])

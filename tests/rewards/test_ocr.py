@@ -3,10 +3,9 @@ import sys
 
 import pytest
 import torch
+from flowrl_rewards.ocr import MODES, OCR, quoted
 from hypothesis import assume, given
 from hypothesis import strategies as st
-
-from rewards.ocr import MODES, OCR, quoted
 
 words = st.text("ABCDEFGH abc.!", min_size=1, max_size=12).filter(str.strip)
 WHITE = torch.full((1, 3, 64, 64), 0.95)

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.ocr import MODES, OCR, rapidocr_reader
 from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts
-from rewards.ocr import MODES, OCR, rapidocr_reader
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,9 @@ import math
 import pytest
 import torch
 from chat_servers import completion, images_of, redness, refusal, scripted
+from flowrl_rewards.pairwise import PairwiseWinRate, chosen_pairs, verdict, win_rates
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.pairwise import PairwiseWinRate, chosen_pairs, verdict, win_rates
 
 SHADES = [0.9, 0.1, 0.5, 0.7]  # of red; the rest is blue
 IMAGES = torch.tensor([[s, 0, 1 - s] for s in SHADES])[:, :, None, None].expand(-1, 3, 8, 8)

@@ -1,7 +1,6 @@
 import pytest
 import torch
-
-from rewards.pickscore import PickScore
+from flowrl_rewards.pickscore import PickScore
 
 PROMPTS = ["a red circle", "two blue stars", "a green ring"]
 BLANK = [{}] * 3
@@ -28,9 +27,8 @@ def test_the_three_scales_are_one_cosine_within_their_bounds(tiny_clip, random_i
 
 
 def test_raw_is_transformers_own_logit(tiny_clip, random_images):
+    from flowrl_rewards.networks.preprocess import clip_pixels
     from transformers import AutoTokenizer, CLIPModel
-
-    from rewards.networks.preprocess import clip_pixels
 
     text = AutoTokenizer.from_pretrained(tiny_clip)(PROMPTS, padding=True, return_tensors="pt")
     with torch.no_grad():

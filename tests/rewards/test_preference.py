@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-from rewards.preference import Preference
+from flowrl_rewards.preference import Preference
 
 
 def test_it_applies_to_no_image_and_says_why_it_has_no_scores():

@@ -6,12 +6,11 @@ import zlib
 
 import pytest
 import torch
+from flowrl_rewards.fixtures import blank, square
+from flowrl_rewards.images import to_uint8
+from flowrl_rewards.similarity import MAX_PIXELS, Similarity
 from PIL import Image
 from PIL.PngImagePlugin import PngImageFile
-
-from rewards.fixtures import blank, square
-from rewards.images import to_uint8
-from rewards.similarity import MAX_PIXELS, Similarity
 
 RED, BLUE = square("red", 32), square("blue", 32)
 MAX_SIDE = int(MAX_PIXELS**0.5)

@@ -6,13 +6,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.tiny_colors import COLORS, PAPER, TinyColors, named_colors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from flowrl.tiny import draw as program
 from flowrl.tiny.world import all_prompts
-from rewards.tiny_colors import COLORS, PAPER, TinyColors, named_colors
 
 colors = st.sampled_from(tuple(COLORS))
 

@@ -7,11 +7,11 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.tiny_quality import INKS, LEAST, LIMITS, MOST, PAPER, TinyQuality, flaws
 from torch import Tensor
 
 from flowrl.tiny import draw as program
 from flowrl.tiny.world import TAGS, all_prompts
-from rewards.tiny_quality import INKS, LEAST, LIMITS, MOST, PAPER, TinyQuality, flaws
 
 PER_KIND = 40
 PAPER_LEVEL = PAPER[0] / 255

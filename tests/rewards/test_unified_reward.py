@@ -3,8 +3,7 @@ import math
 import pytest
 import torch
 from chat_servers import completion, scripted, text_of
-
-from rewards.unified_reward import UnifiedReward, axes_score, final_score
+from flowrl_rewards.unified_reward import UnifiedReward, axes_score, final_score
 
 AXES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 

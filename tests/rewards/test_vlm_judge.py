@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 from chat_servers import completion, free_port, images_of, redness, refusal, scripted, text_of
+from flowrl_rewards.fixtures import square
+from flowrl_rewards.vlm_judge import VLMJudge
 
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
-from rewards.fixtures import square
-from rewards.vlm_judge import VLMJudge
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32)])
 PROMPTS = ["a red square", "a red square"]

@@ -3,10 +3,9 @@ import math
 import pytest
 import torch
 from chat_servers import completion, scripted, text_of
+from flowrl_rewards.vlm_questions import VLMQuestions, accepted, arithmetic_mean, geometric_mean
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.vlm_questions import VLMQuestions, accepted, arithmetic_mean, geometric_mean
 
 ANSWERS = {
     "How many?": {"Two": 0.5, "2": 0.3, "three": 0.2},

@@ -69,9 +69,9 @@ def test_what_is_missing_fails_when_it_was_named_and_not_among_all(check, monkey
     code, out, error = check("preference")
     assert code == 1 and out.startswith("--  preference  preferences are read from a store")
     assert "could not be asked, the lines marked -- say why: preference" in error
-    few = {"brightness": "rewards.brightness:Brightness"}
+    few = {"brightness": "flowrl_rewards.brightness:Brightness"}
     monkeypatch.setattr(
-        "flowrl.scoring.spec.BUILT_IN", few | {"preference": "rewards.preference:Preference"}
+        "flowrl.scoring.spec.BUILT_IN", few | {"preference": "flowrl_rewards.preference:Preference"}
     )
     code, out, _ = check("--all")
     assert code == 0 and "--  preference" in out and "ok  brightness" in out

@@ -83,8 +83,8 @@ def test_rewards_are_loaded_by_name_or_path_with_arguments():
     for name, args, message in [
         ("genevall", {}, "unknown reward 'genevall': use one of geneval"),
         ("no_such_package:Thing", {}, "no such package was found"),
-        ("rewards.ocr:Missing", {}, "the package found lies at"),
-        ("rewards.nothing:Thing", {}, "the package found lies at"),
+        ("flowrl_rewards.ocr:Missing", {}, "the package found lies at"),
+        ("flowrl_rewards.nothing:Thing", {}, "the package found lies at"),
         ("math:pi", {}, "expected a class or a function"),
         ("geneval", {"mode": "lenient"}, "does not accept"),
         ("geneval", {"moed": "strict"}, "does not accept"),

@@ -8,6 +8,7 @@ import pytest
 from flowrl.cli import rewards as serving
 from flowrl.cli.rewards import bound, listen, reward_serve
 from flowrl.errors import UserError
+from flowrl.scoring import server
 
 
 def test_other_machines_need_a_token_that_a_header_can_hold(monkeypatch):
@@ -78,7 +79,7 @@ def test_processes_get_the_time_and_the_images_that_are_asked_for(monkeypatch):
     monkeypatch.setattr(
         serving, "_serve", lambda app, *_: pools.extend(app.state.service.executors.values())
     )
-    monkeypatch.setattr(serving, "_warm_up", list)
+    monkeypatch.setattr(server, "warm_up", lambda spec: True)
     for name, size in [("compressibility", 3), ("diversity", None)]:
         pools.clear()
         reward_serve([name], port=0, workers=2, timeout=7.0, micro_batch=3)

@@ -6,11 +6,10 @@ import pytest
 import torch
 from chat_servers import Scripted, completion, free_port, refusal, scripted, text_of
 from chat_servers import within as no_longer_than
-
-from rewards.chat import client as chat_module
-from rewards.chat.client import Chat
-from rewards.chat.messages import Question, Reply
-from rewards.images import pngs
+from flowrl_rewards.chat import client as chat_module
+from flowrl_rewards.chat.client import Chat
+from flowrl_rewards.chat.messages import Question, Reply
+from flowrl_rewards.images import pngs
 
 RED = pngs(torch.tensor([1.0, 0, 0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]
 BLUE = pngs(torch.tensor([0, 0, 1.0])[None, :, None, None].expand(1, 3, 8, 8), 8)[0]

@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 import torch
 from chat_servers import completion, images_of, scripted
-
-from rewards.chat.client import Chat
-from rewards.chat.messages import Question, Reply, check_template, digest, text_score
-from rewards.images import pngs, to_uint8
+from flowrl_rewards.chat.client import Chat
+from flowrl_rewards.chat.messages import Question, Reply, check_template, digest, text_score
+from flowrl_rewards.images import pngs, to_uint8
 
 
 def question(text="?", *images, **more) -> Question:

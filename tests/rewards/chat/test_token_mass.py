@@ -1,10 +1,9 @@
 import math
 
 import pytest
+from flowrl_rewards.chat.token_mass import expectation, merged, on
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.chat.token_mass import expectation, merged, on
 
 SCORES = {str(n): float(n) for n in range(6)}
 SPELLINGS = [

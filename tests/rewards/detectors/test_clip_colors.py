@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-from rewards.detectors.clip_colors import COLORS, TEMPLATES, ClipColors, cut_out
-from rewards.geneval_rules import Detection
+from flowrl_rewards.detectors.clip_colors import COLORS, TEMPLATES, ClipColors, cut_out
+from flowrl_rewards.geneval_rules import Detection
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*reads 14 tokens")
 
@@ -82,7 +81,7 @@ def test_the_rule_names_ten_colours_and_others_can_be_given(tiny_clip):
 @pytest.mark.weights
 def test_the_real_checkpoint_names_painted_squares():
     for color in COLORS:
-        from rewards.fixtures import square
+        from flowrl_rewards.fixtures import square
 
         image = (square(color).permute(1, 2, 0) * 255).byte().numpy()
         box = (49, 49, 175, 175)

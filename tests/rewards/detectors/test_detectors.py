@@ -1,9 +1,14 @@
 import numpy as np
 import pytest
 import torch
-
-from rewards.detectors import COLOR_NAMERS, DETECTORS, detect, load_color_namer, load_detector
-from rewards.geneval_rules import Detection
+from flowrl_rewards.detectors import (
+    COLOR_NAMERS,
+    DETECTORS,
+    detect,
+    load_color_namer,
+    load_detector,
+)
+from flowrl_rewards.geneval_rules import Detection
 
 CAT = Detection(box=(0, 0, 4, 4), score=0.9, name="cat")
 IMAGES = np.stack([np.full((8, 8, 3), level, np.uint8) for level in (10, 20, 30)])

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
-from rewards.detectors.mask2former import COCO, RENAMES, Mask2FormerDetector
-from rewards.geneval import GenEval
+from flowrl_rewards.detectors.mask2former import COCO, RENAMES, Mask2FormerDetector
+from flowrl_rewards.geneval import GenEval
 
 NAMES = ("cat", "mouse", "sofa")
 CLASSES = ("cat", "computer mouse", "couch")

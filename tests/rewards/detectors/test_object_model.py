@@ -3,8 +3,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-
-from rewards.detectors.object_model import ObjectModel
+from flowrl_rewards.detectors.object_model import ObjectModel
 
 
 def made(model: str = "nobody/no-such-model", **args) -> ObjectModel:

@@ -5,9 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-
-from rewards.detectors.open_vocabulary import GroundingDinoDetector, OpenDetector, Owlv2Detector
-from rewards.geneval import GenEval
+from flowrl_rewards.detectors.open_vocabulary import (
+    GroundingDinoDetector,
+    OpenDetector,
+    Owlv2Detector,
+)
+from flowrl_rewards.geneval import GenEval
 
 KINDS = ("owlv2", "grounding_dino")
 WORDS = ("cat", "computer", "mouse", "tv", "remote", "a", "photo", "of")
@@ -243,7 +246,7 @@ def test_kinds_are_known_and_a_detector_is_cheap_to_make():
 @pytest.mark.weights
 def test_the_real_checkpoint_finds_a_drawn_square_and_nothing_on_blank_paper():
     for kind in KINDS:
-        from rewards.fixtures import blank, square
+        from flowrl_rewards.fixtures import blank, square
 
         find = OpenDetector(kind)
         images = torch.stack([square("red", 512), blank(512)]).permute(0, 2, 3, 1).mul(255).byte()

@@ -1,10 +1,9 @@
 import numpy as np
+from flowrl_rewards.detectors.clip_colors import COLORS
+from flowrl_rewards.detectors.pixel_colors import SHADES, PixelColors, color_of
+from flowrl_rewards.geneval_rules import Detection
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.detectors.clip_colors import COLORS
-from rewards.detectors.pixel_colors import SHADES, PixelColors, color_of
-from rewards.geneval_rules import Detection
 
 NAMED = {  # from CSS's colour names, whose levels are nobody's choice here
     "red": "red crimson firebrick darkred",

@@ -6,11 +6,11 @@ import random
 import cv2
 import numpy as np
 import pytest
+from flowrl_rewards.detectors.tiny import UNKNOWN, TinyDetector
+from flowrl_rewards.geneval import GenEval
 
 from flowrl.tiny.draw import RADII, draw
 from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
-from rewards.detectors.tiny import UNKNOWN, TinyDetector
-from rewards.geneval import GenEval
 
 PER_KIND = 80
 prompts_of = functools.cache(all_prompts)

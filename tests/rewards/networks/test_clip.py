@@ -2,9 +2,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl_rewards.networks.clip import Clip, projected
 from PIL import Image
-
-from rewards.networks.clip import Clip, projected
 
 PROMPTS = ["a red circle", "two blue stars", "a red circle", "a green ring"]
 

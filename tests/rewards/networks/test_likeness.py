@@ -1,10 +1,9 @@
 import pytest
 import torch
+from flowrl_rewards.fixtures import blank, noise, square, word
+from flowrl_rewards.networks.likeness import likeness
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.fixtures import blank, noise, square, word
-from rewards.networks.likeness import likeness
 
 IMAGES = torch.stack([square("red", 32), square("blue", 32), noise(32), blank(32), word("A", 32)])
 
@@ -16,9 +15,9 @@ def mean_color(images: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture
 def measures(tiny_clip, monkeypatch):
-    monkeypatch.setattr("rewards.images.mean_color", mean_color, raising=False)
+    monkeypatch.setattr("flowrl_rewards.images.mean_color", mean_color, raising=False)
     clip = likeness(f"clip:{tiny_clip}", device="cpu")
-    return likeness("pixels"), likeness("ssim"), likeness("rewards.images:mean_color"), clip
+    return likeness("pixels"), likeness("ssim"), likeness("flowrl_rewards.images:mean_color"), clip
 
 
 def test_an_image_is_like_itself_likeness_is_mutual_and_the_matrix_holds_every_pair(measures):
@@ -64,6 +63,6 @@ def test_versions_tell_measures_apart():
 def test_images_smaller_than_the_window_and_unknown_measures_are_refused():
     with pytest.raises(ValueError, match="7 x 7 .* 5 x 5"):
         likeness("ssim").pairs(torch.rand(1, 3, 5, 5), torch.rand(1, 3, 5, 5))
-    for name in ("lpips", "", "no.such:thing", "rewards.images:nothing"):
+    for name in ("lpips", "", "no.such:thing", "flowrl_rewards.images:nothing"):
         with pytest.raises(ValueError, match="measure"):
             likeness(name)

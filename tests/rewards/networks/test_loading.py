@@ -5,31 +5,36 @@ from pathlib import Path
 
 import pytest
 import torch
+from flowrl_rewards.networks.loading import (
+    check_dtype,
+    device_of,
+    imported,
+    read_weights,
+    weights_file,
+)
 from torch import nn
 
 from flowrl.scoring.check import line
-from rewards.networks.loading import check_dtype, device_of, imported, read_weights, weights_file
 
 ROOT = Path(__file__).parents[3]
 LIGHT = """
 import sys
-import rewards.detectors.tiny
+import flowrl_rewards.detectors.tiny
 print("flowrl" in sys.modules)  # the tiny detector does not know the generator
 import flowrl
-import rewards.aesthetic, rewards.clipscore, rewards.hpsv2, rewards.hpsv3, rewards.imagereward
-import rewards.pickscore
-for made in (rewards.pickscore.PickScore, rewards.clipscore.CLIPScore, rewards.hpsv2.HPSv2,
-             rewards.aesthetic.Aesthetic, rewards.imagereward.ImageReward, rewards.hpsv3.HPSv3):
+from flowrl_rewards import aesthetic, clipscore, hpsv2, hpsv3, imagereward, pickscore
+for made in (pickscore.PickScore, clipscore.CLIPScore, hpsv2.HPSv2,
+             aesthetic.Aesthetic, imagereward.ImageReward, hpsv3.HPSv3):
     made()
-from rewards.detectors import *
+from flowrl_rewards.detectors import *
 for name in DETECTORS: load_detector(name)
 for name in COLOR_NAMERS: load_color_namer(name)
 print(sorted({"torchvision", "open_clip", "transformers", "huggingface_hub"} & set(sys.modules)))
 """
 BROKEN = """
 import torch
-from rewards.hpsv2 import HPSv2
-from rewards.pickscore import PickScore
+from flowrl_rewards.hpsv2 import HPSv2
+from flowrl_rewards.pickscore import PickScore
 for made in (HPSv2(), PickScore()):
     try:
         made(torch.zeros(1, 3, 8, 8), ["a cat"], [{}])

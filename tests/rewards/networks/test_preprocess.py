@@ -2,11 +2,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from flowrl_rewards.networks.preprocess import MEAN, STD, clip_pixels, hps_pixels
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-
-from rewards.networks.preprocess import MEAN, STD, clip_pixels, hps_pixels
 
 BOUND = 0.017  # in normalised units; 0.0167 is the most that these images reach
 SIZES = [(512, 512), (64, 64), (300, 517), (256, 192), (224, 224), (225, 224)]

@@ -1,8 +1,7 @@
 import torch
+from flowrl_rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 from hypothesis import given
 from hypothesis import strategies as st
-
-from rewards.networks.text_embeddings import TextEmbeddings, warn_of_cut
 
 
 def numbered(calls):

@@ -6,12 +6,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from flowrl_rewards.fixtures import blank, fixture, square
 
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_reward, preflight
 from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
 from flowrl.scoring.spec import RewardSpec, load_reward
-from rewards.fixtures import blank, fixture, square
 
 PROMPTS = [PromptRecord(uid="0", text="a red square"), PromptRecord(uid="1", text="a cat")]
 

@@ -7,13 +7,13 @@ from concurrent.futures import wait
 import psutil
 import pytest
 import torch
+from flowrl_rewards.fixtures import word
 from torch import Tensor
 
 from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
 from flowrl.scoring.executors.pool import PoolExecutor
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import load_reward
-from rewards.fixtures import word
 
 PATIENCE = 60  # seconds; nothing here may take so long
 

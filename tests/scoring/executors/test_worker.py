@@ -17,12 +17,12 @@ HERE = Path(__file__).parent
 SCRIPT = """
 import os, sys, time
 import torch
-from flowrl.scoring.executors.pool import Pool
+from flowrl.scoring.executors.pool import PoolExecutor
 
 with open(sys.argv[1], "a") as file:
     file.write("script\\n")
 sys.path.insert(0, sys.argv[2])
-pool = Pool("pool_rewards:write_process_id", {}, "r", workers=2, micro_batch=1)
+pool = PoolExecutor("pool_rewards:write_process_id", {}, "r", workers=2, micro_batch=1)
 pool.submit(torch.zeros(2, 3, 8, 8), ["p"] * 2, [{"path": sys.argv[1]}] * 2)
 while open(sys.argv[1]).read().count("\\n") < 3:
     time.sleep(0.05)
@@ -42,7 +42,7 @@ def script(tmp_path) -> Iterator[Callable[[], tuple[subprocess.Popen, list[int]]
         process = subprocess.Popen(
             [sys.executable, str(tmp_path / "script.py"), str(seen), str(HERE)],
             stdout=subprocess.PIPE, text=True, start_new_session=True,
-            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[2])},
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from flowrl_rewards.fixtures import fixture
 
 from flowrl.errors import UserError
 from flowrl.scoring.check import GENERIC
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.server import warm_up
 from flowrl.scoring.spec import RewardSpec
-from rewards.fixtures import fixture
 
 IMAGES = torch.zeros(3, 3, 8, 8)
 

@@ -19,9 +19,16 @@ Optional attributes say more:
     scope              "sample", or "group" when all images of one prompt are scored together
     version            everything that changes the numbers, in one string
     deterministic      False when the same images may get other scores
-    fixtures           () -> images of known order (`rewards.fixtures.fixture`), on which
+    fixtures           () -> images of known order (`flowrl_rewards.fixtures.fixture`), on which
                        `flowrl reward-check` and every run try it
 
-Files here import nothing from `flowrl`: copy one, or write your own anywhere and name it as
-`my_package.my_module:MyReward`.
+The files lie in the folder `rewards` of a clone, import nothing from `flowrl` and each other by
+relative names: copy the folder, or write your own anywhere and name it as
+`my_package.my_module:MyReward`. They are imported as `flowrl_rewards`, from a clone as when they
+are installed, so that `rewards` stays free for modules and folders of yours.
 """
+
+from pathlib import Path
+
+if not Path(__file__).with_name("fixtures.py").exists():  # a clone, not an installed wheel
+    __path__[:] = [str(Path(__file__).parent.parent / "rewards")]
