@@ -45,11 +45,11 @@ from flowrl.offline.format import (
     PAIRS,
     DatasetMetadata,
     OfflineDataset,
-    create,
+    create_dataset,
     finished_shards,
-    open_store,
+    open_dataset,
 )
-from flowrl.offline.writer import REWARD, SHARD, fill, pairs_digest, read_pairs, write_pairs
+from flowrl.offline.writer import REWARD, SHARD, write_groups, pairs_digest, read_pairs, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.quantization.backends import Resolved, capability_of, named, resolve
 from flowrl.quantization.layer_rules import quantised_share
@@ -375,7 +375,7 @@ def collect(
         with runtime.together():
             try_rewards(learner, drawn_prompts(config, given))
         texts.free(learner.policy.backbone.pipeline, needed, runtime)
-        store = fill(folder, about(config, sampler), sampler, shards=shards, advance=advance)
+        store = write_groups(folder, about(config, sampler), sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
 
 
@@ -396,7 +396,7 @@ def collect_pairs(
     if pipeline is None:
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
     backbone = build_backbone(config, pipeline, guidance=1.0)
-    create(
+    create_dataset(
         folder,
         DatasetMetadata(
             pipeline=p.path,
@@ -417,7 +417,7 @@ def collect_pairs(
         raise UserError(
             f"none of the {len(preferences)} pairs can be used; the first: {left_out[0]}"
         )
-    return _dataset_summary(open_store(folder)), left_out
+    return _dataset_summary(open_dataset(folder)), left_out
 
 
 def with_lora(config: Config, source: str) -> Config:
@@ -436,7 +436,7 @@ def _dataset_summary(store: OfflineDataset) -> list[Row]:
     means = store.scores.nanmean(0).tolist()
     return [
         {"groups": len(store.groups), "images": len(store)}
-        | dict(zip(store.about.names, means, strict=True))
+        | dict(zip(store.metadata.names, means, strict=True))
     ]
 
 

@@ -208,10 +208,10 @@ def needed_texts(
     """
     r, e = config.rollout, config.evaluation
     training = _worded(_taken(config, drawn, first), config.prompts.retained is not None)
-    found = [(r.guidance, prompt) for prompt in training]
+    found = [(r.guidance_scale, prompt) for prompt in training]
     if r.store is not None:
         found += [(learning_guidance(config), prompt) for prompt in training]
-    return found + [(e.guidance, prompt) for prompt in _worded(held_out, e.paraphrases)]
+    return found + [(e.guidance_scale, prompt) for prompt in _worded(held_out, e.paraphrases)]
 
 
 def _taken(config: Config, drawn: Sequence[PromptRecord], first: int) -> list[PromptRecord]:
@@ -219,7 +219,7 @@ def _taken(config: Config, drawn: Sequence[PromptRecord], first: int) -> list[Pr
     r, seed, balance = config.rollout, config.run.seed, config.prompts.balance
     if not drawn or r.store is not None:
         return list(drawn)
-    sampler = PromptSampler(drawn, r.prompts, seed, balance=balance)
+    sampler = PromptSampler(drawn, r.prompts_per_iteration, seed, balance=balance)
     taken = {p.uid: p for i in range(first, config.run.iterations) for p in sampler.at(i)}
     return list(taken.values())
 
@@ -228,7 +228,7 @@ def stored_texts(config: Config, source: Any) -> list[tuple[float, PromptRecord]
     """Every text that is read from a store."""
     if not isinstance(source, StoredGroups):
         return []
-    kinds = source.shelf.order.kinds.values()
+    kinds = source.sampler.order.kinds.values()
     return [(learning_guidance(config), prompt) for records in kinds for prompt in records]
 
 
@@ -240,7 +240,7 @@ def _worded(prompts: Sequence[PromptRecord], reworded: bool) -> list[PromptRecor
 def learning_guidance(config: Config) -> float:
     """The guidance of the backbone that learns."""
     r = config.rollout
-    return r.guidance if r.training_guidance is None else r.training_guidance
+    return r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
 
 
 class Texts:
@@ -261,7 +261,7 @@ class Texts:
             every = m.text_encoders == "free" and disk is None
             self._caches[guided] = TextCache(
                 backbone,
-                self.config.rollout.negative,
+                self.config.rollout.negative_prompt,
                 disk=disk,
                 capacity=None if every else CAPACITY,
             )
@@ -276,7 +276,7 @@ class Texts:
         disks = {guided: self._disk(guided) for guided in (False, True)}
         for guidance, prompt in needed:
             disk = disks[guidance > 1]
-            negative = self.config.rollout.negative if prompt.negative is None else prompt.negative
+            negative = self.config.rollout.negative_prompt if prompt.negative is None else prompt.negative
             if disk is None or not disk.has(prompt.read, negative):
                 self._identity = None  # a branch may have moved on: known once they are loaded
                 return []

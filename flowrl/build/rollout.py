@@ -16,13 +16,13 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import layer_rules, learning_guidance, rounded
 from flowrl.build.rewards import build_limit
 from flowrl.config import Config
-from flowrl.config.objectives import check_draws
+from flowrl.config.objectives import check_noising
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
-from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_store
-from flowrl.offline.source import Caching, Refreshing, StoredGroups, check_store
-from flowrl.offline.writer import Refresh
+from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_dataset
+from flowrl.offline.source import Caching, StoredGroups, check_dataset
+from flowrl.offline.writer import Refresher
 from flowrl.quantization.backends import (
     Backend,
     Capability,
@@ -35,7 +35,12 @@ from flowrl.quantization.backends import (
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.rollout_model import RolloutModel, prepare, write_precision
 from flowrl.sampling.rank_audit import AuditLog, PrecisionController
-from flowrl.sampling.rollout import RolloutGenerator, of_twin, policys_own, with_network
+from flowrl.sampling.rollout import (
+    RolloutGenerator,
+    policy_velocity,
+    rollout_model_velocity,
+    with_network,
+)
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.spec import RewardSpec
@@ -56,7 +61,7 @@ class Drawing:
     policy: Policy
     backbone: Backbone  # with the guidance of rollouts
     needs: Needs
-    encode: TextCache
+    text_cache: TextCache
 
     @property
     def adapter(self) -> str:
@@ -86,7 +91,7 @@ def build_stage(d: Drawing) -> RolloutGenerator:
     """What draws the images that are learned from."""
     r, backbone = d.config.rollout, d.backbone
     network = functools.partial(
-        policys_own, d.policy, backbone, d.adapter, merged=d.merged, runtime=d.runtime
+        policy_velocity, d.policy, backbone, d.adapter, merged=d.merged, runtime=d.runtime
     )
     if r.compile:
         twin = RolloutModel(
@@ -97,17 +102,17 @@ def build_stage(d: Drawing) -> RolloutGenerator:
             compile=True,
         )
         backbone = with_network(backbone, twin.network)
-        network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
+        network = functools.partial(rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime)
     return RolloutGenerator(
         backbone=backbone,
         network=network,
-        encode=d.encode,
+        text_cache=d.text_cache,
         specs=d.specs,
         runtime=d.runtime,
         failures=build_limit(d.config),
-        steps=r.steps,
+        num_inference_steps=r.num_inference_steps,
         kernel=KERNELS[r.kernel],
-        level=r.noise_level,
+        noise_level=r.noise_level,
         batch_size=r.batch_size,
         decode_batch=d.config.pipeline.decode_batch,
         whole_prompts=whole_prompts(d.needs, d.specs),
@@ -132,7 +137,7 @@ def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
     def exact_plan(iteration: int) -> TreePlan:
         return replace(plan_at(d.config.rollout.plan, seed, iteration), roots=e.candidates)
 
-    gate = PrecisionController(
+    controller = PrecisionController(
         make=functools.partial(_exploring, d, exact),
         first=first,
         capability=capability,
@@ -140,14 +145,14 @@ def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
         plan=plan,
         exact_plan=exact_plan,
         keep=lambda iteration: d.config.rollout.plan(iteration, seed).roots,
-        mode=e.select,
+        select=e.select,
         every=e.audit.every,
         prompts=e.audit.prompts,
         min_rho=e.audit.min_rho,
         on_miss=e.audit.on_miss,
         log=AuditLog(Path(d.config.run.output_dir)),
     )
-    return Explorer(stage=gate, plan=plan, mode=e.select)
+    return Explorer(preview=controller.current, plan=plan, select=e.select)
 
 
 def _exploring(
@@ -192,7 +197,7 @@ def draft_stage(
     if choices or folds != d.merged:
         twin = RolloutModel(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
-        network = functools.partial(of_twin, twin, backbone, d.adapter, runtime=d.runtime)
+        network = functools.partial(rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime)
     trained = [spec for spec in d.specs if spec.trained]
     return replace(
         exact,
@@ -200,7 +205,7 @@ def draft_stage(
         network=network,
         specs=trained,
         failures=replace(build_limit(d.config), max_streak=None),
-        steps=r.steps if e.steps is None else e.steps,
+        num_inference_steps=r.num_inference_steps if e.num_inference_steps is None else e.num_inference_steps,
         whole_prompts=any(spec.whole_groups for spec in trained),
         times=EXPLORING,
     )
@@ -248,48 +253,42 @@ def build_stored(
     sampler: Sampler,
     backbone: Backbone,
     redraw: Callable[[Config], Sampler],
-    encode: TextCache,
+    text_cache: TextCache,
 ) -> StoredGroups:
     """The source that reads `rollout.store`, checked against the recipe.
 
     sampler: what would draw instead; backbone: with the guidance of training; redraw: what draws
-    as another recipe says, with the same policy, when the store is refreshed; encode: reads the
+    as another recipe says, with the same policy, when the store is refreshed; text_cache: reads the
     store's prompts.
     """
     r, p, folder = config.rollout, config.pipeline, Path(config.run.output_dir)
     assert r.store is not None and r.store.path is not None
-    store = open_store(r.store.path)
-    stage = sampler.stage
-    check_store(store, stage.backbone, stage.specs, pipeline=p.path, family=p.backbone)
+    store = open_dataset(r.store.path)
+    stage = sampler.generator
+    check_dataset(store, stage.backbone, stage.specs, pipeline=p.path, family=p.backbone)
     _check_draws(config, store)
-    refreshing = caching = None
+    refresher = caching = None
     if r.store.refresh_every is not None:
-        refresh = _refresh(config, store, redraw, r.store.refresh_every)
-        refreshing = Refreshing(
-            every=r.store.refresh_every,
-            folder=folder / STORES,
-            draw=refresh,
-            finished=refresh.finished,
-        )
+        refresher = _refresher(config, store, redraw, r.store.refresh_every)
     if r.store.cache_draws is not None:
         key = _reference_key(config)
         caching = Caching(draws=r.store.cache_draws, path=folder / REFERENCE, key=key)
     source = StoredGroups(
         store,
         backbone=backbone,
-        encode=encode,
+        text_cache=text_cache,
         specs=stage.specs,
         runtime=stage.runtime,
-        prompts=r.prompts,
+        prompts=r.prompts_per_iteration,
         group_size=r.group_size,
         seed=config.run.seed,
         balance=config.prompts.balance,
-        refreshing=refreshing,
+        refresher=refresher,
         caching=caching,
     )
-    if source.skipped and stage.runtime.is_main:
+    if source.sampler.skipped and stage.runtime.is_main:
         warnings.warn(
-            f"{source.skipped} groups of {r.store.path} are never read: fewer than two of their "
+            f"{source.sampler.skipped} groups of {r.store.path} are never read: fewer than two of their "
             "images have a reward",
             stacklevel=2,
         )
@@ -298,32 +297,38 @@ def build_stored(
 
 def _check_draws(config: Config, store: OfflineDataset) -> None:
     """The noise levels that the store was drawn with are enough for what is asked of them."""
-    draws, stored = getattr(config.objective, "draws", None), config.rollout.store
-    if draws is None or stored is None:
+    noising, stored = getattr(config.objective, "noising", None), config.rollout.store
+    if noising is None or stored is None:
         return
     try:
-        check_draws(draws, len(store.about.sigmas) - 1, stored.cache_draws)
+        check_noising(noising, len(store.metadata.sigmas) - 1, stored.cache_draws)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
-def _refresh(
+def _refresher(
     config: Config, store: OfflineDataset, redraw: Callable[[Config], Sampler], every: int
-) -> Refresh:
+) -> Refresher:
     """Draws as the recipe says, but as many images of a prompt as the store has."""
     size = max(len(group.images) for group in store.groups)
     rollout = config.rollout.model_copy(update={"group_size": size, "store": None})
     config = config.model_copy(update={"rollout": rollout})
     sampler = redraw(config)
     sampler.plan(0)  # or it would be refused only when it is drawn
-    return Refresh(like=store, about=about(config, sampler), sampler=sampler, every=every)
+    return Refresher(
+        original=store,
+        metadata=about(config, sampler),
+        sampler=sampler,
+        every=every,
+        folder=Path(config.run.output_dir) / STORES,
+    )
 
 
 def _reference_key(config: Config) -> str:
     """Everything but the store that decides the reference's errors; rather too much than less."""
     r, p = config.rollout, config.pipeline.model_dump(exclude={"device", "decode_batch"})
     p, guidance = p | rounded(config), learning_guidance(config)
-    parts = [p, config.objective.model_dump(mode="json"), guidance, r.negative]
+    parts = [p, config.objective.model_dump(mode="json"), guidance, r.negative_prompt]
     return _digest([json.dumps(parts, sort_keys=True)])
 
 
@@ -334,16 +339,16 @@ def about(config: Config, sampler: Sampler) -> DatasetMetadata:
     return DatasetMetadata(
         pipeline=p.path,
         backbone=p.backbone,
-        latent_shape=list(sampler.stage.backbone.latent_shape()),
-        dtype=str(sampler.stage.backbone.dtype).removeprefix("torch."),
-        sigmas=sampler.stage.schedule().sigmas.tolist(),
+        latent_shape=list(sampler.generator.backbone.latent_shape()),
+        dtype=str(sampler.generator.backbone.dtype).removeprefix("torch."),
+        sigmas=sampler.generator.schedule().sigmas.tolist(),
         rewards=[
             {
                 "name": spec.name,
                 "version": getattr(spec.reward, "version", None),
                 "weight": 0.0 if spec.held_out else spec.weight,
             }
-            for spec in sampler.stage.specs
+            for spec in sampler.generator.specs
         ],
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),

@@ -1,18 +1,18 @@
-"""Groups of images on disk, drawn once and learned from often: the folder and its files.
+"""The folder of an offline data set: groups of scored images, generated once, learned from often.
 
     store.json                   how they were made
-    README.md                    so that `datasets.load_dataset(folder)` reads the rows
-    latents/000000.safetensors   x0 (n, *latent), as it was drawn
-    data/000000.jsonl            a row an image
+    README.md                    a dataset card, so that `datasets.load_dataset(folder)` works
+    latents/000000.safetensors   x0 (n, *latent), as they were generated
+    data/000000.jsonl            one row an image
 
 A shard is one iteration of collecting. Its latents are written first, and it counts when its rows
-are there, so that whatever is killed leaves whole shards.
+are there, so a process that is killed leaves complete shards.
 """
 
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,59 +29,60 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.utils.files import atomic_path, write_text
 
 FORMAT = 1
-ABOUT, README = "store.json", "README.md"
+METADATA, README = "store.json", "README.md"
 LATENTS = "x0"  # name of the tensor in a latents file
 SCORE = "reward/"  # before a reward's name, its column
 PAIRS = "pairs"  # the key of a recipe whose images were given
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 COLUMNS = {
     "uid": "string", "prompt": "string", "negative": "string", "metadata": "string",
     "group": "int64", "image": "int64", "valid": "bool", "latents": "string", "row": "int64",
     "seed": "int64", "iteration": "int64", "root": "int64",
 }  # fmt: skip
+Row = dict[str, Any]
+Whole = Annotated[int, Field(ge=0)]
+READ: dict[str, Any] = {
+    "uid": str, "prompt": str, "negative": str | None, "metadata": Json[dict[str, Any]],
+    "group": Whole, "latents": str, "row": Whole,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetMetadata:
-    """How the images of a store were made; what is plain JSON only.
+    """How the images were made, as plain JSON."""
 
-    pipeline: its path or name; backbone: its family; latent_shape: of one; dtype: one of DTYPES;
-    sigmas: (T+1,) of the rollout; rewards: [{name, version, weight}], a column each; recipe: the
-    options that decided the images; lora: of the model that drew them, None for the base.
-    """
-
-    pipeline: str
-    backbone: str
-    latent_shape: list[int]
-    dtype: str
-    sigmas: list[float]
-    rewards: list[dict[str, Any]]
-    recipe: dict[str, Any]
-    lora: dict[str, Any] | None = None
+    pipeline: str  # path or name
+    backbone: str  # family
+    latent_shape: list[int]  # of one image
+    dtype: str  # one of DTYPES
+    sigmas: list[float]  # (T+1,) of the rollout
+    rewards: list[dict[str, Any]]  # {name, version, weight}, a column each
+    recipe: dict[str, Any]  # the options that decided the images
+    lora: dict[str, Any] | None = None  # of the model that generated them, None for the base
 
     @property
     def names(self) -> list[str]:
-        """Of the rewards, in the order of the scores' columns."""
+        """The rewards' names in the order of the score columns."""
         return [reward["name"] for reward in self.rewards]
 
     @staticmethod
     def read(folder: Path) -> "DatasetMetadata":
-        """Raises UserError when there is no store, or one of another version of flowrl."""
-        path = folder / ABOUT
+        """Raises UserError when the folder is no data set, or one of another flowrl version."""
+        path = folder / METADATA
         if not path.is_file():
-            raise UserError(f"{folder} is not a store of groups, it has no {ABOUT}: make one with "
+            raise UserError(f"{folder} is no offline data set, it has no {METADATA}: make one with "
                             f"flowrl collect RECIPE -o {folder}")  # fmt: skip
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
-            about = DatasetMetadata(**found)
+            return DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
                 f"{path} cannot be read by this version of flowrl ({error}): collect the groups "
                 "again into another folder"
             ) from error
-        return about
 
     def text(self) -> str:
         content = {"format": FORMAT} | asdict(self)
@@ -90,50 +91,45 @@ class DatasetMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """One row to write. scores: by reward, NaN where missing; root: of its tree in the group."""
+    """One row to write."""
 
     record: PromptRecord
     group: int
-    image: int
+    image: int  # number in its group
     valid: bool
-    scores: Sequence[float]
+    scores: Sequence[float]  # by reward, NaN where missing
     seed: int
     iteration: int
-    root: int
+    root: int  # number of its tree in the group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """Images of one prompt, by their numbers in the store. key: a name of its own."""
+    """Images of one prompt, by their numbers in the data set."""
 
-    key: str
+    key: str  # unique in the data set
     record: PromptRecord
     images: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineDataset:
-    """What is in a folder: prompts and scores in memory, the latents of N images on disk.
-
-    scores: (N, K) fp32, NaN where missing; shard, row: (N,) long, where each image's latent is.
-    identity: of everything in it.
-    """
+    """An opened folder: prompts and scores in memory, the latents of N images on disk."""
 
     folder: Path
-    about: DatasetMetadata
+    metadata: DatasetMetadata
     groups: tuple[StoredGroup, ...]
-    scores: Tensor
-    shard: Tensor
-    row: Tensor
-    identity: str = field(repr=False)
+    scores: Tensor  # (N, K) fp32, NaN where missing
+    shard: Tensor  # (N,) long, the file of each image's latent
+    row: Tensor  # (N,) long, its place in that file
+    identity: str = field(repr=False)  # digest of metadata and rows
 
     def __len__(self) -> int:
-        """N, the number of images."""
         return len(self.scores)
 
     def latents(self, images: Tensor) -> Tensor:
-        """Images (n,) long -> (n, *latent) as they were drawn, on the CPU; reads no others."""
-        shape, dtype = self.about.latent_shape, DTYPES[self.about.dtype]
+        """Read the latents of images (n,) long -> (n, *latent) on the CPU, in the stored dtype."""
+        shape, dtype = self.metadata.latent_shape, DTYPES[self.metadata.dtype]
         found = torch.empty(len(images), *shape, dtype=dtype)
         shards, rows = self.shard[images], self.row[images]
         for number in shards.unique().tolist():
@@ -154,39 +150,38 @@ def rows_file(folder: Path, shard: int) -> Path:
 
 
 def finished_shards(folder: Path) -> list[int]:
-    """Numbers of the shards that are whole, ascending."""
+    """Return the numbers of the complete shards, ascending."""
     return sorted(int(p.stem) for p in folder.glob("data/*.jsonl") if p.stem.isdigit())
 
 
 # --- writing ------------------------------------------------------------------------------------
 
 
-def create(folder: Path, about: DatasetMetadata) -> None:
-    """Begin a store, or go on with one that was made in the same way, or holds nothing yet.
+def create_dataset(folder: Path, metadata: DatasetMetadata) -> None:
+    """Begin a data set, or continue one that was made in the same way or has no shard yet.
 
-    Raises UserError when the folder's images were made in another way, naming what differs, and
-    when it holds other files. Hidden ones are no matter, nor a README, which is kept.
+    Raises UserError when the folder's images were made in another way, naming what differs, or
+    when it holds other files. Hidden files and a README are kept.
     """
-    was = DatasetMetadata.read(folder) if (folder / ABOUT).exists() else None
-    if was is None:
-        if folder.exists() and any(_is_foreign(path) for path in folder.iterdir()):
-            raise UserError(f"{folder} holds something that is not a store: choose another folder")
-        write_text(folder / ABOUT, about.text())
+    before = DatasetMetadata.read(folder) if (folder / METADATA).exists() else None
+    if before is None:
+        foreign = (p for p in folder.glob("*") if p.name != README and not p.name.startswith("."))
+        if any(foreign):
+            raise UserError(
+                f"{folder} holds something that is no offline data set: choose another folder"
+            )
+        write_text(folder / METADATA, metadata.text())
     elif finished_shards(folder):
-        _check_same(folder, was, about)
-    elif was.text() != about.text():
+        _check_same(folder, before, metadata)
+    elif before.text() != metadata.text():
         (folder / README).unlink(missing_ok=True)
-        write_text(folder / ABOUT, about.text())
+        write_text(folder / METADATA, metadata.text())
     if not (folder / README).exists():
-        write_text(folder / README, _readme(about))
-
-
-def _is_foreign(path: Path) -> bool:
-    return path.name != README and not path.name.startswith(".")
+        write_text(folder / README, _readme(metadata))
 
 
 def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -> None:
-    was, now = (_flat(json.loads(about.text())) for about in (before, after))
+    was, now = (_flat(json.loads(metadata.text())) for metadata in (before, after))
     for name in [*now, *was]:
         if was.get(name) != now.get(name):
             raise UserError(
@@ -196,20 +191,40 @@ def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -
             )
 
 
-def append(folder: Path, shard: int, x0: Tensor, images: Sequence[StoredImage]) -> None:
-    """Write a shard: latents x0 (n, *latent) of n images, then their rows."""
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    """Return nested dictionaries as one, with dotted names."""
+    if not isinstance(value, dict):
+        return {name: value}
+    inner = (_flat(v, f"{name}.{k}" if name else k) for k, v in value.items())
+    return {k: v for part in inner for k, v in part.items()}
+
+
+def _readme(metadata: DatasetMetadata) -> str:
+    """Return a dataset card that gives every column a type, also where all values are null."""
+    columns = COLUMNS | {SCORE + name: "float64" for name in metadata.names}
+    features = [{"name": name, "dtype": dtype} for name, dtype in columns.items()]
+    header = {
+        "configs": [{"config_name": "default", "data_files": "data/*.jsonl"}],
+        "dataset_info": {"config_name": "default", "features": features},
+    }
+    text = "A store of groups, made by `flowrl collect`; store.json says how."
+    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}\n"
+
+
+def append_shard(folder: Path, shard: int, x0: Tensor, images: Sequence[StoredImage]) -> None:
+    """Write the latents x0 (n, *latent) of n images, then their rows."""
     if len(x0) != len(images):
         raise ValueError(f"got {len(x0)} latents of {len(images)} images")
     names = DatasetMetadata.read(folder).names
     path = latents_file(folder, shard)
     with atomic_path(path) as temporary:
         save_file({LATENTS: x0.detach().cpu().contiguous()}, temporary)
-    lines = [_line(p, i, path.name, names) for i, p in enumerate(images)]
+    lines = [_line(image, row, path.name, names) for row, image in enumerate(images)]
     write_text(rows_file(folder, shard), "".join(lines))
 
 
 def _line(image: StoredImage, row: int, latents: str, names: Sequence[str]) -> str:
-    """One image as a line of ASCII JSON: no prompt can end it, and NaN is null."""
+    """Return one image as a line of ASCII JSON: no prompt can end it, and NaN is null."""
     record = image.record
     scores = {
         SCORE + name: score if abs(score) < float("inf") else None
@@ -220,60 +235,35 @@ def _line(image: StoredImage, row: int, latents: str, names: Sequence[str]) -> s
         "prompt": record.text,
         "negative": record.negative,
         "metadata": json.dumps(record.metadata),
+        "group": image.group,
+        "image": image.image,
+        "valid": image.valid,
         "latents": latents,
         "row": row,
-    } | {name: getattr(image, name) for name in _OWN}
-    return json.dumps({name: content[name] for name in COLUMNS} | scores, allow_nan=False) + "\n"
-
-
-_OWN = [f.name for f in fields(StoredImage) if f.name in COLUMNS]
-
-
-def _readme(about: DatasetMetadata) -> str:
-    """A dataset card: with the types given, a column of nothing but null has one too."""
-    columns = COLUMNS | {SCORE + name: "float64" for name in about.names}
-    features = [{"name": name, "dtype": dtype} for name, dtype in columns.items()]
-    header = {
-        "configs": [{"config_name": "default", "data_files": "data/*.jsonl"}],
-        "dataset_info": {"config_name": "default", "features": features},
+        "seed": image.seed,
+        "iteration": image.iteration,
+        "root": image.root,
     }
-    text = "A store of groups, made by `flowrl collect`; store.json says how."
-    return f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n{text}\n"
+    return json.dumps(content | scores, allow_nan=False) + "\n"
 
 
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one, with dotted names."""
-    if not isinstance(value, dict):
-        return {name: value}
-    inner = (_flat(v, f"{name}.{k}" if name else k) for k, v in value.items())
-    return {k: v for part in inner for k, v in part.items()}
+# --- reading ------------------------------------------------------------------------------------
 
 
-# --- Opening a store: every row is read and checked, no latent is ------------------------------
+def open_dataset(folder: str | Path) -> OfflineDataset:
+    """Read and check every row, but no latent. Rows may have been removed from the files.
 
-Row = dict[str, Any]
-Whole = Annotated[int, Field(ge=0)]
-READ: dict[str, Any] = {
-    "uid": str, "prompt": str, "negative": str | None, "metadata": Json[dict[str, Any]],
-    "group": Whole, "latents": str, "row": Whole,
-}  # fmt: skip
-TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # safetensors' names
-
-
-def open_store(folder: str | Path) -> OfflineDataset:
-    """The store in a folder. Rows may be removed from its files: such images are not in it.
-
-    Raises UserError when there is none, when it is empty, or when a shard is damaged.
+    Raises UserError when there is no data set, when it is empty, or when a shard is damaged.
     """
     folder = Path(folder)
-    about = DatasetMetadata.read(folder)
-    digest = blake2b((folder / ABOUT).read_bytes(), digest_size=16)
+    metadata = DatasetMetadata.read(folder)
+    digest = blake2b((folder / METADATA).read_bytes(), digest_size=16)
     rows: list[Row] = []
     shard: list[int] = []
     for number in finished_shards(folder):
         try:
             data = rows_file(folder, number).read_bytes()
-            found = _rows(data, latents_file(folder, number), about)
+            found = _read_rows(data, latents_file(folder, number), metadata)
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise UserError(
                 f"shard {number} of {folder} is damaged ({error}): delete "
@@ -285,11 +275,11 @@ def open_store(folder: str | Path) -> OfflineDataset:
         shard += [number] * len(found)
     if not rows:
         raise UserError(f"{folder} holds no images yet: collect some with flowrl collect")
-    columns = [SCORE + name for name in about.names]
+    columns = [SCORE + name for name in metadata.names]
     scores = [[math.nan if r[c] is None else r[c] for c in columns] for r in rows]
     return OfflineDataset(
         folder=folder,
-        about=about,
+        metadata=metadata,
         groups=tuple(_groups(rows)),
         scores=torch.tensor(scores, dtype=torch.float32).view(len(rows), len(columns)),
         shard=torch.tensor(shard),
@@ -298,17 +288,19 @@ def open_store(folder: str | Path) -> OfflineDataset:
     )
 
 
-def _rows(data: bytes, latents: Path, about: DatasetMetadata) -> list[Row]:
-    """The rows of a shard, each with a latent. Raises ValueError or SafetensorError."""
-    schema = _schema(about)
-    rows = [_row(line, schema) for line in data.decode().split("\n") if line]
+def _read_rows(data: bytes, latents: Path, metadata: DatasetMetadata) -> list[Row]:
+    """Return the rows of a shard, each with a latent. Raises ValueError or SafetensorError."""
+    types = READ | {SCORE + name: float | None for name in metadata.names}
+    columns: dict[str, Any] = {name: (kind, ...) for name, kind in types.items()}
+    schema = create_model("Row", __config__=ConfigDict(strict=True, allow_inf_nan=False), **columns)
+    rows = [_parse_row(line, schema) for line in data.decode().split("\n") if line]
     with safe_open(latents, "pt") as file:
         lazy = file.get_slice(LATENTS)
         count, *shape = lazy.get_shape()
-        dtype = TYPES.get(lazy.get_dtype())
-    if shape != about.latent_shape or dtype != about.dtype or dtype not in DTYPES:
-        raise ValueError(f"latents of shape {shape} in {dtype}, expected {about.latent_shape} in "
-                         f"{about.dtype}")  # fmt: skip
+        dtype = SAFETENSORS_DTYPES.get(lazy.get_dtype())
+    if shape != metadata.latent_shape or dtype != metadata.dtype or dtype not in DTYPES:
+        raise ValueError(f"latents of shape {shape} in {dtype}, expected {metadata.latent_shape} "
+                         f"in {metadata.dtype}")  # fmt: skip
     seen: set[int] = set()
     for row in rows:
         number = row["row"]
@@ -321,15 +313,7 @@ def _rows(data: bytes, latents: Path, about: DatasetMetadata) -> list[Row]:
     return rows
 
 
-def _schema(about: DatasetMetadata) -> type[BaseModel]:
-    """What a row must have; other columns are not read."""
-    columns = READ | {SCORE + name: float | None for name in about.names}
-    fields: dict[str, Any] = {name: (kind, ...) for name, kind in columns.items()}
-    strict = ConfigDict(strict=True, allow_inf_nan=False)
-    return create_model("Row", __config__=strict, **fields)
-
-
-def _row(line: str, schema: type[BaseModel]) -> Row:
+def _parse_row(line: str, schema: type[BaseModel]) -> Row:
     try:
         return schema.model_validate_json(line).model_dump()
     except ValidationError as error:
@@ -339,19 +323,15 @@ def _row(line: str, schema: type[BaseModel]) -> Row:
 
 
 def _groups(rows: Iterable[Row]) -> Iterable[StoredGroup]:
-    """Rows of one group number, in the order of their first."""
-    members: dict[int, list[int]] = {}
-    first: dict[int, Row] = {}
+    """Yield the rows of each group number, in the order of their first."""
+    members: dict[int, list[tuple[int, Row]]] = {}
     for place, row in enumerate(rows):
-        members.setdefault(row["group"], []).append(place)
-        first.setdefault(row["group"], row)
-    for number, row in first.items():
+        members.setdefault(row["group"], []).append((place, row))
+    for number, found in members.items():
+        first = found[0][1]
         record = PromptRecord(
-            uid=row["uid"],
-            text=row["prompt"],
-            negative=row["negative"],
-            metadata=row["metadata"],
-        )
-        yield StoredGroup(
-            key=f"{number}/{record.uid}", record=record, images=tuple(members[number])
-        )
+            uid=first["uid"], text=first["prompt"], negative=first["negative"],
+            metadata=first["metadata"],
+        )  # fmt: skip
+        images = tuple(place for place, _ in found)
+        yield StoredGroup(key=f"{number}/{record.uid}", record=record, images=images)

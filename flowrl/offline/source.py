@@ -1,7 +1,7 @@
-"""Rollouts that are read: groups of a store in place of new images."""
+"""A source of rollouts that reads groups of an offline data set in place of new images."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,113 +12,196 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.noise import keyed_uniform, noise_seed
-from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup, open_store
+from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup, open_dataset
+from flowrl.offline.writer import Refresher
 from flowrl.prompts.records import PromptSampler
 from flowrl.reference_cache import ReferenceErrors
-from flowrl.sampling.rollout import Stopwatch, occurrences
+from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import learning_seed
 from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
 from flowrl.trajectory import Rollout, Tree
 from flowrl.utils.distributed import Runtime
 
-# --- A store under a recipe: whether it fits, and which of its groups can teach what -----------
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    """The reference's errors at `draws` points of each image, kept in the file `path`."""
+
+    draws: int
+    path: Path
+    key: str  # of everything but the data set that decides them: pipeline, how points are chosen
 
 
-def check_store(
-    store: OfflineDataset,
-    backbone: Backbone,
-    specs: Sequence[RewardSpec],
-    *,
-    pipeline: str,
-    family: str,
-) -> None:
-    """Finds before training that a store does not fit. pipeline: its path or name; family: of its
-    backbone. Raises UserError for the first reason."""
-    about, name = store.about, store.folder
-    again = "collect groups with this one, or train the one they are from"
-    precision = str(backbone.dtype).removeprefix("torch.")
-    # The last part of a path: folders move.
-    if about.pipeline.rstrip("/").split("/")[-1] != pipeline.rstrip("/").split("/")[-1]:
-        raise UserError(
-            f"the images in {name} are of the pipeline {about.pipeline!r}, and pipeline.path is "
-            f"{pipeline!r}: {again}"
-        )
-    if about.backbone != family:
-        raise UserError(
-            f"the images in {name} are of a pipeline of the family {about.backbone!r}, and "
-            f"pipeline.backbone is {family!r}: {again}"
-        )
-    shape = list(backbone.latent_shape())
-    if about.latent_shape != shape:
-        raise UserError(
-            f"the latents in {name} have shape {about.latent_shape}, and this pipeline draws "
-            f"{shape}: set pipeline.height and pipeline.width as they were when it was collected"
-        )
-    if DTYPES[about.dtype].itemsize < backbone.dtype.itemsize:
-        raise UserError(
-            f"the latents in {name} are {about.dtype}, and this pipeline computes in {precision}: "
-            "set pipeline.dtype as it was when it was collected, or collect anew"
-        )
-    for spec in trained(specs):
-        if spec.name not in about.names:
+class StoredGroups:
+    """A source of rollouts: each iteration `prompts` groups, `group_size` images of each.
+
+    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has.
+    What is read is a function of seed, iteration and data set, not of the number of processes. A
+    rollout is a forest of trees with one node: clean latents.
+    """
+
+    def __init__(
+        self,
+        dataset: OfflineDataset,
+        *,
+        backbone: Backbone,
+        text_cache: TextCache,
+        specs: Sequence[RewardSpec],
+        runtime: Runtime,
+        prompts: int,
+        group_size: int,
+        seed: int,
+        balance: str | None = None,
+        refresher: Refresher | None = None,
+        caching: Caching | None = None,
+    ):
+        """Raises UserError when no group can be used, or there are more processes than groups."""
+        self.backbone, self.text_cache = backbone, text_cache
+        self.specs, self.runtime = specs, runtime
+        self.prompts, self.group_size, self.seed, self.balance = prompts, group_size, seed, balance
+        self.refresher, self.caching = refresher, caching
+        if prompts < runtime.world_size:
             raise UserError(
-                f"{name} has no scores of the reward {spec.name!r}, only of "
-                f"{', '.join(about.names)}: leave it out, or collect the groups with it"
+                f"rollout.prompts_per_iteration is {prompts}, but {runtime.world_size} processes "
+                "take whole groups: raise it, or start fewer processes"
             )
+        self._started = False
+        self._use(dataset)
+
+    def _use(self, dataset: OfflineDataset) -> None:
+        """Read from this data set from now on."""
+        self.sampler = filter_groups(dataset, self.specs, self.prompts, self.seed, self.balance)
+        self.known: ReferenceErrors | None = None
+        if self.caching is not None:
+            key = f"{dataset.identity} {self.caching.key}"
+            self.known = ReferenceErrors.empty(len(dataset), self.caching.draws, key)
+            self.known.load(self.caching.path)
+
+    def save_state(self) -> None:
+        """Save the reference's errors for a later session. All processes call it together."""
+        if self.known is not None and self.caching is not None:
+            self.known.save(self.caching.path, self.runtime)
+
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
+        """Return this process's groups of an iteration, with the scores of all groups."""
+        if self.refresher is not None:
+            self._refresh(self.refresher, iteration)
+        sampler = self.sampler
+        records = sampler.order.at(iteration)
+        picked = [
+            _pick(sampler.groups[record.uid], self.group_size, self.seed, iteration, turn)
+            for record, turn in zip(records, occurrences(records), strict=True)
+        ]
+        group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
+        images = torch.cat(picked)
+        own = self.runtime.share(len(picked))
+        trees = torch.isin(group, own).nonzero().squeeze(1)
+        own_records = [records[i] for i in own.tolist()]
+        tree = single_node_trees(
+            sampler.dataset.latents(images[trees]).to(self.backbone.device),
+            (group[trees] - own[0]).to(self.backbone.device),
+            torch.tensor(sampler.dataset.metadata.sigmas, device=self.backbone.device),
+        )
+        known = self.known and self.known.view(images, sampler.number[images])
+        rollout = Rollout(
+            tree=tree,
+            cond=self.text_cache(own_records),
+            prompts=tuple(record.text for record in own_records),
+            metadata=tuple(record.metadata for record in own_records),
+            images=torch.empty(0, 3, *self.backbone.image_size()),
+            trees=trees,
+            scores=sampler.scores[images],
+            applicable=sampler.applicable[images],
+            terms=sampler.terms[images],
+            names=tuple(spec.name for spec in self.specs),
+            weights=torch.tensor(train_weights(self.specs)),
+            reward=sampler.reward[images],
+            valid=sampler.valid[images],
+            group=group,
+            log_prob=torch.zeros(len(images), 1),
+            seed=learning_seed(self.seed, iteration),
+            known=known,
+        )
+        timer.lap("time/rollout")
+        return rollout
+
+    def _refresh(self, refresher: Refresher, iteration: int) -> None:
+        """Use the data set of this iteration; generate it if it is due."""
+        if not self._started:
+            self._started = True
+            if self.runtime.is_main:
+                # What a policy generated that this session, which begins here, does not have.
+                for step in refresher.steps():
+                    unfinished = step < iteration and not refresher.finished(step)
+                    if step > iteration or unfinished:
+                        shutil.rmtree(refresher.path(step))
+            self.runtime.wait()
+            finished = [step for step in refresher.steps() if refresher.finished(step)]
+            if finished:
+                self._use(open_dataset(refresher.path(finished[-1])))
+        if iteration and iteration % refresher.every == 0:
+            self._use(refresher.generate(iteration))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler:
-    """A store under this recipe's rewards: groups with two rewarded images or more.
+    """A data set under this recipe's rewards: groups with at least two rewarded images.
 
-    scores, applicable, terms: (N, K) in the order of the recipe's rewards, as in `Rollout`, where
-    transforms that compare a group compare all its stored images; reward, valid: (N,), their
-    weighted sum and whether it is known. skipped: how many groups are left out. order: which groups
-    when.
+    The columns are in the order of the recipe's rewards, as in `Rollout`; transforms that compare
+    a group compare all its stored images.
     """
 
-    store: OfflineDataset
-    groups: dict[str, StoredGroup]
-    scores: Tensor
-    applicable: Tensor
-    terms: Tensor
-    reward: Tensor
-    valid: Tensor
-    order: PromptSampler
-    skipped: int
-    number: Tensor  # (N,) long, of each image's group in the store
+    dataset: OfflineDataset
+    groups: dict[str, StoredGroup]  # by key
+    scores: Tensor  # (N, K) fp32
+    applicable: Tensor  # (N, K) bool
+    terms: Tensor  # (N, K) fp32
+    reward: Tensor  # (N,) fp32, weighted sum
+    valid: Tensor  # (N,) bool, whether that is known
+    order: PromptSampler  # which groups an iteration gets
+    skipped: int  # groups that are left out
+    number: Tensor  # (N,) long, each image's group in the data set
 
 
-def shelve(
-    store: OfflineDataset, specs: Sequence[RewardSpec], prompts: int, seed: int, balance: str | None
+def filter_groups(
+    dataset: OfflineDataset,
+    specs: Sequence[RewardSpec],
+    prompts: int,
+    seed: int,
+    balance: str | None,
 ) -> GroupSampler:
-    """Raises UserError when no group is left."""
-    columns = [store.about.names.index(s.name) if s.name in store.about.names else None
-               for s in specs]  # fmt: skip
-    missing = torch.full((len(store),), torch.nan)
-    scores = torch.stack([missing if c is None else store.scores[:, c] for c in columns], 1)
+    """Keep the groups that can teach something. Raises UserError when none is left."""
+    names = dataset.metadata.names
+    missing = torch.full((len(dataset),), torch.nan)
+    columns = [
+        dataset.scores[:, names.index(s.name)] if s.name in names else missing for s in specs
+    ]
+    scores = torch.stack(columns, 1)
     applicable = scores.isfinite()
-    number = torch.zeros(len(store), dtype=torch.long)
-    for place, group in enumerate(store.groups):
+    number = torch.zeros(len(dataset), dtype=torch.long)
+    for place, group in enumerate(dataset.groups):
         rows = torch.tensor(group.images)
         number[rows] = place
         for column, spec in enumerate(specs):
-            applicable[rows, column] = _fits(spec, group, applicable[rows, column])
+            applicable[rows, column] = _applicable(spec, group, applicable[rows, column])
     result = RewardResult(scores=scores, valid=scores.isfinite(), applicable=applicable,
                           names=tuple(s.name for s in specs))  # fmt: skip
     reward, valid, terms = combine(specs, result, number)
-    groups = {g.key: _rewarded(g, valid) for g in store.groups}
+    groups = {
+        group.key: replace(group, images=tuple(i for i in group.images if valid[i]))
+        for group in dataset.groups
+    }
     groups = {key: group for key, group in groups.items() if len(group.images) >= 2}
     if not groups:
         raise UserError(
-            f"no group in {store.folder} has two images with a reward: collect groups of at "
+            f"no group in {dataset.folder} has two images with a reward: collect groups of at "
             "least two, with rewards that apply to their prompts"
         )
-    # The sampler of prompts deals groups: its records are named by their groups here.
+    # The sampler of prompts deals groups: its records carry their groups' keys here.
     records = [replace(group.record, uid=key) for key, group in groups.items()]
     return GroupSampler(
-        store=store,
+        dataset=dataset,
         groups=groups,
         scores=scores,
         applicable=applicable,
@@ -126,186 +209,25 @@ def shelve(
         reward=reward,
         valid=valid,
         order=PromptSampler(records, prompts, seed, balance=balance),
-        skipped=len(store.groups) - len(groups),
+        skipped=len(dataset.groups) - len(groups),
         number=number,
     )
 
 
-def _fits(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
-    """Whether a reward speaks of the images of a group: where it gave a score, and where it would
-    give one now, but that is missing; nowhere if the recipe keeps it to other prompts."""
+def _applicable(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
+    """Return whether a reward applies to each image of a group: where it gave a score, and where
+    it would give one now; nowhere if the recipe keeps it to other prompts."""
     metadata = group.record.metadata
     if not spec.meant_for(metadata):
         return torch.zeros_like(known)
     return known | (not known.all() and spec.applies(group.record.text, metadata))
 
 
-def _rewarded(group: StoredGroup, valid: Tensor) -> StoredGroup:
-    return replace(group, images=tuple(p for p in group.images if valid[p]))
-
-
-# --- Rollouts that are read: groups of a store in place of new images ------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refreshing:
-    """The policy replaces the store every `every` iterations; what it draws lies in `folder`.
-
-    draw: (iteration, folder of the new store) -> it; goes on with one that was begun. finished:
-    whether one is whole.
-    """
-
-    every: int
-    folder: Path
-    draw: Callable[[int, Path], OfflineDataset]
-    finished: Callable[[Path], bool]
-
-    def path(self, iteration: int) -> Path:
-        return self.folder / f"step-{iteration:06d}"
-
-    def steps(self) -> list[int]:
-        """Iterations with a store, whole or not, ascending."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caching:
-    """The reference's errors at `draws` points of each image, kept in the file `path`.
-
-    key: of everything but the store that decides them: pipeline and how points are drawn.
-    """
-
-    draws: int
-    path: Path
-    key: str
-
-
-class StoredGroups:
-    """A source of rollouts: each iteration `prompts` groups, `group_size` images of each.
-
-    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has.
-    What is read is a function of seed, iteration and store, not of the number of processes. A
-    rollout is a forest of bare roots: clean latents that nothing led to. skipped: groups that are
-    never read, since fewer than two of their images have a reward. Raises UserError when the
-    store has nothing to give, or when there are more processes than groups in an iteration.
-    """
-
-    def __init__(
-        self,
-        store: OfflineDataset,
-        *,
-        backbone: Backbone,
-        encode: TextCache,
-        specs: Sequence[RewardSpec],
-        runtime: Runtime,
-        prompts: int,
-        group_size: int,
-        seed: int,
-        balance: str | None = None,
-        refreshing: Refreshing | None = None,
-        caching: Caching | None = None,
-    ):
-        self.backbone, self.encode, self.specs, self.runtime = backbone, encode, specs, runtime
-        self.prompts, self.group_size, self.seed, self.balance = prompts, group_size, seed, balance
-        self.refreshing, self.caching = refreshing, caching
-        if prompts < runtime.world_size:
-            raise UserError(
-                f"rollout.prompts is {prompts}, but {runtime.world_size} processes take whole "
-                "groups: raise it, or start fewer processes"
-            )
-        self._started = False
-        self._take(store)
-
-    @property
-    def skipped(self) -> int:
-        return self.shelf.skipped
-
-    def _take(self, store: OfflineDataset) -> None:
-        """Read from this store from now on."""
-        self.shelf = shelve(store, self.specs, self.prompts, self.seed, self.balance)
-        self.known: ReferenceErrors | None = None
-        if self.caching is not None:
-            key = f"{store.identity} {self.caching.key}"
-            self.known = ReferenceErrors.empty(len(store), self.caching.draws, key)
-            self.known.load(self.caching.path)
-
-    def keep(self) -> None:
-        """The reference's errors, for a later session; all processes call it together."""
-        if self.known is not None and self.caching is not None:
-            self.known.save(self.caching.path, self.runtime)
-
-    # --- refreshing -----------------------------------------------------------------------------
-
-    def _refresh(self, refreshing: Refreshing, iteration: int) -> None:
-        """Have the store of this iteration, drawn now if it is time."""
-        if not self._started:
-            self._started = True
-            self._forget(refreshing, iteration)
-            whole = [s for s in refreshing.steps() if refreshing.finished(refreshing.path(s))]
-            if whole:
-                self._take(open_store(refreshing.path(whole[-1])))
-        if iteration and iteration % refreshing.every == 0:
-            self._take(refreshing.draw(iteration, refreshing.path(iteration)))
-
-    def _forget(self, refreshing: Refreshing, iteration: int) -> None:
-        """Remove what a policy drew that this session, which begins here, does not have: all later
-        ones, and earlier ones that were not finished."""
-        if self.runtime.is_main:
-            for step in refreshing.steps():
-                folder = refreshing.path(step)
-                if step > iteration or (step < iteration and not refreshing.finished(folder)):
-                    shutil.rmtree(folder)
-        self.runtime.wait()
-
-    # --- reading --------------------------------------------------------------------------------
-
-    def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
-        """This process's groups of an iteration, with the scores of all."""
-        if self.refreshing is not None:
-            self._refresh(self.refreshing, iteration)
-        shelf = self.shelf
-        records = shelf.order.at(iteration)
-        picked = [
-            _pick(shelf.groups[record.uid], self.group_size, self.seed, iteration, turn)
-            for record, turn in zip(records, occurrences(records), strict=True)
-        ]
-        group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
-        images = torch.cat(picked)
-        own = self.runtime.share(len(picked))
-        trees = torch.isin(group, own).nonzero().squeeze(1)
-        asked = [records[i] for i in own.tolist()]
-        tree = bare_roots(
-            shelf.store.latents(images[trees]).to(self.backbone.device),
-            (group[trees] - own[0]).to(self.backbone.device),
-            torch.tensor(shelf.store.about.sigmas, device=self.backbone.device),
-        )
-        rollout = Rollout(
-            tree=tree,
-            cond=self.encode(asked),
-            prompts=tuple(record.text for record in asked),
-            metadata=tuple(record.metadata for record in asked),
-            images=torch.empty(0, 3, *self.backbone.image_size()),
-            trees=trees,
-            scores=shelf.scores[images],
-            applicable=shelf.applicable[images],
-            terms=shelf.terms[images],
-            names=tuple(spec.name for spec in self.specs),
-            weights=torch.tensor(train_weights(self.specs)),
-            reward=shelf.reward[images],
-            valid=shelf.valid[images],
-            group=group,
-            log_prob=torch.zeros(len(images), 1),
-            seed=learning_seed(self.seed, iteration),
-        )
-        watch.lap("time/rollout")
-        if self.known is None:
-            return rollout
-        return replace(rollout, known=self.known.view(images, shelf.number[images]))
-
-
 def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) -> Tensor:
-    """`count` of a group's images, (n,) long ascending, none twice; `turn`: how often the group
-    stood before in this iteration."""
+    """Return `count` of a group's images, (n,) long ascending, without repetition.
+
+    turn: how often the group occurred before in this iteration.
+    """
     key = noise_seed(
         seed=seed, iteration=iteration, prompt=group.key, root=turn, step=0, role="pick"
     )
@@ -313,10 +235,13 @@ def _pick(group: StoredGroup, count: int, seed: int, iteration: int, turn: int) 
     return torch.tensor(group.images)[order[:count].sort().values]
 
 
-def bare_roots(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
-    """R trees of one node each, clean latents x0 (R, *latent) that nothing led to.
+def single_node_trees(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
+    """Return R trees of one node each: clean latents without the steps that led to them.
 
-    prompt: (R,) long; sigmas: (T+1,), of the rollout that drew them.
+    Args:
+        x0: (R, *latent)
+        prompt: (R,) long
+        sigmas: (T+1,), of the rollout that generated them
     """
     rows, latent, device = len(x0), x0.shape[1:], x0.device
 
@@ -338,3 +263,48 @@ def bare_roots(x0: Tensor, prompt: Tensor, sigmas: Tensor) -> Tree:
         sigmas=sigmas,
         forwards=0,
     )
+
+
+def check_dataset(
+    dataset: OfflineDataset,
+    backbone: Backbone,
+    specs: Sequence[RewardSpec],
+    *,
+    pipeline: str,
+    family: str,
+) -> None:
+    """Raise UserError, before training, for the first reason why a data set does not fit.
+
+    pipeline: the recipe's path or name; family: of its backbone.
+    """
+    metadata, name = dataset.metadata, dataset.folder
+    again = "collect groups with this one, or train the one they are from"
+    # The last part of a path: folders move.
+    if metadata.pipeline.rstrip("/").split("/")[-1] != pipeline.rstrip("/").split("/")[-1]:
+        raise UserError(
+            f"the images in {name} are of the pipeline {metadata.pipeline!r}, and pipeline.path is "
+            f"{pipeline!r}: {again}"
+        )
+    if metadata.backbone != family:
+        raise UserError(
+            f"the images in {name} are of a pipeline of the family {metadata.backbone!r}, and "
+            f"pipeline.backbone is {family!r}: {again}"
+        )
+    shape = list(backbone.latent_shape())
+    if metadata.latent_shape != shape:
+        raise UserError(
+            f"the latents in {name} have shape {metadata.latent_shape}, and this pipeline makes "
+            f"{shape}: set pipeline.height and pipeline.width as they were when it was collected"
+        )
+    if DTYPES[metadata.dtype].itemsize < backbone.dtype.itemsize:
+        precision = str(backbone.dtype).removeprefix("torch.")
+        raise UserError(
+            f"the latents in {name} are {metadata.dtype}, and this pipeline computes in "
+            f"{precision}: set pipeline.dtype as it was when it was collected, or collect anew"
+        )
+    for spec in trained(specs):
+        if spec.name not in metadata.names:
+            raise UserError(
+                f"{name} has no scores of the reward {spec.name!r}, only of "
+                f"{', '.join(metadata.names)}: leave it out, or collect the groups with it"
+            )

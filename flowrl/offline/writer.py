@@ -1,4 +1,4 @@
-"""Filling a store: a sampler's iterations become shards, one after the other."""
+"""Writing offline data sets: a sampler's iterations, or pairs of images that a person compared."""
 
 import json
 import shutil
@@ -14,70 +14,61 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone
 from flowrl.errors import UserError
 from flowrl.offline.format import (
-    ABOUT,
+    METADATA,
     PAIRS,
     DatasetMetadata,
     OfflineDataset,
     StoredImage,
-    append,
-    create,
+    append_shard,
+    create_dataset,
     finished_shards,
-    open_store,
+    open_dataset,
     rows_file,
 )
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.sampling.rollout import Stopwatch, occurrences
+from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
 from flowrl.trajectory import Rollout
-from flowrl.utils.distributed import Runtime
 from flowrl.utils.images import to_tensor
 
 
-def fill(
+def write_groups(
     folder: Path,
-    about: DatasetMetadata,
+    metadata: DatasetMetadata,
     sampler: Sampler,
     *,
     shards: int,
     first: int = 0,
-    watch: Stopwatch | None = None,
     advance: Callable[[Rollout], None] = lambda rollout: None,
 ) -> OfflineDataset:
-    """Make those of the shards 0, 1, ... that are missing, from the sampler's iterations.
+    """Write the missing ones of the shards 0, 1, ... from the sampler's iterations.
 
-    Shard k is iteration `first` + k, whatever was made before, by however many processes. All of
-    them call this; the main one writes. advance: is told of each new shard.
+    Shard k is iteration `first` + k, whatever exists already and however many processes there
+    are. All of them call this; the main one writes. advance: called after each new shard.
     """
-    runtime = sampler.stage.runtime
+    runtime = sampler.generator.runtime
     if runtime.is_main:
-        create(folder, about)
+        create_dataset(folder, metadata)
     runtime.wait()
     missing = sorted(set(range(shards)) - set(finished_shards(folder)))
     runtime.wait()  # nobody writes before all have looked
     for shard in missing:
         iteration = first + shard
-        rollout = sampler.collect(iteration, watch or Stopwatch())
-        x0 = gather_latents(rollout.tree.leaves(), runtime)
+        rollout = sampler.collect(iteration, Timer())
+        x0 = rollout.tree.leaves()
+        if runtime.world_size > 1:  # as bytes, since back ends differ in the dtypes they gather
+            x0 = runtime.gather(x0.contiguous().view(torch.uint8)).view(x0.dtype)
         if runtime.is_main:
-            images = list(_images(rollout, sampler, iteration, shard))
-            append(folder, shard, x0, images)
+            append_shard(folder, shard, x0, list(_rollout_rows(rollout, sampler, iteration, shard)))
         advance(rollout)
     runtime.wait()
-    return open_store(folder)
+    return open_dataset(folder)
 
 
-def gather_latents(x0: Tensor, runtime: Runtime) -> Tensor:
-    """The latents of all processes, in order; as bytes, since back ends differ in formats."""
-    if runtime.world_size == 1:
-        return x0
-    raw = x0.contiguous().view(torch.uint8)
-    return runtime.gather(raw).view(x0.dtype)
-
-
-def _images(
+def _rollout_rows(
     rollout: Rollout, sampler: Sampler, iteration: int, shard: int
 ) -> Iterator[StoredImage]:
-    """The rows of all processes' images; groups are numbered through the whole store."""
+    """Yield the rows of all processes' images; groups are numbered through the whole data set."""
     records = sampler.prompts.at(iteration)
     before = occurrences(records)
     groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
@@ -85,7 +76,7 @@ def _images(
     size = len(groups) // len(records)
     scores, valid = rollout.scores.tolist(), rollout.valid.tolist()
     trees = size // leaves
-    # Places of a group's trees among all that were drawn of it, and how many those were.
+    # The numbers of a group's trees among all its candidates, and how many those were.
     chosen = torch.arange(trees).expand(len(records), -1)
     if rollout.explored is not None:
         chosen, trees = rollout.explored.chosen, rollout.explored.proxy.shape[1]
@@ -104,45 +95,54 @@ def _images(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refresh:
-    """Draws a store anew with the policy as it is: as many groups, from prompts not yet drawn.
+class Refresher:
+    """Replaces a data set every `every` iterations by one that the current policy generates.
 
-    like: the store that is replaced; about: what is said of the new ones; every: iterations
-    between them, so that each has iterations of the sampler for itself. Raises UserError when
-    the store holds images that no policy drew.
+    It has as many groups, from prompts that come next. Raises UserError when the data set to
+    replace holds given images, which no policy generated.
     """
 
-    like: OfflineDataset
-    about: DatasetMetadata
+    original: OfflineDataset
+    metadata: DatasetMetadata  # of the new ones
     sampler: Sampler
     every: int
+    folder: Path  # of the new ones
 
     def __post_init__(self) -> None:
-        if PAIRS in self.like.about.recipe:
+        if PAIRS in self.original.metadata.recipe:
             raise UserError(
-                f"{self.like.folder} holds pairs of given images, which the policy cannot draw "
-                "anew: set rollout.store.refresh_every to null"
+                f"{self.original.folder} holds pairs of given images, which the policy cannot "
+                "generate anew: set rollout.store.refresh_every to null"
             )
+
+    def path(self, iteration: int) -> Path:
+        return self.folder / f"step-{iteration:06d}"
+
+    def steps(self) -> list[int]:
+        """Return the iterations that have a data set, complete or not, ascending."""
+        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
 
     @property
     def shards(self) -> int:
-        return -(-len(self.like.groups) // self.sampler.prompts.per_iteration)
+        return -(-len(self.original.groups) // self.sampler.prompts.per_iteration)
 
-    def __call__(self, iteration: int, folder: Path) -> OfflineDataset:
-        about = replace(self.about, lora={"iteration": iteration})
-        runtime = self.sampler.stage.runtime
+    def finished(self, iteration: int) -> bool:
+        return set(finished_shards(self.path(iteration))) >= set(range(self.shards))
+
+    def generate(self, iteration: int) -> OfflineDataset:
+        """Write the data set of an iteration; continue one that this policy began."""
+        folder = self.path(iteration)
+        metadata = replace(self.metadata, lora={"iteration": iteration})
         # Shards that were begun before the recipe changed do not belong to this policy.
-        if runtime.is_main and (folder / ABOUT).exists():
-            if DatasetMetadata.read(folder).text() != about.text():
+        if self.sampler.generator.runtime.is_main and (folder / METADATA).exists():
+            if DatasetMetadata.read(folder).text() != metadata.text():
                 shutil.rmtree(folder)
+        # Each data set has iterations of the sampler to itself.
         first = iteration // self.every * self.shards
-        return fill(folder, about, self.sampler, shards=self.shards, first=first)
-
-    def finished(self, folder: Path) -> bool:
-        return set(finished_shards(folder)) >= set(range(self.shards))
+        return write_groups(folder, metadata, self.sampler, shards=self.shards, first=first)
 
 
-# --- Pairs of images of which a person chose one, from a JSONL file and the files it names ---
+# --- pairs of images of which a person chose one ------------------------------------------------
 
 REWARD = "preference"
 MEMBERS = ("chosen", "rejected")
@@ -151,19 +151,19 @@ SHARD = 128  # pairs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One line of the file: the prompt, the files of two images, and where it stands."""
+    """One line of the file: the prompt and the files of two images."""
 
     record: PromptRecord
     chosen: Path
     rejected: Path
-    where: str
+    where: str  # file and line, for errors
 
 
 def read_pairs(source: Path) -> list[Pair]:
-    """The pairs of a .jsonl file: {prompt, chosen, rejected} and metadata, a line each.
+    """Read a .jsonl file with prompt, chosen, rejected and metadata in each line.
 
     Paths of images are relative to the file. Raises UserError for a file that is missing, empty
-    or malformed; whether the images are there is seen when they are loaded.
+    or malformed; whether the images exist is seen when they are loaded.
     """
     if source.suffix != ".jsonl":
         raise UserError(f"cannot read pairs {source}: expected a .jsonl file with prompt, chosen "
@@ -180,11 +180,8 @@ def read_pairs(source: Path) -> list[Pair]:
                             '"rejected"')  # fmt: skip
         rest = {k: v for k, v in record.metadata.items() if k not in MEMBERS}
         chosen, rejected = (source.parent / str(path) for path in paths)
-        pairs.append(
-            Pair(
-                record=replace(record, metadata=rest), chosen=chosen, rejected=rejected, where=where
-            )
-        )
+        record = replace(record, metadata=rest)
+        pairs.append(Pair(record=record, chosen=chosen, rejected=rejected, where=where))
     return pairs
 
 
@@ -193,8 +190,10 @@ def pairs_digest(source: Path) -> str:
 
 
 def load_image(path: Path, size: tuple[int, int]) -> Image.Image:
-    """A file as an RGB image of `size` (height, width): scaled until it covers that, then cut
-    evenly on both sides. Turned upright as its camera says; what is transparent becomes white."""
+    """Load an RGB image of `size` (height, width), scaled until it covers that and cut evenly.
+
+    It is turned upright as its camera says; what is transparent becomes white.
+    """
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
         if image.has_transparency_data:
@@ -205,9 +204,11 @@ def load_image(path: Path, size: tuple[int, int]) -> Image.Image:
         )
 
 
-def load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
-    """(2, 3, H, W) in [0, 1], the chosen one first. Raises UserError, naming the line, for files
-    that are missing, unreadable or the same image."""
+def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
+    """Return (2, 3, H, W) in [0, 1], the chosen image first.
+
+    Raises UserError, naming the line, for files that are missing, unreadable or the same image.
+    """
     loaded = []
     for name in MEMBERS:
         path = getattr(pair, name)
@@ -228,20 +229,21 @@ def load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
 def write_pairs(
     folder: Path, pairs: Sequence[Pair], backbone: Backbone, *, batch_size: int
 ) -> Iterator[list[str]]:
-    """Encode and write the shards that are not whole; after each, why pairs of it were left out.
+    """Encode and write the incomplete shards of a data set that `create_dataset` has begun.
 
-    The store must have been begun. batch_size: most images in the encoder at once.
+    Yields after each shard why pairs of it were left out. batch_size: images in the encoder at
+    once.
     """
     for first in range(0, len(pairs), SHARD):
         part = range(first, min(first + SHARD, len(pairs)))
-        if _is_whole(folder, pairs, part):
+        if _is_complete(folder, pairs, part):
             yield []
         else:
-            yield _write(folder, pairs, part, backbone, max(1, batch_size // 2))
+            yield _write_shard(folder, pairs, part, backbone, max(1, batch_size // 2))
 
 
-def _is_whole(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
-    """The shard has every image as its file is now; files may be gone since they were read."""
+def _is_complete(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
+    """Return whether the shard has every image as its file is now, or was, if the file is gone."""
     try:
         text = rows_file(folder, part.start // SHARD).read_text(encoding="utf-8")
         rows = [json.loads(line) for line in text.splitlines()]
@@ -250,16 +252,16 @@ def _is_whole(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
         return False
     return all(
         (number, image) in found
-        and (not path.is_file() or found[number, image] == file_number(path))
+        and (not path.is_file() or found[number, image] == _file_number(path))
         for number in part
         for image, path in enumerate((pairs[number].chosen, pairs[number].rejected))
     )
 
 
-def _write(
+def _write_shard(
     folder: Path, pairs: Sequence[Pair], part: range, backbone: Backbone, per_batch: int
 ) -> list[str]:
-    """Encode and write one shard, unless nothing of it can be used. -> why pairs were left out."""
+    """Encode and write one shard, unless no pair of it is usable; return why pairs were not."""
     reasons: list[str] = []
     rows: list[StoredImage] = []
     latents: list[Tensor] = []
@@ -267,18 +269,18 @@ def _write(
         images = []
         for number in range(start, min(start + per_batch, part.stop)):
             try:
-                images.append(load_pair(pairs[number], backbone.image_size()))
-                rows += _rows(pairs[number], number)
+                images.append(_load_pair(pairs[number], backbone.image_size()))
+                rows += _pair_rows(pairs[number], number)
             except UserError as error:
                 reasons.append(str(error))
         if images:
             latents.append(backbone.encode_images(torch.cat(images)).cpu())
     if rows:
-        append(folder, part.start // SHARD, torch.cat(latents), rows)
+        append_shard(folder, part.start // SHARD, torch.cat(latents), rows)
     return reasons
 
 
-def _rows(pair: Pair, number: int) -> Iterator[StoredImage]:
+def _pair_rows(pair: Pair, number: int) -> Iterator[StoredImage]:
     for image, path in enumerate((pair.chosen, pair.rejected)):
         yield StoredImage(
             record=pair.record,
@@ -286,12 +288,12 @@ def _rows(pair: Pair, number: int) -> Iterator[StoredImage]:
             image=image,
             valid=True,
             scores=[1.0 - image],
-            seed=file_number(path),
+            seed=_file_number(path),
             iteration=number // SHARD,
             root=image,
         )
 
 
-def file_number(path: Path) -> int:
-    """63 bits that stand for what is in a file; they fit a signed column."""
+def _file_number(path: Path) -> int:
+    """Return 63 bits of the file's digest; they fit a signed column."""
     return int.from_bytes(blake2b(path.read_bytes(), digest_size=8).digest(), "big") >> 1

@@ -5,6 +5,7 @@ type each, which turns a text such as 2024-01-01 into a date and 2 into 2.0, so 
 change their uids, and errors lose their line numbers. It reads everything else.
 """
 
+import functools
 import json
 import re
 import tempfile
@@ -161,11 +162,11 @@ def _open(place: str, split: str, cache: str) -> Any:
         cut = datasets.ReadInstruction.from_spec(f"{name}{bracket}{rest}")
         (part,) = cut.to_absolute({name: len(table)})
         return table.select(range(len(table))[part.from_ : part.to])
-    files = {"path": path.suffix[1:], "data_files": place} if path.is_file() else {"path": place}
-    table = datasets.load_dataset(**files, split=split, streaming=not bracket, cache_dir=cache)
-    if table.features is None:  # JSON tells its columns only when it is read as a whole
-        table = datasets.load_dataset(**files, split=split, cache_dir=cache)
-    return table
+    kind, files = (path.suffix[1:], place) if path.is_file() else (place, None)
+    load = functools.partial(datasets.load_dataset, kind, data_files=files, split=split)
+    table: Any = load(streaming=not bracket, cache_dir=cache)
+    # JSON tells its columns only when it is read as a whole.
+    return load(cache_dir=cache) if table.features is None else table
 
 
 def _select(table: Any, place: str, split: str, column: str) -> tuple[Any, str]:

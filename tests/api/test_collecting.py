@@ -13,14 +13,14 @@ from flowrl.backbones.lora_files import save_lora
 from flowrl.build import backbone as build_memory
 from flowrl.build.rollout import about
 from flowrl.errors import UserError
-from flowrl.offline.format import latents_file, open_store, rows_file
+from flowrl.offline.format import latents_file, open_dataset, rows_file
 from flowrl.offline.source import StoredGroups
-from flowrl.offline.writer import Refresh, fill
+from flowrl.offline.writer import Refresher, write_groups
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.combine import FailureLimit
 from flowrl.scoring.spec import RewardSpec
 
-ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 2}
+ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2}
 SPECS = [{"name": "brightness"}, {"name": "compressibility", "held_out": True}]
 
 
@@ -48,7 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_learner):
-    store = open_store(collected[0])
+    store = open_dataset(collected[0])
     sampler = make_learner(rollout=ROLLOUT, specs=SPECS).source
     for iteration in range(3):
         rollout = sampler.collect(iteration, Timer())
@@ -57,7 +57,7 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
         assert torch.equal(store.scores[rows], rollout.scores)
         records = [replace(r, paraphrases=()) for r in sampler.prompts.at(iteration)]
         assert [g.record for g in store.groups[2 * iteration :][:2]] == records
-    assert torch.equal(torch.tensor(store.about.sigmas), sampler.generator.schedule().sigmas)
+    assert torch.equal(torch.tensor(store.metadata.sigmas), sampler.generator.schedule().sigmas)
 
 
 def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
@@ -80,14 +80,14 @@ def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
         collect(config, folder, groups=5)
     assert without == [0, 3]
     rows = torch.arange(24)
-    kept, first, second = (open_store(folder).latents(rows) for folder in folders)
+    kept, first, second = (open_dataset(folder).latents(rows) for folder in folders)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, kept, rtol=0, atol=1e-3)  # encoded two at a time there
 
 
 def test_the_table_and_the_rows_tell_where_images_come_from_and_their_means(collected):
     folder, (row,) = collected
-    store = open_store(folder)
+    store = open_dataset(folder)
     assert (row["groups"], row["images"]) == (6, 24)
     assert row["compressibility"] == pytest.approx(store.scores[:, 1].mean().item())
     lines = rows_file(collected[0], 2).read_text().splitlines()
@@ -118,7 +118,7 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
     before = files(collected[0])
     assert collect(config, collected[0], groups=6, pipeline=load_tiny()) == collected[1]
     assert files(collected[0]) == before
-    other = tiny_config(rollout=ROLLOUT | {"steps": 3}, rewards=[{"name": "brightness"}])
+    other = tiny_config(rollout=ROLLOUT | {"num_inference_steps": 3}, rewards=[{"name": "brightness"}])
     with pytest.raises(UserError, match="was collected with .*, and this recipe has"):
         collect(other, collected[0], groups=8, pipeline=load_tiny())
 
@@ -128,7 +128,7 @@ def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     specs = [RewardSpec(name="patchy", reward=patchy)]
     stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_fraction=1.0))
     sampler = replace(sampler, generator=stage)
-    store = fill(tmp_path / "s", about(config, sampler), sampler, shards=2)
+    store = write_groups(tmp_path / "s", about(config, sampler), sampler, shards=2)
     rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
     missing = store.scores[:, 0].isnan()
     assert 0 < int(missing.sum()) < len(store)
@@ -148,8 +148,8 @@ def test_a_lora_draws_other_images_and_is_named(
     assert (own.rank, own.alpha, own.init_from) == (4, 6, str(tmp_path / "run"))
     lora = str(tmp_path / "run")
     collect(config, tmp_path / "s", groups=1, lora=lora, pipeline=load_tiny())
-    store, base = open_store(tmp_path / "s"), open_store(collected[0])
-    assert store.about.lora and store.about.lora["path"] == str(tmp_path / "run")
+    store, base = open_dataset(tmp_path / "s"), open_dataset(collected[0])
+    assert store.metadata.lora and store.metadata.lora["path"] == str(tmp_path / "run")
     rows = torch.arange(8)
     assert not torch.allclose(store.latents(rows), base.latents(rows), atol=1e-3)
     expected = learner.source.collect(0, Timer()).tree.leaves()
@@ -157,21 +157,26 @@ def test_a_lora_draws_other_images_and_is_named(
 
 
 def test_a_refresh_draws_as_many_groups_from_prompts_of_its_own(collected, make_learner, config):
-    like = open_store(collected[0])
+    like = open_dataset(collected[0])
     sampler = make_learner(rollout=ROLLOUT).source
-    refresh = Refresh(like=like, about=about(config, sampler), sampler=sampler, every=5)
-    folder = collected[0].parent / "stores" / "step-000010"
-    store = refresh(10, folder)
-    assert len(store.groups) == len(like.groups) and refresh.finished(folder)
+    refresher = Refresher(
+        original=like,
+        metadata=about(config, sampler),
+        sampler=sampler,
+        every=5,
+        folder=collected[0].parent / "stores",
+    )
+    store, folder = refresher.generate(10), refresher.path(10)
+    assert len(store.groups) == len(like.groups) and refresher.finished(10)
     assert [g.record.uid for g in store.groups[:2]] == [r.uid for r in sampler.prompts.at(6)]
     before = files(folder)
     rows_file(folder, 2).unlink()
-    assert not refresh.finished(folder)
-    refresh(10, folder)
+    assert not refresher.finished(10)
+    refresher.generate(10)
     assert files(folder) == before
     with pytest.raises(UserError, match="holds pairs of given images"):
-        pairs = replace(like, about=replace(like.about, recipe={"pairs": "digest"}))
-        replace(refresh, like=pairs)
+        pairs = replace(like, metadata=replace(like.metadata, recipe={"pairs": "digest"}))
+        replace(refresher, original=pairs)
 
 
 # --- training on it ------------------------------------------------------------------------------
@@ -183,7 +188,7 @@ def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected,
     learner = make_learner(
         rollout=ROLLOUT | {"prompts": 1, "tree": {"kind": "ode"}}, objective={"kind": "gdro"}
     )
-    store = open_store(collected[0])
+    store = open_dataset(collected[0])
     sampler = learner.source
     given = {"backbone": sampler.generator.backbone, "text_cache": sampler.generator.text_cache}
     given |= {"specs": learner.specs, "runtime": learner.runtime}

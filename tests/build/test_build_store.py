@@ -9,11 +9,11 @@ import torch
 from flowrl.build.rollout import REFERENCE, STORES, about, build_stored, plan_at
 from flowrl.config.rollout import StoreOptions
 from flowrl.errors import UserError
-from flowrl.offline.format import open_store
-from flowrl.offline.writer import fill
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.offline.format import open_dataset
+from flowrl.offline.writer import write_groups
+from flowrl.sampling.rollout import Timer
 
-ROLLOUT = {"prompts": 2, "steps": 2, "tree": {"kind": "ode"}}
+ROLLOUT = {"prompts_per_iteration": 2, "num_inference_steps": 2, "tree": {"kind": "ode"}}
 OBJECTIVE = {"kind": "gdro"}
 
 
@@ -22,7 +22,7 @@ def stored(make_learner, tiny_config, tmp_path_factory):
     """Two iterations with groups of four."""
     sampler = make_learner(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE).source
     config = tiny_config(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE)
-    return fill(tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2)
+    return write_groups(tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2)
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def prepare(make_learner, tiny_config, stored, tmp_path):
             return replace(sampler, plan=plan)
 
         backbone = learner.policy.backbone
-        encode = sampler.stage.encode
-        return replace(learner, source=build_stored(config, sampler, backbone, redraw, encode))
+        text_cache = sampler.generator.text_cache
+        return replace(learner, source=build_stored(config, sampler, backbone, redraw, text_cache))
 
     return make
 
@@ -65,11 +65,11 @@ def test_a_refreshed_store_has_the_images_of_the_policy_in_groups_of_the_same_si
     for iteration in range(2):
         learner.iterate(iteration)
     assert not (tmp_path / STORES).exists()
-    learner.source.collect(2, Stopwatch())
-    store = open_store(tmp_path / STORES / "step-000002")
+    learner.source.collect(2, Timer())
+    store = open_dataset(tmp_path / STORES / "step-000002")
     assert [len(g.images) for g in store.groups] == [4] * len(stored.groups)
-    assert store.about.lora == {"iteration": 2}
-    assert store.about.recipe["rollout"] == stored.about.recipe["rollout"]
+    assert store.metadata.lora == {"iteration": 2}
+    assert store.metadata.recipe["rollout"] == stored.metadata.recipe["rollout"]
 
 
 def test_the_references_errors_are_filled_kept_and_used_again(prepare, tmp_path):
@@ -77,7 +77,7 @@ def test_the_references_errors_are_filled_kept_and_used_again(prepare, tmp_path)
     for iteration in range(2):  # an epoch, all images
         learner.iterate(iteration)
     assert not bool(learner.source.known.table.isnan().any())
-    learner.source.keep()
+    learner.source.save_state()
     assert (tmp_path / REFERENCE).exists()
     again = prepare(size=4, cache_draws=1)
     assert torch.equal(again.source.known.table, learner.source.known.table)

@@ -15,7 +15,7 @@ from flowrl.objectives.implicit_reward import ImplicitReward
 from flowrl.objectives.nft import NFT, stepped
 from flowrl.objectives.noising import WEIGHTINGS, Noising
 from flowrl.objectives.sft import WeightedRegression, all_winners, exponential, one_winner
-from flowrl.offline.source import bare_roots
+from flowrl.offline.source import single_node_trees
 from flowrl.trajectory import Rollout
 
 SIGMAS = torch.linspace(1, 0, 9)
@@ -30,7 +30,7 @@ def images(reward=REWARD, group=None, seed: int = 5) -> Rollout:
     generator = torch.Generator().manual_seed(1)
     x0 = torch.randn(len(worth), D, generator=generator).double()
     return Rollout(
-        tree=bare_roots(x0, group, SIGMAS),
+        tree=single_node_trees(x0, group, SIGMAS),
         cond=cond(),
         prompts=("a", "b"),
         metadata=({}, {}),

@@ -19,7 +19,7 @@ def test_errors_are_found_again_under_the_same_key_alone(store, tmp_path):
     rollout.known.put(image, draws, errors)
     assert torch.equal(rollout.known.image, numbers(rollout))
     assert torch.equal(rollout.known.group, numbers(rollout) // SIZE)
-    groups.keep()
+    groups.save_state()
     image = int(numbers(rollout)[5])
     again = source(store, caching=caching, group_size=SIZE, prompts=GROUPS)
     other = read(again, 9)
@@ -29,7 +29,7 @@ def test_errors_are_found_again_under_the_same_key_alone(store, tmp_path):
     caching = Caching(draws=3, path=tmp_path / "reference", key="as configured")
     groups = source(store, caching=caching)
     groups.known.table.fill_(1.0)
-    groups.keep()
+    groups.save_state()
     assert not bool(source(store, caching=caching).known.table.isnan().any())
     other = write(tmp_path / "other", plain_scores() + 1)
     for given, changes in ((other, {}), (store, {"key": "else"}), (store, {"draws": 4})):

@@ -13,7 +13,7 @@ from PIL import Image
 from flowrl.api import collect_pairs
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
-from flowrl.offline.format import open_store
+from flowrl.offline.format import open_dataset
 from flowrl.offline.writer import load_image, read_pairs
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
@@ -22,7 +22,7 @@ from flowrl.utils.images import to_tensor
 
 @pytest.fixture(scope="module")
 def config(tiny_config):
-    return tiny_config(rollout={"prompts": 2, "group_size": 4, "steps": 2})
+    return tiny_config(rollout={"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2})
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -58,7 +58,7 @@ def test_pairs_become_groups_of_two_that_decode_to_the_images(config, stored_ima
     pipeline = load_tiny()
     (row,), left_out = collect_pairs(config, source, folder / "s", pipeline=pipeline)
     assert row == {"groups": 2, "images": 4, "preference": 0.5} and not left_out
-    store = open_store(folder / "s")
+    store = open_dataset(folder / "s")
     assert store.scores.tolist() == [[1.0], [0.0], [1.0], [0.0]]
     first, second = (group.record for group in store.groups)
     assert (first.text, first.metadata, second.negative) == (a, {"annotator": 7}, "dull")
@@ -86,7 +86,7 @@ def test_a_bad_pair_is_named_by_its_line_and_left_out(config, images, load_tiny)
         ],
     )
     (row,), left_out = collect_pairs(config, source, folder / "s", pipeline=load_tiny())
-    assert row["groups"] == 1 and open_store(folder / "s").groups[0].record.text == b
+    assert row["groups"] == 1 and open_dataset(folder / "s").groups[0].record.text == b
     expected = [
         (1, "the rejected image .*9.png is not there"),
         (3, "chosen and rejected are the same image"),
@@ -151,11 +151,11 @@ def test_another_image_under_the_same_name_makes_another_store(config, images, l
     source = write_file(folder, [{"prompt": a, "chosen": "p/0.png", "rejected": "p/1.png"}])
     pipeline = load_tiny()
     collect_pairs(config, source, folder / "s", pipeline=pipeline)
-    before = open_store(folder / "s")
+    before = open_dataset(folder / "s")
     known = before.latents(torch.arange(2))
     shutil.copy(folder / "p" / "2.png", folder / "p" / "0.png")
     collect_pairs(config, source, folder / "s", pipeline=pipeline)
-    after = open_store(folder / "s")
+    after = open_dataset(folder / "s")
     assert after.identity != before.identity
     now = after.latents(torch.arange(2))
     assert [torch.equal(*pair) for pair in zip(now, known, strict=True)] == [False, True]

@@ -4,16 +4,19 @@ import pytest
 import torch
 from toy_store import numbers, plain_scores, read, source, write
 
-from flowrl.offline.source import Refreshing
+from flowrl.offline.writer import Refresher
 
 
 class Policy:
-    """Draws a store whose latents tell when; `stop` breaks off after its first shard."""
+    """Writes a store whose latents tell when; `stop` breaks off after its first shard."""
+
+    every, path, steps = 4, Refresher.path, Refresher.steps
 
     def __init__(self):
         self.drawn, self.found, self.stop = [], [], False
 
-    def draw(self, iteration, folder):
+    def generate(self, iteration):
+        folder = self.path(iteration)
         self.drawn.append(iteration)
         self.found.append(folder.exists())
         store = write(folder, plain_scores(), first=1000.0 * iteration)
@@ -23,13 +26,13 @@ class Policy:
             raise KeyboardInterrupt
         return store
 
-    def finished(self, folder):
-        return len([*folder.glob("data/*")]) == 4
+    def finished(self, iteration):
+        return len([*self.path(iteration).glob("data/*")]) == 4
 
 
 def refreshed(store, policy, folder):
-    how = Refreshing(every=4, folder=folder, draw=policy.draw, finished=policy.finished)
-    return source(store, refreshing=how)
+    policy.folder = folder
+    return source(store, refresher=policy)
 
 
 def drawn_at(rollout):

@@ -23,7 +23,7 @@ from toy_store import (
 )
 
 from flowrl.errors import UserError
-from flowrl.offline.source import check_store
+from flowrl.offline.source import check_dataset
 from flowrl.scoring.combine import affine, rank
 from flowrl.scoring.spec import RewardSpec
 
@@ -34,7 +34,7 @@ def test_missing_scores_leave_images_out(tmp_path, store):
     scores[0, 0] = math.nan
     scores[SIZE : 2 * SIZE - 1, 0] = math.nan  # group 1 has one left
     groups = source(write(tmp_path / "s", scores), group_size=SIZE, prompts=GROUPS - 1)
-    assert groups.skipped == 1
+    assert groups.sampler.skipped == 1
     rollout = read(groups, 0)
     assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
     assert sorted(numbers(rollout).tolist()) == [*range(1, SIZE), *range(2 * SIZE, GROUPS * SIZE)]
@@ -50,7 +50,7 @@ def test_a_reward_that_does_not_apply_is_no_missing_score(tmp_path):
     store = write(tmp_path / "s", scores)
     specs = [spec("a"), RewardSpec(name="b", reward=OnlyRound())]
     groups = source(store, specs=specs, prompts=4)
-    assert groups.skipped == 3
+    assert groups.sampler.skipped == 3
     rollout = read(groups, 0)
     assert {m["kind"] for m in rollout.metadata} == {"square"}
     torch.testing.assert_close(rollout.reward, 2 * rollout.scores[:, 0])
@@ -85,26 +85,28 @@ def refuse(store, sentence, *, specs=None, pipeline="here/tiny/", family="sd3", 
     for name, value in backbone.items():
         setattr(given, name, value)
     with pytest.raises(UserError, match=sentence):
-        check_store(store, given, specs or [spec()], pipeline=pipeline, family=family)
+        check_dataset(store, given, specs or [spec()], pipeline=pipeline, family=family)
 
 
 def test_stores_that_do_not_fit_are_refused(store, tmp_path):
     # A store that does not fit is refused with the reason.
-    check_store(store, Backbone(), [spec()], pipeline="elsewhere/tiny", family="sd3")
-    half = SimpleNamespace(about=replace(store.about, dtype="bfloat16"), folder=store.folder)
+    check_dataset(store, Backbone(), [spec()], pipeline="elsewhere/tiny", family="sd3")
+    half = SimpleNamespace(metadata=replace(store.metadata, dtype="bfloat16"), folder=store.folder)
     refuse(store, "are of the pipeline 'models/tiny', and pipeline.path is", pipeline="models/sd3")
     refuse(store, "of the family 'sd3', and pipeline.backbone is 'flux'", family="flux")
     refuse(
-        store, r"have shape \[2, 2, 2\], and this pipeline draws \[1\]", latent_shape=lambda: (1,)
+        store, r"have shape \[2, 2, 2\], and this pipeline makes \[1\]", latent_shape=lambda: (1,)
     )
     refuse(half, "are bfloat16, and this pipeline computes in float32: set pipeline.dtype")
-    check_store(
+    check_dataset(
         store, SimpleNamespace(latent_shape=lambda: SHAPE, dtype=torch.bfloat16), [spec()],
         pipeline="tiny", family="sd3",
     )  # fmt: skip
     refuse(store, "no scores of the reward 'new', only of a, b", specs=[spec(), spec("new")])
     # A store with nothing to compare and too many processes are refused.
-    with pytest.raises(UserError, match="rollout.prompts is 3, but 4 processes take whole groups"):
+    with pytest.raises(
+        UserError, match="rollout.prompts_per_iteration is 3, but 4 processes take whole groups"
+    ):
         source(store, process=Process(world_size=4))
     empty = write(tmp_path / "s", torch.full((GROUPS * SIZE, 2), math.nan))
     with pytest.raises(UserError, match="no group in .* has two images with a reward"):

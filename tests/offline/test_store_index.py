@@ -10,9 +10,9 @@ from flowrl.errors import UserError
 from flowrl.offline.format import (
     DatasetMetadata,
     StoredImage,
-    append,
-    create,
-    open_store,
+    append_shard,
+    create_dataset,
+    open_dataset,
     rows_file,
 )
 from flowrl.prompts.records import PromptRecord
@@ -28,7 +28,7 @@ WRONG = [
 @pytest.fixture
 def rows(tmp_path):
     """The file with the rows of a group of two."""
-    create(
+    create_dataset(
         tmp_path,
         DatasetMetadata(
             pipeline="models/one",
@@ -47,7 +47,7 @@ def rows(tmp_path):
         )
         for i in range(2)
     ]
-    append(tmp_path, 0, torch.zeros(2, 2), images)
+    append_shard(tmp_path, 0, torch.zeros(2, 2), images)
     return rows_file(tmp_path, 0)
 
 
@@ -63,13 +63,13 @@ def test_a_wrong_value_or_line_is_damage(rows):
         rows.write_text(whole)
         change(rows, **values)
         with pytest.raises(UserError, match="shard 0 of .* is damaged .*row.*000000.jsonl"):
-            open_store(rows.parents[1])
+            open_dataset(rows.parents[1])
     for line in ("[1]", "3", "null", '"row"', "{"):
         rows.write_text(whole + line)
         with pytest.raises(UserError, match="shard 0 of .* is damaged .*row"):
-            open_store(rows.parents[1])
+            open_dataset(rows.parents[1])
 
 
 def test_what_is_not_read_may_be_anything_and_a_score_a_whole_number(rows):
     change(rows, **{"seed": None, "annotator": [1], "reward/ocr": 1})
-    assert open_store(rows.parents[1]).scores.tolist() == [[1.0], [1.0]]
+    assert open_dataset(rows.parents[1]).scores.tolist() == [[1.0], [1.0]]

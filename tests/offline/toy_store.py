@@ -5,10 +5,16 @@ from dataclasses import dataclass
 import torch
 
 from flowrl.backbones.text_cache import TextCache
-from flowrl.offline.format import DatasetMetadata, StoredImage, append, create, open_store
+from flowrl.offline.format import (
+    DatasetMetadata,
+    StoredImage,
+    append_shard,
+    create_dataset,
+    open_dataset,
+)
 from flowrl.offline.source import StoredGroups
 from flowrl.prompts.records import PromptRecord
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
@@ -66,7 +72,7 @@ class OnlyRound:
 
 def write(folder, scores, *, first=0.0, names=("a", "b")):
     """Groups of SIZE, SHARD of them in a shard; latent i is filled with `first` + i."""
-    create(
+    create_dataset(
         folder,
         DatasetMetadata(
             pipeline="models/tiny",
@@ -81,8 +87,8 @@ def write(folder, scores, *, first=0.0, names=("a", "b")):
     for shard, start in enumerate(range(0, GROUPS, SHARD)):
         numbers = range(start * SIZE, min(start + SHARD, GROUPS) * SIZE)
         x0 = first + torch.tensor([*numbers]).float().view(-1, 1, 1, 1).expand(-1, *SHAPE)
-        append(folder, shard, x0, [image(i, shard, scores[i].tolist()) for i in numbers])
-    return open_store(folder)
+        append_shard(folder, shard, x0, [image(i, shard, scores[i].tolist()) for i in numbers])
+    return open_dataset(folder)
 
 
 def image(number, shard, scores):
@@ -102,11 +108,11 @@ def plain_scores():
 
 def source(store, *, process=None, specs=None, **options):
     backbone = Backbone()
-    given = {"prompts": 3, "group_size": 4, "seed": 0} | options
+    given = {"prompts_per_iteration": 3, "group_size": 4, "seed": 0} | options
     return StoredGroups(
         store,
         backbone=backbone,
-        encode=TextCache(backbone),
+        text_cache=TextCache(backbone),
         specs=specs or [spec()],
         runtime=process or Process(),
         **given,
@@ -114,7 +120,7 @@ def source(store, *, process=None, specs=None, **options):
 
 
 def read(groups, iteration):
-    return groups.collect(iteration, Stopwatch())
+    return groups.collect(iteration, Timer())
 
 
 def numbers(rollout):

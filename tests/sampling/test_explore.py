@@ -11,12 +11,12 @@ import flowrl.sampling.rollout
 from flowrl.build.rollout import about
 from flowrl.errors import UserError
 from flowrl.offline.format import rows_file
-from flowrl.offline.writer import fill
-from flowrl.sampling.rollout import Stopwatch
-from flowrl.sampling.two_stage import choose
+from flowrl.offline.writer import write_groups
+from flowrl.sampling.rollout import Timer
+from flowrl.sampling.two_stage import fill_selection
 
 ODE = {"tree": {"kind": "ode"}}
-NFT = {"kind": "nft", "draws": {"count": 2}}
+NFT = {"kind": "nft", "noising": {"count": 2}}
 FEW = {"precision": "bf16", "audit": {"every": 0}}
 TREES = [
     ({"kind": "ode"}, NFT),
@@ -33,16 +33,16 @@ def disturb(learner, scale: float = 0.05) -> None:
 def rollout_of(make_learner, explore, objective=NFT, rollout=ODE, **changes):
     learner = make_learner(objective=objective, rollout=rollout | {"explore": explore}, **changes)
     disturb(learner)
-    return learner.source.collect(0, Stopwatch())
+    return learner.source.collect(0, Timer())
 
 
 @pytest.fixture
 def drawn(monkeypatch):
     """The forests of every draw, in order."""
     found = []
-    draw = flowrl.sampling.rollout.draw
+    sample = flowrl.sampling.rollout.sample_request
     monkeypatch.setattr(
-        flowrl.sampling.rollout, "draw", lambda *a: found.append(draw(*a)) or found[-1]
+        flowrl.sampling.rollout, "sample_request", lambda *a: found.append(sample(*a)) or found[-1]
     )
     return found
 
@@ -51,7 +51,7 @@ def test_when_all_are_kept_the_rollout_is_that_of_one_stage(make_learner):
     for tree, objective in TREES:
         roots = 2 if tree["kind"] == "branch_grpo" else 4
         whole = rollout_of(make_learner, None, objective, {"tree": tree})
-        explore = FEW | {"candidates": roots, "steps": None}
+        explore = FEW | {"candidates": roots, "num_inference_steps": None}
         staged = rollout_of(make_learner, explore, objective, {"tree": tree})
         for name in ("x", "log_prob", "mean_old", "prompt"):
             assert torch.equal(getattr(staged.tree, name), getattr(whole.tree, name)), name
@@ -64,7 +64,7 @@ def test_when_all_are_kept_the_rollout_is_that_of_one_stage(make_learner):
 def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
     """At equal batch shapes: 2 prompts with 12 candidates, of which 4 are kept, 4 at a time."""
     for steps in [None, 4]:
-        explore = FEW | {"candidates": 12, "steps": steps}
+        explore = FEW | {"candidates": 12, "num_inference_steps": steps}
         rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 4})
         proxy = rollout.explored.proxy.gather(1, rollout.explored.chosen)
         assert torch.equal(rollout.reward.view(2, 4), proxy)
@@ -73,7 +73,7 @@ def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
 
 
 def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
-    explore = FEW | {"candidates": 10, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {"candidates": 10, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
     rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})
     chosen = rollout.explored.chosen
     starts = torch.cat([tree.x[:, 0] for tree in drawn])
@@ -88,7 +88,7 @@ def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
 def test_step_noise_and_likelihoods_are_those_of_the_exact_policy(make_learner):
     """Of GRPO on emulated NVFP4 candidates: the same trees as one stage draws of as many roots."""
     noisy = {"tree": {"kind": "flow_grpo"}}
-    explore = FEW | {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
     staged = rollout_of(make_learner, explore, {"kind": "grpo"}, noisy)
     whole = rollout_of(make_learner, None, {"kind": "grpo"}, noisy | {"group_size": 8})
     rows = (staged.explored.chosen + torch.tensor([[0], [8]])).flatten()
@@ -110,7 +110,7 @@ class Twofold:
 
 def explorer(make_learner, reward=None, **changes):
     """A learner of NFT that keeps 4 of 9 candidates a prompt; a batch holds all of them."""
-    rollout = ODE | {"batch_size": 96, "explore": FEW | {"candidates": 9, "steps": 2}}
+    rollout = ODE | {"batch_size": 96, "explore": FEW | {"candidates": 9, "num_inference_steps": 2}}
     changes |= {"rewards": {"twofold": reward}} if reward else {}
     return make_learner(objective=NFT, rollout=rollout, pipeline={"decode_batch": 96}, **changes)
 
@@ -150,7 +150,7 @@ def test_candidates_without_a_score_are_not_ranked_and_are_counted(make_learner)
 
 def test_a_prompt_without_any_score_keeps_the_first_candidates_and_too_many_stop(make_learner):
     proxy = torch.tensor([math.nan] * 5)
-    assert choose(proxy, 3, "best_worst", torch.Generator()).tolist() == [0, 1, 2]
+    assert fill_selection(proxy, 3, "best_worst", torch.Generator()).tolist() == [0, 1, 2]
     gone = Twofold(lambda bright: bright * math.nan, calls=9)
     with pytest.raises(UserError, match="18 of 18"):
         explorer(make_learner, gone).iterate(0)
@@ -167,15 +167,15 @@ def test_rewards_that_are_only_watched_are_not_asked_about_candidates(make_learn
     learner = explorer(make_learner)
     spec = replace(learner.specs[0], name="watched", reward=Watched(), executor=None, held_out=True)
     specs = [*learner.specs, spec]
-    stage = replace(learner.source.stage, specs=specs)
-    learner = replace(learner, specs=specs, source=replace(learner.source, stage=stage))
+    stage = replace(learner.source.generator, specs=specs)
+    learner = replace(learner, specs=specs, source=replace(learner.source, generator=stage))
     learner.iterate(0)
     assert sum(seen) == 8
 
 
 def test_a_candidate_with_several_leaves_is_worth_their_mean(make_learner):
     tree = {"tree": {"kind": "branch_grpo", "branch": 2, "splits": [1]}}
-    explore = FEW | {"candidates": 2, "steps": None}
+    explore = FEW | {"candidates": 2, "num_inference_steps": None}
     rollout = rollout_of(make_learner, explore, {"kind": "grpo"}, tree)
     leaves = rollout.reward.view(2, 2, 2)
     assert torch.equal(rollout.explored.proxy, leaves.nanmean(-1))
@@ -186,14 +186,14 @@ MORE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("gdro", "sft", "
 
 @pytest.mark.parametrize("kind", ["dpo", *MORE])  # of NFT are the tests above
 def test_objectives_on_images_learn_from_what_was_kept(make_learner, kind):
-    rollout = ODE | {"explore": FEW | {"candidates": 8, "steps": 2}}
-    learner = make_learner(objective={"kind": kind, "draws": {"count": 1}}, rollout=rollout)
+    rollout = ODE | {"explore": FEW | {"candidates": 8, "num_inference_steps": 2}}
+    learner = make_learner(objective={"kind": kind, "noising": {"count": 1}}, rollout=rollout)
     _, metrics = learner.iterate(0)
     assert math.isfinite(metrics["loss"]) and metrics["grad/norm"] > 0
 
 
 def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
-    explore = FEW | {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
     rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore, "merge_lora": False}
     learner = make_learner(objective={"kind": "grpo"}, rollout=rollout)
     disturb(learner)
@@ -212,7 +212,7 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
         ({"steps": 1}, {}, "steps is 1.* is 2"),
         ({"steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
         ({"steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
-        ({"steps": 2}, {"store": {"path": "groups"}}, "rollout.store"),
+        ({"num_inference_steps": 2}, {"store": {"path": "groups"}}, "rollout.store"),
     ):
         rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other
         with pytest.raises(UserError, match=message):
@@ -221,7 +221,7 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
 
 def test_a_precision_that_the_device_lacks_is_an_error_that_names_others(make_learner):
     for precision in ["nvfp4", "fp8"]:
-        explore = {"candidates": 8, "steps": 2, "precision": precision}
+        explore = {"candidates": 8, "num_inference_steps": 2, "precision": precision}
         with pytest.raises(UserError, match=f"precision {precision} needs .*bf16.*nvfp4-emulated"):
             make_learner(objective=NFT, rollout=ODE | {"explore": explore})
     explore["precision"] = "nvfp4-emulated"
@@ -236,17 +236,17 @@ def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatc
     request = learner.source.request(0, plan)
     nothing = torch.arange(0)
     monkeypatch.setattr(type(learner.runtime), "share", lambda self, total, unit=1: nothing)
-    scored = learner.source.stage(request, plan, Stopwatch())
+    scored = learner.source.generator.generate(request, plan, Timer())
     assert scored.parts == [] and scored.result.scores.shape == (0, 1)
     assert drawn == []
 
 
 def test_a_store_knows_which_candidates_its_images_were(make_learner, tiny_config, tmp_path):
-    explore = FEW | {"candidates": 9, "steps": 2}
+    explore = FEW | {"candidates": 9, "num_inference_steps": 2}
     changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
     sampler = make_learner(**changes).source
-    store = fill(tmp_path / "s", about(tiny_config(**changes), sampler), sampler, shards=1)
-    chosen = sampler.collect(0, Stopwatch()).explored.chosen
+    store = write_groups(tmp_path / "s", about(tiny_config(**changes), sampler), sampler, shards=1)
+    chosen = sampler.collect(0, Timer()).explored.chosen
     lines = rows_file(store.folder, 0).read_text().splitlines()
     assert [json.loads(line)["root"] for line in lines] == chosen.flatten().tolist()
-    assert store.about.recipe["rollout"]["explore"]["candidates"] == 9
+    assert store.metadata.recipe["rollout"]["explore"]["candidates"] == 9

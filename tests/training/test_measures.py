@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flowrl.offline.source import bare_roots
+from flowrl.offline.source import single_node_trees
 from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.training.metrics import rollout_metrics
@@ -21,7 +21,7 @@ def rollout(specs, scores, applicable) -> Rollout:
     count, group = len(scores), torch.zeros(len(scores)).long()
     reward, valid, terms = combine(specs, found, group)
     return Rollout(
-        tree=bare_roots(torch.zeros(count, 2, 2, 2), group, torch.tensor([1.0, 0.0])),
+        tree=single_node_trees(torch.zeros(count, 2, 2, 2), group, torch.tensor([1.0, 0.0])),
         cond=Conditioning(tensors={"a": torch.zeros(1, 1)}),
         prompts=("p",),
         metadata=({},),
