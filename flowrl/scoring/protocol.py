@@ -85,8 +85,8 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
         raise ValueError(f"has {height} x {width} pixels; expected 1 to {max_pixels} in all")
 
 
-def sendable(token: str) -> bool:
-    """Whether a header can hold the token as it is; if not, it breaks TOKEN_RULE."""
+def is_sendable(token: str) -> bool:
+    """Return whether a header can hold the token as it is; if not, it breaks TOKEN_RULE."""
     return all("!" <= character <= "~" for character in token)
 
 
@@ -174,8 +174,8 @@ class Refusal(BaseModel):
     error: str
 
 
-def complaint(error: ValidationError) -> str:
-    """What is wrong with a message, in one sentence: the first thing that was found."""
+def error_message(error: ValidationError) -> str:
+    """Return the first thing that is wrong with a message, in one sentence."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -35,9 +35,9 @@ from flowrl.scoring.protocol import (
     Result,
     RewardInfo,
     ScoreRequest,
-    complaint,
     decode,
-    sendable,
+    error_message,
+    is_sendable,
 )
 from flowrl.scoring.spec import RewardSpec
 
@@ -149,7 +149,7 @@ def _parse(text: str | bytes) -> ScoreRequest:
         return ScoreRequest.model_validate_json(text)
     except ValidationError as error:
         raise Refused(
-            422, f"the request is not what the protocol asks for: {complaint(error)}"
+            422, f"the request is not what the protocol asks for: {error_message(error)}"
         ) from (error)
 
 
@@ -179,7 +179,7 @@ class ScoringService:
     ):
         if isinstance(rewards, Mapping):
             rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
-        if token and not sendable(token):
+        if token and not is_sendable(token):
             raise UserError(f"the server's token {TOKEN_RULE}")
         self.specs = {spec.name: spec for spec in rewards}
         if not rewards or len(self.specs) < len(rewards):

@@ -21,9 +21,9 @@ from flowrl.scoring.protocol import (
     Response,
     Result,
     ScoreRequest,
-    complaint,
     decode,
     encode,
+    error_message,
 )
 
 SHAPES = array_shapes(min_dims=2, max_dims=2, max_side=40).map(lambda shape: (*shape, 3))
@@ -155,5 +155,5 @@ def test_a_wrong_question_is_explained_in_one_sentence():
         assert ScoreRequest.model_validate(QUESTION).items[0].metadata == {}
         with pytest.raises(ValidationError) as caught:
             ScoreRequest.model_validate(QUESTION | change)
-        sentence = complaint(caught.value)
+        sentence = error_message(caught.value)
         assert says in sentence and "\n" not in sentence
