@@ -45,9 +45,9 @@ class Settings:
 
     seed: int = 0  # [run.seed]
     iterations: int = 170  # [run.iterations]
-    prompts_per_iteration: int = 6  # [rollout.prompts]
+    prompts_per_iteration: int = 6  # [rollout.prompts_per_iteration]
     group_size: int = 16  # images of each prompt [rollout.group_size]
-    num_inference_steps: int = 5  # [rollout.steps]
+    num_inference_steps: int = 5  # [rollout.num_inference_steps]
     noisy_steps: int = 2  # the first ones have noise and are learned from [rollout.tree.window]
     noise_level: float = 1.0  # [rollout.noise_level]
     clip_nats: float = 6.5  # the clip on a step's log-ratio, summed over the latent [clip_nats]

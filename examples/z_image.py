@@ -5,7 +5,7 @@ From this repository's root, or wherever `examples/z_image.py` lies:
     flowrl train sd3.5-medium-nft-24gb pipeline.backbone=examples.z_image:ZImage \\
       pipeline.path=Tongyi-MAI/Z-Image pipeline.dtype=bf16 pipeline.max_sequence_length=512 \\
       pipeline.height=1024 pipeline.width=1024 prompts.train=my_prompts.txt \\
-      rollout.guidance=5 evaluation.guidance=5
+      rollout.guidance_scale=5 evaluation.guidance_scale=5
 
 Z-Image-Turbo draws without guidance, which is guidance=0 here. Tested on tiny networks with random
 weights; not run with the real ones yet.
@@ -55,7 +55,7 @@ class ZImage:
         if 0 < guidance <= 1:
             raise UserError(
                 f"guidance is {guidance:g}, but Z-Image without guidance has 0, and flowrl none up "
-                "to 1: set rollout.guidance and evaluation.guidance to 0, or above 1"
+                "to 1: set rollout.guidance_scale and evaluation.guidance_scale to 0, or above 1"
             )
         self.pipeline = pipeline
         pipeline.vae.requires_grad_(False)  # gradients go through it, and none is for its weights

@@ -109,7 +109,9 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
             "pipeline": {"device": "cpu", "max_sequence_length": 12},
             "lora": {"rank": 4, "alpha": 6},
             "prompts": {"train": "tiny:geneval:train"},
-            "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8},
+            "rollout": {
+                "prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4, "batch_size": 8
+            },
             "optim": {"lr": 1e-2, "micro_batch": 8},
             "rewards": [{"name": "brightness"}],
             "run": {"iterations": 2, "checkpoint_every": 1, "sample_every": 0, "trackers": []},

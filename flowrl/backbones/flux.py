@@ -137,7 +137,7 @@ def check_negatives(negatives: Sequence[str]) -> None:
     if any(negatives):
         raise UserError(
             f"the negative prompt is {next(filter(None, negatives))!r}, but FLUX.1 takes none: "
-            "leave rollout.negative and the prompts' own empty"
+            "leave rollout.negative_prompt and the prompts' own empty"
         )
 
 

@@ -19,17 +19,16 @@ from flowrl.bench.random_model import random_text
 from flowrl.bench.rollout import with_random_rewards
 from flowrl.bench.two_stage import device_name, move, on_gpu
 from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.build.objective import build_objective
 from flowrl.build.work_split import solve
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.functional.sde import KERNELS
 from flowrl.planning.memory import footprints
-from flowrl.planning.model_specs import Size, build_pipeline, shortened, size_of
+from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec, shortened
 from flowrl.planning.plan import build_setup, count_work
 from flowrl.prompts.records import PromptRecord
-from flowrl.quantization.backends import capability_of, named, resolve
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.quantization.backends import precision_name
+from flowrl.quantization.backends import capability_of, resolve
+from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Conditioning, Rollout
@@ -151,20 +150,20 @@ class WatchedSampler:
     own: Sampler
     timeline: Timeline
 
-    def collect(self, iteration: int, watch: Stopwatch) -> Rollout:
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
         self.timeline.enter("encode")
-        rollout = self.own.collect(iteration, watch)
+        rollout = self.own.collect(iteration, timer)
         self.timeline.enter("training")
         return with_random_rewards(rollout)
 
-    def keep(self) -> None:
+    def save_state(self) -> None:
         pass
 
 
 def watched(sampler: Sampler, timeline: Timeline) -> WatchedSampler:
     """The same sampler: drawing begins when its network is made ready, decoding with each batch of
     latents and ends when their images are on the CPU, rewards are asked when all is drawn."""
-    stage = sampler.stage
+    stage = sampler.generator
     backbone, own = copy.copy(stage.backbone), stage.backbone
 
     def decode(x0: Tensor) -> Tensor:
@@ -182,7 +181,7 @@ def watched(sampler: Sampler, timeline: Timeline) -> WatchedSampler:
 
     backbone.decode = decode  # type: ignore[method-assign]
     told = replace(stage, backbone=backbone, network=network)
-    return WatchedSampler(own=replace(sampler, stage=told), timeline=timeline)
+    return WatchedSampler(own=replace(sampler, generator=told), timeline=timeline)
 
 
 # --- One iteration of Flow-GRPO on a pipeline of published size with random weights ------------
@@ -228,7 +227,7 @@ PIXELS = {"sd3": 512, "flux": 512, "sana": 1024}
 
 def work_of(name: str, changes: Mapping[str, int]) -> MeasuredWork:
     """The default work of a size, with changes. Raises UserError for an unknown name."""
-    return replace(WORK[size_of(name).family], **changes)
+    return replace(WORK[model_spec(name).family], **changes)
 
 
 def bench_iteration(
@@ -248,7 +247,7 @@ def bench_iteration(
     of each kind, None for all. dtype, precision, gradient_checkpointing: the options of these
     names. Raises UserError for an unknown name, and on a CPU for a network of full depth.
     """
-    size = size_of(name)
+    size = model_spec(name)
     if layers is None and not on_gpu(device):
         raise UserError(
             f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 and "
@@ -277,7 +276,7 @@ def bench_iteration(
 
 
 def _config(
-    size: Size,
+    size: ModelSpec,
     work: MeasuredWork,
     pixels: int,
     *,
@@ -298,10 +297,10 @@ def _config(
             "prompts": {"train": "given"},
             "rewards": [{"name": "brightness"}],
             "rollout": {
-                "prompts": work.prompts,
+                "prompts_per_iteration": work.prompts,
                 "group_size": work.group_size,
-                "steps": work.steps,
-                "guidance": work.guidance,
+                "num_inference_steps": work.steps,
+                "guidance_scale": work.guidance,
                 "batch_size": work.batch,
                 "merge_lora": False,
             },
@@ -330,9 +329,9 @@ def _learner(
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
     assert isinstance(learner.source, Sampler)  # no store here
-    stage = learner.source.stage
-    texts = RandomTexts(size_of(name), stage.backbone, guided=work.guidance > 1)
-    source = replace(learner.source, stage=replace(stage, encode=texts))
+    stage = learner.source.generator
+    texts = RandomTexts(model_spec(name), stage.backbone, guided=work.guidance > 1)
+    source = replace(learner.source, generator=replace(stage, text_cache=texts))
     loose = replace(learner.update, ratio_tolerance=float("inf"))
     return replace(learner, source=source, update=loose)
 
@@ -340,7 +339,7 @@ def _learner(
 class RandomTexts(TextCache):
     """Noise in place of encoded prompts: there are no text encoders."""
 
-    def __init__(self, size: Size, backbone: Backbone, *, guided: bool):
+    def __init__(self, size: ModelSpec, backbone: Backbone, *, guided: bool):
         super().__init__(backbone)
         self.size, self.guided = size, guided
 
@@ -363,15 +362,15 @@ def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
     return timeline.phases(), rollout.tree.forwards
 
 
-def plan(size: Size, config: Config, device: torch.device) -> dict[str, int]:
+def plan(size: ModelSpec, config: Config, device: torch.device) -> dict[str, int]:
     """Bytes of each phase as `flowrl plan` has them for these very settings, as far as torch's own
     statistics can tell: without the driver's, and what lies idle between tensors."""
     section = config.pipeline
     if section.precision is not None:  # "auto" as this GPU has it
-        format = named(resolve(section.precision, capability_of(device)))
+        format = precision_name(resolve(section.precision, capability_of(device)))
         section = section.model_copy(update={"precision": format})
     config = config.model_copy(update={"pipeline": section})
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    needs = config.objective.build(config.rollout.kernel).needs
     kind = count_work(config, needs).kinds[0]  # every iteration is of one kind here
     setup = build_setup(config, size, needs, solve(kind.load, 1), kind.plan, kind.candidates)
     setup = replace(setup, text_tokens=None)  # the noise is as long as the size's own text

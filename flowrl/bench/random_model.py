@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
 from flowrl.build.backbone import BACKBONES
-from flowrl.planning.model_specs import Size, build_pipeline, size_of
+from flowrl.planning.model_specs import ModelSpec
+from flowrl.planning.model_specs import model_spec
+from flowrl.planning.model_specs import build_pipeline
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
@@ -36,7 +38,7 @@ class RandomBackbone:
         guidance: float = 1.0,
         seed: int = 0,
     ):
-        self.size = size_of(name)
+        self.size = model_spec(name)
         self.pixels = self.size.pixels if pixels is None else pixels
         self.size.latent_shape(self.pixels)  # or the sentence that says why not
         self.device, self.dtype, self.guidance = device, dtype, guidance
@@ -74,7 +76,7 @@ class RandomBackbone:
 
 
 def random_text(
-    size: Size, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
+    size: ModelSpec, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
     """Noise that fills every token, under the names that the families give it; always the same.
 

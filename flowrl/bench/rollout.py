@@ -10,7 +10,8 @@ import torch
 from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.config import parse_config
 from flowrl.errors import UserError
-from flowrl.sampling.rollout import Stopwatch, draw
+from flowrl.sampling.rollout import Timer
+from flowrl.sampling.rollout import sample_request
 from flowrl.sampling.source import Sampler
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout, Transitions
@@ -31,9 +32,13 @@ def bench_rollout(
     torch.set_num_threads(threads)
     if batch % GROUP:
         raise UserError(f"--batch is {batch}, expected a multiple of {GROUP}")
-    rollout_options = {"prompts": batch // GROUP, "group_size": GROUP, "steps": steps}
+    rollout_options = {
+        "prompts_per_iteration": batch // GROUP,
+        "group_size": GROUP,
+        "num_inference_steps": steps,
+    }
     learner = bench_learner(model, device, batch, rollout_options)
-    rollout = with_random_rewards(learner.source.collect(0, Stopwatch()))
+    rollout = with_random_rewards(learner.source.collect(0, Timer()))
     transitions: Transitions = learner.objective.prepare(rollout)  # type: ignore[assignment]
     jobs: dict[str, Callable[[], None]] = {
         "forwards": lambda: _forwards(learner, transitions, steps),
@@ -102,12 +107,12 @@ def _forwards(learner: Learner, transitions: Transitions, steps: int) -> None:
 def sample(learner: Learner) -> None:
     """Grow the first iteration's forest; neither decoded nor scored."""
     source = sampler(learner)
-    plan, stage = source.plan(0), source.stage
+    plan, stage = source.plan(0), source.generator
     request = source.request(0, plan)
-    draw(
+    sample_request(
         stage.backbone,
         learner.policy.velocity,
-        stage.encode(request.prompts),
+        stage.text_cache(request.prompts),
         request,
         plan,
         stage.schedule(),
@@ -153,7 +158,7 @@ def bench_tree(
     the counts of the plans, and what is left of one when divided by the other.
     """
     torch.set_num_threads(threads)
-    shared = {"prompts": prompts, "group_size": 16, "steps": steps}
+    shared = {"prompts_per_iteration": prompts, "group_size": 16, "num_inference_steps": steps}
     tree = shared | {"tree": {"kind": "branch_grpo", "branch": 2, "splits": SPLITS}}
     after = SPLITS[-1] + 1
     window = {"start": after, "size": min(5, steps - 1 - after), "stop": after}
@@ -163,7 +168,7 @@ def bench_tree(
         "pruned": bench_learner(model, device, batch, tree | {"depth_pruning": window}),
     }
     rollouts = {
-        name: with_random_rewards(learner.source.collect(0, Stopwatch()))
+        name: with_random_rewards(learner.source.collect(0, Timer()))
         for name, learner in learners.items()
     }
     seconds = best_of(
@@ -189,7 +194,7 @@ def _row(
 ) -> dict[str, Any]:
     def forwards(name: str) -> int:
         what, plan = name.split()
-        return counts[plan].forwards if what == "draw" else counts[plan].train_forwards
+        return counts[plan].forwards if what == "sample_request" else counts[plan].train_forwards
 
     ratio, by_counts = seconds[job] / seconds[other], forwards(job) / forwards(other)
     return {

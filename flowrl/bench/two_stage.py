@@ -21,22 +21,18 @@ from flowrl.build.rollout import EXPLORING
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.planning.model_specs import size_of
+from flowrl.planning.model_specs import model_spec
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Plain, Resolved, capability_of, named, resolve
+from flowrl.quantization.backends import precision_name
+from flowrl.quantization.backends import Plain, Resolved, capability_of, resolve
 from flowrl.quantization.layer_rules import LayerChoice, quantised_share
 from flowrl.quantization.rollout_model import RolloutModel, prepare, recompilations
-from flowrl.sampling.rollout import (
-    RolloutGenerator,
-    RolloutRequest,
-    Stopwatch,
-    decode,
-    draw,
-    hand_in,
-    of_twin,
-    policys_own,
-    with_network,
-)
+from flowrl.sampling.rollout import Timer
+from flowrl.sampling.rollout import sample_request
+from flowrl.sampling.rollout import submit_images
+from flowrl.sampling.rollout import policy_velocity
+from flowrl.sampling.rollout import rollout_model_velocity
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, decode, with_network
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer, break_even_gain, two_stage_ratio
 from flowrl.scoring.combine import FailureLimit
@@ -239,7 +235,7 @@ class Costs:
 
 def columns_of(resolved: Resolved) -> dict[str, Any]:
     """What a precision became, for a row."""
-    return {"precision": named(resolved), "native": resolved.native}
+    return {"precision": precision_name(resolved), "native": resolved.native}
 
 
 @contextmanager
@@ -278,9 +274,9 @@ def measure(
     new weights to put in. A first round warms up, and compiles.
     """
     assert source.explorer is not None
-    exact, preview, plan = source.stage, source.explorer.plan(0), source.plan(0)
+    exact, preview, plan = source.generator, source.explorer.plan(0), source.plan(0)
     candidates = source.request(0, preview)
-    low, _ = source.explorer.stage(0, candidates)
+    low, _ = source.explorer.preview(0, candidates)
     every = replace(plan, roots=preview.roots)
     single = replace(source, explorer=None, plan=lambda iteration: every)
     graphs: list[int] = []
@@ -302,7 +298,10 @@ def measure(
         device=device_name(exact.backbone.device),
         prompts=len(candidates.prompt) // preview.roots,
         counts=MeasuredCounts(
-            keep=plan.roots, candidates=preview.roots, preview_steps=low.steps, steps=exact.steps
+            keep=plan.roots,
+            candidates=preview.roots,
+            preview_steps=low.num_inference_steps,
+            steps=exact.num_inference_steps,
         ),
         batch=exact.batch_size,
         single=best["single"]["total"],
@@ -355,13 +354,13 @@ def on_gpu(device: str) -> bool:
 
 def _collect(source: Sampler, low: RolloutGenerator | None) -> Seconds:
     """A whole rollout as training draws it. low: the stage that explores; None explores nothing."""
-    clock = Clock(source.stage.backbone.device)
+    clock = Clock(source.generator.backbone.device)
     watch = Watch(clock)
-    timed = replace(source, stage=clocked(source.stage, clock, "regenerate"))
-    stages = {"regenerate": source.stage}
+    timed = replace(source, generator=clocked(source.generator, clock, "regenerate"))
+    stages = {"regenerate": source.generator}
     if low is not None and source.explorer is not None:
         explore = clocked(low, clock, "explore")
-        explorer = replace(source.explorer, stage=lambda iteration, candidates: (explore, {}))
+        explorer = replace(source.explorer, preview=lambda iteration, candidates: (explore, {}))
         timed = replace(timed, explorer=explorer)
         stages = {"explore": low} | stages
     began = clock.now()
@@ -389,17 +388,19 @@ def _batch(
         Scoring(specs=stage.specs),
     )
     with stage.runtime.autocast():
-        cond = stage.encode(part.prompts)
+        cond = stage.text_cache(part.prompts)
     with stage.network() as velocity:
-        with clock.of("draw"):
-            tree = draw(stage.backbone, velocity, cond, part, plan, schedule, stage.batch_size)
+        with clock.of("sample_request"):
+            tree = sample_request(
+                stage.backbone, velocity, cond, part, plan, schedule, stage.batch_size
+            )
         if finish:
             with clock.of("finish"):
                 images = decode(stage.backbone, tree.leaves(), stage.decode_batch)
-                hand_in(scoring, images, part, len(tree.leaf))
+                submit_images(scoring, images, part, len(tree.leaf))
                 scoring.result()
     rows = len(part.prompt)
-    found = {"step": clock.seconds["draw"] / stage.steps / rows}
+    found = {"step": clock.seconds["sample_request"] / stage.num_inference_steps / rows}
     return found | ({"finish": clock.seconds["finish"] / rows} if finish else {})
 
 
@@ -444,7 +445,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + self.now() - began
 
 
-class Watch(Stopwatch):
+class Watch(Timer):
     """A stopwatch that goes by a clock."""
 
     def __init__(self, clock: Clock):
@@ -516,15 +517,15 @@ def bench_solrl(
         min_dim = TINY_MIN_DIM
     explore = {
         "candidates": counts.candidates,
-        "steps": counts.preview_steps,
+        "num_inference_steps": counts.preview_steps,
         "precision": precision,
         "min_dim": min_dim,
         "audit": {"every": 0},
     }
     rollout = {
-        "prompts": prompts,
+        "prompts_per_iteration": prompts,
         "group_size": counts.keep,
-        "steps": counts.steps,
+        "num_inference_steps": counts.steps,
         "batch_size": full_batch(batch, prompts * counts.candidates, prompts * counts.keep),
         "merge_lora": True,
         "compile": on_gpu(device) if compile is None else compile,
@@ -533,7 +534,7 @@ def bench_solrl(
     with _learner(model, runtime, rollout) as learner:
         source = learner.source
         assert isinstance(source, Sampler)  # a bench never reads a store
-        peft = peft_stage(learner, source.stage)
+        peft = peft_stage(learner, source.generator)
         costs = measure(source, peft, lambda: update(learner.policy), repeats=repeats)
     what = {"model": model, **columns_of(resolved), "compiled": rollout["compile"]}
     return what | costs.row()
@@ -543,7 +544,7 @@ def peft_stage(learner: Learner, exact: RolloutGenerator) -> RolloutGenerator:
     """The stage that draws with the network as it is trained: the adapter beside the weights."""
     backbone = learner.policy.backbone
     network = functools.partial(
-        policys_own, learner.policy, backbone, OLD, merged=False, runtime=exact.runtime
+        policy_velocity, learner.policy, backbone, OLD, merged=False, runtime=exact.runtime
     )
     return replace(exact, backbone=backbone, network=network)
 
@@ -551,7 +552,7 @@ def peft_stage(learner: Learner, exact: RolloutGenerator) -> RolloutGenerator:
 def update(policy: Policy) -> None:
     """A change of the adapter, which the old policy follows."""
     move(policy)
-    policy.remember(0.5)
+    policy.update_old(0.5)
 
 
 @contextmanager
@@ -567,7 +568,7 @@ def _learner(model: str, runtime: Runtime, rollout: dict[str, Any]) -> Iterator[
                 },
                 "prompts": {"train": "tiny:geneval:train"},
                 "rewards": [{"name": "brightness"}],
-                "objective": {"kind": "nft", "draws": {"count": 1}},
+                "objective": {"kind": "nft", "noising": {"count": 1}},
                 "rollout": {"tree": {"kind": "ode"}} | rollout,
                 "optim": {"micro_batch": rollout["batch_size"]},
                 "run": {"output_dir": folder},
@@ -618,7 +619,7 @@ def bench_sizes(
     Raises UserError for an unknown name, on a CPU for a network of full depth, for a precision
     that the device lacks, and for kernels that do not agree with their emulation.
     """
-    size_of(name)
+    model_spec(name)
     runtime = Runtime(device=device)
     if runtime.device.type == "cpu" and layers is None:
         raise UserError(
@@ -682,12 +683,12 @@ def sampler_of(
     low = replace(low, times=EXPLORING)
     preview = presets.ode(plan.preview_steps, plan.candidates)
     return Sampler(
-        stage=exact,
+        generator=exact,
         plan=lambda iteration: presets.ode(plan.steps, plan.keep),
         prompts=PromptSampler(records, prompts, seed=0),
         seed=0,
         explorer=Explorer(
-            stage=lambda iteration, candidates: (low, {}),
+            preview=lambda iteration, candidates: (low, {}),
             plan=lambda iteration: preview,
             mode="best_worst",
         ),
@@ -700,14 +701,16 @@ def _stage(
     backbone = with_network(networks.backbone, twin.network)
     return RolloutGenerator(
         backbone=backbone,
-        network=functools.partial(of_twin, twin, backbone, POLICY, runtime=networks.runtime),
-        encode=TextCache(networks.backbone),
+        network=functools.partial(
+            rollout_model_velocity, twin, backbone, POLICY, runtime=networks.runtime
+        ),
+        text_cache=TextCache(networks.backbone),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
         failures=FailureLimit(max_fraction=0.0),
-        steps=steps,
+        num_inference_steps=steps,
         kernel=KERNELS["flow_sde"],
-        level=0.0,  # no plan here has noise
+        noise_level=0.0,  # no plan here has noise
         batch_size=batch,
         decode_batch=decode_batch,
         whole_prompts=False,
@@ -718,10 +721,10 @@ def _row(
     networks: Networks, plan: MeasuredCounts, source: Sampler, repeats: int, layers: int | None
 ) -> dict[str, Any]:
     network = functools.partial(
-        policys_own, networks.policy, networks.backbone, POLICY,
+        policy_velocity, networks.policy, networks.backbone, POLICY,
         merged=False, runtime=networks.runtime,
     )  # fmt: skip
-    peft = replace(source.stage, backbone=networks.backbone, network=network)
+    peft = replace(source.generator, backbone=networks.backbone, network=network)
     costs = measure(source, peft, lambda: move(networks.policy), repeats=repeats)
     made = [choice for choice in networks.choices if choice.format]
     return {

@@ -45,9 +45,16 @@ from flowrl.config.sections import LoRAOptions
 from flowrl.errors import UserError
 from flowrl.offline.source import StoredGroups
 from flowrl.prompts.records import PromptRecord, PromptSampler
-from flowrl.quantization.backends import Backend, NVFP4Emulated, NVFP4Native, capability_of, resolve
+from flowrl.quantization.backends import (
+    Backend,
+    NVFP4Emulated,
+    NVFP4Native,
+    PerRow,
+    capability_of,
+    resolve,
+)
 from flowrl.quantization.layer_rules import LayerRules
-from flowrl.quantization.linear import PerRow, quantise_base
+from flowrl.quantization.linear import quantise_base
 from flowrl.quantization.rollout_model import prepare, write_precision
 from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
@@ -276,7 +283,9 @@ class Texts:
         disks = {guided: self._disk(guided) for guided in (False, True)}
         for guidance, prompt in needed:
             disk = disks[guidance > 1]
-            negative = self.config.rollout.negative_prompt if prompt.negative is None else prompt.negative
+            negative = (
+                self.config.rollout.negative_prompt if prompt.negative is None else prompt.negative
+            )
             if disk is None or not disk.has(prompt.read, negative):
                 self._identity = None  # a branch may have moved on: known once they are loaded
                 return []

@@ -26,12 +26,12 @@ from flowrl.build.backbone import (
     rounded,
     set_precision,
 )
-from flowrl.build.objective import build_objective
 from flowrl.build.rewards import build_rewards
 from flowrl.build.rollout import Drawing, build_explorer, build_stage, build_stored, plan_at
 from flowrl.build.work_split import build_load, check
 from flowrl.config import Config
-from flowrl.config.validate import check_plans_for
+from flowrl.config.load import with_old_names
+from flowrl.config.validate import check_states
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
@@ -72,7 +72,7 @@ def build_source(
         policy=policy,
         backbone=backbone,
         needs=needs,
-        encode=texts.of(backbone, r.guidance),
+        text_cache=texts.of(backbone, r.guidance_scale),
     )
     if r.store is not None and r.store.path is not None:
         _check_store(config, needs)
@@ -80,8 +80,8 @@ def build_source(
         def redraw(other: Config) -> Sampler:
             return build_sampler(replace(drawing, config=other), prompts)
 
-        encode = texts.of(policy.backbone, learning_guidance(config))
-        return build_stored(config, redraw(config), policy.backbone, redraw, encode)
+        text_cache = texts.of(policy.backbone, learning_guidance(config))
+        return build_stored(config, redraw(config), policy.backbone, redraw, text_cache)
     _check_memory(config, backbone, runtime)
     return build_sampler(drawing, prompts)
 
@@ -91,10 +91,10 @@ def build_sampler(drawing: Drawing, prompts: Sequence[PromptRecord]) -> Sampler:
     config, seed = drawing.config, drawing.config.run.seed
     stage = build_stage(drawing)
     return Sampler(
-        stage=stage,
+        generator=stage,
         plan=functools.partial(plan_at, config.rollout.plan, seed),
         prompts=PromptSampler(
-            prompts, config.rollout.prompts, seed, balance=config.prompts.balance
+            prompts, config.rollout.prompts_per_iteration, seed, balance=config.prompts.balance
         ),
         seed=seed,
         explorer=build_explorer(drawing, stage),
@@ -127,17 +127,17 @@ def check_shares(
         check(build_load(config, needs, plan, whole_groups=whole), runtime.world_size)
 
 
-def check_states(config: Config, needs: Needs) -> None:
+def check_trees(config: Config, needs: Needs) -> None:
     """The trees give what the objective learns from, also one of the user's own."""
     try:
-        check_plans_for(needs.states, config.plans(), config.rollout, config.run.seed)
+        check_states(needs.states, config.plans(), config.rollout, config.run.seed)
     except ValueError as error:
         raise UserError(str(error)) from error
 
 
 def _check_memory(config: Config, backbone: Backbone, runtime: Runtime) -> None:
     """The trees of every iteration fit beside the weights, which are loaded by now."""
-    prompts = -(-config.rollout.prompts // runtime.world_size)
+    prompts = -(-config.rollout.prompts_per_iteration // runtime.world_size)
     latent, itemsize = math.prod(backbone.latent_shape()), backbone.dtype.itemsize
     free = free_bytes(runtime.device)
     for plan in config.plans():
@@ -217,10 +217,10 @@ def build_learner(
     p, r, u = config.pipeline, config.rollout, config.optim
     specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
-    objective = build_objective(config.objective, KERNELS[r.kernel])
+    objective = config.objective.build(r.kernel)
     if r.store is None or r.store.path is None or r.store.refresh_every is not None:
         check_shares(config, runtime, objective.needs, specs)
-        check_states(config, objective.needs)
+        check_trees(config, objective.needs)
         check_prompts(specs, prompts)
     if objective.needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
@@ -232,11 +232,11 @@ def build_learner(
         revision=texts.commit() if without else None,
         decoder_learns=objective.needs.reward_grad,
     )  # fmt: skip
-    drawing = build_backbone(config, pipeline, guidance=r.guidance)
+    drawing = build_backbone(config, pipeline, guidance=r.guidance_scale)
     set_precision(config, drawing, runtime)
     learning = drawing
-    if r.training_guidance is not None:
-        learning = build_backbone(config, pipeline, guidance=r.training_guidance)
+    if r.training_guidance_scale is not None:
+        learning = build_backbone(config, pipeline, guidance=r.training_guidance_scale)
     policy = build_policy(config, learning, keep_old=objective.needs.old is not None)
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=u.lr, betas=u.betas, weight_decay=u.weight_decay
@@ -251,7 +251,7 @@ def build_learner(
         optimizer=runtime.prepare(optimizer),
         runtime=runtime,
         update=_update_settings(config),
-        reward=RewardGradient(drawing, specs, p.decode_batch),
+        reward_gradient=RewardGradient(drawing, specs, p.decode_batch),
     )
 
 
@@ -279,7 +279,7 @@ def all_texts(config: Config, given: ProvidedObjects, first: int = 0) -> Needed:
 def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
     """Those of the held-out prompts that an evaluation draws, in its order."""
     e = config.evaluation
-    return PromptSampler(prompts, e.images, e.seed, balance=e.balance).at(0) if prompts else []
+    return PromptSampler(prompts, e.num_images, e.seed, balance=e.balance).at(0) if prompts else []
 
 
 def check_measures(
@@ -322,13 +322,17 @@ def build_evaluator(
     prompts = evaluation_prompts(config, given)
     if not prompts:
         return None
-    backbone = build_backbone(config, pipeline, guidance=e.guidance)
+    backbone = build_backbone(config, pipeline, guidance=e.guidance_scale)
     return Evaluator(
         backbone=backbone,
-        encode=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance),
+        text_cache=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance_scale),
         prompts=evaluated(config, prompts),
         specs=specs,
-        schedule=Schedule(sigmas=backbone.sigmas(e.steps), kernel=KERNELS["flow_sde"], level=0.0),
+        schedule=Schedule(
+            sigmas=backbone.sigmas(e.num_inference_steps),
+            kernel=KERNELS["flow_sde"],
+            noise_level=0.0,
+        ),
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
@@ -350,11 +354,12 @@ def evaluation_key(
 ) -> str:
     """Everything that two evaluations must share for their difference to mean something."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
+    how = with_old_names("evaluation", how)
     # Evaluations draw with the exact weights, whatever the precision of training.
     what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounded(config)
     rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
-    parts = [how, what, config.rollout.negative, rewards, [p.uid for p in prompts], words]
+    parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts], words]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -384,7 +389,7 @@ def build_run(
             sample_every=config.run.sample_every,
         ),
         runtime=runtime,
-        checkpoints=Checkpoints(folder, keep=config.run.keep),
+        checkpoints=Checkpoints(folder, keep=config.run.keep_checkpoints),
         evaluator=evaluator,
         score=score,
         report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)

@@ -16,6 +16,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import layer_rules, learning_guidance, rounded
 from flowrl.build.rewards import build_limit
 from flowrl.config import Config
+from flowrl.config.load import with_old_names
 from flowrl.config.objectives import check_noising
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -102,7 +103,9 @@ def build_stage(d: Drawing) -> RolloutGenerator:
             compile=True,
         )
         backbone = with_network(backbone, twin.network)
-        network = functools.partial(rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime)
+        network = functools.partial(
+            rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime
+        )
     return RolloutGenerator(
         backbone=backbone,
         network=network,
@@ -197,7 +200,9 @@ def draft_stage(
     if choices or folds != d.merged:
         twin = RolloutModel(d.policy, choices, backend, lora=e.lora, compile=r.compile)
         backbone = with_network(backbone, twin.network)
-        network = functools.partial(rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime)
+        network = functools.partial(
+            rollout_model_velocity, twin, backbone, d.adapter, runtime=d.runtime
+        )
     trained = [spec for spec in d.specs if spec.trained]
     return replace(
         exact,
@@ -205,7 +210,9 @@ def draft_stage(
         network=network,
         specs=trained,
         failures=replace(build_limit(d.config), max_streak=None),
-        num_inference_steps=r.num_inference_steps if e.num_inference_steps is None else e.num_inference_steps,
+        num_inference_steps=r.num_inference_steps
+        if e.num_inference_steps is None
+        else e.num_inference_steps,
         whole_prompts=any(spec.whole_groups for spec in trained),
         times=EXPLORING,
     )
@@ -240,7 +247,7 @@ def plan_at(plan: Callable[[int, int], TreePlan], seed: int, iteration: int) -> 
 
 # Options under `rollout` that leave the images as they are.
 INDIFFERENT = {
-    "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance",
+    "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance_scale",
 }  # fmt: skip
 # Options under `pipeline` that change them, beside what a store says of it anyway.
 DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
@@ -328,7 +335,8 @@ def _reference_key(config: Config) -> str:
     """Everything but the store that decides the reference's errors; rather too much than less."""
     r, p = config.rollout, config.pipeline.model_dump(exclude={"device", "decode_batch"})
     p, guidance = p | rounded(config), learning_guidance(config)
-    parts = [p, config.objective.model_dump(mode="json"), guidance, r.negative_prompt]
+    objective = with_old_names("objective", config.objective.model_dump(mode="json"))
+    parts = [p, objective, guidance, r.negative_prompt]
     return _digest([json.dumps(parts, sort_keys=True)])
 
 

@@ -106,8 +106,9 @@ def solve(load: IterationWork, gpus: int) -> WorkSplit:
     check(load, gpus)
     if load.prompts % load.updates:
         raise UserError(
-            f"rollout.prompts is {load.prompts} and optim.updates_per_rollout {load.updates}, but "
-            f"an update takes whole groups: the nearest rollout.prompts that works is "
+            f"rollout.prompts_per_iteration is {load.prompts} and optim.updates_per_rollout "
+            f"{load.updates}, but an update takes whole groups: the nearest "
+            "rollout.prompts_per_iteration that works is "
             f"{_multiple(load.prompts, load.updates)}"
         )
     return _solve(load, gpus)
@@ -127,13 +128,13 @@ def check(load: IterationWork, gpus: int) -> None:
     least = _least_prompts(load, gpus)
     if load.whole_prompts:
         raise UserError(
-            f"rollout.prompts is {load.prompts}, but {gpus} processes take whole prompts, whose "
-            f"images {load.judge} compares: the nearest that work are rollout.prompts={least}, "
-            f"or {units(load)} processes"
+            f"rollout.prompts_per_iteration is {load.prompts}, but {gpus} processes take whole "
+            f"prompts, whose images {load.judge} compares: the nearest that work are "
+            f"rollout.prompts_per_iteration={least}, or {units(load)} processes"
         )
     raise UserError(
         f"{units(load)} trees cannot be shared among {gpus} processes, which take whole ones: the "
-        f"nearest that work are rollout.prompts={least}, or {units(load)} processes"
+        f"nearest that work are rollout.prompts_per_iteration={least}, or {units(load)} processes"
     )
 
 
@@ -274,7 +275,7 @@ def build_load(
     on_images = needs.states == "endpoints"
     transitions = needs.states == "transitions"
     return IterationWork(
-        prompts=r.prompts,
+        prompts=r.prompts_per_iteration,
         roots=plan.roots,
         leaves=tree.leaves // plan.roots,
         forwards=tree.forwards // plan.roots,
@@ -287,7 +288,7 @@ def build_load(
         whole_candidates=whole_trained,
         rows=(tree.train_forwards if transitions else tree.leaves) // plan.roots,
         group_rows=2 if objective.kind == "dpo" else None,  # the best and the worst
-        row_forwards=1 if transitions else row_forwards(objective, r.steps),
+        row_forwards=1 if transitions else row_forwards(objective, r.num_inference_steps),
         together=_together(needs) if on_images else "image",
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
@@ -305,8 +306,8 @@ def _together(needs: Needs) -> Any:
 
 def row_forwards(objective: Any, steps: int) -> int:
     """Velocities with a gradient that the loss of one image or chain takes, at most."""
-    if hasattr(objective, "draws"):
-        return objective.draws.count
+    if hasattr(objective, "noising"):
+        return objective.noising.count
     of_chain = {
         "draft": lambda o: min(o.steps, steps),
         "draft_lv": lambda o: o.copies,

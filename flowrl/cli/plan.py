@@ -123,22 +123,21 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     work = found.work
     rows = [
         {"": "an iteration"} | _work_row(asdict(work.first)),
-        {"": f"{config.run.iterations} iterations"} | _work_row(asdict(work.work)),
+        {"": f"{config.run.iterations} iterations"} | _work_row(asdict(work.total)),
     ]
     if work.evaluations:
         e, times = config.evaluation, f"{work.evaluations} evaluations"
         rows.append({"": "an evaluation", "images": f"{e.num_images:,}",
-                     "drawing": f"{work.evaluation:,}"})  # fmt: skip
+                     "sampling": f"{work.evaluation:,}"})  # fmt: skip
         rows.append({"": times, "images": f"{work.evaluations * e.num_images:,}",
-                     "drawing": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
+                     "sampling": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
     shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
     # A quantity a line: beside each other they do not go on a screen.
     return [{"": name} | {row[""]: row.get(name, "") for row in rows} for name in shown]
 
 
 def _work_row(work: dict[str, int]) -> dict[str, str]:
-    names = {"beside": "reference", "again": "recomputed"}
-    return {names.get(name, name): f"{value:,}" for name, value in work.items()}
+    return {name: f"{value:,}" for name, value in work.items()}
 
 
 def _show_memory(found: "Plan") -> None:
@@ -227,7 +226,7 @@ def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:
         "update_rows": geometry.update_rows,
         "busy": geometry.busy,
         "iteration": asdict(work.first),
-        "run": asdict(work.work) | {"iterations": config.run.iterations},
+        "run": asdict(work.total) | {"iterations": config.run.iterations},
         "evaluation": {"forwards": work.evaluation, "times": work.evaluations},
         "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in found.phases},
         "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},

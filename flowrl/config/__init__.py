@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
-from flowrl.config.load import dump_yaml, load_recipe
+from flowrl.config.load import dump_yaml, load_recipe, with_new_names
 from flowrl.config.messages import complain
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
@@ -18,17 +18,16 @@ from flowrl.config.sections import (
     PipelineOptions,
     PromptOptions,
     RunOptions,
-    check_retained,
-    check_stopping,
 )
 from flowrl.config.validate import (
     check_base_bits,
     check_explore,
-    check_groups,
-    check_noise,
     check_objective,
     check_plans,
     check_precision,
+    check_retained,
+    check_rollout,
+    check_stopping,
 )
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
@@ -59,8 +58,7 @@ class Config(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        check_noise(self.rollout)
-        check_groups(self.rollout, self.optim)
+        check_rollout(self.rollout, self.optim)
         plans = self.plans()
         check_plans(plans, self.rollout, self.objective, self.run.seed)
         check_explore(plans, self.rollout)
@@ -68,10 +66,7 @@ class Config(Options):
         check_base_bits(self.memory, self.pipeline, self.rollout)
         check_objective(self.objective, self.rollout)
         check_rewards(self.rewards)
-        stored = self.rollout.store is not None and self.rollout.store.path is not None
-        trees = min(plan.roots for plan in plans)
-        explored = self.rollout.explore is not None
-        check_retained(self.prompts, trees, store=stored, explored=explored)
+        check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
         check_stopping(self.run, self.evaluation)
         return self
 
@@ -85,8 +80,9 @@ class Config(Options):
 
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Validate a plain mapping. Raises UserError naming key, value and what was expected."""
+    (data,) = with_new_names([dict(data)])
     try:
-        return Config.model_validate(dict(data))
+        return Config.model_validate(data)
     except ValidationError as error:
         raise UserError(complain(Config, error)) from error
 

@@ -3,7 +3,7 @@
 import difflib
 
 from flowrl.config import Config
-from flowrl.config.load import ALIASES
+from flowrl.config.load import ALIASES, OLD_NAMES
 from flowrl.config.messages import Option, show, walk
 from flowrl.errors import UserError
 from flowrl.utils.fields import Options
@@ -31,7 +31,8 @@ def explain(key: str = "") -> str:
 def _path(key: str) -> str:
     name = key.removeprefix("--").replace("-", "_")
     sections = {option.path for option in walk(Config) if "." not in option.path}
-    return _plain(name if name in sections else ALIASES.get(name, name))
+    path = _plain(name if name in sections else ALIASES.get(name, name))
+    return f"{path.rpartition('.')[0]}.{OLD_NAMES[path]}" if path in OLD_NAMES else path
 
 
 def _plain(path: str) -> str:

@@ -1,7 +1,9 @@
 """Recipes: YAML files with a parent and overrides on top, read into plain dictionaries."""
 
 import difflib
+import functools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -177,14 +179,15 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a preset or file, its parents (`extends`, at most two deep), then the overrides.
 
-    `source` "" stands for an empty recipe. Raises UserError for unreadable files, duplicate
-    keys and circular parents.
+    `source` "" stands for an empty recipe. Old option names become the new ones, with a warning.
+    Raises UserError for unreadable files, duplicate keys and circular parents.
     """
-    data = _read(find_recipe(source), []) if source else {}
-    return merge(data, parse_overrides(overrides))
+    parts = [*(_read(find_recipe(source), []) if source else []), parse_overrides(overrides)]
+    return functools.reduce(merge, with_new_names(parts), {})
 
 
-def _read(path: Path, children: list[Path]) -> dict[str, Any]:
+def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
+    """Return the recipes of the parents, oldest first, and of the file."""
     path = path.resolve()
     if path in children:
         raise UserError(f"{path.name} extends itself: {_chain([*children, path])}.")
@@ -202,14 +205,72 @@ def _read(path: Path, children: list[Path]) -> dict[str, Any]:
         raise UserError(f"{path.name} holds a {type(data).__name__}, expected keys and values.")
     parent = data.pop("extends", None)
     if parent is None:
-        return data
+        return [data]
     if not isinstance(parent, str):
         raise UserError(f"`extends` in {path.name} is {parent!r}, expected one preset or file.")
-    return merge(_read(find_recipe(parent, path.parent), [*children, path]), data)
+    return [*_read(find_recipe(parent, path.parent), [*children, path]), data]
 
 
 def _chain(paths: list[Path]) -> str:
     return " -> ".join(path.name for path in paths)
+
+
+# --- Options under the names that they had in version 0.1; to be removed after the next one -------
+
+OLD_NAMES = {
+    "rollout.prompts": "prompts_per_iteration",
+    "rollout.steps": "num_inference_steps",
+    "rollout.guidance": "guidance_scale",
+    "rollout.training_guidance": "training_guidance_scale",
+    "rollout.negative": "negative_prompt",
+    "rollout.explore.steps": "num_inference_steps",
+    "objective.draws": "noising",
+    "evaluation.images": "num_images",
+    "evaluation.steps": "num_inference_steps",
+    "evaluation.guidance": "guidance_scale",
+    "run.keep": "keep_checkpoints",
+}
+
+
+def with_new_names(parts: Sequence[dict[str, Any]], *, warn: bool = True) -> list[dict[str, Any]]:
+    """Return recipes with old option names replaced; one warning names all that were.
+
+    Raises UserError for a recipe that has an option under both names.
+    """
+    found: dict[str, str] = {}
+    renamed = []
+    for part in parts:
+        for old, new in OLD_NAMES.items():
+            before, part = part, rename(part, old, new)
+            if part != before:
+                found[old] = f"{old.rpartition('.')[0]}.{new}"
+        renamed.append(part)
+    if found and warn:
+        pairs = ", ".join(f"{old} is now {new}" for old, new in found.items())
+        text = f"Options have new names: {pairs}. The old ones stop working in the next version."
+        warnings.warn(text, FutureWarning, stacklevel=3)
+    return renamed
+
+
+def rename(data: Any, path: str, new: str) -> Any:
+    """Return nested mappings with the key at a dotted path called `new`, in the same place."""
+    key, _, rest = path.partition(".")
+    if not isinstance(data, dict) or key not in data:
+        return data
+    if rest:
+        return {k: rename(v, rest, new) if k == key else v for k, v in data.items()}
+    if new in data:
+        raise UserError(f"{key} is the old name of {new}, and both are given: keep {new}.")
+    return {new if k == key else k: v for k, v in data.items()}
+
+
+def with_old_names(section: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a section's options under their first names, for keys that earlier runs have saved."""
+    for old, new in OLD_NAMES.items():
+        head, _, name = old.rpartition(".")
+        if head == section:
+            options = rename(options, new, name)
+    return options
 
 
 # --- What people type: options under the names that diffusers' own training scripts use --------
@@ -233,8 +294,8 @@ ALIASES = {
     "push_to_hub": "run.push_to_hub",
     "hub_model_id": "run.hub_model_id",
     "gradient_checkpointing": "memory.gradient_checkpointing",
-    "guidance_scale": "rollout.guidance",
-    "num_inference_steps": "rollout.steps",
+    "guidance_scale": "rollout.guidance_scale",
+    "num_inference_steps": "rollout.num_inference_steps",
     "prompts": "prompts.train",
     "reward": "rewards",
 }

@@ -1,9 +1,11 @@
-"""The objectives by their kind, and how one of your own is named."""
+"""The options of objectives. `build()` of each makes the object it describes."""
 
+import functools
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
+from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.fields import (
     Count,
@@ -17,63 +19,24 @@ from flowrl.utils.fields import (
     option,
 )
 
-# --- The options of objectives on the forward process: they learn from clean images ----------
-
 UnitInterval = Annotated[NonNegative, Field(le=1)]
-
-NFT = "DiffusionNFT, arXiv 2509.16117"
-DPO = "Diffusion-DPO, arXiv 2311.12908"
-GDRO = "GDRO, arXiv 2601.02036"
-AWM = "AWM, arXiv 2509.25050"
-KTO = "Diffusion-KTO, arXiv 2404.04465"
-DGPO = "DGPO, arXiv 2510.08425"
-LAIR = "Diffusion-LAIR, arXiv 2605.26491"
+Share = Annotated[Positive, Field(le=1)]
 
 
-class UniformTimesOptions(Options):
-    kind: Literal["uniform"] = option("uniform", "All noise levels alike.")
-    shift: Positive = option(1.0, "Moves them towards noise above 1, as a schedule's shift does.")
+class ObjectiveOptions(Options):
+    """Base of the objectives' options."""
+
+    states: ClassVar[str] = "endpoints"  # what the objective learns from, see `Needs.states`
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        """Return the objective; kernel: rollout.kernel, for objectives on denoising steps."""
+        raise NotImplementedError
 
 
-class LogitNormalTimesOptions(Options):
-    kind: Literal["logit_normal"] = option(
-        "logit_normal", "The logistic function of a normal number.", "SD3's pretraining"
-    )
-    mean: Number = option(0.0, "Of the normal number; above 0 means more noise.")
-    std: Positive = option(1.0, "Of the normal number.")
+# --- Advantages of images, and credit of denoising steps ---------------------------------------
 
-
-class ScheduleTimesOptions(Options):
-    kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
-    fraction: Annotated[Positive, Field(le=1)] = option(
-        1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM's code"
-    )
-    skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
-
-
-Times = Annotated[
-    UniformTimesOptions | LogitNormalTimesOptions | ScheduleTimesOptions,
-    Field(discriminator="kind"),
-]
-
-
-class NoisingOptions(Options):
-    """Where images are looked at on their way to noise."""
-
-    count: Count = option(
-        1, "Points for each image, a forward each; averaged before images are compared."
-    )
-    share: Literal["group", "image"] = option(
-        "group",
-        "Whether images of a prompt get the same time and noise, which then cancel when they are "
-        "compared, or each image its own.",
-    )
-    stratified: Flag = option(
-        False, "One point from each of `count` equal parts of the noise levels."
-    )
-    times: Times = option(
-        UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule."
-    )
+BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+SPO = "SPO, arXiv 2406.04314"
 
 
 class AdvantageOptions(Options):
@@ -86,452 +49,39 @@ class AdvantageOptions(Options):
         "scores is left out of a sum; under gdpo that reward alone counts 0.",
         "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
     )
-    center: Literal["mean", "median"] = option("mean", "What is subtracted.")
-    scale: Literal["auto", "std", "mad", "none", "global"] = option(
-        "auto", "What divides: as under a step's credit.", "global in DiffusionNFT, std in most"
+    center: Literal["mean", "median"] = option(
+        "mean", "What is subtracted.", "median: MC-GRPO, arXiv 2601.22582, with odd groups"
     )
-    ddof: Literal[0, 1] = option(0, "0 for the population's standard deviation, 1 the sample's.")
-    floor: Positive = option(1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO and DiffusionNFT")
+    scale: Literal["auto", "std", "mad", "none", "global"] = option(
+        "auto",
+        "What divides: the standard deviation, the median absolute deviation, nothing, or the "
+        "standard deviation over all images of the iteration (global). auto is global for gdpo, "
+        "whose last step it is, and std for a sum.",
+        "global in DiffusionNFT and Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
+    )
+    ddof: Literal[0, 1] = option(
+        0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
+    )
+    floor: Positive = option(
+        1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO, 1e-8 in BranchGRPO, 1e-3 in MC-GRPO"
+    )
     clip: Positive = option(5.0, "Largest advantage, either sign.", "Flow-GRPO, DiffusionNFT, AWM")
 
+    def build(self) -> Any:
+        from flowrl.objectives.advantage import Advantages
 
-class FixedAnchorOptions(Options):
-    kind: Literal["base"] = option("base", "The frozen network, throughout.")
-
-
-class MovingAnchorOptions(Options):
-    kind: Literal["moving"] = option(
-        "moving", "The policy of some iterations ago, which then also draws the images."
-    )
-    every: Count = option(
-        40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
-    )
-
-
-Anchor = Annotated[FixedAnchorOptions | MovingAnchorOptions, Field(discriminator="kind")]
-IMPLICIT_BETA = (
-    "Scale of the implicit reward -implicit_beta (error - anchor's error), errors averaged over "
-    "the latent."
-)
-
-
-class ComparedOptions(Options):
-    """What objectives have in common that compare the policy's errors with an anchor's."""
-
-    states: ClassVar[str] = "endpoints"
-    weighting: Literal["uniform", "elbo", "eps"] = option(
-        "uniform",
-        "Weight of a point: uniform, elbo (the one of the likelihood, (1 - t) / t) or eps (the "
-        "noise's error, (1 - t)^2).",
-    )
-    anchor: Anchor = option(
-        FixedAnchorOptions(),
-        "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
-    )
-    kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
-    draws: NoisingOptions = option(NoisingOptions(), "Where images are looked at.")
-
-
-class OldDecayOptions(Options):
-    """How slowly the old policy follows: the share of it that stays at each iteration."""
-
-    start: Whole = option(0, "Iterations before the share begins to rise.", "75 for OCR in NFT")
-    rate: NonNegative | None = option(
-        0.001, "How much it rises an iteration; null is to its limit at once.", f"0.001 in {NFT}"
-    )
-    limit: UnitInterval = option(
-        0.5, "The share at which it stays; 0 is a copy at each iteration.", f"0.5 in {NFT}"
-    )
-
-
-class NFTOptions(Options):
-    """DiffusionNFT: towards images with a high reward, away from those with a low one."""
-
-    states: ClassVar[str] = "endpoints"
-    kind: Literal["nft"] = option("nft", "Negative-aware fine-tuning.", NFT)
-    nft_mix: Positive = option(
-        1.0, "How far the policy's part of both velocities goes; smaller is bolder.", f"{NFT}"
-    )
-    pred_space: Literal["x0", "velocity"] = option(
-        "x0", "Where errors are measured.", "x0 in DiffusionNFT's code, velocity in its paper"
-    )
-    adaptive_weight: Flag = option(
-        True, "Divide each error by its mean absolute value.", "DiffusionNFT's code"
-    )
-    r_map: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = option(
-        "all", "Which advantages count, and how they become a number in [0, 1].", NFT
-    )
-    advantage: AdvantageOptions = option(
-        AdvantageOptions(scale="global"), "From rewards to advantages.", NFT
-    )
-    kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
-    draws: NoisingOptions = option(
-        NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4),
-        "Where images are looked at.",
-        "9 of the 10 steps in DiffusionNFT's settings",
-    )
-    old_decay: OldDecayOptions = option(
-        OldDecayOptions(), "How the policy that draws follows.", NFT
-    )
-
-
-class DPOOptions(ComparedOptions):
-    """Diffusion-DPO: the best image of a prompt against the worst, or stored pairs."""
-
-    kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
-    implicit_beta: Positive = option(
-        100.0, IMPLICIT_BETA, "100 in Flow-GRPO's online DPO, 2000 to 5000 for SD1.5"
-    )
-    sft_coef: NonNegative = option(
-        0.0, "Weight of the winner's own error, against both errors rising together."
-    )
-    draws: NoisingOptions = option(
-        NoisingOptions(times=LogitNormalTimesOptions()),
-        "Where images are looked at.",
-        "Flow-GRPO's code",
-    )
-
-
-class GDROOptions(ComparedOptions):
-    """GDRO: the ranking of a group's implicit rewards learns that of its rewards."""
-
-    kind: Literal["gdro"] = option("gdro", "Group-level direct reward optimisation.", GDRO)
-    implicit_beta: Positive = option(6.0, IMPLICIT_BETA, f"6 for GenEval, 12 for OCR in {GDRO}")
-    tau: NonNegative = option(
-        0.05, "Temperature of the rewards; 0 counts their order alone.", f"{GDRO}"
-    )
-    form: Literal["suffixes", "top1"] = option(
-        "suffixes",
-        "Compare all images, then all but the best, and so on; or all images once, which does "
-        "not depend on the order of ties.",
-        "equations 7 and 6",
-    )
-    top1_coef: NonNegative = option(
-        1.0, "Weight of the best image's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
-    )
-
-
-class SFTOptions(Options):
-    """Fine-tuning on each prompt's best images."""
-
-    states: ClassVar[str] = "endpoints"
-    kind: Literal["sft"] = option("sft", "Fine-tuning on the best images.")
-    winners: Literal["all", "one"] = option(
-        "all",
-        "All of a prompt's images that share the highest reward, or one of them by lot "
-        "(best-of-n). A prompt whose images are all alike is left out.",
-    )
-    draws: NoisingOptions = option(
-        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
-    )
-
-
-class RWROptions(Options):
-    """Reward-weighted regression."""
-
-    states: ClassVar[str] = "endpoints"
-    kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
-    rwr_lambda: Positive = option(0.2, "Temperature: an image's weight is exp(reward / it).")
-    normalise: Flag = option(
-        True, "Divide by the mean weight of the prompt's images: then a constant added to all "
-        "rewards changes nothing."
-    )  # fmt: skip
-    draws: NoisingOptions = option(
-        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
-    )
-
-
-class AWMOptions(Options):
-    """AWM: flow matching weighted by advantages, with a clipped ratio."""
-
-    states: ClassVar[str] = "endpoints"
-    kind: Literal["awm"] = option("awm", "Advantage-weighted matching.", AWM)
-    likelihood: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
-        "ghuber", "How an image's error becomes a log-likelihood.", AWM
-    )
-    clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
-    advantage_max: Positive = option(1.0, "Advantages are scaled to this bound.", AWM)
-    kl_coef: NonNegative = option(1e-3, "Weight of the pull to the base model's velocity.", AWM)
-    old_kl_coef: NonNegative = option(
-        0.0, "Weight of the pull to the old policy's velocity.", f"1.0, to an average, in {AWM}"
-    )
-    old_decay: OldDecayOptions = option(
-        OldDecayOptions(rate=None, limit=0.0), "How the old policy follows."
-    )
-    draws: NoisingOptions = option(
-        NoisingOptions(
-            count=4,
-            share="image",
-            stratified=True,
-            times=ScheduleTimesOptions(fraction=0.9, skip_first=True),
-        ),
-        "Where to look.",
-        "6 strata of 14 steps in AWM",
-    )
-
-
-class KTOOptions(ComparedOptions):
-    """Diffusion-KTO: images that are liked or not, without pairs."""
-
-    kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
-    implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
-    like_above: Number | None = option(
-        None, "Reward above which an image is liked; null is the mean of its prompt's images."
-    )
-    dislike_weight: Positive = option(1.0, "Weight of images that are not liked, against 1.", KTO)
-    utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
-        "sigmoid", "The shape of what is gained.", KTO
-    )
-    draws: NoisingOptions = option(
-        NoisingOptions(share="image"), "Where images are looked at.", KTO
-    )
-
-
-class DGPOOptions(ComparedOptions):
-    """DGPO, which is GDPO-SR: a preference between the two halves of a group."""
-
-    kind: Literal["dgpo"] = option("dgpo", "Direct group preference optimisation.", DGPO)
-    implicit_beta: Positive = option(
-        100.0,
-        IMPLICIT_BETA,
-        f"10 to 100 with the base model in {DGPO}; 2500 group sizes in GDPO-SR",
-    )
-    form: Literal["logistic", "linear"] = option(
-        "logistic", "The loss of the preference, or its first order.", "linear: GDPO-SR, 2603.16769"
-    )
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
-
-
-class LAIROptions(ComparedOptions):
-    """Diffusion-LAIR: regress implicit rewards on advantages."""
-
-    kind: Literal["lair"] = option("lair", "Listwise regression of implicit rewards.", LAIR)
-    implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
-    kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
-
-
-def check_draws(draws: NoisingOptions, steps: int, pool: int | None = None) -> None:
-    """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
-
-    pool: rollout.store.cache_draws, where errors of the base are kept.
-    """
-    if draws.times.kind != "schedule":
-        return
-    left = int(steps * draws.times.fraction + 1e-9) - draws.times.skip_first
-    name, count = ("objective.draws.count", draws.count)
-    if pool is not None:
-        name, count = ("rollout.store.cache_draws", pool)
-    if count > left:
-        raise ValueError(
-            f"{name} is {count}, but objective.draws.times leaves {left} of "
-            f"the rollout's {steps} noise levels to choose from: the nearest that works is "
-            f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
-        )
-
-
-# --- The options of objectives that follow the gradient of a differentiable reward -------------
-
-REFL = "ImageReward, arXiv 2304.05977"
-DRAFT = "DRaFT, arXiv 2309.17400"
-ALIGNPROP = "AlignProp, arXiv 2310.03739"
-SRPO = "SRPO, arXiv 2509.06942"
-FLOWBP = "FlowBP, arXiv 2606.11075"
-
-Share = Annotated[Positive, Field(le=1)]
-
-ACTIVE = "Steps of each chain that the gradient reaches, a forward each."
-BIAS = "Steps are drawn with weights (i + 1)^bias, i = 0 being the noisiest; 0 is all alike."
-GAIN = (
-    "How far the steps that are reached stand for all others: their gradient is multiplied by 1 + "
-    "this * (length of all steps / their length - 1)."
-)
-NESTED = (
-    "How much of the gradient is kept that goes through the input of the second part's first "
-    "velocity; 0 drops it, 1 keeps it whole."
-)
-FLOOR = (
-    "An image's loss is divided by the sum of its two leaps' mean absolute distances from the "
-    "states of the rollout; none counts as smaller than this."
-)
-
-
-class RewardBackpropOptions(Options):
-    """What objectives have in common that follow the reward's gradient."""
-
-    states: ClassVar[str] = "path"
-    hinge: Number | None = option(
-        None,
-        "Reward beyond which an image is good enough and has no gradient: the loss is relu(hinge "
-        "- reward); null is minus the reward. In units of the weighted reward.",
-        "2.0 for ImageReward in ReFL, 0.55 for HPSv2.1 in FlowBP, 0.7 in SRPO",
-    )
-    kl_coef: NonNegative = option(
-        0.0, "Weight of the pull to the base model's velocity, against images that cheat."
-    )
-
-
-class ReFLOptions(RewardBackpropOptions):
-    """ReFL: the reward of what one late step predicts."""
-
-    kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
-    window: Share = option(
-        0.25,
-        "Share of the steps, the last ones, of which one is drawn for each image.",
-        f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
-    )
-
-
-class DRaFTOptions(RewardBackpropOptions):
-    """DRaFT-K: back-propagation through the last steps."""
-
-    kind: Literal["draft"] = option("draft", "Direct reward fine-tuning.", DRAFT)
-    steps: Count = option(
-        1,
-        "The last steps that the gradient goes back through, one after the other; as many as the "
-        "rollout has is full back-propagation.",
-        f"1 to 10 in {DRAFT}",
-    )
-
-
-class DRaFTLVOptions(RewardBackpropOptions):
-    """DRaFT-LV: the last step, from several noises."""
-
-    kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
-    copies: Count = option(2, "Noises for each image, a forward and a reward each.", DRAFT)
-
-
-class UniformTruncationOptions(Options):
-    kind: Literal["uniform"] = option("uniform", "Any number of steps alike.")
-
-
-class GaussianTruncationOptions(Options):
-    kind: Literal["gaussian"] = option("gaussian", "A normal number, rounded.")
-    mean: Share = option(0.16, "Share of the steps.", "8 of 50 in AlignProp's code")
-    std: Positive = option(0.1, "The same.", "5 of 50 in AlignProp's code")
-
-
-Truncation = Annotated[
-    UniformTruncationOptions | GaussianTruncationOptions, Field(discriminator="kind")
-]
-
-
-class AlignPropOptions(RewardBackpropOptions):
-    """AlignProp: back-propagation through a random number of last steps."""
-
-    kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
-    truncation: Truncation = option(
-        GaussianTruncationOptions(),
-        "How many last steps the gradient goes back through, drawn for each image; kind: "
-        "uniform, gaussian.",
-        ALIGNPROP,
-    )
-
-
-class SRPOOptions(RewardBackpropOptions):
-    """SRPO: one step with known noise, and a reward relative to other words."""
-
-    kind: Literal["srpo"] = option("srpo", "Semantic relative preference optimisation.", SRPO)
-    positive_words: str = option(
-        "",
-        "Put before the prompt for the better of two rewards, such as Realistic photo. Give both "
-        "or neither: without words the reward itself is raised, which invites cheating. Only for "
-        "rewards that read prompts, and each likes other words.",
-        SRPO,
-    )
-    negative_words: str = option("", "Put before the prompt for the worse, such as CG render.")
-    denoise_k: tuple[NonNegative, NonNegative] = option(
-        (0.1, 0.25),
-        "Extra weight of the first reward at the step towards the image: near noise, near the "
-        "image.",
-        "SRPO's code",
-    )
-    inversion_k: tuple[NonNegative, NonNegative] = option(
-        (0.3, 0.01), "The same at the step towards noise.", "SRPO's code"
-    )
-    gap: Share = option(0.1, "How far a step goes, in sigma.", "about 0.1 in SRPO's code")
-    lowest: Share = option(0.1, "Least of the step's noisier sigmas; at least gap.")
-    highest: Share = option(
-        0.99, "Largest of them; towards 1 the error of the step to noise grows without bound."
-    )
-    inversion: Flag = option(
-        True, "Also learn from the step towards noise, with the roles of the words exchanged.", SRPO
-    )
-    noise: Literal["initial", "fresh"] = option(
-        "initial", "The noise that the image was drawn from, or another.", "SRPO's code"
-    )
-
-
-class LeapAlignOptions(RewardBackpropOptions):
-    """LeapAlign: two leaps between states of the chain."""
-
-    kind: Literal["leap_align"] = option("leap_align", "Two-leap alignment.", FLOWBP)
-    nested_coef: UnitInterval = option(0.3, NESTED, f"LeapAlign's in {FLOWBP}")
-    distance_floor: Positive = option(0.1, FLOOR, f"LeapAlign's in {FLOWBP}")
-
-
-class FlowBPSparseOptions(RewardBackpropOptions):
-    """FlowBP-Sparse: a few steps, each on its own."""
-
-    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "Sparse Euler surrogate.", FLOWBP)
-    steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
-    spacing: Literal["late", "even"] = option(
-        "late",
-        "Drawn by bias, or in even strides from a random start; even and gain_coef 0 is DRTune "
-        "without its early stop.",
-        FLOWBP,
-    )
-    bias: NonNegative = option(1.0, BIAS, FLOWBP)
-    gain_coef: UnitInterval = option(0.5, GAIN, FLOWBP)
-
-
-class FlowBPBridgeOptions(RewardBackpropOptions):
-    """FlowBP-Bridge: a few steps on both sides of a state that connects them."""
-
-    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "Bridged surrogate.", FLOWBP)
-    steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
-    bias: NonNegative = option(4.0, BIAS, FLOWBP)
-    gain_coef: UnitInterval = option(0.0, GAIN, f"0 in the code of {FLOWBP}")
-    nested_coef: UnitInterval = option(0.5, NESTED, FLOWBP)
-
-
-class FlowBPLagrangeOptions(RewardBackpropOptions):
-    """FlowBP-Lagrange: two leaps of higher order."""
-
-    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Lagrange surrogate.", FLOWBP)
-    supports: Annotated[Count, Field(le=6)] = option(
-        3,
-        "Velocities of the chain, at most, that a leap is integrated from; with fewer than about "
-        "10 steps take 1.",
-        FLOWBP,
-    )
-    active: Count = option(2, "How many of them, from the leap's start, get a gradient.", FLOWBP)
-    support_coef: UnitInterval = option(
-        0.25, "How much of the gradient those after the first keep.", FLOWBP
-    )
-    nested_coef: UnitInterval = option(0.1, NESTED, FLOWBP)
-    distance_floor: Positive = option(0.2, FLOOR, FLOWBP)
-    concentration: tuple[Positive, Positive, Positive] = option(
-        (2.0, 6.0, 2.5),
-        "Of the Dirichlet law that cuts a chain into the steps before, between and after the two "
-        "states that leaps begin at.",
-        "SD3.5's settings in the code of FlowBP",
-    )
-    latest: Share = option(
-        0.4, "Largest share of the steps that the last leap spans.", "10 of 25 in FlowBP's code"
-    )
-
-
-# --- The options of credit ---------------------------------------------------------------------
-
-BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+        return Advantages(**self.arguments())
 
 
 class KeepAllOptions(Options):
     """Learn from every image."""
 
     kind: Literal["all"] = option("all", "Nothing is left out.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import keep_all
+
+        return keep_all
 
 
 class ParentTop1Options(Options):
@@ -541,12 +91,22 @@ class ParentTop1Options(Options):
         "parent_top1", "The best image below each node of the last split.", BRANCH_GRPO
     )
 
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import keep_parent_top1
+
+        return keep_parent_top1
+
 
 class ExtremeOptions(Options):
     """Width pruning: learn from a prompt's best and worst images."""
 
     kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
     count: Count = option(2, "How many of the best, and as many of the worst.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import keep_extreme
+
+        return functools.partial(keep_extreme, **self.arguments())
 
 
 class MaxVarianceOptions(Options):
@@ -556,6 +116,11 @@ class MaxVarianceOptions(Options):
         "max_variance", "The images of a prompt with the largest variance.", "D3S, 2509.22115"
     )
     count: Count = option(..., "How many images of a prompt are kept.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import keep_max_variance
+
+        return functools.partial(keep_max_variance, **self.arguments())
 
 
 class B2PairsOptions(Options):
@@ -568,6 +133,11 @@ class B2PairsOptions(Options):
         0.5, "Advantage that a best child needs, and a worst one below 0.", "B2-DiffuRL's code"
     )
 
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import keep_b2_pairs
+
+        return functools.partial(keep_b2_pairs, **self.arguments())
+
 
 Keep = Annotated[
     KeepAllOptions | ParentTop1Options | ExtremeOptions | MaxVarianceOptions | B2PairsOptions,
@@ -575,16 +145,9 @@ Keep = Annotated[
 ]
 
 
-class CreditOptions(Options):
+class CreditOptions(AdvantageOptions):
     """How much each denoising step is to blame or praise for the images below it."""
 
-    rewards: Literal["sum", "gdpo"] = option(
-        "sum",
-        "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
-        "its mean in the group, in standard deviations (gdpo). An image that lacks one of its "
-        "scores is left out of a sum; under gdpo that reward alone counts 0.",
-        "gdpo: GDPO, arXiv 2601.05242, with scale auto, ddof 0 and floor 1e-4",
-    )
     fusion: Literal["uniform", "path", "local"] = option(
         "uniform",
         "A node's value: the mean of the images below it, or weighted by how probable the way to "
@@ -608,30 +171,16 @@ class CreditOptions(Options):
         "its prompt (joint).",
         "prompt: TreeGRPO; depth: BranchGRPO; joint: Stepwise-Flow-GRPO, arXiv 2603.28718",
     )
-    center: Literal["mean", "median"] = option(
-        "mean", "What is subtracted.", "median: MC-GRPO, arXiv 2601.22582, with odd groups"
-    )
-    scale: Literal["auto", "std", "mad", "none", "global"] = option(
-        "auto",
-        "What divides: the standard deviation, the median absolute deviation, nothing, or the "
-        "standard deviation over all images of the iteration (global). auto is global for gdpo, "
-        "whose last step it is, and std for a sum.",
-        "global in Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
-    )
-    ddof: Literal[0, 1] = option(
-        0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
-    )
-    floor: Positive = option(
-        1e-4, "Added to the divisor.", "1e-4 in Flow-GRPO, 1e-8 in BranchGRPO, 1e-3 in MC-GRPO"
-    )
-    clip: Positive = option(
-        5.0, "Largest advantage, either sign.", "Flow-GRPO's published settings"
-    )
     keep: Keep = option(
         KeepAllOptions(),
         "Which images are learned from; kind: all, parent_top1, extreme, max_variance, b2_pairs. "
         "What is left out still counts in every comparison.",
     )
+
+    def build(self) -> Any:
+        from flowrl.objectives.tree_credit import TreeCredit
+
+        return TreeCredit(**self.arguments())
 
 
 def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
@@ -660,13 +209,12 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
         )
 
 
-# --- The options of objectives on the reverse process: they learn from denoising steps ---------
+# --- Objectives on the reverse process: they learn from denoising steps -----------------------
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
-SPO = "SPO, arXiv 2406.04314"
 
 
-class GRPOOptions(Options):
+class GRPOOptions(ObjectiveOptions):
     """Group-relative policy optimisation with a clipped ratio."""
 
     states: ClassVar[str] = "transitions"
@@ -711,8 +259,14 @@ class GRPOOptions(Options):
         CreditOptions(), "From the rewards of images to the advantages of steps."
     )
 
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.functional.sde import KERNELS
+        from flowrl.objectives.grpo import GRPO
 
-class SPOOptions(Options):
+        return GRPO(**self.arguments(), kernel=KERNELS[kernel])
+
+
+class SPOOptions(ObjectiveOptions):
     """SPO: at every split, the child that leads to better images against the one to worse."""
 
     states: ClassVar[str] = "transitions"
@@ -746,6 +300,12 @@ class SPOOptions(Options):
         1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
     )
 
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.functional.sde import KERNELS
+        from flowrl.objectives.spo import SPO
+
+        return SPO(**self.arguments(), kernel=KERNELS[kernel])
+
 
 def check_spo(plan: TreePlan) -> None:
     """Raise ValueError for a tree in which nothing is learned from that has a sibling."""
@@ -757,10 +317,624 @@ def check_spo(plan: TreePlan) -> None:
         )
 
 
+# --- Objectives on the forward process: they learn from clean images ---------------------------
+
+NFT = "DiffusionNFT, arXiv 2509.16117"
+DPO = "Diffusion-DPO, arXiv 2311.12908"
+GDRO = "GDRO, arXiv 2601.02036"
+AWM = "AWM, arXiv 2509.25050"
+KTO = "Diffusion-KTO, arXiv 2404.04465"
+DGPO = "DGPO, arXiv 2510.08425"
+LAIR = "Diffusion-LAIR, arXiv 2605.26491"
+ADVANTAGE = "From rewards to advantages."
+NOISING = "At which noise levels images are compared."
+
+
+class UniformTimesOptions(Options):
+    kind: Literal["uniform"] = option("uniform", "All noise levels alike.")
+    shift: Positive = option(1.0, "Moves them towards noise above 1, as a schedule's shift does.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.noising import UniformTimes
+
+        return UniformTimes(**self.arguments())
+
+
+class LogitNormalTimesOptions(Options):
+    kind: Literal["logit_normal"] = option(
+        "logit_normal", "The logistic function of a normal number.", "SD3's pretraining"
+    )
+    mean: Number = option(0.0, "Of the normal number; above 0 means more noise.")
+    std: Positive = option(1.0, "Of the normal number.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.noising import LogitNormalTimes
+
+        return LogitNormalTimes(**self.arguments())
+
+
+class ScheduleTimesOptions(Options):
+    kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
+    fraction: Annotated[Positive, Field(le=1)] = option(
+        1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM's code"
+    )
+    skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
+
+    def build(self) -> Any:
+        from flowrl.objectives.noising import ScheduleTimes
+
+        return ScheduleTimes(**self.arguments())
+
+
+Times = Annotated[
+    UniformTimesOptions | LogitNormalTimesOptions | ScheduleTimesOptions,
+    Field(discriminator="kind"),
+]
+
+
+class NoisingOptions(Options):
+    """Where images are looked at on their way to noise."""
+
+    count: Count = option(
+        1, "Points for each image, a forward each; averaged before images are compared."
+    )
+    share: Literal["group", "image"] = option(
+        "group",
+        "Whether images of a prompt get the same time and noise, which then cancel when they are "
+        "compared, or each image its own.",
+    )
+    stratified: Flag = option(
+        False, "One point from each of `count` equal parts of the noise levels."
+    )
+    times: Times = option(
+        UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule."
+    )
+
+    def build(self) -> Any:
+        from flowrl.objectives.noising import Noising
+
+        return Noising(**self.arguments())
+
+
+def check_noising(draws: NoisingOptions, steps: int, pool: int | None = None) -> None:
+    """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
+
+    pool: rollout.store.cache_draws, where errors of the base are kept.
+    """
+    if draws.times.kind != "schedule":
+        return
+    left = int(steps * draws.times.fraction + 1e-9) - draws.times.skip_first
+    name, count = ("objective.noising.count", draws.count)
+    if pool is not None:
+        name, count = ("rollout.store.cache_draws", pool)
+    if count > left:
+        raise ValueError(
+            f"{name} is {count}, but objective.noising.times leaves {left} of "
+            f"the rollout's {steps} noise levels to choose from: the nearest that works is "
+            f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
+        )
+
+
+class FixedAnchorOptions(Options):
+    kind: Literal["base"] = option("base", "The frozen network, throughout.")
+
+    def build(self) -> Any:
+        return None
+
+
+class MovingAnchorOptions(Options):
+    kind: Literal["moving"] = option(
+        "moving", "The policy of some iterations ago, which then also draws the images."
+    )
+    every: Count = option(
+        40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
+    )
+
+    def build(self) -> Any:
+        from flowrl.objectives.base import OldPolicy
+        from flowrl.objectives.nft import renewed
+
+        return OldPolicy(decay=renewed(self.every), samples=True)
+
+
+Anchor = Annotated[FixedAnchorOptions | MovingAnchorOptions, Field(discriminator="kind")]
+IMPLICIT_BETA = (
+    "Scale of the implicit reward -implicit_beta (error - anchor's error), errors averaged over "
+    "the latent."
+)
+
+
+class ComparedOptions(ObjectiveOptions):
+    """What objectives have in common that compare the policy's errors with an anchor's."""
+
+    weighting: Literal["uniform", "elbo", "eps"] = option(
+        "uniform",
+        "Weight of a point: uniform, elbo (the one of the likelihood, (1 - t) / t) or eps (the "
+        "noise's error, (1 - t)^2).",
+    )
+    anchor: Anchor = option(
+        FixedAnchorOptions(),
+        "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
+    )
+    kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
+    noising: NoisingOptions = option(NoisingOptions(), "Where images are looked at.")
+
+
+class OldDecayOptions(Options):
+    """How slowly the old policy follows: the share of it that stays at each iteration."""
+
+    start: Whole = option(0, "Iterations before the share begins to rise.", "75 for OCR in NFT")
+    rate: NonNegative | None = option(
+        0.001, "How much it rises an iteration; null is to its limit at once.", f"0.001 in {NFT}"
+    )
+    limit: UnitInterval = option(
+        0.5, "The share at which it stays; 0 is a copy at each iteration.", f"0.5 in {NFT}"
+    )
+
+    def build(self) -> Any:
+        from flowrl.objectives.nft import old_decay
+
+        return old_decay(**self.arguments())
+
+
+class NFTOptions(ObjectiveOptions):
+    """DiffusionNFT: towards images with a high reward, away from those with a low one."""
+
+    kind: Literal["nft"] = option("nft", "Negative-aware fine-tuning.", NFT)
+    nft_mix: Positive = option(
+        1.0, "How far the policy's part of both velocities goes; smaller is bolder.", f"{NFT}"
+    )
+    pred_space: Literal["x0", "velocity"] = option(
+        "x0", "Where errors are measured.", "x0 in DiffusionNFT's code, velocity in its paper"
+    )
+    adaptive_weight: Flag = option(
+        True, "Divide each error by its mean absolute value.", "DiffusionNFT's code"
+    )
+    r_map: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = option(
+        "all", "Which advantages count, and how they become a number in [0, 1].", NFT
+    )
+    advantage: AdvantageOptions = option(
+        AdvantageOptions(scale="global"), "From rewards to advantages.", NFT
+    )
+    kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
+    noising: NoisingOptions = option(
+        NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4),
+        "Where images are looked at.",
+        "9 of the 10 steps in DiffusionNFT's settings",
+    )
+    old_decay: OldDecayOptions = option(
+        OldDecayOptions(), "How the policy that draws follows.", NFT
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.nft import NFT
+
+        return NFT(**self.arguments())
+
+
+class DPOOptions(ComparedOptions):
+    """Diffusion-DPO: the best image of a prompt against the worst, or stored pairs."""
+
+    kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
+    implicit_beta: Positive = option(
+        100.0, IMPLICIT_BETA, "100 in Flow-GRPO's online DPO, 2000 to 5000 for SD1.5"
+    )
+    sft_coef: NonNegative = option(
+        0.0, "Weight of the winner's own error, against both errors rising together."
+    )
+    noising: NoisingOptions = option(
+        NoisingOptions(times=LogitNormalTimesOptions()),
+        "Where images are looked at.",
+        "Flow-GRPO's code",
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.dpo import DPO
+
+        return DPO(**self.arguments())
+
+
+class GDROOptions(ComparedOptions):
+    """GDRO: the ranking of a group's implicit rewards learns that of its rewards."""
+
+    kind: Literal["gdro"] = option("gdro", "Group-level direct reward optimisation.", GDRO)
+    implicit_beta: Positive = option(6.0, IMPLICIT_BETA, f"6 for GenEval, 12 for OCR in {GDRO}")
+    tau: NonNegative = option(
+        0.05, "Temperature of the rewards; 0 counts their order alone.", f"{GDRO}"
+    )
+    form: Literal["suffixes", "top1"] = option(
+        "suffixes",
+        "Compare all images, then all but the best, and so on; or all images once, which does "
+        "not depend on the order of ties.",
+        "equations 7 and 6",
+    )
+    top1_coef: NonNegative = option(
+        1.0, "Weight of the best image's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.gdro import GDRO
+
+        return GDRO(**self.arguments())
+
+
+class SFTOptions(ObjectiveOptions):
+    """Fine-tuning on each prompt's best images."""
+
+    kind: Literal["sft"] = option("sft", "Fine-tuning on the best images.")
+    winners: Literal["all", "one"] = option(
+        "all",
+        "All of a prompt's images that share the highest reward, or one of them by lot "
+        "(best-of-n). A prompt whose images are all alike is left out.",
+    )
+    noising: NoisingOptions = option(
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.sft import SFT
+
+        return SFT(**self.arguments())
+
+
+class RWROptions(ObjectiveOptions):
+    """Reward-weighted regression."""
+
+    kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
+    rwr_lambda: Positive = option(0.2, "Temperature: an image's weight is exp(reward / it).")
+    normalise: Flag = option(
+        True, "Divide by the mean weight of the prompt's images: then a constant added to all "
+        "rewards changes nothing."
+    )  # fmt: skip
+    noising: NoisingOptions = option(
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.sft import RWR
+
+        return RWR(**self.arguments())
+
+
+class AWMOptions(ObjectiveOptions):
+    """AWM: flow matching weighted by advantages, with a clipped ratio."""
+
+    kind: Literal["awm"] = option("awm", "Advantage-weighted matching.", AWM)
+    likelihood: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
+        "ghuber", "How an image's error becomes a log-likelihood.", AWM
+    )
+    clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
+    advantage_max: Positive = option(1.0, "Advantages are scaled to this bound.", AWM)
+    kl_coef: NonNegative = option(1e-3, "Weight of the pull to the base model's velocity.", AWM)
+    old_kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the old policy's velocity.", f"1.0, to an average, in {AWM}"
+    )
+    old_decay: OldDecayOptions = option(
+        OldDecayOptions(rate=None, limit=0.0), "How the old policy follows."
+    )
+    noising: NoisingOptions = option(
+        NoisingOptions(
+            count=4,
+            share="image",
+            stratified=True,
+            times=ScheduleTimesOptions(fraction=0.9, skip_first=True),
+        ),
+        "Where to look.",
+        "6 strata of 14 steps in AWM",
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.awm import AWM
+
+        return AWM(**self.arguments())
+
+
+class KTOOptions(ComparedOptions):
+    """Diffusion-KTO: images that are liked or not, without pairs."""
+
+    kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
+    implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
+    like_above: Number | None = option(
+        None, "Reward above which an image is liked; null is the mean of its prompt's images."
+    )
+    dislike_weight: Positive = option(1.0, "Weight of images that are not liked, against 1.", KTO)
+    utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
+        "sigmoid", "The shape of what is gained.", KTO
+    )
+    noising: NoisingOptions = option(
+        NoisingOptions(share="image"), "Where images are looked at.", KTO
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.dpo import KTO
+
+        return KTO(**self.arguments())
+
+
+class DGPOOptions(ComparedOptions):
+    """DGPO, which is GDPO-SR: a preference between the two halves of a group."""
+
+    kind: Literal["dgpo"] = option("dgpo", "Direct group preference optimisation.", DGPO)
+    implicit_beta: Positive = option(
+        100.0,
+        IMPLICIT_BETA,
+        f"10 to 100 with the base model in {DGPO}; 2500 group sizes in GDPO-SR",
+    )
+    form: Literal["logistic", "linear"] = option(
+        "logistic", "The loss of the preference, or its first order.", "linear: GDPO-SR, 2603.16769"
+    )
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.dpo import DGPO
+
+        return DGPO(**self.arguments())
+
+
+class LAIROptions(ComparedOptions):
+    """Diffusion-LAIR: regress implicit rewards on advantages."""
+
+    kind: Literal["lair"] = option("lair", "Listwise regression of implicit rewards.", LAIR)
+    implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
+    kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
+    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.gdro import LAIR
+
+        return LAIR(**self.arguments())
+
+
+# --- Objectives that follow the gradient of a differentiable reward ----------------------------
+
+REFL = "ImageReward, arXiv 2304.05977"
+DRAFT = "DRaFT, arXiv 2309.17400"
+ALIGNPROP = "AlignProp, arXiv 2310.03739"
+SRPO = "SRPO, arXiv 2509.06942"
+FLOWBP = "FlowBP, arXiv 2606.11075"
+
+ACTIVE = "Steps of each chain that the gradient reaches, a forward each."
+BIAS = "Steps are drawn with weights (i + 1)^bias, i = 0 being the noisiest; 0 is all alike."
+GAIN = (
+    "How far the steps that are reached stand for all others: their gradient is multiplied by 1 + "
+    "this * (length of all steps / their length - 1)."
+)
+NESTED = (
+    "How much of the gradient is kept that goes through the input of the second part's first "
+    "velocity; 0 drops it, 1 keeps it whole."
+)
+FLOOR = (
+    "An image's loss is divided by the sum of its two leaps' mean absolute distances from the "
+    "states of the rollout; none counts as smaller than this."
+)
+
+
+class RewardBackpropOptions(ObjectiveOptions):
+    """What objectives have in common that follow the reward's gradient."""
+
+    states: ClassVar[str] = "path"
+    hinge: Number | None = option(
+        None,
+        "Reward beyond which an image is good enough and has no gradient: the loss is relu(hinge "
+        "- reward); null is minus the reward. In units of the weighted reward.",
+        "2.0 for ImageReward in ReFL, 0.55 for HPSv2.1 in FlowBP, 0.7 in SRPO",
+    )
+    kl_coef: NonNegative = option(
+        0.0, "Weight of the pull to the base model's velocity, against images that cheat."
+    )
+
+
+class ReFLOptions(RewardBackpropOptions):
+    """ReFL: the reward of what one late step predicts."""
+
+    kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
+    window: Share = option(
+        0.25,
+        "Share of the steps, the last ones, of which one is drawn for each image.",
+        f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.refl import ReFL
+
+        return ReFL(**self.arguments())
+
+
+class DRaFTOptions(RewardBackpropOptions):
+    """DRaFT-K: back-propagation through the last steps."""
+
+    kind: Literal["draft"] = option("draft", "Direct reward fine-tuning.", DRAFT)
+    steps: Count = option(
+        1,
+        "The last steps that the gradient goes back through, one after the other; as many as the "
+        "rollout has is full back-propagation.",
+        f"1 to 10 in {DRAFT}",
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.draft import DRaFT
+
+        return DRaFT(**self.arguments())
+
+
+class DRaFTLVOptions(RewardBackpropOptions):
+    """DRaFT-LV: the last step, from several noises."""
+
+    kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
+    copies: Count = option(2, "Noises for each image, a forward and a reward each.", DRAFT)
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.refl import DRaFTLV
+
+        return DRaFTLV(**self.arguments())
+
+
+class UniformTruncationOptions(Options):
+    kind: Literal["uniform"] = option("uniform", "Any number of steps alike.")
+
+    def build(self) -> Any:
+        from flowrl.objectives.reward_backprop.draft import uniform_truncation
+
+        return uniform_truncation
+
+
+class GaussianTruncationOptions(Options):
+    kind: Literal["gaussian"] = option("gaussian", "A normal number, rounded.")
+    mean: Share = option(0.16, "Share of the steps.", "8 of 50 in AlignProp's code")
+    std: Positive = option(0.1, "The same.", "5 of 50 in AlignProp's code")
+
+    def build(self) -> Any:
+        from flowrl.objectives.reward_backprop.draft import gaussian_truncation
+
+        return functools.partial(gaussian_truncation, **self.arguments())
+
+
+Truncation = Annotated[
+    UniformTruncationOptions | GaussianTruncationOptions, Field(discriminator="kind")
+]
+
+
+class AlignPropOptions(RewardBackpropOptions):
+    """AlignProp: back-propagation through a random number of last steps."""
+
+    kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
+    truncation: Truncation = option(
+        GaussianTruncationOptions(),
+        "How many last steps the gradient goes back through, drawn for each image; kind: "
+        "uniform, gaussian.",
+        ALIGNPROP,
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.draft import AlignProp
+
+        return AlignProp(**self.arguments())
+
+
+class SRPOOptions(RewardBackpropOptions):
+    """SRPO: one step with known noise, and a reward relative to other words."""
+
+    kind: Literal["srpo"] = option("srpo", "Semantic relative preference optimisation.", SRPO)
+    positive_words: str = option(
+        "",
+        "Put before the prompt for the better of two rewards, such as Realistic photo. Give both "
+        "or neither: without words the reward itself is raised, which invites cheating. Only for "
+        "rewards that read prompts, and each likes other words.",
+        SRPO,
+    )
+    negative_words: str = option("", "Put before the prompt for the worse, such as CG render.")
+    denoise_k: tuple[NonNegative, NonNegative] = option(
+        (0.1, 0.25),
+        "Extra weight of the first reward at the step towards the image: near noise, near the "
+        "image.",
+        "SRPO's code",
+    )
+    inversion_k: tuple[NonNegative, NonNegative] = option(
+        (0.3, 0.01), "The same at the step towards noise.", "SRPO's code"
+    )
+    gap: Share = option(0.1, "How far a step goes, in sigma.", "about 0.1 in SRPO's code")
+    lowest: Share = option(0.1, "Least of the step's noisier sigmas; at least gap.")
+    highest: Share = option(
+        0.99, "Largest of them; towards 1 the error of the step to noise grows without bound."
+    )
+    inversion: Flag = option(
+        True, "Also learn from the step towards noise, with the roles of the words exchanged.", SRPO
+    )
+    noise: Literal["initial", "fresh"] = option(
+        "initial", "The noise that the image was drawn from, or another.", "SRPO's code"
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.srpo import SRPO
+
+        return SRPO(**self.arguments())
+
+
+class LeapAlignOptions(RewardBackpropOptions):
+    """LeapAlign: two leaps between states of the chain."""
+
+    kind: Literal["leap_align"] = option("leap_align", "Two-leap alignment.", FLOWBP)
+    nested_coef: UnitInterval = option(0.3, NESTED, f"LeapAlign's in {FLOWBP}")
+    distance_floor: Positive = option(0.1, FLOOR, f"LeapAlign's in {FLOWBP}")
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.leap_align import LeapAlign
+
+        return LeapAlign(**self.arguments())
+
+
+class FlowBPSparseOptions(RewardBackpropOptions):
+    """FlowBP-Sparse: a few steps, each on its own."""
+
+    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "Sparse Euler surrogate.", FLOWBP)
+    steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
+    spacing: Literal["late", "even"] = option(
+        "late",
+        "Drawn by bias, or in even strides from a random start; even and gain_coef 0 is DRTune "
+        "without its early stop.",
+        FLOWBP,
+    )
+    bias: NonNegative = option(1.0, BIAS, FLOWBP)
+    gain_coef: UnitInterval = option(0.5, GAIN, FLOWBP)
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.flowbp import FlowBPSparse
+
+        return FlowBPSparse(**self.arguments())
+
+
+class FlowBPBridgeOptions(RewardBackpropOptions):
+    """FlowBP-Bridge: a few steps on both sides of a state that connects them."""
+
+    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "Bridged surrogate.", FLOWBP)
+    steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
+    bias: NonNegative = option(4.0, BIAS, FLOWBP)
+    gain_coef: UnitInterval = option(0.0, GAIN, f"0 in the code of {FLOWBP}")
+    nested_coef: UnitInterval = option(0.5, NESTED, FLOWBP)
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.flowbp import FlowBPBridge
+
+        return FlowBPBridge(**self.arguments())
+
+
+class FlowBPLagrangeOptions(RewardBackpropOptions):
+    """FlowBP-Lagrange: two leaps of higher order."""
+
+    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Lagrange surrogate.", FLOWBP)
+    supports: Annotated[Count, Field(le=6)] = option(
+        3,
+        "Velocities of the chain, at most, that a leap is integrated from; with fewer than about "
+        "10 steps take 1.",
+        FLOWBP,
+    )
+    active: Count = option(2, "How many of them, from the leap's start, get a gradient.", FLOWBP)
+    support_coef: UnitInterval = option(
+        0.25, "How much of the gradient those after the first keep.", FLOWBP
+    )
+    nested_coef: UnitInterval = option(0.1, NESTED, FLOWBP)
+    distance_floor: Positive = option(0.2, FLOOR, FLOWBP)
+    concentration: tuple[Positive, Positive, Positive] = option(
+        (2.0, 6.0, 2.5),
+        "Of the Dirichlet law that cuts a chain into the steps before, between and after the two "
+        "states that leaps begin at.",
+        "SD3.5's settings in the code of FlowBP",
+    )
+    latest: Share = option(
+        0.4, "Largest share of the steps that the last leap spans.", "10 of 25 in FlowBP's code"
+    )
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.reward_backprop.leap_align import FlowBPLagrange
+
+        return FlowBPLagrange(**self.arguments())
+
+
 # --- The objectives by their kind, and how one of your own is named ----------------------------
 
 
-class CustomObjectiveOptions(Options):
+class CustomObjectiveOptions(ObjectiveOptions):
     """An objective of your own."""
 
     states: ClassVar[str] = "any"
@@ -769,6 +943,23 @@ class CustomObjectiveOptions(Options):
         ..., "What makes it, as module:attribute: called with `args`, it returns an objective."
     )
     args: dict[str, Any] = option({}, "Arguments of that call, by name.")
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.objectives.base import check_objective
+        from flowrl.utils.imports import load_callable
+
+        try:
+            make = load_callable(self.target)
+        except LookupError as error:
+            raise UserError(f"objective.target cannot be loaded: {error.args[0]}") from error
+        try:
+            objective = make(**self.args)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"objective.target {self.target} does not accept {self.args}: {error}"
+            ) from error
+        check_objective(objective, self.target)
+        return objective
 
 
 def _grpo_unless_named(value: Any) -> Any:

@@ -70,7 +70,8 @@ class AuditOptions(Options):
         50, "Iterations between audits, the first before the first rollout; 0 is never."
     )
     prompts: Count = option(
-        2, "Prompts of the iteration whose candidates are all drawn exactly, of rollout.prompts."
+        2,
+        "Prompts whose candidates are all sampled exactly too, of rollout.prompts_per_iteration.",
     )
     min_rho: Annotated[Number, Field(ge=-1, le=1)] = option(
         0.8,
@@ -92,7 +93,7 @@ class ExploreOptions(Options):
     candidates: Count = option(
         96, "Trees of each prompt that are drawn cheaply; those of rollout.tree are kept.", SOL_RL
     )
-    steps: Count | None = option(
+    num_inference_steps: Count | None = option(
         6,
         "Denoising steps of a candidate, without noise, on a schedule of their own; null grows "
         "rollout.tree itself, with its noise: take it where rollout.tree has any, which candidates "
@@ -143,7 +144,9 @@ FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 class RolloutOptions(Options):
     """How images to learn from are drawn."""
 
-    prompts: Count = option(8, "Prompts, hence groups, in one iteration.", "published: 16 to 48")
+    prompts_per_iteration: Count = option(
+        8, "Prompts, hence groups, in one iteration.", "published: 16 to 48"
+    )
     group_size: Count = option(
         12,
         "Images of one prompt, the leaves of its trees, which are compared with each other.",
@@ -157,19 +160,21 @@ class RolloutOptions(Options):
     depth_pruning: DepthPruning | None = option(
         None, "Steps that are drawn but not learned from, moving as training goes; null is none."
     )
-    steps: Count = option(8, "Denoising steps of a rollout.", "published: 10 for SD3.5")
-    guidance: NonNegative = option(
+    num_inference_steps: Count = option(
+        8, "Denoising steps of a rollout.", "published: 10 for SD3.5"
+    )
+    guidance_scale: NonNegative = option(
         1.0,
         "Classifier-free guidance in rollouts and training; 1 is none, and half the work.",
         "4.5 in Flow-GRPO's base recipe; none in its fast recipe, which its authors now advise",
     )
-    training_guidance: NonNegative | None = option(
+    training_guidance_scale: NonNegative | None = option(
         None,
         "Guidance in training, where it differs from that of rollouts; null is the same. "
         "Objectives on denoising steps need the same.",
         "1 in DGPO and in Flow-GRPO's online DPO, whose rollouts are guided",
     )
-    negative: str = option(
+    negative_prompt: str = option(
         "", "Negative prompt of the prompts that bring none; used if guidance > 1."
     )
     kernel: Literal["flow_sde", "dance_sde", "cps", "renoise"] = option(
@@ -206,25 +211,35 @@ class RolloutOptions(Options):
         None, "Groups to learn from that were drawn before; null draws those of each iteration."
     )
 
+    @property
+    def reads_store(self) -> bool:
+        """Whether training reads an offline data set."""
+        return self.store is not None and self.store.path is not None
+
+    @property
+    def samples(self) -> bool:
+        """Whether training samples images, be it to renew an offline data set."""
+        return not self.reads_store or (self.store or StoreOptions()).refresh_every is not None
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """What one iteration does. Raises PlanError for what cannot work."""
         whole, pruned = self.whole(iteration, seed), self.depth_pruning
         if pruned is None:
             return whole
-        return whole.without_training(pruned.steps(iteration, self.steps))
+        return whole.without_training(pruned.steps(iteration, self.num_inference_steps))
 
     def candidates(self, iteration: int, seed: int) -> TreePlan:
         """What each candidate of an iteration is grown by; needs `explore`."""
         e = self.explore
         assert e is not None
-        if e.steps is not None:
-            return presets.ode(e.steps, e.candidates)
+        if e.num_inference_steps is not None:
+            return presets.ode(e.num_inference_steps, e.candidates)
         return replace(self.plan(iteration, seed), roots=e.candidates)
 
     def whole(self, iteration: int, seed: int) -> TreePlan:
         """The same before pruning."""
         return self.tree.plan(
-            iteration=iteration, steps=self.steps, leaves=self.group_size, seed=seed
+            iteration=iteration, steps=self.num_inference_steps, leaves=self.group_size, seed=seed
         )
 
 

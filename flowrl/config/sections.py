@@ -122,15 +122,17 @@ class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
-    images: Count = option(
+    num_images: Count = option(
         120, "Images drawn and scored at each evaluation; short lists of prompts are repeated."
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are drawn equally often."
     )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
-    steps: Count = option(8, "Denoising steps, without noise.", "published: 40 for SD3.5")
-    guidance: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
+    num_inference_steps: Count = option(
+        8, "Denoising steps, without noise.", "published: 40 for SD3.5"
+    )
+    guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
     batch_size: Count = option(60, "Most images that go through the network at once.")
     quality: Text | None = option(
@@ -170,7 +172,9 @@ class RunOptions(Options):
         None, "Stop cleanly after this many minutes of training; null is no limit."
     )
     checkpoint_every: Count = option(50, "Iterations between checkpoints; the end always saves.")
-    keep: Count = option(2, "How many of the newest checkpoints to keep, besides the best.")
+    keep_checkpoints: Count = option(
+        2, "How many of the newest checkpoints to keep, besides the best."
+    )
     sample_every: Whole = option(25, "Iterations between sample images; 0 is never.")
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = option(
         ["tensorboard"], "Where metrics go besides metrics.jsonl, which is always written."
@@ -190,44 +194,6 @@ class RunOptions(Options):
         "Stop cleanly when the trained reward rises while a held-out one falls; the best "
         "checkpoint is then the one that the held-out reward rates highest. null is never.",
     )
-
-
-def check_retained(
-    prompts: PromptOptions, trees: int, *, store: bool, explored: bool = False
-) -> None:
-    """Some trees are left to be asked for in other words, and these words are known afterwards.
-
-    trees: of a prompt, the fewest. store: images are written to a store, or read from one.
-    explored: trees are chosen among candidates by their scores.
-    """
-    if prompts.retained is not None and explored:
-        raise ValueError(
-            f"prompts.retained is {prompts.retained}, but rollout.explore chooses a prompt's trees "
-            "by their scores, and would choose words with them: set one of the two to null"
-        )
-    if prompts.retained is not None and store:
-        raise ValueError(
-            f"prompts.retained is {prompts.retained}, but a store keeps an image without the "
-            "words it was asked for in, so that all must keep the prompt's own: set it to null"
-        )
-    if prompts.retained is not None and prompts.retained >= trees:
-        raise ValueError(
-            f"prompts.retained is {prompts.retained}, but rollout.tree has {trees} trees for a "
-            "prompt, so that none is left for its paraphrases: the nearest valid value is "
-            f"{trees - 1}, or null for no paraphrases"
-        )
-
-
-def check_stopping(run: RunOptions, evaluation: EvaluationOptions) -> None:
-    """The rule has evaluations during training to go by."""
-    if run.stop_when_hacking is not None and not evaluation.every:
-        raise ValueError(
-            "run.stop_when_hacking compares evaluations during training, but evaluation.every is "
-            "0: set it to a number of iterations, for example 10, or run.stop_when_hacking to null"
-        )
-
-
-# --- The options that trade time for memory ----------------------------------------------------
 
 
 class MemoryOptions(Options):

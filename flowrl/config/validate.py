@@ -1,31 +1,64 @@
-"""The rules between options of different sections. All raise ValueError with what to do."""
+"""The rules between options of different sections. Each raises ValueError with what to do."""
 
 from collections.abc import Mapping
 
 from flowrl.config.objectives import (
     ComparedOptions,
     GRPOOptions,
-    NoisingOptions,
     Objective,
     SPOOptions,
     check_credit,
-    check_draws,
+    check_noising,
     check_spo,
 )
-from flowrl.config.rollout import OptimOptions, RolloutOptions, StoreOptions
-from flowrl.config.sections import MemoryOptions, PipelineOptions
+from flowrl.config.rollout import OptimOptions, RolloutOptions
+from flowrl.config.sections import (
+    EvaluationOptions,
+    MemoryOptions,
+    PipelineOptions,
+    PromptOptions,
+    RunOptions,
+)
 from flowrl.trees.plan import TreePlan, count
 
+Plans = Mapping[TreePlan, int]  # each with the first iteration that samples it
 
-def check_plans(
-    plans: Mapping[TreePlan, int], rollout: RolloutOptions, objective: Objective, seed: int
-) -> None:
-    """Every tree that will be drawn suits the objective and the kernel.
 
-    plans: each with the first iteration that draws it.
-    """
-    if rollout.store is None or rollout.store.path is None:
-        check_plans_for(objective.states, plans, rollout, seed)
+def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
+    """Check the noise that the kernel takes, and that updates take whole groups of at least two."""
+    if rollout.num_inference_steps < 2:
+        raise ValueError(
+            "rollout.num_inference_steps is 1, expected at least 2: the last step has no noise"
+        )
+    if rollout.kernel == "cps" and rollout.noise_level > 1:
+        raise ValueError(
+            f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
+            "replaces all noise: the nearest valid value is 1"
+        )
+    if rollout.kernel == "renoise" and rollout.noise_level != 1:
+        raise ValueError(
+            f"rollout.noise_level is {rollout.noise_level}, but renoise always replaces all "
+            "noise: the nearest valid value is 1"
+        )
+    if rollout.group_size < 2:
+        raise ValueError(
+            "rollout.group_size is 1, but an image is compared with the others of its prompt: "
+            "the nearest valid value is 2"
+        )
+    prompts, updates = rollout.prompts_per_iteration, optim.updates_per_rollout
+    if prompts % updates:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        raise ValueError(
+            f"optim.updates_per_rollout is {updates}, but an update takes whole groups and "
+            f"rollout.prompts_per_iteration is {prompts}: the nearest valid value is "
+            f"{min(divisors, key=lambda d: (abs(d - updates), d))}"
+        )
+
+
+def check_plans(plans: Plans, rollout: RolloutOptions, objective: Objective, seed: int) -> None:
+    """Check that every tree of the run suits the objective and the kernel."""
+    if not rollout.reads_store:
+        check_states(objective.states, plans, rollout, seed)
     for plan in plans:
         _check_gains(rollout, [move.gain for move in plan.moves if move.noise])
         if isinstance(objective, GRPOOptions):
@@ -34,36 +67,69 @@ def check_plans(
             check_spo(plan)
 
 
-def check_plans_for(
-    states: str, plans: Mapping[TreePlan, int], rollout: RolloutOptions, seed: int
-) -> None:
-    """The trees hold the states that are learned from; anything goes for clean images."""
+def check_states(states: str, plans: Plans, rollout: RolloutOptions, seed: int) -> None:
+    """Check that the trees hold what the objective learns from; clean images are in all of them."""
     if states == "transitions":
-        _check_steps(plans, rollout, seed)
-    if states == "path":
-        _check_chains(plans)
-    if states in ("transitions", "path"):
-        _check_guidance(rollout)
-
-
-def _check_chains(plans: Mapping[TreePlan, int]) -> None:
-    for plan in plans:
-        if plan.fans or any(move.noise or move.branch > 1 for move in plan.moves):
+        for plan, iteration in plans.items():
+            whole = rollout.whole(iteration, seed)
+            if not count(whole).trained_edges:
+                raise ValueError(
+                    f"in iteration {iteration} rollout.tree trains no step: give it at least one "
+                    "with noise and training"
+                )
+            if not count(plan).trained_edges:
+                raise ValueError(
+                    f"in iteration {iteration} rollout.depth_pruning leaves no step to learn from: "
+                    "make it smaller, or null"
+                )
+        if rollout.depth_pruning and all(
+            plan == rollout.whole(iteration, seed) for plan, iteration in plans.items()
+        ):
             raise ValueError(
-                "this objective goes back along chains without noise, but rollout.tree has noise "
-                "or branches: set rollout.tree to {kind: ode}"
+                "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
+                "move its start there, or set it to null"
             )
+    if states == "path":
+        for plan in plans:
+            if plan.fans or any(move.noise or move.branch > 1 for move in plan.moves):
+                raise ValueError(
+                    "this objective goes back along chains without noise, but rollout.tree has "
+                    "noise or branches: set rollout.tree to {kind: ode}"
+                )
+    training, sampling = rollout.training_guidance_scale, rollout.guidance_scale
+    if states in ("transitions", "path") and training not in (None, sampling):
+        raise ValueError(
+            f"rollout.training_guidance_scale is {training:g} and rollout.guidance_scale "
+            f"{sampling:g}, but this objective learns from the rollout's own steps, which need the "
+            "same: set training_guidance_scale to null"
+        )
 
 
-def check_explore(plans: Mapping[TreePlan, int], rollout: RolloutOptions) -> None:
-    """There are candidates to choose among, each with a noise of its own."""
+def _check_gains(rollout: RolloutOptions, gains: list[float]) -> None:
+    """Check that the kernel can take the noise as the tree multiplies it."""
+    gain = max(gains, default=1.0)
+    if rollout.kernel == "cps" and gain * rollout.noise_level > 1:
+        raise ValueError(
+            f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
+            f"{rollout.noise_level:g}, but cps takes at most 1 in all: the nearest noise_level "
+            f"that works is {1 / gain:g}"
+        )
+    if rollout.kernel == "renoise" and set(gains) - {1.0}:
+        raise ValueError(
+            f"rollout.tree multiplies the noise by up to {gain:g}, but renoise always replaces all "
+            "of it: the nearest rollout.tree.gain_growth that works is 0"
+        )
+
+
+def check_explore(plans: Plans, rollout: RolloutOptions) -> None:
+    """Check that there are candidates to choose among, each with a noise of its own."""
     explore = rollout.explore
     if explore is None:
         return
-    if rollout.store is not None and rollout.store.path is not None:
+    if rollout.reads_store:
         raise ValueError(
-            "rollout.explore draws candidates, but rollout.store.path names groups that were drawn "
-            "before: set one of them to null"
+            "rollout.explore samples candidates, but rollout.store.path names groups that were "
+            "sampled before: set one of them to null"
         )
     most = max(plan.roots for plan in plans)
     if explore.candidates < most:
@@ -71,16 +137,17 @@ def check_explore(plans: Mapping[TreePlan, int], rollout: RolloutOptions) -> Non
             f"rollout.explore.candidates is {explore.candidates}, fewer than the {most} trees of a "
             f"prompt that are kept: the nearest valid value is {most}"
         )
-    if explore.steps is not None and not 2 <= explore.steps <= rollout.steps:
-        near = min(max(explore.steps, 2), rollout.steps)
+    steps, whole = explore.num_inference_steps, rollout.num_inference_steps
+    if steps is not None and not 2 <= steps <= whole:
         raise ValueError(
-            f"rollout.explore.steps is {explore.steps}, expected 2 to the {rollout.steps} of "
-            f"rollout.steps: the nearest valid value is {near}"
+            f"rollout.explore.num_inference_steps is {steps}, expected 2 to the {whole} of "
+            f"rollout.num_inference_steps: the nearest valid value is {min(max(steps, 2), whole)}"
         )
-    if explore.audit.every and explore.audit.prompts > rollout.prompts:
+    prompts = rollout.prompts_per_iteration
+    if explore.audit.every and explore.audit.prompts > prompts:
         raise ValueError(
-            f"rollout.explore.audit.prompts is {explore.audit.prompts}, more than the "
-            f"{rollout.prompts} of rollout.prompts: the nearest valid value is {rollout.prompts}"
+            f"rollout.explore.audit.prompts is {explore.audit.prompts}, more than the {prompts} of "
+            f"rollout.prompts_per_iteration: the nearest valid value is {prompts}"
         )
     if any(plan.same_noise or plan.roots == 1 for plan in plans):
         raise ValueError(
@@ -91,7 +158,7 @@ def check_explore(plans: Mapping[TreePlan, int], rollout: RolloutOptions) -> Non
 
 
 def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
-    """Rollouts can be drawn in the precision of training, and its options have a meaning."""
+    """Check that rollouts can be sampled in the precision of training."""
     if pipeline.precision is None:
         for name in ("keep_layers", "min_dim"):
             if getattr(pipeline, name) is not None:
@@ -99,8 +166,7 @@ def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
                     f"pipeline.{name} names layers for pipeline.precision, which is null: set "
                     f"precision, or {name} to null"
                 )
-        return
-    if rollout.merge_lora is True:
+    elif rollout.merge_lora is True:
         raise ValueError(
             f"rollout.merge_lora is true, but with pipeline.precision {pipeline.precision} the "
             "adapter stays beside the packed weights in training, and rollouts that fold it in "
@@ -111,7 +177,7 @@ def check_precision(pipeline: PipelineOptions, rollout: RolloutOptions) -> None:
 def check_base_bits(
     memory: MemoryOptions, pipeline: PipelineOptions, rollout: RolloutOptions
 ) -> None:
-    """Nothing else wants the frozen weights that are kept in few bits."""
+    """Check that nothing else needs the exact frozen weights where they are kept in few bits."""
     if memory.base_bits is None:
         return
     if memory.base_bits == 4 and memory.base_library == "torchao":
@@ -135,132 +201,73 @@ def check_base_bits(
 
 
 def check_objective(objective: Objective, rollout: RolloutOptions) -> None:
-    """The objective's own options agree, and with those of the rollout."""
+    """Check that the objective's options agree with each other and with those of the rollout."""
     if isinstance(objective, GRPOOptions):
-        _check_clip(objective)
-        _check_kl(objective, rollout)
-    stored = rollout.store is not None and rollout.store.path is not None
-    if isinstance(draws := getattr(objective, "draws", None), NoisingOptions) and not stored:
-        check_draws(draws, rollout.steps)
-    if rollout.store is not None:
-        _check_store(objective, rollout.store)
-
-
-def _check_store(objective: Objective, store: StoreOptions) -> None:
-    """Kept reference errors serve the objective."""
-    if store.cache_draws is None:
+        _check_grpo(objective, rollout)
+    noising, store = getattr(objective, "noising", None), rollout.store
+    if noising is not None and not rollout.reads_store:
+        check_noising(noising, rollout.num_inference_steps)
+    if store is None or store.cache_draws is None:
         return
-    alone = isinstance(objective, ComparedOptions)
-    if not alone or objective.anchor.kind != "base" or objective.kl_coef > 0:
+    compared = isinstance(objective, ComparedOptions)
+    if not compared or objective.anchor.kind != "base" or objective.kl_coef > 0:
         raise ValueError(
             "rollout.store.cache_draws keeps errors of the base model, which serve dpo, gdro, "
             "lair, dgpo and kto with anchor base and kl_coef 0, not this objective "
             f"({objective.kind}): set it to null"
         )
-    if store.cache_draws < objective.draws.count:
+    count = objective.noising.count
+    if store.cache_draws < count:
         raise ValueError(
-            f"rollout.store.cache_draws is {store.cache_draws}, fewer than the "
-            f"{objective.draws.count} of objective.draws.count that each look takes: the nearest "
-            f"that works is {objective.draws.count}"
+            f"rollout.store.cache_draws is {store.cache_draws}, fewer than the {count} of "
+            f"objective.noising.count that each image takes: the nearest that works is {count}"
         )
 
 
-def _check_steps(plans: Mapping[TreePlan, int], rollout: RolloutOptions, seed: int) -> None:
-    """Every iteration has a step to learn from, drawn with the guidance of training."""
-    for plan, iteration in plans.items():
-        _check_plan(plan, iteration, rollout, seed)
-    if rollout.depth_pruning and all(
-        plan == rollout.whole(iteration, seed) for plan, iteration in plans.items()
-    ):
-        raise ValueError(
-            "rollout.depth_pruning covers no step that rollout.tree trains in any iteration: "
-            "move its start there, or set it to null"
-        )
-
-
-def _check_guidance(rollout: RolloutOptions) -> None:
-    if rollout.training_guidance not in (None, rollout.guidance):
-        raise ValueError(
-            f"rollout.training_guidance is {rollout.training_guidance:g} and rollout.guidance "
-            f"{rollout.guidance:g}, but this objective learns from the rollout's own steps, which "
-            "need the same: set training_guidance to null"
-        )
-
-
-def _check_plan(plan: TreePlan, iteration: int, rollout: RolloutOptions, seed: int) -> None:
-    if not count(plan).trained_edges:
-        reason = (
-            "rollout.depth_pruning leaves no step to learn from: make it smaller, or null"
-            if rollout.depth_pruning and count(rollout.whole(iteration, seed)).trained_edges
-            else "rollout.tree trains no step: give it at least one with noise and training"
-        )
-        raise ValueError(f"in iteration {iteration} {reason}")
-
-
-def _check_gains(rollout: RolloutOptions, gains: list[float]) -> None:
-    """What a tree multiplies the noise by stays within what the kernel can take."""
-    gain = max(gains, default=1.0)
-    if rollout.kernel == "cps" and gain * rollout.noise_level > 1:
-        raise ValueError(
-            f"rollout.tree raises the noise {gain:g} times above rollout.noise_level "
-            f"{rollout.noise_level:g}, but cps takes at most 1 in all: the nearest noise_level "
-            f"that works is {1 / gain:g}"
-        )
-    if rollout.kernel == "renoise" and set(gains) - {1.0}:
-        raise ValueError(
-            f"rollout.tree multiplies the noise by up to {gain:g}, but renoise always replaces all "
-            "of it: the nearest rollout.tree.gain_growth that works is 0"
-        )
-
-
-def check_noise(rollout: RolloutOptions) -> None:
-    if rollout.steps < 2:
-        raise ValueError("rollout.steps is 1, expected at least 2: the last step has no noise")
-    if rollout.kernel == "cps" and rollout.noise_level > 1:
-        raise ValueError(
-            f"rollout.noise_level is {rollout.noise_level}, but cps takes at most 1, which "
-            "replaces all noise: the nearest valid value is 1"
-        )
-    if rollout.kernel == "renoise" and rollout.noise_level != 1:
-        raise ValueError(
-            f"rollout.noise_level is {rollout.noise_level}, but renoise always replaces all "
-            "noise: the nearest valid value is 1"
-        )
-
-
-def check_groups(rollout: RolloutOptions, optim: OptimOptions) -> None:
-    """Updates take whole groups of at least two."""
-    if rollout.group_size < 2:
-        raise ValueError(
-            "rollout.group_size is 1, but an image is judged against the others of its prompt: "
-            "the nearest valid value is 2"
-        )
-    updates = optim.updates_per_rollout
-    if rollout.prompts % updates:
-        raise ValueError(
-            f"optim.updates_per_rollout is {updates}, but an update takes whole groups and "
-            f"rollout.prompts is {rollout.prompts}: the nearest valid value is "
-            f"{_nearest_divisor(rollout.prompts, updates)}"
-        )
-
-
-def _nearest_divisor(total: int, wanted: int) -> int:
-    divisors = [d for d in range(1, total + 1) if total % d == 0]
-    return min(divisors, key=lambda d: (abs(d - wanted), d))
-
-
-def _check_clip(objective: GRPOOptions) -> None:
+def _check_grpo(objective: GRPOOptions, rollout: RolloutOptions) -> None:
     if (objective.clip_nats is None) == (objective.clip_eps is None):
         state = "neither is" if objective.clip_nats is None else "both are"
         raise ValueError(
             f"objective.clip_nats and objective.clip_eps: {state} set, expected one; to use "
             "clip_eps, write objective.clip_nats=null beside it"
         )
-
-
-def _check_kl(objective: GRPOOptions, rollout: RolloutOptions) -> None:
     if objective.kl_form == "latent_no_dt" and rollout.kernel in ("cps", "renoise"):
         raise ValueError(
             "objective.kl_form is latent_no_dt, which leaves out the step length of an SDE, and "
             f"rollout.kernel {rollout.kernel} has none: use latent_dt, the published form for cps"
+        )
+
+
+def check_retained(prompts: PromptOptions, rollout: RolloutOptions, trees: int) -> None:
+    """Check that a tree is left for a prompt's paraphrases, and that its wording stays known.
+
+    trees: the fewest of a prompt.
+    """
+    retained = prompts.retained
+    if retained is None:
+        return
+    if rollout.explore is not None:
+        raise ValueError(
+            f"prompts.retained is {retained}, but rollout.explore chooses a prompt's trees by "
+            "their scores, and would choose words with them: set one of the two to null"
+        )
+    if rollout.reads_store:
+        raise ValueError(
+            f"prompts.retained is {retained}, but a store keeps an image without the words it was "
+            "asked for in, so that all must keep the prompt's own: set it to null"
+        )
+    if retained >= trees:
+        raise ValueError(
+            f"prompts.retained is {retained}, but rollout.tree has {trees} trees for a prompt, so "
+            "that none is left for its paraphrases: the nearest valid value is "
+            f"{trees - 1}, or null for no paraphrases"
+        )
+
+
+def check_stopping(run: RunOptions, evaluation: EvaluationOptions) -> None:
+    """Check that there are evaluations during training for `run.stop_when_hacking`."""
+    if run.stop_when_hacking is not None and not evaluation.every:
+        raise ValueError(
+            "run.stop_when_hacking compares evaluations during training, but evaluation.every is "
+            "0: set it to a number of iterations, for example 10, or run.stop_when_hacking to null"
         )

@@ -17,7 +17,7 @@ from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_c
 from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
-from flowrl.sampling.two_stage import Select
+from flowrl.sampling.two_stage import SelectRule
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
@@ -69,7 +69,7 @@ OBJECTIVES = {  # names of those that are not told by their tree
 }
 
 
-CHOSEN: dict[Select, str] = {  # how candidates are, but for Sol-RL's best and worst
+CHOSEN: dict[SelectRule, str] = {  # how candidates are, but for Sol-RL's best and worst
     "mean_deviation": "those furthest from the mean",
     "extremes_random": "the best, the worst and others at random",
     "random": "chosen at random",
@@ -134,7 +134,7 @@ def precisions(config: Config, folder: Path, done: int) -> str:
 def _of_candidates(config: Config, folder: Path, done: int) -> str:
     explore = config.rollout.explore
     assert explore is not None
-    steps = explore.steps or config.rollout.steps
+    steps = explore.num_inference_steps or config.rollout.num_inference_steps
     events = [event for event in AuditLog(folder).before(done) if event.steps == steps]
     parts, now = [f"{steps} steps"], ""
     for event in events:
@@ -206,12 +206,12 @@ def call_settings(config: Config) -> dict[str, int | float | str]:
     """The arguments of the pipeline's call that draw as the run's evaluation does."""
     p, e = config.pipeline, config.evaluation
     call: dict[str, int | float | str] = {
-        "num_inference_steps": e.steps,
-        "guidance_scale": e.guidance,
+        "num_inference_steps": e.num_inference_steps,
+        "guidance_scale": e.guidance_scale,
         "max_sequence_length": p.max_sequence_length,
     }
-    if e.guidance > 1 and config.rollout.negative:
-        call["negative_prompt"] = config.rollout.negative
+    if e.guidance_scale > 1 and config.rollout.negative_prompt:
+        call["negative_prompt"] = config.rollout.negative_prompt
     return call | {k: v for k, v in (("height", p.height), ("width", p.width)) if v is not None}
 
 

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowrl.config.load import with_new_names
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.utils.files import atomic_path, write_text
@@ -77,6 +78,7 @@ class DatasetMetadata:
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("format") != FORMAT:
                 raise ValueError(f"its format is not {FORMAT}")
+            (found["recipe"],) = with_new_names([found["recipe"]], warn=False)
             return DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

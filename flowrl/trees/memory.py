@@ -46,9 +46,9 @@ def check_memory(
     c = count(plan).times(prompts)
     fitting = free // rollout_bytes(plan, 1, latent, itemsize)
     remedy = (
-        f"the nearest rollout.prompts that fits is {fitting} a process"
+        f"the nearest rollout.prompts_per_iteration that fits is {fitting} a process"
         if fitting
-        else "not even one prompt fits: lower rollout.group_size or rollout.steps, or use a "
+        else "not even one prompt fits: lower rollout.group_size or rollout.num_inference_steps, or use a "
         "rollout.tree with fewer trained steps"
     )
     raise UserError(

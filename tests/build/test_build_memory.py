@@ -27,7 +27,12 @@ from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
 CPU = torch.device("cpu")
-EVALUATION = {"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2}
+EVALUATION = {
+    "prompts": "tiny:geneval:test",
+    "num_images": 2,
+    "num_inference_steps": 2,
+    "batch_size": 2,
+}
 
 
 def same(a, b):
@@ -50,7 +55,12 @@ def run(tiny_config, prompts, tmp_path_factory):
         config = tiny_config(
             memory=memory,
             prompts=prompts,
-            rollout={"prompts": 3, "group_size": 2, "steps": 2, "guidance": guidance},
+            rollout={
+                "prompts_per_iteration": 3,
+                "group_size": 2,
+                "num_inference_steps": 2,
+                "guidance_scale": guidance,
+            },
             evaluation=EVALUATION,
             run={"iterations": 1, "output_dir": str(folder)},
         )
@@ -108,7 +118,7 @@ def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config,
 
 def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
     many = [PromptRecord(uid=str(i), text=str(i)) for i in range(50)]
-    config = tiny_config(rollout={"prompts": 3}, run={"iterations": 4})
+    config = tiny_config(rollout={"prompts_per_iteration": 3}, run={"iterations": 4})
     sampler = PromptSampler(many, 3, config.run.seed)
     taken = {p.uid for i in range(4) for p in sampler.at(i)}
     assert {p.uid for _, p in needed_texts(config, many, [])} == taken and len(taken) == 12
@@ -122,11 +132,11 @@ def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
         return {(g, p.read) for g, p in needed_texts(config, [prompt], [held])}
 
     plain = {(2.0, "a"), (1.0, "h")}
-    assert words(rollout={"guidance": 2.0}) == plain
-    more = words(rollout={"guidance": 2.0}, prompts={"retained": 2})
+    assert words(rollout={"guidance_scale": 2.0}) == plain
+    more = words(rollout={"guidance_scale": 2.0}, prompts={"retained": 2})
     assert more == plain | {(2.0, "b"), (2.0, "c")}
     evaluation = EVALUATION | {"paraphrases": True}
-    assert words(rollout={"guidance": 2.0}, evaluation=evaluation) == plain | {(1.0, "i")}
+    assert words(rollout={"guidance_scale": 2.0}, evaluation=evaluation) == plain | {(1.0, "i")}
 
 
 def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_config, load_tiny):
@@ -136,8 +146,8 @@ def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_con
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     pipeline = learner.policy.backbone.pipeline
     evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
-    assert evaluator.encode is texts.of(learner.policy.backbone, 1.0)
-    assert texts.of(learner.policy.backbone, 4.0) is not evaluator.encode
+    assert evaluator.text_cache is texts.of(learner.policy.backbone, 1.0)
+    assert texts.of(learner.policy.backbone, 4.0) is not evaluator.text_cache
     assert all_texts(config, given) == []  # who keeps the encoders need not know
     config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
     assert {g for g, _ in all_texts(config, given)} == {1.0}
@@ -162,7 +172,7 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
 
 def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
     memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
-    config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts": 3})
+    config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts_per_iteration": 3})
     texts, given = Texts(config), ProvidedObjects()
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     second = SimpleNamespace(

@@ -13,8 +13,9 @@ from flowrl.build.learner import ProvidedObjects, build_evaluator
 from flowrl.build.rewards import build_rewards
 from flowrl.errors import UserError
 from flowrl.quantization import rollout_model as prepare
-from flowrl.quantization.linear import exact, same_precision_layers
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.quantization.linear import exact_weights
+from flowrl.quantization.linear import same_precision_layers
+from flowrl.sampling.rollout import Timer
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
@@ -22,7 +23,7 @@ from flowrl.utils.distributed import Runtime
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
 ANY = {"lr": 1e-2, "ratio_tolerance": 1e9}
 NATS = "policy/ratio_error_max"
-SMALL = {"steps": 3, "merge_lora": False}
+SMALL = {"num_inference_steps": 3, "merge_lora": False}
 
 
 @pytest.fixture
@@ -45,14 +46,16 @@ def ratio_errors(learner, iterations):
 def test_the_ratio_is_1_when_both_compute_in_low_precision(learner, guidance):
     """Bit for bit, though a micro-batch has other rows than a batch of the rollout; and
     merge_lora is auto: folded into the exact weights, the second rollout would lack the adapter."""
-    one = learner(rollout={"steps": 3, "guidance": guidance}, optim={"micro_batch": 4})
+    one = learner(
+        rollout={"num_inference_steps": 3, "guidance_scale": guidance}, optim={"micro_batch": 4}
+    )
     assert ratio_errors(one, 2) == [0, 0]
 
 
 def test_the_ratio_is_far_from_1_when_only_the_rollout_does(learner):
     one = learner()
-    rollout = one.source.collect(0, Stopwatch())
-    with exact(one.policy.network):
+    rollout = one.source.collect(0, Timer())
+    with exact_weights(one.policy.network):
         assert one.learn(rollout, 0)[NATS] > 20  # nats; updates are clipped at 6.5
 
 
@@ -81,7 +84,7 @@ def test_the_policy_begins_at_its_reference_and_only_its_adapter_moves(learner):
     assert all(torch.equal(a.weight, b) for a, b in zip(layers.values(), weights, strict=True))
     moved = [not torch.equal(a, b) for a, b in zip(one.policy.parameters(), adapter, strict=True)]
     assert sum(moved) >= len(moved) // 2  # of a fresh pair only the second factor has a gradient
-    assert one.learn(one.source.collect(1, Stopwatch()), 1)["policy/kl"] > 0
+    assert one.learn(one.source.collect(1, Timer()), 1)["policy/kl"] > 0
 
 
 # --- a run ----------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ def config_for(tiny_config, tmp_path):
         return tiny_config(
             pipeline=LOW | pipeline if low else {},
             rollout=SMALL,
-            evaluation={"prompts": "tiny:geneval:test", "images": 4, "steps": 2},
+            evaluation={"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2},
             run={"iterations": iterations, "output_dir": str(tmp_path / name)},
         )
 
@@ -161,7 +164,7 @@ def test_the_run_says_what_it_computes_in(learner, tmp_path):
     told = json.loads((tmp_path / build_precision.FILE).read_text())
     assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
     assert 0.4 < told["quantised_share"] < 0.6
-    assert any(row["format"] == "exact" and "norm1" in row["reason"] for row in told["layers"])
+    assert any(row["format"] == "exact_weights" and "norm1" in row["reason"] for row in told["layers"])
 
 
 def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monkeypatch):

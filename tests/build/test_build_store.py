@@ -22,7 +22,9 @@ def stored(make_learner, tiny_config, tmp_path_factory):
     """Two iterations with groups of four."""
     sampler = make_learner(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE).source
     config = tiny_config(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE)
-    return write_groups(tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2)
+    return write_groups(
+        tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2
+    )
 
 
 @pytest.fixture

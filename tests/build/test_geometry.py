@@ -111,7 +111,7 @@ def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
         check(load, gpus)
     except UserError as error:
         told = str(error)
-        prompts = int(told.partition("rollout.prompts=")[2].partition(",")[0])
+        prompts = int(told.partition("rollout.prompts_per_iteration=")[2].partition(",")[0])
         check(replace(load, prompts=prompts), gpus)
         check(load, int(told.rpartition("or ")[2].partition(" ")[0]))
     else:
@@ -147,7 +147,7 @@ def test_shares_that_cannot_be_dealt_are_refused():
         check(update, 2)
     assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
     # Updates take whole groups.
-    with pytest.raises(UserError, match="nearest rollout.prompts that works is 6"):
+    with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):
         solve(replace(BASE, prompts=7, updates=3), 1)
     # No gpu at all is refused.
     with pytest.raises(UserError, match="got 0 GPUs"):

@@ -83,7 +83,7 @@ def test_a_wrong_option_is_named_with_what_was_expected():
         ("prompts.train=", "prompts.train"),
         ("ema.decay=1", "ema.decay", "less than 1."),
         ("rewards=[{weight: 1}]", "rewards.0.name"),
-        ("rollout.steps=1", "rollout.steps", "at least 2"),
+        ("rollout.num_inference_steps=1", "rollout.num_inference_steps", "at least 2"),
         ("objective.clip_eps=1e-5", "clip_eps", "both are set"),
         ("objective.clip_nats=null", "clip_nats", "neither is set"),
         ("rewards=[]", "learn"),
@@ -142,13 +142,13 @@ def test_options_that_fit_each_other_are_accepted():
     args=st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text()),
 )
 def test_the_resolved_configuration_reads_back_equal(lr, seed, negative, args):
-    data = {"optim": {"lr": lr}, "run": {"seed": seed}, "rollout": {"negative": negative}}
+    data = {"optim": {"lr": lr}, "run": {"seed": seed}, "rollout": {"negative_prompt": negative}}
     config = parse_config({**SMALLEST, **data, "rewards": [{"name": "a:b", "args": args}]})
     assert parse_config(load_yaml(config_yaml(config))) == config
 
 
 def test_every_option_is_read_where_the_run_is_built():
-    """Counted by name, so that `rollout.steps` does not stand for `evaluation.steps`.
+    """Counted by name, so that one section's option does not stand for another's.
 
     A section that several others hold, or inherit from, is one: what reads it reads it for all.
     """
@@ -232,6 +232,7 @@ def trees_of(overrides):
     return parse("", overrides)
 
 
+STEPS = "rollout.num_inference_steps"
 TREE = "rollout.tree={kind: branch_grpo, %s}"
 
 
@@ -251,7 +252,7 @@ def test_an_impossible_tree_or_window_is_refused_and_the_suggestion_works():
         ([FAST % "{kind: progressive, size: 4, stop: 3}"], "size is 4.* is 3", f"{window}size=3"),
         ([TREE % "splits: [12, 9]"], "splits has step 12, .* 5, 6", "rollout.tree.splits=[5, 6]"),
         ([split, "rollout.group_size=10"], "is 10.* 8 and 12", "rollout.group_size=8"),
-        ([TREE % "splits: [0]", "rollout.steps=1"], "rollout.steps is 1", "rollout.steps=2"),
+        ([TREE % "splits: [0]", f"{STEPS}=1"], f"{STEPS} is 1", f"{STEPS}=2"),
         ([split, PRUNED % "start: 0, size: 7, stop: 0"],
          "in iteration 0 rollout.depth_pruning leaves no step", f"{pruning}size=6"),
         ([split, PRUNED % "start: 2, size: 9"], "size is 9.* is 5", f"{pruning}size=5"),

@@ -5,7 +5,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flowrl.config import config_yaml, load_config, parse_config
+from flowrl.config.explain import explain
 from flowrl.config.load import (
+    OLD_NAMES,
     dump_yaml,
     find_recipe,
     load_recipe,
@@ -157,10 +160,39 @@ def test_presets_are_listed_and_gallery_entries_can_be_run_again():
     assert not [name for name in preset_names() if name.startswith("_")]
     # What stands in the gallery can be run again.
     for path in sorted(GALLERY.glob("*/config.yaml")):
-        from flowrl.config import config_yaml, load_config
-
-        assert config_yaml(load_config(path)) == path.read_text()
+        with pytest.warns(FutureWarning, match="rollout.steps is now rollout.num_inference_steps"):
+            config = load_config(path)  # from before options had their names of today
+        assert parse_config(load_yaml(config_yaml(config))) == config
         assert path.read_text().strip() in (path.parent / "README.md").read_text()
 
 
 GALLERY = Path(__file__).parents[2] / "gallery"
+
+
+def test_old_option_names_work_with_one_warning(tmp_path):
+    (tmp_path / "parent.yaml").write_text(
+        "prompts: {train: a.txt}\nrewards: [{name: ocr}]\n"
+        "rollout: {prompts: 4, steps: 6, guidance: 2.0, negative: fog, explore: {steps: 3}}\n"
+        "objective: {kind: nft, draws: {count: 2}}\nevaluation: {images: 3}\nrun: {keep: 5}\n"
+    )
+    (tmp_path / "child.yaml").write_text(
+        "extends: parent.yaml\nrollout: {num_inference_steps: 7, tree: {kind: ode}}\n"
+    )
+    with pytest.warns(FutureWarning) as told:
+        config = load_config(
+            tmp_path / "child.yaml", ["evaluation.steps=9", "objective.draws={share: image}"]
+        )
+    (warning,) = told
+    assert "rollout.prompts is now rollout.prompts_per_iteration, " in str(warning.message)
+    assert "evaluation.steps is now evaluation.num_inference_steps" in str(warning.message)
+    rollout, evaluation = config.rollout, config.evaluation
+    assert (rollout.prompts_per_iteration, rollout.num_inference_steps) == (4, 7)
+    assert (rollout.guidance_scale, rollout.negative_prompt) == (2.0, "fog")
+    assert rollout.explore.num_inference_steps == 3 and config.run.keep_checkpoints == 5
+    assert (evaluation.num_images, evaluation.num_inference_steps) == (3, 9)
+    assert config.objective.noising.count == 2 and config.objective.noising.share == "image"
+    assert load_yaml(config_yaml(config))["rollout"]["num_inference_steps"] == 7
+    for old in OLD_NAMES:
+        assert explain(old) == explain(f"{old.rpartition('.')[0]}.{OLD_NAMES[old]}")
+    with pytest.raises(UserError, match="steps is the old name of num_inference_steps"):
+        parse_config({"rollout": {"steps": 3, "num_inference_steps": 4}})

@@ -14,8 +14,7 @@ from flowrl.cli import app
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import sort_arguments
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import MODEL_SPECS
-from flowrl.planning.model_specs import build_transformer
+from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
 from flowrl.quantization.backends import (
     PRECISIONS,
     Capability,
@@ -25,10 +24,8 @@ from flowrl.quantization.backends import (
     resolve,
 )
 from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of
-from flowrl.sampling.rank_audit import audit_ranks
-from flowrl.sampling.rank_audit import OnMiss
-from flowrl.sampling.two_stage import SELECT_RULES
-from flowrl.sampling.two_stage import break_even_gain, two_stage_ratio
+from flowrl.sampling.rank_audit import OnMiss, audit_ranks
+from flowrl.sampling.two_stage import SELECT_RULES, break_even_gain, two_stage_ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "sol-rl.md").read_text(encoding="utf-8")
@@ -136,4 +133,4 @@ def test_trees_of_one_noise_are_refused():
         tree = f"rollout.tree={{kind: {kind}}}"
         assert load_config("quickstart", [tree])
         with pytest.raises(UserError, match="nothing to choose among"):
-            load_config("quickstart", [tree, "rollout.explore={steps: null}"])
+            load_config("quickstart", [tree, "rollout.explore={num_inference_steps: null}"])

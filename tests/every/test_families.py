@@ -5,10 +5,15 @@ from families import OTHERS, assert_learns, in_turn
 
 from flowrl.errors import UserError
 from flowrl.quantization.linear import same_precision_layers
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 
-ROLLOUT = {"prompts": 1, "group_size": 4, "steps": 3, "tree": {"kind": "flow_grpo"}}
-NFT = {"kind": "nft", "draws": {"count": 2}}
+ROLLOUT = {
+    "prompts_per_iteration": 1,
+    "group_size": 4,
+    "num_inference_steps": 3,
+    "tree": {"kind": "flow_grpo"},
+}
+NFT = {"kind": "nft", "noising": {"count": 2}}
 LOW = {"precision": "nvfp4-emulated", "min_dim": 0}  # the tiny layers too
 
 
@@ -37,7 +42,7 @@ def test_rewards_score_its_images(learner, names, family):
     for prompts in names:
         specs = [{"name": name} for name in REWARDS[prompts]]
         made = learner(family, rollout=ROLLOUT, specs=specs, prompts={"train": prompts})
-        rollout = made.source.collect(0, Stopwatch())
+        rollout = made.source.collect(0, Timer())
         assert rollout.images.shape == (4, 3, 64, 64)
         assert rollout.names == REWARDS[prompts]
         assert rollout.scores.isfinite().all()
@@ -48,7 +53,7 @@ def test_rewards_score_its_images(learner, names, family):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_rollouts_with_a_negative_prompt_are_learned_from_or_refused(learner, family):
-    guided = ROLLOUT | {"guidance": 3.0, "negative": "a ring"}
+    guided = ROLLOUT | {"guidance_scale": 3.0, "negative_prompt": "a ring"}
     if family == "flux":
         with pytest.raises(UserError, match="negative prompt is 'a ring'"):
             learner(family, rollout=guided).iterate(0)
@@ -59,7 +64,11 @@ def test_rollouts_with_a_negative_prompt_are_learned_from_or_refused(learner, fa
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_training_may_be_guided_otherwise_than_rollouts(learner, family):
-    rollout = ROLLOUT | {"guidance": 3.0, "training_guidance": 1.0, "tree": {"kind": "ode"}}
+    rollout = ROLLOUT | {
+        "guidance_scale": 3.0,
+        "training_guidance_scale": 1.0,
+        "tree": {"kind": "ode"},
+    }
     assert_learns(learner(family, rollout=rollout, objective=NFT), 1)
 
 
@@ -68,7 +77,7 @@ def test_training_may_be_guided_otherwise_than_rollouts(learner, family):
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_candidates_rollouts_and_learning_may_be_in_few_bits(learner, tmp_path, family):
-    explore = LOW | {"candidates": 8, "steps": 2, "audit": {"prompts": 1}}
+    explore = LOW | {"candidates": 8, "num_inference_steps": 2, "audit": {"prompts": 1}}
     made = learner(
         family,
         rollout=ROLLOUT | {"tree": {"kind": "ode"}, "explore": explore},

@@ -8,7 +8,12 @@ from families import assert_learns, in_turn
 
 from flowrl.errors import UserError
 
-ODE = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}
+ODE = {
+    "prompts_per_iteration": 2,
+    "group_size": 4,
+    "num_inference_steps": 4,
+    "tree": {"kind": "ode"},
+}
 TREE = ODE | {"tree": {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}}
 CHAINS = ODE | {"tree": {"kind": "flow_grpo"}}
 
@@ -21,7 +26,7 @@ SCORED = {
         ODE | {"tree": {"kind": "tempflow", "width": 2, "at": [0, 1]}},
     ),
     "spo": ({"kind": "spo", "min_gap": 0.0}, TREE),
-    "nft": ({"kind": "nft", "draws": {"count": 2}}, ODE),
+    "nft": ({"kind": "nft", "noising": {"count": 2}}, ODE),
     "nft, as in the paper": (
         {"kind": "nft", "pred_space": "velocity", "adaptive_weight": False, "r_map": "binary"},
         ODE,
@@ -33,7 +38,7 @@ SCORED = {
     "sft": ({"kind": "sft"}, ODE),
     "best of n": ({"kind": "sft", "winners": "one"}, ODE),
     "rwr": ({"kind": "rwr"}, ODE),
-    "awm": ({"kind": "awm", "old_kl_coef": 0.1, "draws": {"count": 2, "stratified": False}}, ODE),
+    "awm": ({"kind": "awm", "old_kl_coef": 0.1, "noising": {"count": 2, "stratified": False}}, ODE),
     "kto": ({"kind": "kto"}, ODE),
     "kto, threshold": ({"kind": "kto", "like_above": 0.5, "utility": "risk_seeking"}, ODE),
     "dgpo": ({"kind": "dgpo", "kl_coef": 0.1}, ODE),

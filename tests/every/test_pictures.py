@@ -8,7 +8,10 @@ import torch
 from families import FAMILIES, OTHERS
 from PIL import Image
 
-from flowrl.api import align, build_gallery, evaluate_model, sample_images
+from flowrl.api import evaluate
+from flowrl.api import sample
+from flowrl.api import gallery
+from flowrl.api import align
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import own_call
 from flowrl.build.learner import build_backbone
@@ -22,10 +25,15 @@ def run(request, tiny_config, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param) / "run"
     config = tiny_config(
         pipeline={"backbone": request.param},
-        rollout={"prompts": 1, "steps": 2},
+        rollout={"prompts_per_iteration": 1, "num_inference_steps": 2},
         optim={"lr": 0.1},
         run={"output_dir": str(folder), "iterations": 1},
-        evaluation={"prompts": "tiny:geneval:test", "images": 2, "steps": 2, "batch_size": 2},
+        evaluation={
+            "prompts": "tiny:geneval:test",
+            "num_images": 2,
+            "num_inference_steps": 2,
+            "batch_size": 2,
+        },
     )
     assert [row.name for row in align(config)] == ["brightness"]
     return request.param, config.pipeline.path, folder
@@ -38,7 +46,7 @@ def sample(path, folder, lora=None, **changes):
     )  # fmt: skip
     if lora is None:
         options |= {"steps": 2, "max_sequence_length": 12}
-    (file,) = sample_images(path, ["a red circle"], lora=lora, **(options | changes))
+    (file,) = sample(path, ["a red circle"], lora=lora, **(options | changes))
     return Image.open(file)
 
 
@@ -58,7 +66,7 @@ def test_samples_galleries_and_evaluations_follow_the_lora(run, tmp_path, load_t
     )
     # A gallery of a base and a lora finds out the family.
     _, path, folder = run
-    page = build_gallery(
+    page = gallery(
         None,
         base=path,
         lora=str(folder / "pytorch_lora_weights.safetensors"),
@@ -70,7 +78,7 @@ def test_samples_galleries_and_evaluations_follow_the_lora(run, tmp_path, load_t
     assert page.is_file() and "data:image" in page.read_text()
     # An evaluation compares base and lora.
     _, _, folder = run
-    rows = evaluate_model(load_config(folder / "config.yaml"), lora=str(folder))
+    rows = evaluate(load_config(folder / "config.yaml"), lora=str(folder))
     assert [row["reward"] for row in rows] == ["brightness"]
     assert rows[0]["change"] != 0
     # The card draws as the run was evaluated. Executed from its text, with the tiny pipeline in

@@ -6,7 +6,12 @@ from families import assert_learns, in_turn
 from flowrl.config.trees import PRESETS
 from flowrl.functional.sde import KERNELS
 
-ROLLOUT = {"prompts": 1, "group_size": 4, "steps": 3, "tree": {"kind": "flow_grpo"}}
+ROLLOUT = {
+    "prompts_per_iteration": 1,
+    "group_size": 4,
+    "num_inference_steps": 3,
+    "tree": {"kind": "flow_grpo"},
+}
 FIRST = {"kind": "fixed", "size": 1}
 # Options where a preset needs some to be small.
 TREES = {

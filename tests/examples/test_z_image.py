@@ -14,7 +14,7 @@ from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord
-from flowrl.sampling.rollout import RolloutRequest, decode, draw
+from flowrl.sampling.rollout import RolloutRequest, decode, sample_request
 from flowrl.sampling.sampler import Schedule
 from flowrl.training.tracking import read_metrics
 from flowrl.trajectory import Conditioning
@@ -54,10 +54,10 @@ def made(pipeline, guidance=0.0, **options):
 
 
 def ours(backbone, request_):
-    schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
+    schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], noise_level=0.0)
     cond = TextCache(backbone, NEGATIVE, batch_size=2)(request_.prompts)
     plan, count = ode_plan(STEPS), len(TEXTS)
-    return draw(backbone, backbone.velocity, cond, request_, plan, schedule, count).leaves()
+    return sample_request(backbone, backbone.velocity, cond, request_, plan, schedule, count).leaves()
 
 
 def theirs(pipeline, request_, backbone, output):
@@ -141,7 +141,7 @@ def test_encoding_images_is_the_inverse_of_the_latents_scale(load):
 
 def test_sizes_and_guidance_that_do_not_fit_are_refused(load):
     # What is guidance to one and none to the other is refused.
-    with pytest.raises(UserError, match="guidance is 1, but .* set rollout.guidance and"):
+    with pytest.raises(UserError, match="guidance is 1, but .* set rollout.guidance_scale and"):
         made(load(), 1.0)
     # A size that the patches do not divide is refused.
     with pytest.raises(UserError, match="pipeline.width is 72, expected a multiple of 16"):
@@ -168,7 +168,7 @@ def config(tiny_config, folder, tmp_path):
 
 
 def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
-    evaluation = {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "guidance": 5.0}
+    evaluation = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2, "guidance_scale": 5.0}
     (row,) = align(config(evaluation=evaluation))
     assert row.name == "brightness" and row.before != row.after
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
@@ -179,7 +179,7 @@ def test_its_lora_gives_the_policys_images_in_a_pipeline_of_diffusers(
     config, load, request_, tmp_path
 ):
     pipeline = load()
-    align(config(evaluation={"guidance": 0.0}), pipeline=pipeline)
+    align(config(evaluation={"guidance_scale": 0.0}), pipeline=pipeline)
     fresh = load()
     base = theirs(fresh, request_, made(fresh), "pt")
     fresh.load_lora_weights(tmp_path / "run")
@@ -199,8 +199,8 @@ def test_layer_rules_are_those_of_its_file(config, tmp_path):
     assert "kept by name: cap_embedder" in told and "kept by name: adaLN" not in told
     assert learner.iterate(0)[1]["grad/norm"] > 0
     # So they are where candidates are drawn cheaply.
-    rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "steps": 2} | LOW}
-    objective = {"kind": "nft", "draws": {"count": 1}}
+    rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "num_inference_steps": 2} | LOW}
+    objective = {"kind": "nft", "noising": {"count": 1}}
     learner = build_learner(
         config(rollout=rollout, objective=objective), Runtime(device="cpu"), ProvidedObjects()
     )

@@ -209,7 +209,7 @@ def test_stores_that_cannot_be_opened_or_continued_are_refused(tmp_path, folder)
     create_dataset(folder, about())
     other = about(recipe={"rollout": {"num_inference_steps": 4}})
     with pytest.raises(
-        UserError, match="with recipe.rollout.steps = 3, and this recipe has 4"
+        UserError, match="with recipe.rollout.num_inference_steps = 3, and this recipe has 4"
     ):
         create_dataset(folder, other)
     with pytest.raises(UserError, match="with rewards = .*ocr"):

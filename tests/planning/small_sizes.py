@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from flowrl.backbones import flux, sana, sd3
-from flowrl.planning.memory import Setup
-from flowrl.planning.model_specs import SIZES, Size
+from flowrl.planning.memory import MemorySetup
+from flowrl.planning.model_specs import ModelSpec
+from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.trees import presets
 
 TARGETS = {"sd3": sd3.LORA_TARGETS, "flux": flux.LORA_TARGETS, "sana": sana.LORA_TARGETS}
@@ -29,8 +30,8 @@ NARROW: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def small(name: str) -> Size:
-    size = SIZES[name]
+def small(name: str) -> ModelSpec:
+    size = MODEL_SPECS[name]
     pooled = None if size.pooled_width is None else 40
     return replace(
         size,
@@ -52,10 +53,10 @@ def _decoder(config: Any) -> dict[str, Any]:
 WIDTHS = ("block_out_channels", "encoder_block_out_channels", "decoder_block_out_channels")
 
 
-def setup(name: str, **changes: Any) -> Setup:
+def setup(name: str, **changes: Any) -> MemorySetup:
     given: dict[str, Any] = {
-        "height": 64, "width": 64, "rank": 4, "targets": TARGETS[SIZES[name].family],
+        "height": 64, "width": 64, "rank": 4, "targets": TARGETS[MODEL_SPECS[name].family],
         "rollout_batch": 4, "micro_batch": 2, "decode_batch": 2, "plan": presets.ode(4, 4),
         "prompts_per_gpu": 2,
     }  # fmt: skip
-    return Setup(**(given | changes))
+    return MemorySetup(**(given | changes))

@@ -5,8 +5,8 @@ import torch
 from small_sizes import TARGETS, small
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowrl.planning.activations import MemoryCounter
 from flowrl.planning.activations import (
-    LiveBytes,
     add_adapter,
     as_module,
     build,
@@ -94,7 +94,7 @@ def counted(name: str, device: str, checkpointing: bool) -> tuple[int, int]:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
             outside.append(parameter.grad)
-    with LiveBytes(outside) as tracker, sdpa_kernel(SDPBackend.MATH):
+    with MemoryCounter(outside) as tracker, sdpa_kernel(SDPBackend.MATH):
         loss = network(**given, return_dict=False)[0].float().square().mean()
         held = tracker.live
         loss.backward()

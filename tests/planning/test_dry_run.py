@@ -18,14 +18,25 @@ LARGE = {
     "memory": {"base_bits": 4},
     "lora": {"rank": 64, "alpha": 128},
     "prompts": {"train": "mine.txt"},
-    "rollout": {"prompts": 48, "group_size": 24, "steps": 6, "guidance": 3.5, "batch_size": 16},
+    "rollout": {
+        "prompts_per_iteration": 48,
+        "group_size": 24,
+        "num_inference_steps": 6,
+        "guidance_scale": 3.5,
+        "batch_size": 16,
+    },
     "optim": {"updates_per_rollout": 2, "micro_batch": 16},
     "rewards": [
         {"name": "ocr", "weight": 2.0, "applies_to": {"tag": ["ocr"]}},
         {"name": "pickscore", "held_out": True, "executor": {"kind": "pool"}},
         {"name": "imagereward", "executor": {"kind": "http", "urls": ["http://127.0.0.1:9"]}},
     ],
-    "evaluation": {"prompts": "theirs.txt", "every": 100, "steps": 28, "guidance": 3.5},
+    "evaluation": {
+        "prompts": "theirs.txt",
+        "every": 100,
+        "num_inference_steps": 28,
+        "guidance_scale": 3.5,
+    },
     "run": {"iterations": 3000, "trackers": ["wandb"], "push_to_hub": True},
 }
 
@@ -40,7 +51,7 @@ def large(**changes) -> Config:
 def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_path):
     real, small = large(), dry(large(), tmp_path)
     assert small.objective == real.objective and small.rollout.tree == real.rollout.tree
-    for name in ("steps", "guidance", "kernel", "noise_level"):
+    for name in ("num_inference_steps", "guidance_scale", "kernel", "noise_level"):
         assert getattr(small.rollout, name) == getattr(real.rollout, name)
     assert small.lora.alpha / small.lora.rank == real.lora.alpha / real.lora.rank
     assert small.optim.updates_per_rollout == 2 and small.optim.lr == real.optim.lr
@@ -50,7 +61,7 @@ def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_pat
     small = dry(large(), tmp_path)
     assert small.pipeline.path == "tiny-flux" and small.pipeline.device == "cpu"
     assert (small.pipeline.height, small.memory.base_bits) == (None, None)
-    assert small.rollout.prompts * small.rollout.group_size <= 16
+    assert small.rollout.prompts_per_iteration * small.rollout.group_size <= 16
     assert small.run.iterations == 2 and small.run.trackers == [] and not small.run.push_to_hub
     assert {entry.executor.kind for entry in small.rewards} == {"inline"}
     for path in (small.run.output_dir, small.prompts.train, small.evaluation.prompts):
@@ -102,7 +113,7 @@ def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
 
 
 def test_precisions_that_need_hardware_are_emulated(tmp_path):
-    explore = {"candidates": 96, "steps": 4, "precision": "fp8"}
+    explore = {"candidates": 96, "num_inference_steps": 4, "precision": "fp8"}
     rollout = {"explore": explore, "tree": {"kind": "ode"}}
     config = large(rollout=rollout, objective={"kind": "nft"}, memory={"base_bits": None})
     made = rehearse(config, tmp_path)
@@ -134,18 +145,18 @@ def test_a_stand_in_scores_the_same_images_alike_and_lets_gradients_through():
 
 
 SCORED = [{"name": "ocr"}, {"name": "pairwise", "args": {"server": {"model": "x"}}, "weight": 0.5}]
-SMALL = {"rollout": {"steps": 4}, "evaluation": {"prompts": None}, "rewards": SCORED}
+SMALL = {"rollout": {"num_inference_steps": 4}, "evaluation": {"prompts": None}, "rewards": SCORED}
 
 
 def on_tree(tree, objective=None, rewards=None, group_size=24, **rollout):
-    rollout = {"steps": 4, "group_size": group_size, "tree": tree} | rollout
+    rollout = {"num_inference_steps": 4, "group_size": group_size, "tree": tree} | rollout
     changes = {"rollout": rollout, "objective": objective, "rewards": rewards}
     return {name: value for name, value in changes.items() if value}
 
 
 ODE, FIXED = {"kind": "ode"}, {"kind": "fixed", "size": 2}
 FANS = {"kind": "grpo", "credit": {"edges": "fan", "scope": "leaf"}}
-EXPLORE = {"candidates": 96, "steps": 3, "precision": "nvfp4"}
+EXPLORE = {"candidates": 96, "num_inference_steps": 3, "precision": "nvfp4"}
 KINDS = {
     "grpo": {},
     "mix_grpo": on_tree({"kind": "mix_grpo", "window": FIXED}),

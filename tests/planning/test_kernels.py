@@ -9,9 +9,9 @@ from small_sizes import TARGETS, small
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flowrl.planning.activations import MemoryCounter
+from flowrl.planning.activations import CUDAEmulation
 from flowrl.planning.activations import (
-    AsOnGPU,
-    LiveBytes,
     add_adapter,
     as_module,
     build,
@@ -50,7 +50,7 @@ def pretend(network: nn.Module) -> None:
                     )
 
 
-class KernelsAlone(AsOnGPU):
+class KernelsAlone(CUDAEmulation):
     """Replacements come before torch's own autocast, so that what they take is cast here."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -76,8 +76,8 @@ def forward_bytes(name: str, *, fake: bool) -> tuple[int, int]:
             given = {
                 k: torch.empty(t.shape, dtype=t.dtype, device="cuda") for k, t in given.items()
             }
-        tracker = LiveBytes([*network.parameters(), *network.buffers(), *given.values()])
-        mode = KernelsAlone(None) if fake else AsOnGPU(BF16)
+        tracker = MemoryCounter([*network.parameters(), *network.buffers(), *given.values()])
+        mode = KernelsAlone(None) if fake else CUDAEmulation(BF16)
         with tracker, mode, cudas_autocast() if fake else nullcontext():
             v = network(**given, return_dict=False)[0].float()
         mode.forget()
@@ -107,7 +107,7 @@ def test_results_have_the_dtype_that_autocast_gives():
         lambda x: F.conv2d(x[None, None], x[None, None]),
     ]:
         for dtype in [BF16, torch.float32]:
-            with AsOnGPU(BF16):
+            with CUDAEmulation(BF16):
                 ours = call(torch.empty(8, 8, dtype=dtype, device="meta"))
             with FakeTensorMode(), cudas_autocast():
                 theirs = call(torch.empty(8, 8, dtype=dtype, device="cuda"))
@@ -118,7 +118,7 @@ def test_attention_never_holds_a_quadratic_matrix():
     for mask in [None, torch.bool]:
         q = torch.empty(1, 2, 4096, 64, dtype=BF16, device="meta", requires_grad=True)
         given = None if mask is None else torch.empty(1, 2, 1, 4096, dtype=mask, device="meta")
-        with LiveBytes([q]) as count:
+        with MemoryCounter([q]) as count:
             torch.autograd.backward(fused_attention(q, q, q, given).sum())
         assert count.peak < 2 * 4096 * 4096  # bytes of one such matrix in 8 bits
 
@@ -126,8 +126,8 @@ def test_attention_never_holds_a_quadratic_matrix():
 def test_a_weight_is_cast_once():
     weight = nn.Parameter(torch.empty(64, 64, device="meta"))
     x = torch.empty(1, 64, dtype=BF16, device="meta")
-    mode = AsOnGPU(BF16)
-    with LiveBytes([x, weight], block=1) as count, mode:
+    mode = CUDAEmulation(BF16)
+    with MemoryCounter([x, weight], block=1) as count, mode:
         held = [F.linear(x, weight), F.linear(x, weight)]
     assert len(held) == 2
     assert count.live == 64 * 64 * 2 + 2 * 64 * 2

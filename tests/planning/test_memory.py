@@ -8,7 +8,8 @@ from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
 from flowrl.planning.activations import adapter_parameters, encode_peak, keep_wide
-from flowrl.planning.memory import CONTEXT, PHASES, Copy, _Planner, footprints, network_of, peak
+from flowrl.planning.memory import NetworkCopy
+from flowrl.planning.memory import CONTEXT, PHASES, _Planner, footprints, network_of, peak
 from flowrl.planning.model_specs import T5_XXL, TextEncoder
 from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
@@ -130,7 +131,7 @@ def test_what_t5_xxl_keeps_in_fp32_is_its_own_classes():
 
 
 def test_what_is_offloaded_folded_or_copied_is_there_when_it_is_used():
-    changes = {"vae": "offload", "merged": True, "copies": (Copy(format="bf16"),)}
+    changes = {"vae": "offload", "merged": True, "copies": (NetworkCopy(format="bf16"),)}
     found = {f.phase: f.parts for f in footprints(SIZE, setup(NAME, reward_bytes=7, **changes))}
     held = {phase: of["autoencoder"] for phase, of in found.items()}
     assert held.pop("decode") == 2 * SIZE.autoencoder_params
@@ -141,7 +142,7 @@ def test_what_is_offloaded_folded_or_copied_is_there_when_it_is_used():
 
 
 def test_training_in_few_bits_keeps_the_exact_weights_too():
-    packed = Copy(format="fp8", min_dim=0)
+    packed = NetworkCopy(format="fp8", min_dim=0)
     few, exact = parts("training", training_copy=packed), parts("training")
     assert few["transformer"] == exact["transformer"]
     assert few["copies"] > 0

@@ -211,7 +211,7 @@ def test_it_goes_on_a_screen_of_80_columns(run, monkeypatch):
 
 
 def test_memory_is_that_of_the_iterations_that_need_most():
-    wide = ["optim.micro_batch=1", "rollout.steps=8", "run.iterations=9",
+    wide = ["optim.micro_batch=1", "rollout.num_inference_steps=8", "run.iterations=9",
             "rollout.tree={kind: flow_grpo}"]  # fmt: skip
     less = [*wide, "rollout.depth_pruning={start: 3, size: 4, until: 4}"]
     whole, pruned = (make_plan(load_config("quickstart", words)) for words in (wide, less))
@@ -222,13 +222,17 @@ def test_memory_is_that_of_the_iterations_that_need_most():
 
 def test_the_command_tells_what_does_not_work(run):
     # Gpus that wait are told with numbers that do not.
-    changes = ["rollout.prompts=8", "optim.updates_per_rollout=2", "pipeline.path=a/b"]
+    changes = [
+        "rollout.prompts_per_iteration=8",
+        "optim.updates_per_rollout=2",
+        "pipeline.path=a/b",
+    ]
     _, out, _ = run("quickstart", *changes, "--gpus", "8")
     assert "they work 100% of drawing, 50% of learning. None waits with 4 GPUs, or with" in out
-    assert "rollout.prompts=16." in out
+    assert "rollout.prompts_per_iteration=16." in out
     # Too many gpus are refused with the nearest that work.
     code, _, err = run("tiny-sd3-nft-geneval", "objective={kind: gdro}", "--gpus", "7")
-    assert code == 1 and "rollout.prompts=8, or 6 processes" in err.replace("\n", " ")
+    assert code == 1 and "rollout.prompts_per_iteration=8, or 6 processes" in err.replace("\n", " ")
     # A plan needs a recipe.
     code, _, err = run("--memory", "24GB")
     assert code == 1 and "No recipe given" in err

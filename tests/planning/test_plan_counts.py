@@ -3,14 +3,18 @@
 import pytest
 import torch
 
-from flowrl.build.objective import build_objective
 from flowrl.build.work_split import solve
 from flowrl.config import load_config
-from flowrl.functional.sde import KERNELS
 from flowrl.planning.plan import UpdateWork, count_work, doubles
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 
-ODE = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}, "batch_size": 8}
+ODE = {
+    "prompts_per_iteration": 2,
+    "group_size": 4,
+    "num_inference_steps": 4,
+    "tree": {"kind": "ode"},
+    "batch_size": 8,
+}
 CASES = {
     "chains": ({}, {"kind": "grpo", "kl_coef": 0.1}, 2),
     "trees": (
@@ -18,13 +22,17 @@ CASES = {
         {"kind": "grpo", "kl_coef": 0.1},
         1,
     ),
-    "guided": ({"guidance": 3.0}, {"kind": "nft", "draws": {"count": 2}, "kl_coef": 0.1}, 1),
-    "groups": ({}, {"kind": "gdro", "draws": {"count": 2}}, 1),
+    "guided": (
+        {"guidance_scale": 3.0},
+        {"kind": "nft", "noising": {"count": 2}, "kl_coef": 0.1},
+        1,
+    ),
+    "groups": ({}, {"kind": "gdro", "noising": {"count": 2}}, 1),
 }
 
 
 def of(config) -> UpdateWork:
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    needs = config.objective.build(config.rollout.kernel).needs
     return count_work(config, needs).first
 
 
@@ -51,7 +59,7 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
         return forward(*args, **kwargs)
 
     learner.policy.network.forward = counted
-    rollout = learner.source.collect(0, Stopwatch())
+    rollout = learner.source.collect(0, Timer())
     work = of(tiny_config(**changes))
     assert seen == {True: 0, False: work.drawing + work.exploring}
     assert len(rollout.images) == work.images
@@ -64,7 +72,7 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
 
 def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     config = load_config("tiny-sd3-solrl-geneval")
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    needs = config.objective.build(config.rollout.kernel).needs
     run = count_work(config, needs)
     assert (run.first.candidates, run.first.exploring) == (4 * 96, 4 * 96 * 6)
     assert (run.first.images, run.first.drawing) == (4 * 24, 4 * 24 * 8)
@@ -76,22 +84,26 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     config = load_config(
         "quickstart",
         ["rollout.tree={kind: flow_grpo_fast, window: {kind: random, size: 2}}", "run.iterations=9"]
-        + ["rollout.depth_pruning={start: 3, size: 1, until: 4}", "rollout.steps=8"],
+        + ["rollout.depth_pruning={start: 3, size: 1, until: 4}", "rollout.num_inference_steps=8"],
     )
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    needs = config.objective.build(config.rollout.kernel).needs
     run = count_work(config, needs)
     assert sum(run.loads.values()) == 9
     assert run.work.images == 9 * run.first.images
     assert run.work.drawing == 9 * run.first.drawing
     # Flux takes guidance as an input.
-    changes = ["pipeline.backbone=flux", "rollout.guidance=3.5", "evaluation.guidance=3.5"]
+    changes = [
+        "pipeline.backbone=flux",
+        "rollout.guidance_scale=3.5",
+        "evaluation.guidance_scale=3.5",
+    ]
     flux = load_config("quickstart", changes)
     sd3 = load_config("quickstart", changes[1:])
     assert not doubles(flux, 3.5) and doubles(sd3, 3.5) and not doubles(sd3, 1.0)
     assert of(sd3).drawing == 2 * of(flux).drawing
     # Work does not depend on the number of gpus.
     config = load_config("sd3.5-medium-grpo-24gb")
-    needs = build_objective(config.objective, KERNELS[config.rollout.kernel]).needs
+    needs = config.objective.build(config.rollout.kernel).needs
     load = next(iter(count_work(config, needs).loads))
     assert solve(load, 1).update_rows == solve(load, 4).update_rows == (288, 288)
     assert sum(share.forwards for share in solve(load, 4).shares) * 2 == of(config).drawing

@@ -11,13 +11,9 @@ from flowrl.backbones.flux import Flux
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.planning.model_specs import (
-    SIZES,
-    build_autoencoder,
-    build_pipeline,
-    build_text_encoders,
-    size_of_checkpoint,
-)
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.planning.model_specs import spec_name
+from flowrl.planning.model_specs import build_autoencoder, build_pipeline, build_text_encoders
 
 BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -30,25 +26,25 @@ def numbers(module: nn.Module) -> int:
 @pytest.fixture(scope="module")
 def pipelines():
     """Each size's pipeline, built once, without memory."""
-    return {name: build_pipeline(name) for name in SIZES}
+    return {name: build_pipeline(name) for name in MODEL_SPECS}
 
 
 def backbone_of(pipeline, name: str, pixels: int | None = None) -> Backbone:
-    return BACKBONES[SIZES[name].family](pipeline, height=pixels, width=pixels)
+    return BACKBONES[MODEL_SPECS[name].family](pipeline, height=pixels, width=pixels)
 
 
 # --- parameters ---------------------------------------------------------------------------------
 
 
 def test_encoders_and_autoencoders_have_as_many_parameters_as_published():
-    for name in SIZES:
-        encoders = SIZES[name].text_encoders
+    for name in MODEL_SPECS:
+        encoders = MODEL_SPECS[name].text_encoders
         made = build_text_encoders(name)
         assert [numbers(m) for m in made] == [encoder.parameters for encoder in encoders]
         assert {t.device for m in made for t in m.parameters()} == {META}
     # The whole autoencoder has as many parameters as published.
-    for name in SIZES:
-        assert numbers(build_autoencoder(name)) == SIZES[name].autoencoder_params
+    for name in MODEL_SPECS:
+        assert numbers(build_autoencoder(name)) == MODEL_SPECS[name].autoencoder_params
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -111,7 +107,7 @@ class Still(nn.Module):
 
 def run_real(name: str, pixels: int, steps: int) -> tuple[torch.Size, Tensor]:
     """The real pipeline's own call -> the shape of its latents, and the sigmas it stepped by."""
-    size, pipeline = SIZES[name], build_pipeline(name, layers=2)
+    size, pipeline = MODEL_SPECS[name], build_pipeline(name, layers=2)
     pipeline.transformer, pipeline.vae = Still(pipeline.transformer), None
     pipeline.set_progress_bar_config(disable=True)
     given = {"prompt_embeds": torch.zeros(1, 4, size.text_width)}
@@ -180,11 +176,11 @@ def test_schedules_are_shifted_as_published(pipelines):
 
 def test_repositories_are_known_by_one_name():
     # A repository on the hub is known by its name.
-    assert size_of_checkpoint("black-forest-labs/FLUX.1-dev") == "flux.1-dev"
-    assert size_of_checkpoint("stabilityai/stable-diffusion-3.5-medium") == "sd3.5-medium"
+    assert spec_name("black-forest-labs/FLUX.1-dev") == "flux.1-dev"
+    assert spec_name("stabilityai/stable-diffusion-3.5-medium") == "sd3.5-medium"
     sana = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
-    assert size_of_checkpoint(sana) == "sana-1.6b"
-    assert size_of_checkpoint("somebody/else") is None
+    assert spec_name(sana) == "sana-1.6b"
+    assert spec_name("somebody/else") is None
     # No two sizes claim one repository.
-    names = [name for size in SIZES.values() for name in (size.checkpoint, *size.also)]
+    names = [name for size in MODEL_SPECS.values() for name in (size.checkpoint, *size.also)]
     assert len(names) == len(set(names))

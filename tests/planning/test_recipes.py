@@ -12,7 +12,8 @@ import yaml
 from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.load import MAX_PARENTS, preset_folder, sort_arguments
-from flowrl.planning.model_specs import SIZES, size_of_checkpoint
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.planning.model_specs import spec_name
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(preset_folder().glob("*.yaml"))
@@ -50,9 +51,9 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
     # The name says pipeline objective and memory.
     for name in REAL:
         config = load_config(name)
-        size = size_of_checkpoint(config.pipeline.path)
+        size = spec_name(config.pipeline.path)
         assert size is not None and re.fullmatch(rf"{re.escape(size)}-{kind(config)}-\d+gb", name)
-        assert config.pipeline.backbone == SIZES[size].family
+        assert config.pipeline.backbone == MODEL_SPECS[size].family
     # The head says hardware source and that it was not run.
     for name in REAL:
         text = head(name)
@@ -115,16 +116,16 @@ def test_settings_of_a_recipe_fit_its_objective():
     # (2604.06916), which feeds 1 to FLUX's input too.
     for name in [name for name in REAL if kind(load_config(name)) in UNGUIDED]:
         config = load_config(name)
-        assert config.rollout.guidance == config.evaluation.guidance == 1
-        assert config.rollout.training_guidance in (None, 1)
+        assert config.rollout.guidance_scale == config.evaluation.guidance_scale == 1
+        assert config.rollout.training_guidance_scale in (None, 1)
     # A published clip of 1e 4 is in nats of this latent.
     for name in [name for name in REAL if "-fast" not in name]:
         config = load_config(name)
         if config.objective.kind != "grpo":
             continue
-        height, size = config.pipeline.height, size_of_checkpoint(config.pipeline.path)
+        height, size = config.pipeline.height, spec_name(config.pipeline.path)
         assert size is not None and height is not None and height == config.pipeline.width
-        elements = math.prod(SIZES[size].latent_shape(height))
+        elements = math.prod(MODEL_SPECS[size].latent_shape(height))
         assert config.objective.clip_nats == pytest.approx(1e-4 * elements, rel=0.01)
 
 

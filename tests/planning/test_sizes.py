@@ -5,14 +5,9 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import (
-    SIZES,
-    build_decoder,
-    build_transformer,
-    randomise,
-    shortened,
-    size_of,
-)
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.planning.model_specs import model_spec
+from flowrl.planning.model_specs import build_decoder, build_transformer, randomise, shortened
 
 
 def numbers(module: nn.Module) -> int:
@@ -20,8 +15,8 @@ def numbers(module: nn.Module) -> int:
 
 
 def test_transformers_have_the_published_parameters_on_the_meta_device():
-    for name in SIZES:
-        assert round(numbers(build_transformer(name)) / 1e9, 1) == SIZES[name].billions
+    for name in MODEL_SPECS:
+        assert round(numbers(build_transformer(name)) / 1e9, 1) == MODEL_SPECS[name].billions
     # The count is exact to the last weight.
     for name, parameters in [
         ("sd3.5-large", 8_056_627_520),
@@ -31,7 +26,7 @@ def test_transformers_have_the_published_parameters_on_the_meta_device():
     ]:
         assert sum(p.numel() for p in build_transformer(name).parameters()) == parameters
     # Building on the meta device takes no memory and keeps the dtype.
-    for name in SIZES:
+    for name in MODEL_SPECS:
         network = build_transformer(name, dtype=torch.float16)
         assert {t.device.type for t in network.state_dict().values()} == {"meta"}
         assert {p.dtype for p in network.parameters()} == {torch.float16}
@@ -48,27 +43,29 @@ def test_decoders_and_latents_have_the_published_shapes():
         ("flux.1-dev", {512: (16, 64, 64), 1024: (16, 128, 128)}),
         ("sana-1.6b", {512: (32, 16, 16), 1024: (32, 32, 32)}),
     ]:
-        assert {pixels: SIZES[name].latent_shape(pixels) for pixels in shapes} == shapes
+        assert {pixels: MODEL_SPECS[name].latent_shape(pixels) for pixels in shapes} == shapes
     # Images that cannot be patched are refused.
     for name, pixels in [("flux.1-dev", 520), ("sana-1.6b", 0)]:
         with pytest.raises(
             UserError, match=f"images of {pixels} pixels a side: expected a multiple"
         ):
-            SIZES[name].latent_shape(pixels)
+            MODEL_SPECS[name].latent_shape(pixels)
 
 
 def test_networks_are_shortened_and_randomised_at_their_scale():
     # Shortened networks are as wide and unknown ones are refused.
-    assert shortened(SIZES["flux.1-dev"].config, 2) == dict(SIZES["flux.1-dev"].config) | {
+    assert shortened(MODEL_SPECS["flux.1-dev"].config, 2) == dict(
+        MODEL_SPECS["flux.1-dev"].config
+    ) | {
         "num_layers": 2,
         "num_single_layers": 2,
     }
-    medium = shortened(SIZES["sd3.5-medium"].config, 2)
+    medium = shortened(MODEL_SPECS["sd3.5-medium"].config, 2)
     assert medium["dual_attention_layers"] == (0, 1)
     assert medium["caption_projection_dim"] == 24 * 64
     # An unknown name and too few layers are refused.
     with pytest.raises(UserError, match="there is no size 'sdxl', expected one of sd3.5-large"):
-        size_of("sdxl")
+        model_spec("sdxl")
     with pytest.raises(UserError, match="layers is 1, expected 2 or more"):
         build_transformer("sana-1.6b", layers=1)
     # Random weights are the seed s and keep the scale of what goes through.

@@ -5,14 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flowrl.planning.activations import BLOCK, LiveBytes, nbytes
+from flowrl.planning.activations import MemoryCounter
+from flowrl.planning.activations import BLOCK, nbytes
 
 
 def test_a_multilayer_perceptron_is_counted_as_by_hand():
     """Two layers without bias, of 8 rows: 32 -> 64 -> 16, with a ReLU in between, fp32."""
     first, second = nn.Linear(32, 64, bias=False), nn.Linear(64, 16, bias=False)
     x = torch.randn(8, 32)
-    with LiveBytes([x, first.weight, second.weight], block=1) as count:
+    with MemoryCounter([x, first.weight, second.weight], block=1) as count:
         hidden = torch.relu(first(x))  # the product is gone once the ReLU has its result
         assert count.live == 8 * 64 * 4
         assert count.peak == 2 * 8 * 64 * 4
@@ -32,7 +33,7 @@ def test_a_multilayer_perceptron_is_counted_as_by_hand():
 
 def test_views_changes_in_place_and_tensors_from_outside_take_nothing():
     outside = torch.zeros(100)
-    with LiveBytes([outside], block=1) as count:
+    with MemoryCounter([outside], block=1) as count:
         outside.t().add_(1)
         x = torch.zeros(10)
         x.view(2, 5).t().add_(1)
@@ -41,7 +42,7 @@ def test_views_changes_in_place_and_tensors_from_outside_take_nothing():
 
 
 def test_what_is_dropped_is_counted_no_more_but_stays_in_the_peak():
-    with LiveBytes(block=1) as count:
+    with MemoryCounter(block=1) as count:
         x = torch.zeros(100)
         view = x[:1]
         del x
@@ -55,7 +56,7 @@ def test_what_is_dropped_is_counted_no_more_but_stays_in_the_peak():
 
 def test_each_region_has_a_peak_of_its_own_and_a_kernels_own_memory_is_in_it_alone():
     during = {torch.ops.aten.mul.Tensor: lambda args, out: 1000}
-    with LiveBytes(block=1, during=during) as count:
+    with MemoryCounter(block=1, during=during) as count:
         count.enter("a")
         x = torch.zeros(100)
         del x
@@ -67,7 +68,7 @@ def test_each_region_has_a_peak_of_its_own_and_a_kernels_own_memory_is_in_it_alo
 
 @given(st.lists(st.integers(0, 3000), min_size=1, max_size=8))
 def test_sizes_are_rounded_up_to_the_allocators_blocks(sizes):
-    with LiveBytes() as count:
+    with MemoryCounter() as count:
         held = [torch.empty(n, dtype=torch.uint8) for n in sizes]
     assert count.live == sum(-(-n // BLOCK) * BLOCK for n in sizes)
     assert len(held) == len(sizes)

@@ -12,9 +12,9 @@ from flowrl.planning.activations import (
     nbytes,
     of_depths,
 )
+from flowrl.planning.memory import NetworkCopy
 from flowrl.planning.memory import (
     BACKENDS,
-    Copy,
     adapted_bytes,
     copy_bytes,
     few_bits_bytes,
@@ -23,7 +23,7 @@ from flowrl.planning.memory import (
     packed_layers,
     transformer_bytes,
 )
-from flowrl.planning.model_specs import SIZES
+from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
@@ -36,8 +36,8 @@ def network():
 
 
 def test_the_weights_of_a_published_network_are_its_numbers_times_two_bytes():
-    for name in SIZES:
-        size = SIZES[name]
+    for name in MODEL_SPECS:
+        size = MODEL_SPECS[name]
         network = build(as_module(size.transformer, size.config), torch.bfloat16)
         found = transformer_bytes(network, setup(name))
         assert found == 2 * sum(t.numel() for t in (*network.parameters(), *network.buffers()))
@@ -60,7 +60,7 @@ def test_the_adapter_has_as_many_numbers_as_pefts_whatever_the_number_of_blocks(
 
 def test_a_lora_of_sd35_large_has_its_closed_form():
     """38 blocks of width 2432: 8 square layers each, but for the last one's last."""
-    size = SIZES["sd3.5-large"]
+    size = MODEL_SPECS["sd3.5-large"]
     network = build(as_module(size.transformer, size.config), torch.bfloat16)
     layers = 38 * 8 - 1
     assert adapter_parameters(network, 32, TARGETS["sd3"]) == 32 * layers * 2 * 2432
@@ -98,14 +98,14 @@ def test_packed_weights_are_as_large_as_their_backend_packs_them():
 
 
 def test_a_copy_that_is_not_quantised_holds_the_adapted_weights_or_a_second_adapter(network):
-    exact, beside = Copy(format="bf16"), Copy(format="bf16", merge=False)
+    exact, beside = NetworkCopy(format="bf16"), NetworkCopy(format="bf16", merge=False)
     assert copy_bytes(network, exact, FLUX) == adapted_bytes(network, FLUX) > 0
     numbers = adapter_parameters(network, 4, TARGETS["flux"])
     assert copy_bytes(network, beside, FLUX) == 4 * numbers
 
 
 def test_layers_that_are_packed_are_not_held_again_in_full(network):
-    cheap = Copy(format="fp8", min_dim=0)
+    cheap = NetworkCopy(format="fp8", min_dim=0)
     packed = packed_layers(network, cheap)
     kept = adapted_bytes(network, FLUX) - 2 * sum(
         layer.weight.numel()
@@ -118,7 +118,7 @@ def test_layers_that_are_packed_are_not_held_again_in_full(network):
 def test_a_precision_that_the_gpu_decides_is_the_larger(network):
     for merge in (True, False):
         fp8, bf16, auto = (
-            copy_bytes(network, Copy(format=format, merge=merge, min_dim=0), FLUX)
+            copy_bytes(network, NetworkCopy(format=format, merge=merge, min_dim=0), FLUX)
             for format in ("fp8", "bf16", "auto")
         )
         assert auto == max(fp8, bf16) > 0

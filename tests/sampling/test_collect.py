@@ -10,15 +10,20 @@ from flowrl.backbones.policy import OLD, POLICY
 from flowrl.build.learner import check_shares
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import learning_seed
 from flowrl.scoring.executors.base import Answer
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec
 
 PLAIN_TREE = {"tree": {"kind": "flow_grpo"}}
-ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "tree": {"kind": "ode"}}
-NFT = {"kind": "nft", "draws": {"count": 2}, "old_decay": {"rate": None, "limit": 0.75}}
+ROLLOUT = {
+    "prompts_per_iteration": 2,
+    "group_size": 4,
+    "num_inference_steps": 4,
+    "tree": {"kind": "ode"},
+}
+NFT = {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limit": 0.75}}
 
 
 def watched(learner) -> list[int]:
@@ -41,11 +46,11 @@ def disturb(learner, scale: float = 0.05) -> None:
 def test_the_old_policy_draws_where_the_objective_says_so(make_learner):
     for merge_lora in [True, False]:
         learner = make_learner(objective=NFT, rollout=ROLLOUT | {"merge_lora": merge_lora})
-        before = learner.source.collect(0, Stopwatch()).tree.x
+        before = learner.source.collect(0, Timer()).tree.x
         disturb(learner)
-        assert torch.equal(learner.source.collect(0, Stopwatch()).tree.x, before)
-        learner.policy.remember()
-        assert not torch.equal(learner.source.collect(0, Stopwatch()).tree.x, before)
+        assert torch.equal(learner.source.collect(0, Timer()).tree.x, before)
+        learner.policy.update_old()
+        assert not torch.equal(learner.source.collect(0, Timer()).tree.x, before)
         x = learner.policy.network  # and the policy is in use again
         assert x.active_adapters() == [POLICY]
 
@@ -72,10 +77,10 @@ def broken(images, prompts, metadata):
 
 
 def test_training_may_do_without_the_rollouts_guidance(make_learner):
-    options = {"guidance": 3.0, "training_guidance": 1.0}
+    options = {"guidance_scale": 3.0, "training_guidance_scale": 1.0}
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | options)
-    plain = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | {"guidance": 3.0})
-    drawn, same = (each.source.collect(0, Stopwatch()) for each in (learner, plain))
+    plain = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT | {"guidance_scale": 3.0})
+    drawn, same = (each.source.collect(0, Timer()) for each in (learner, plain))
     assert torch.equal(drawn.tree.x, same.tree.x)
     rows = watched(learner)
     learner.learn(drawn, 0)
@@ -86,12 +91,12 @@ def test_more_noise_levels_than_a_schedule_has_are_refused(tiny_config):
     for count, most, more in ((5, 4, {}), (3, 2, {"fraction": 0.5})):
         draws = {"count": count, "times": {"kind": "schedule"} | more}
         with pytest.raises(UserError, match=f"nearest that works is {most}"):
-            tiny_config(rollout=ROLLOUT, objective={"kind": "nft", "draws": draws})
+            tiny_config(rollout=ROLLOUT, objective={"kind": "nft", "noising": draws})
 
 
 def test_an_objective_on_images_takes_any_tree_and_on_gradients_chains_without_noise(tiny_config):
-    with pytest.raises(UserError, match="training_guidance"):  # steps know one guidance
-        tiny_config(rollout={"guidance": 3.0, "training_guidance": 1.0})
+    with pytest.raises(UserError, match="training_guidance_scale"):  # steps know one guidance
+        tiny_config(rollout={"guidance_scale": 3.0, "training_guidance_scale": 1.0})
     for tree in ({"kind": "ode"}, {"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0, 1]}):
         tiny_config(rollout=ROLLOUT | {"tree": tree}, objective={"kind": "gdro"})
     with pytest.raises(UserError, match="trains no step"):
@@ -104,7 +109,7 @@ def test_an_objective_on_images_takes_any_tree_and_on_gradients_chains_without_n
 
 def test_every_network_sees_a_micro_batch_at_most(make_learner):
     learner = make_learner(objective={"kind": "gdro"}, rollout=ROLLOUT, optim={"micro_batch": 3})
-    rollout = learner.source.collect(0, Stopwatch())
+    rollout = learner.source.collect(0, Timer())
     rows = watched(learner)
     learner.learn(rollout, 0)
     assert max(rows) == 3  # of groups of 4
@@ -112,7 +117,7 @@ def test_every_network_sees_a_micro_batch_at_most(make_learner):
 
 def test_what_an_objective_did_not_declare_cannot_be_called(make_learner):
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
-    fields = learner._fields(learner.source.collect(0, Stopwatch()))
+    fields = learner._fields(learner.source.collect(0, Timer()))
     for name in ("reference", "old"):
         with pytest.raises(ValueError, match=f"`{name}`, which its `needs`"):
             fields[name](None, None, None)
@@ -122,7 +127,7 @@ def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
     class Two:
         world_size = 2
 
-    config = tiny_config(rollout=ROLLOUT | {"prompts": 1}, objective={"kind": "gdro"})
+    config = tiny_config(rollout=ROLLOUT | {"prompts_per_iteration": 1}, objective={"kind": "gdro"})
     compares = [RewardSpec(name="compares", reward=Compares())]
     for needs, specs, told in (
         ({"complete_groups": True}, [], "2 processes take whole prompts"),
@@ -167,7 +172,7 @@ class Told:
 
 def sampling(learner, **changes):
     """The learner's source with changes to its stage."""
-    return replace(learner.source, stage=replace(learner.source.stage, **changes))
+    return replace(learner.source, generator=replace(learner.source.generator, **changes))
 
 
 def test_rewards_get_a_batch_of_images_while_the_next_is_drawn(make_learner):
@@ -177,7 +182,7 @@ def test_rewards_get_a_batch_of_images_while_the_next_is_drawn(make_learner):
     network = learner.policy.network
     hook = network.register_forward_pre_hook(lambda *_: events.append("drawn"))
     try:
-        source.collect(0, Stopwatch())
+        source.collect(0, Timer())
     finally:
         hook.remove()
     assert events == ["drawn"] * 4 + ["given 4"] + ["drawn"] * 4 + ["given 4"]
@@ -187,8 +192,8 @@ def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner):
     for tree in [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}]:
         learner = make_learner(rollout=ROLLOUT | {"tree": tree})
         disturb(learner)
-        whole = sampling(learner, batch_size=8).collect(0, Stopwatch())
-        parts = sampling(learner, batch_size=3).collect(0, Stopwatch())
+        whole = sampling(learner, batch_size=8).collect(0, Timer())
+        parts = sampling(learner, batch_size=3).collect(0, Timer())
         for name in ("x", "prompt", "log_prob", "mean_old", "parent", "leaf"):
             a, b = (getattr(rollout.tree, name) for rollout in (whole, parts))
             torch.testing.assert_close(b, a, rtol=0, atol=1e-3)  # fp32 rounding over the steps
@@ -212,7 +217,7 @@ class Compares:
 def test_rewards_that_compare_get_each_whole_group_of_more_than_one_in_one_call(make_learner):
     learner, reward = make_learner(rollout=ROLLOUT | PLAIN_TREE), Compares()
     spec = RewardSpec(name="compares", reward=reward)
-    rollout = sampling(learner, specs=[spec], batch_size=3).collect(0, Stopwatch())
+    rollout = sampling(learner, specs=[spec], batch_size=3).collect(0, Timer())
     assert [len(call) for call in reward.calls] == [4, 4]
     assert all(len(set(call)) == 1 for call in reward.calls)
     images = rollout.images.view(2, 4, 3, 64, 64)

@@ -73,7 +73,12 @@ def test_full_previews_have_the_scores_of_what_is_drawn_again(make_learner):
 
 
 def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
-    explore = FEW | {"candidates": 10, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {
+        "candidates": 10,
+        "num_inference_steps": 2,
+        "precision": "nvfp4-emulated",
+        "min_dim": 128,
+    }
     rollout = rollout_of(make_learner, explore, rollout=ODE | {"batch_size": 7})
     chosen = rollout.explored.chosen
     starts = torch.cat([tree.x[:, 0] for tree in drawn])
@@ -88,7 +93,12 @@ def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
 def test_step_noise_and_likelihoods_are_those_of_the_exact_policy(make_learner):
     """Of GRPO on emulated NVFP4 candidates: the same trees as one stage draws of as many roots."""
     noisy = {"tree": {"kind": "flow_grpo"}}
-    explore = FEW | {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {
+        "candidates": 8,
+        "num_inference_steps": 2,
+        "precision": "nvfp4-emulated",
+        "min_dim": 128,
+    }
     staged = rollout_of(make_learner, explore, {"kind": "grpo"}, noisy)
     whole = rollout_of(make_learner, None, {"kind": "grpo"}, noisy | {"group_size": 8})
     rows = (staged.explored.chosen + torch.tensor([[0], [8]])).flatten()
@@ -193,7 +203,12 @@ def test_objectives_on_images_learn_from_what_was_kept(make_learner, kind):
 
 
 def test_the_first_ratio_of_grpo_is_one_on_what_was_kept(make_learner):
-    explore = FEW | {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+    explore = FEW | {
+        "candidates": 8,
+        "num_inference_steps": 2,
+        "precision": "nvfp4-emulated",
+        "min_dim": 128,
+    }
     rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore, "merge_lora": False}
     learner = make_learner(objective={"kind": "grpo"}, rollout=rollout)
     disturb(learner)
@@ -207,11 +222,11 @@ def test_what_cannot_be_explored_is_refused(tiny_config):
     one_noise = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
     for explore, other, message in (
         ({"candidates": 3}, {}, "candidates is 3.* is 4"),
-        ({"steps": 5}, {}, "steps is 5.* is 4"),
-        ({"steps": 2, "audit": {"prompts": 3}}, {}, "prompts is 3.* is 2"),
-        ({"steps": 1}, {}, "steps is 1.* is 2"),
-        ({"steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
-        ({"steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
+        ({"num_inference_steps": 5}, {}, "steps is 5.* is 4"),
+        ({"num_inference_steps": 2, "audit": {"prompts": 3}}, {}, "prompts is 3.* is 2"),
+        ({"num_inference_steps": 1}, {}, "steps is 1.* is 2"),
+        ({"num_inference_steps": 2}, {"tree": {"kind": "dance_grpo"}}, "dance_grpo .*one noise"),
+        ({"num_inference_steps": 2}, {"tree": one_noise}, "tree_grpo .*one noise"),
         ({"num_inference_steps": 2}, {"store": {"path": "groups"}}, "rollout.store"),
     ):
         rollout = {"tree": {"kind": "flow_grpo"}, "explore": explore} | other

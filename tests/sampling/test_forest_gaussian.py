@@ -23,7 +23,9 @@ EXACT = 2e-5  # the sampler computes in fp32
 
 
 def schedule(kernel: str, level: float, steps: int = T) -> Schedule:
-    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], noise_level=level)
+    return Schedule(
+        sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS[kernel], noise_level=level
+    )
 
 
 def variance(sigma: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from flowrl.api import align
 from flowrl.errors import UserError
 from flowrl.sampling.rank_audit import AuditLog
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 
-NFT = {"kind": "nft", "draws": {"count": 2}}
-EXPLORE = {"candidates": 8, "steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
+NFT = {"kind": "nft", "noising": {"count": 2}}
+EXPLORE = {"candidates": 8, "num_inference_steps": 2, "precision": "nvfp4-emulated", "min_dim": 128}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def precision(folder) -> dict:
 def test_candidates_that_rank_well_enough_stay_as_they_are(make_learner, options, tmp_path, caplog):
     learner = make_learner(**options(min_rho=-1.0))
     with caplog.at_level(logging.INFO, "flowrl"):
-        explored = learner.source.collect(0, Stopwatch()).explored
+        explored = learner.source.collect(0, Timer()).explored
     assert -1 <= explored.audit["rho"] <= 1 and -1 <= explored.audit["tau"] <= 1
     assert "audit before iteration 1: candidates (2 steps, nvfp4-emulated) have rho" in caplog.text
     assert precision(tmp_path)["format"] == "nvfp4"
@@ -49,21 +49,21 @@ def test_an_audit_compares_candidates_with_the_exact_images_of_the_same_noise(
     make_learner, options, tmp_path
 ):
     changes = options(min_rho=-1.0)
-    changes["rollout"]["explore"] |= {"precision": "bf16", "steps": None}
+    changes["rollout"]["explore"] |= {"precision": "bf16", "num_inference_steps": None}
     learner = make_learner(**changes | {"pipeline": {"decode_batch": 8}})
-    explored = learner.source.collect(0, Stopwatch()).explored
+    explored = learner.source.collect(0, Timer()).explored
     assert explored.audit["rho"] == pytest.approx(1) and explored.audit["tau"] == pytest.approx(1)
     assert explored.audit["contrast"] == pytest.approx(1)
 
 
 def test_a_miss_moves_to_the_next_precision_and_says_so(make_learner, options, tmp_path, caplog):
     learner = make_learner(**options(min_rho=1.0))
-    learner.source.collect(0, Stopwatch())
+    learner.source.collect(0, Timer())
     assert "from now on candidates are not quantised" in caplog.text
     assert precision(tmp_path)["precision"] == "not quantised (float32)"
     assert precision(tmp_path)["requested"] == "nvfp4-emulated"
     assert precision(tmp_path)["layers"] == []
-    learner.source.collect(2, Stopwatch())  # below bf16 there is nothing, and that is told
+    learner.source.collect(2, Timer())  # below bf16 there is nothing, and that is told
     assert "nothing is quantised any more: more steps" in caplog.text
 
 
@@ -73,7 +73,7 @@ def test_a_miss_may_stop_the_run_and_is_written_down(make_learner, options, tmp_
         caplog.at_level(logging.INFO, "flowrl"),
         pytest.raises(UserError, match="2 steps, nvfp4-emulated\\) have rho "),
     ):
-        learner.source.collect(0, Stopwatch())
+        learner.source.collect(0, Timer())
     assert "have rho" not in caplog.text  # it is told once
     (event,) = AuditLog(tmp_path / "run").before(1)
     assert event.action == "stop" and event.report.rho < 1
@@ -82,30 +82,32 @@ def test_a_miss_may_stop_the_run_and_is_written_down(make_learner, options, tmp_
 def test_noise_that_candidates_lack_degrades_nothing(make_learner, options, tmp_path, caplog):
     changes = options(min_rho=1.0)
     changes["rollout"]["tree"] = {"kind": "flow_grpo"}
-    make_learner(**changes).source.collect(0, Stopwatch())
-    assert "set rollout.explore.steps to null" in caplog.text
+    make_learner(**changes).source.collect(0, Timer())
+    assert "set rollout.explore.num_inference_steps to null" in caplog.text
     assert precision(tmp_path)["precision"] == "nvfp4-emulated"
-    changes["rollout"]["explore"]["steps"] = None  # with the very noises of the rollout
-    make_learner(**changes).source.collect(0, Stopwatch())
+    changes["rollout"]["explore"]["num_inference_steps"] = (
+        None  # with the very noises of the rollout
+    )
+    make_learner(**changes).source.collect(0, Timer())
     assert precision(tmp_path)["precision"] == "not quantised (float32)"
 
 
 def test_the_file_says_since_when_also_to_a_resumed_run(make_learner, options, tmp_path):
     learner = make_learner(**options(min_rho=-1.0))
-    learner.source.collect(0, Stopwatch())
+    learner.source.collect(0, Timer())
     assert precision(tmp_path)["since_iteration"] == 0
-    learner.source.explorer.stage.min_rho = 1.0
-    learner.source.collect(2, Stopwatch())
+    learner.source.explorer.preview.__self__.min_rho = 1.0
+    learner.source.collect(2, Timer())
     assert precision(tmp_path)["since_iteration"] == 2
     (tmp_path / "run" / "precision.json").unlink()
-    make_learner(**options(min_rho=1.0)).source.collect(3, Stopwatch())
+    make_learner(**options(min_rho=1.0)).source.collect(3, Timer())
     assert precision(tmp_path)["since_iteration"] == 2
 
 
 def test_what_explored_is_free_before_its_successor_is_built(make_learner, options):
     learner = make_learner(**options(min_rho=1.0))
-    gate, alive = learner.source.explorer.stage, []
-    make, found = gate.make, []
+    controller, alive = learner.source.explorer.preview.__self__, []
+    make, found = controller.make, []
 
     def watched(resolved, since):
         alive.append([stage() is not None for stage in found])
@@ -113,9 +115,9 @@ def test_what_explored_is_free_before_its_successor_is_built(make_learner, optio
         found.append(weakref.ref(stage.network.args[0]))  # the copy of the network
         return stage
 
-    gate.make = watched
-    gate.make(gate.first, 0)  # nobody holds it
-    learner.source.collect(0, Stopwatch())
+    controller.make = watched
+    controller.make(controller.first, 0)  # nobody holds it
+    learner.source.collect(0, Timer())
     assert alive == [[], [False], [False, False]]
 
 
@@ -133,36 +135,36 @@ def test_an_audit_is_no_failure_in_the_streak_of_rollouts(make_learner, options)
         rewards={"patchy": patchy},
         failures={"max_streak": 2, "max_invalid_fraction": 0.9},
     )
-    learner.source.collect(0, Stopwatch())
+    learner.source.collect(0, Timer())
     with pytest.raises(UserError, match="in 2 iterations in a row"):
-        learner.source.collect(1, Stopwatch())
+        learner.source.collect(1, Timer())
 
 
 def test_a_recipe_that_explores_in_more_steps_begins_at_its_own_precision(
     make_learner, options, tmp_path
 ):
-    make_learner(**options(min_rho=1.0)).source.collect(0, Stopwatch())
+    make_learner(**options(min_rho=1.0)).source.collect(0, Timer())
     changes = options(min_rho=1.0, every=9)
-    make_learner(**changes).source.collect(1, Stopwatch())
+    make_learner(**changes).source.collect(1, Timer())
     assert precision(tmp_path)["precision"] == "not quantised (float32)"
-    changes["rollout"]["explore"]["steps"] = 3
-    make_learner(**changes).source.collect(1, Stopwatch())
+    changes["rollout"]["explore"]["num_inference_steps"] = 3
+    make_learner(**changes).source.collect(1, Timer())
     assert precision(tmp_path)["format"] == "nvfp4"
 
 
 def test_a_miss_may_only_be_told(make_learner, options, tmp_path, caplog):
     learner = make_learner(**options(min_rho=1.0, on_miss="warn"))
-    learner.source.collect(0, Stopwatch())
+    learner.source.collect(0, Timer())
     assert "below rollout.explore.audit.min_rho" in caplog.text
     assert precision(tmp_path)["format"] == "nvfp4"
 
 
 def test_audits_come_when_they_are_due_and_not_where_they_are_off(make_learner, options, tmp_path):
     learner = make_learner(**options(min_rho=-1.0, every=2))
-    found = [bool(learner.source.collect(i, Stopwatch()).explored.audit) for i in range(4)]
+    found = [bool(learner.source.collect(i, Timer()).explored.audit) for i in range(4)]
     assert found == [True, False, True, False]
     never = make_learner(**options(every=0))
-    assert never.source.collect(0, Stopwatch()).explored.audit == {}
+    assert never.source.collect(0, Timer()).explored.audit == {}
 
 
 def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
@@ -192,7 +194,7 @@ def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
 
 def test_what_was_drawn_depends_on_the_audits_verdict_alone(make_learner, options):
     """An audit draws nothing that the rollout's own randomness would notice."""
-    audited = make_learner(**options(min_rho=-1.0)).source.collect(0, Stopwatch())
-    plain = make_learner(**options(every=0)).source.collect(0, Stopwatch())
+    audited = make_learner(**options(min_rho=-1.0)).source.collect(0, Timer())
+    plain = make_learner(**options(every=0)).source.collect(0, Timer())
     assert torch.equal(audited.explored.proxy, plain.explored.proxy)
     assert torch.equal(audited.tree.x, plain.tree.x)

@@ -9,13 +9,13 @@ import torch
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptSampler, load_prompts
 from flowrl.sampling.rollout import (
-    Stopwatch,
+    Timer,
     decode,
-    draw,
-    gathered,
+    gather_results,
     group_request,
-    hand_in,
     occurrences,
+    sample_request,
+    submit_images,
 )
 from flowrl.sampling.sampler import Schedule
 from flowrl.scoring.scorer import Scoring, score
@@ -37,7 +37,7 @@ def judged(reward, request, leaves=1):
     """The scores of black images that are handed in one by one."""
     scoring = Scoring(specs=[RewardSpec(name="reward", reward=reward)])
     count = len(request.prompt) * leaves
-    images = hand_in(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)
+    images = submit_images(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)
     assert len(images) == count
     return scoring.result()
 
@@ -59,8 +59,8 @@ def sample(make_learner):
     @torch.no_grad()
     def images(request, batch_size=6, plan=PLAN):
         backbone, policy = learner.policy.backbone, learner.policy
-        cond = learner.source.stage.encode(request.prompts)
-        tree = draw(backbone, policy.velocity, cond, request, plan, schedule, batch_size)
+        cond = learner.source.generator.text_cache(request.prompts)
+        tree = sample_request(backbone, policy.velocity, cond, request, plan, schedule, batch_size)
         return tree, torch.cat(list(decode(backbone, tree.leaves(), batch_size)))
 
     return images
@@ -227,8 +227,8 @@ def test_a_held_out_reward_teaches_nothing_and_may_fail(make_learner):
         name="broken", reward=lambda images, *_: [math.nan] * len(images), held_out=True
     )
     specs = [*learner.specs, broken]
-    stage = replace(learner.source.stage, specs=specs)
-    learner = replace(learner, specs=specs, source=replace(learner.source, stage=stage))
+    stage = replace(learner.source.generator, specs=specs)
+    learner = replace(learner, specs=specs, source=replace(learner.source, generator=stage))
     rollout, metrics = learner.iterate(0)
     assert bool(rollout.valid.all()) and bool(rollout.reward.isfinite().all())
     assert metrics["reward/invalid"] == 0 and math.isnan(metrics["reward/broken"])
@@ -239,9 +239,9 @@ def test_one_process_keeps_its_scores_and_laps_add_up():
 
     spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
     result = score([spec], torch.zeros(2, 3, 4, 4), ["a", "b"], [{}, {}])
-    assert gathered(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
+    assert gather_results(replace(result), Runtime(device="cpu")).scores.tolist() == [[0.0], [0.0]]
     # A stopwatch adds laps of one name.
-    watch = Stopwatch()
+    watch = Timer()
     for name in ("a", "b", "a"):
         watch.lap(name)
     assert list(watch.seconds) == ["a", "b"] and min(watch.seconds.values()) >= 0

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.sde import KERNELS, StepKernel, lift, ode_step
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Tree
 from flowrl.trees.plan import TreePlan
 
@@ -15,7 +15,7 @@ FLOW = KERNELS["flow_sde"]
 
 
 def schedule(steps: int, kernel: StepKernel = FLOW, level: float = 0.5) -> Schedule:
-    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=kernel, level=level)
+    return Schedule(sigmas=torch.linspace(1, 0, steps + 1), kernel=kernel, noise_level=level)
 
 
 def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ def grown(
     roots = list(range(prompts * plan.roots))
     prompt = torch.arange(prompts).repeat_interleave(plan.roots)
     x = named_noise([p if plan.same_noise else r for r, p in enumerate(prompt.tolist())])
-    return grow(
+    return sample_tree(
         field,
         x((), 0, "init").to(dtype),
         prompt,

@@ -21,7 +21,12 @@ def evaluator(tiny_config, load_tiny):
         RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3))),
         RewardSpec(name="length", reward=lambda _, prompts, __: [float(len(p)) for p in prompts]),
     ]
-    settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2, "batch_size": 2}
+    settings = {
+        "prompts": "tiny:colors:test",
+        "num_images": 5,
+        "num_inference_steps": 2,
+        "batch_size": 2,
+    }
     config = tiny_config(evaluation=settings)
     return replace(build_evaluator(config, load_tiny(), specs, ProvidedObjects()), keep=3)
 
@@ -52,13 +57,13 @@ def test_the_same_network_gets_the_same_scores_again(evaluator, evaluation, runt
 
 
 def test_all_prompts_are_encoded_before_the_first_batch(evaluator, runtime, monkeypatch):
-    learned, learn = [], type(evaluator.encode).learn
+    learned, learn = [], type(evaluator.text_cache).learn
 
     def watch(self, prompts, rows):
         learned.append((len(prompts), rows))
         learn(self, prompts, rows)
 
-    monkeypatch.setattr(type(evaluator.encode), "learn", watch)
+    monkeypatch.setattr(type(evaluator.text_cache), "learn", watch)
     evaluator(evaluator.backbone.velocity, runtime)
     assert learned == [(5, 2)]  # two at a time, as they are drawn
 
@@ -72,7 +77,7 @@ def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
 
 
 def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load_tiny):
-    settings = {"prompts": "tiny:colors:test", "images": 5, "steps": 2}
+    settings = {"prompts": "tiny:colors:test", "num_images": 5, "num_inference_steps": 2}
     specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
     pipeline = load_tiny()
 
@@ -81,7 +86,7 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
         return build_evaluator(tiny_config(**changes), pipeline, specs, ProvidedObjects()).key
 
     plain = key()
-    for change in ({"steps": 3}, {"seed": 1}, {"images": 4}, {"prompts": "tiny:counting:test"},
+    for change in ({"num_inference_steps": 3}, {"seed": 1}, {"num_images": 4}, {"prompts": "tiny:counting:test"},
                    {"paraphrases": True}):  # fmt: skip
         assert key(evaluation=change) != plain, change
     assert key(pipeline={"dtype": "bf16"}) != plain

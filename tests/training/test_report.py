@@ -96,7 +96,7 @@ def test_samples_are_a_sheet_of_the_images_rounded_to_bytes(tmp_path):
     images = torch.zeros(3, 3, 64, 64)
     images[1] = torch.tensor([0.6, 0.2, 1.7])[:, None, None]
     with Report(tmp_path, trackers=[]) as report:
-        path = report.images(25, images, ["a", "b", "c"])
+        path = report.log_images(25, images, ["a", "b", "c"])
     assert path == tmp_path / "samples" / "step-000025.png"
     with Image.open(path) as sheet:
         colors = sheet.convert("RGB").getcolors(1 << 20) or []

@@ -30,10 +30,21 @@ MOVING = {
     "depth_pruning": {"start": 2, "size": 1, "stop": 2, "until": 3},
 }
 SMALL = {
-    "rollout": {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 4, **MOVING},
+    "rollout": {
+        "prompts_per_iteration": 2,
+        "group_size": 4,
+        "num_inference_steps": 4,
+        "batch_size": 4,
+        **MOVING,
+    },
     "optim": {"lr": 1e-2, "micro_batch": 4},
     "ema": {"decay": 0.5},
-    "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2, "every": 2},
+    "evaluation": {
+        "prompts": "tiny:colors:test",
+        "num_images": 2,
+        "num_inference_steps": 2,
+        "every": 2,
+    },
 }
 ITERATIONS = 5
 
@@ -41,7 +52,12 @@ ITERATIONS = 5
 @pytest.fixture(scope="module")
 def config_for(tiny_config):
     def make(folder: Path, **run):
-        settings = {"iterations": ITERATIONS, "checkpoint_every": 2, "keep": 1, "trackers": []}
+        settings = {
+            "iterations": ITERATIONS,
+            "checkpoint_every": 2,
+            "keep_checkpoints": 1,
+            "trackers": [],
+        }
         run = settings | {"sample_every": 0, "output_dir": str(folder)} | run
         return tiny_config(**SMALL, run=run)
 
@@ -256,7 +272,7 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
     config_for, load_tiny, tmp_path
 ):
     config = config_for(tmp_path)
-    evaluation = config.evaluation.model_copy(update={"guidance": 3.0})
+    evaluation = config.evaluation.model_copy(update={"guidance_scale": 3.0})
     config = config.model_copy(update={"evaluation": evaluation})
     learner, evaluator = build(config, pipeline=load_tiny())
     assert evaluator is not None

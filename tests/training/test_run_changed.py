@@ -13,8 +13,13 @@ from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 
 SMALL = {
-    "rollout": {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 4},
-    "evaluation": {"prompts": "tiny:colors:test", "images": 2, "steps": 2},
+    "rollout": {
+        "prompts_per_iteration": 2,
+        "group_size": 2,
+        "num_inference_steps": 3,
+        "batch_size": 4,
+    },
+    "evaluation": {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2},
 }
 
 
@@ -46,7 +51,7 @@ def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
     first = run.evaluation_path(0).stat().st_mtime_ns
     trained(learner, run, iterations=1)
     assert run.evaluation_path(0).stat().st_mtime_ns == first
-    changed = SMALL["evaluation"] | {"images": 3}
+    changed = SMALL["evaluation"] | {"num_images": 3}
     learner, run = small(state, evaluation=changed)
     trained(learner, run, iterations=1)
     base = Evaluation.load(run.evaluation_path(0))
@@ -71,8 +76,8 @@ def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):
         return images.mean((1, 2, 3))
 
     specs = [RewardSpec(name="mine", reward=fails_later)]
-    stage = replace(learner.source.stage, specs=specs)
-    learner = replace(learner, source=replace(learner.source, stage=stage))
+    stage = replace(learner.source.generator, specs=specs)
+    learner = replace(learner, source=replace(learner.source, generator=stage))
     with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
         train(learner, run, iterations=4)
     assert run.checkpoints.steps()[-1] == 3

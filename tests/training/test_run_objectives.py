@@ -4,12 +4,18 @@ from pathlib import Path
 
 import pytest
 
-from flowrl.api import align, collect_groups
+from flowrl.api import align, collect
 from flowrl.training.tracking import read_metrics
 
-ODE = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8, "tree": {"kind": "ode"}}
-NFT = {"kind": "nft", "draws": {"count": 2}, "old_decay": {"rate": 0.2, "limit": 0.6}}
-GDRO = {"kind": "gdro", "draws": {"count": 2}}
+ODE = {
+    "prompts_per_iteration": 2,
+    "group_size": 4,
+    "num_inference_steps": 4,
+    "batch_size": 8,
+    "tree": {"kind": "ode"},
+}
+NFT = {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": 0.2, "limit": 0.6}}
+GDRO = {"kind": "gdro", "noising": {"count": 2}}
 ITERATIONS = 4
 
 
@@ -33,7 +39,7 @@ def config_for(tiny_config, tmp_path):
 def test_a_run_in_two_sessions_ends_as_one_does(tiny_config, config_for, tmp_path, case):
     if case != "nft":
         recipe = tiny_config(rollout=ODE, objective={"kind": "sft"})
-        collect_groups(recipe, tmp_path / "store", groups=4)
+        collect(recipe, tmp_path / "store", groups=4)
     align(config_for("whole", case))
     align(config_for("parts", case, iterations=2))
     align(config_for("parts", case), resume="latest")

@@ -109,12 +109,22 @@ def scripted(make_run):
     """A learner and its run, whose evaluations are scripted; `resume` is a checkpoint's state."""
 
     def make(resume: dict | None = None, *, rule=RULE, **run):
-        settings = {"iterations": 6, "checkpoint_every": 1, "keep": 1, "sample_every": 1}
+        settings = {
+            "iterations": 6,
+            "checkpoint_every": 1,
+            "keep_checkpoints": 1,
+            "sample_every": 1,
+        }
         config, learner, made = make_run(
             resume,
             evaluator=(evaluator := Scripted()),
-            rollout={"prompts": 1, "group_size": 2, "steps": 2, "batch_size": 2},
-            evaluation={"prompts": "tiny:colors:test", "images": 1, "every": 1},
+            rollout={
+                "prompts_per_iteration": 1,
+                "group_size": 2,
+                "num_inference_steps": 2,
+                "batch_size": 2,
+            },
+            evaluation={"prompts": "tiny:colors:test", "num_images": 1, "every": 1},
             run=settings | run,
         )
         evaluator.run, evaluator.backbone, made.stop = made, learner.policy.backbone, rule
@@ -223,7 +233,7 @@ def test_a_rollout_without_images_has_no_sample_sheet(scripted):
     rollout, metrics = learner.iterate(0)
     with run.session():
         run.begin(learner.policy, learner.optimizer)
-        run.after(0, SampleGrid.of(replace(rollout, images=torch.empty(0))), metrics)
+        run.after(0, SampleGrid.from_rollout(replace(rollout, images=torch.empty(0))), metrics)
         assert not (run.folder / "samples").exists()
-        run.after(0, SampleGrid.of(rollout), metrics)
+        run.after(0, SampleGrid.from_rollout(rollout), metrics)
     assert len(list((run.folder / "samples").iterdir())) == 1

@@ -10,13 +10,13 @@ import torch
 
 from flowrl.backbones.policy import POLICY
 from flowrl.errors import UserError
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import SamplerFailure
 from flowrl.training.loop import Learner, train
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
-ROLLOUT = {"prompts": 2, "group_size": 4, "steps": 4, "batch_size": 8}
+ROLLOUT = {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4, "batch_size": 8}
 
 
 def warm(learner, scale: float = 0.02):
@@ -46,7 +46,7 @@ def _recorder(found: list[torch.Tensor]):
 def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
     for kernel in ["flow_sde", "dance_sde", "cps"]:
         for guidance in [1.0, 3.0]:
-            options = {"merge_lora": False, "kernel": kernel, "guidance": guidance}
+            options = {"merge_lora": False, "kernel": kernel, "guidance_scale": guidance}
             learner = warm(make_learner(rollout=ROLLOUT | options))
             _, metrics = learner.iterate(0)
             assert metrics["policy/ratio_error_max"] == 0
@@ -107,7 +107,7 @@ def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
 def test_training_stops_and_explains_when_the_velocities_differ(make_learner):
     learner = warm(make_learner())
     before = [p.clone() for p in learner.policy.parameters()]
-    rollout = learner.source.collect(0, Stopwatch())
+    rollout = learner.source.collect(0, Timer())
     velocity = learner.policy.backbone.velocity
     learner.policy.backbone.velocity = lambda *inputs: velocity(*inputs) * 1.05
     with pytest.raises(UserError, match="optim.ratio_tolerance"):
@@ -207,12 +207,12 @@ def test_a_window_trains_its_steps_only(make_learner):
 def test_an_iteration_is_a_function_of_its_number(make_learner):
     """Not of what was drawn before it, nor of anybody's global random numbers."""
     learner = warm(make_learner())
-    first = learner.source.collect(3, Stopwatch())
+    first = learner.source.collect(3, Timer())
     torch.rand(5)
-    learner.source.collect(1, Stopwatch())
-    again = learner.source.collect(3, Stopwatch())
+    learner.source.collect(1, Timer())
+    again = learner.source.collect(3, Timer())
     assert torch.equal(first.tree.x, again.tree.x) and torch.equal(first.reward, again.reward)
-    assert not torch.equal(first.tree.x, learner.source.collect(4, Stopwatch()).tree.x)
+    assert not torch.equal(first.tree.x, learner.source.collect(4, Timer()).tree.x)
 
 
 def test_the_reward_rises(make_learner, tmp_path):
@@ -225,7 +225,12 @@ def test_the_reward_rises(make_learner, tmp_path):
     learner = make_learner(
         rewards={"brightness": brightness},
         prompts={"train": str(tmp_path / "prompts.txt")},
-        rollout={"prompts": 1, "group_size": 12, "steps": 4, "batch_size": 12},
+        rollout={
+            "prompts_per_iteration": 1,
+            "group_size": 12,
+            "num_inference_steps": 4,
+            "batch_size": 12,
+        },
         optim={"lr": 3e-3, "micro_batch": 12},
         objective={"clip_nats": None, "clip_eps": 1.0},
     )
@@ -237,7 +242,7 @@ def test_the_reward_rises(make_learner, tmp_path):
 
 def test_metrics_say_what_they_are_and_weigh_micro_batches_by_rows(make_learner):
     learner = make_learner()
-    rollout = learner.source.collect(0, Stopwatch())
+    rollout = learner.source.collect(0, Timer())
     metrics = rollout_metrics(rollout)
     x0 = rollout.tree.leaves()
     assert metrics["latent/norm"] == pytest.approx(x0.pow(2).mean().item() ** 0.5)

@@ -40,7 +40,7 @@ cases = {
     for updates in (1, 2)
 } | {
     kind: load_config(
-        Path(sys.argv[1]), [f"objective={{kind: {kind}, draws: {{count: 2}}}}", *images]
+        Path(sys.argv[1]), [f"objective={{kind: {kind}, noising: {{count: 2}}}}", *images]
     )
     for kind in ("gdro", "nft")
 } | {
@@ -48,9 +48,9 @@ cases = {
     f"explored {kind}": load_config(
         Path(sys.argv[1]),
         [
-            f"objective={{kind: {kind}, draws: {{count: 2}}}}",
+            f"objective={{kind: {kind}, noising: {{count: 2}}}}",
             *images,
-            "rollout.explore={candidates: 7, steps: 2, precision: bf16, audit: {prompts: 1}}",
+            "rollout.explore={candidates: 7, num_inference_steps: 2, precision: bf16, audit: {prompts: 1}}",
             f"run.output_dir={folder / kind}-{runtime.world_size}",
         ],
     )
@@ -145,15 +145,15 @@ def seen(tiny_config, tmp_path_factory) -> dict[str, dict]:
     config = tiny_config(
         # Two trees of a prompt, so that the second prompt's group lies on both processes.
         rollout={
-            "prompts": 3,
+            "prompts_per_iteration": 3,
             "group_size": 4,
-            "steps": 3,
+            "num_inference_steps": 3,
             "tree": {"kind": "branch_grpo", "splits": [0]},
             "batch_size": 12,
             "merge_lora": False,
         },
         optim={"lr": 1e-3, "micro_batch": 6},
-        evaluation={"prompts": "tiny:colors:test", "images": 5, "steps": 2},
+        evaluation={"prompts": "tiny:colors:test", "num_images": 5, "num_inference_steps": 2},
     )
     (folder / "config.yaml").write_text(config_yaml(config))
     script = folder / "script.py"

@@ -1,0 +1,92 @@
+"""README and docs/architecture.md: commands and examples run, names and links lead somewhere."""
+
+import re
+import shlex
+from pathlib import Path
+
+import torch
+import typer
+
+from flowrl.backbones.lora_files import read_lora
+from flowrl.cli import app
+from flowrl.config import load_config
+from flowrl.config.load import preset_names, sort_arguments
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+INDEX = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(text: str, language: str) -> list[str]:
+    parts = text.split("```")[1::2]  # what stands between two fences
+    found = [part.partition("\n") for part in parts]
+    return [block for name, _, block in found if name == language]
+
+
+def test_it_is_short_has_the_test_command_and_its_links_lead_somewhere():
+    assert README.count("\n") <= 150
+    assert '\npip install ".[test]" && pytest -q -n 2\n' in README
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "README.md"):
+        links = re.findall(r'\]\(([^)#:]+)(?:#[^)]*)?\)|src="([^"]+)"', page.read_text())
+        assert links and all((page.parent / (a or b)).exists() for a, b in links), page
+    listed = set(re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\)", INDEX, re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_every_command_of_the_readme_and_the_index_exists():
+    group = typer.main.get_command(app)
+    lines = [line for block in blocks(README, "bash") for line in block.splitlines()]
+    words = [shlex.split(line.partition("&& ")[2] or line, comments=True) for line in lines]
+    words += [shlex.split(command) for command in re.findall(r"`(flowrl train [\w-]+)`", README)]
+    words = [["train", *w[5:]] if w[0] == "accelerate" else w[1:] for w in words]
+    words = [w for w in words if w[0] != "-q"]  # the tests
+    assert len(words) >= 10
+    for name, *rest in words:
+        command = group.get_command(typer.Context(group), name)
+        assert command is not None, name
+        params = command.make_context(name, rest).params
+        if name in ("train", "plan"):
+            request = sort_arguments(params["words"])
+            assert request.recipe.endswith(".yaml") or request.recipe in preset_names(), name
+            assert load_config(request.recipe, request.overrides)
+    named = set(re.findall(r"`flowrl ([\w-]+)", INDEX))
+    assert named == set(group.commands)
+
+
+def test_the_python_of_the_readme_trains_and_its_lora_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    use, own = blocks(README, "python")
+    short = '"run.iterations=1", "evaluation.prompts=null", "pipeline.device=cpu"]'
+    assert '"run.iterations=60"]' in own
+    exec(own.replace('"run.iterations=60"]', short), {})
+    state, _ = read_lora("runs/red")
+    assert any(torch.count_nonzero(tensor) for name, tensor in state.items() if "lora_B" in name)
+    names: dict = {}
+    exec(use.replace("runs/quickstart", "runs/red").replace(".images[0]", ".images"), names)
+    assert names["settings"]["num_inference_steps"] == 5
+
+
+def test_every_answer_of_the_architecture_page_is_where_it_says():
+    rows = re.findall(r"^\| (.+) \| `([\w/]+\.py)` \| `(\w+)` \|$", ARCHITECTURE, re.MULTILINE)
+    assert len(rows) == 10
+    for question, file, name in rows:
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), question
+    for file, names in re.findall(
+        r"^ *([\w/]+\.py) {2,}([\w.]+(?:, [\w.]+)*) {2,}", ARCHITECTURE, re.M
+    ):
+        text = (ROOT / "flowrl" / file).read_text()
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), (file, name)
+
+
+def test_the_folder_trees_name_every_package_and_every_module():
+    _, tree, _ = blocks(ARCHITECTURE, "")
+    (short,) = blocks(README, "")
+    for path in (ROOT / "flowrl").iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert f"  {path.name}/ " in tree and f" {path.name}/ " in short, path
+            for module in path.glob("[a-z]*.py"):
+                if path.name != "cli":
+                    assert re.search(rf"\b{module.stem}\b", tree), module
