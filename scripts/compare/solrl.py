@@ -279,8 +279,9 @@ GenEval's partial score with DiffusionNFT from its base weights, seeds {seeds}: 
 {rollout.group_size} images of each of {rollout.prompts_per_iteration} prompts, in {iterations}
 iterations of {updates} updates. *24 of 24* samples these alone. *24 of 96* samples
 {explore.candidates} candidates of each prompt first, in {explore.num_inference_steps} steps instead
-of {rollout.num_inference_steps} and in NVFP4, and then those with the {best} highest and the {worst} lowest scores exactly, from the same noise; the candidates'
-scores are not learned from.
+of {rollout.num_inference_steps} and in NVFP4, and then those with the {best}
+highest and the {worst} lowest scores exactly, from the same noise; the candidates' scores are not
+learned from.
 
 Scores are those of {images} images of unseen prompts. A change is that of the last evaluation
 from the first, image by image, averaged over the seeds first, with its paired 95 % bootstrap
