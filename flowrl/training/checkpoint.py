@@ -52,7 +52,7 @@ class Checkpoints:
                 shutil.rmtree(self.path(later))
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """Return the state of "latest" (also written as the run's folder) or of a checkpoint folder.
+        """Return the state of "latest" (or of the run's folder, the same) or of a checkpoint.
 
         Returns None when "latest" finds a run without a checkpoint yet, which starts over. Raises
         UserError when there is no run, or no checkpoint in the folder.

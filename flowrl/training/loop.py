@@ -1,28 +1,53 @@
-"""The loop: draw groups, score them, give credit, step. It knows no objective by name."""
+"""The training loop: sample and score a rollout, then update the policy. It names no objective."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.objectives.base import Batch, Objective, RewardField, in_pieces
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.objectives.base import Batch, Models, Objective, RewardField, checkpointed
+from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
 from flowrl.training.run import Run, SampleGrid
-from flowrl.trajectory import Conditioning, Rollout
+from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
+
+
+def train(learner: "Learner", run: Run, *, iterations: int) -> None:
+    """Train to `iterations` from where the run stands, and save at the end.
+
+    Stops early, after a whole iteration, at the run's time limit or when it is asked to. A
+    UserError, which every process raises alike and before an update, saves too.
+    """
+    for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
+        updates = learner.policy.updates
+        try:
+            rollout, metrics = learner.iterate(iteration)
+        except UserError:
+            if learner.policy.updates == updates:  # or a part of an iteration would be saved
+                run.save()
+            learner.source.save_state()
+            raise
+        grid = SampleGrid.from_rollout(rollout)
+        del rollout  # or its latents would lie beside those of evaluation, and of the next one
+        run.after(iteration, grid, metrics)
+        if run.saved == run.done:
+            learner.source.save_state()
+        if run.should_stop():
+            break
+    run.save()
+    learner.source.save_state()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """How the optimiser steps: see the options of the same names under `optim`."""
+    """How the optimizer steps: see the options of the same names under `optim`."""
 
     lr: float
     decay_over: int | None  # iterations in which the learning rate falls to 0
@@ -32,7 +57,7 @@ class UpdateSettings:
     ratio_tolerance: float
 
     def lr_at(self, iteration: int) -> float:
-        """A function of the iteration alone, so that a resumed run needs no memory of it."""
+        """Return the learning rate, a function of the iteration alone: resuming needs no state."""
         if self.decay_over is None:
             return self.lr
         return self.lr * max(0.0, 1 - iteration / self.decay_over)
@@ -40,55 +65,52 @@ class UpdateSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
-    """Everything one iteration needs. All randomness is a function of seed and iteration.
+    """Everything one iteration needs. All randomness is a function of seed and iteration."""
 
-    specs: the rewards, those that are only held out included. reward: the gradient of the trained
-    reward at a rollout's images, for objectives that follow it.
-    """
-
-    source: Source
-    specs: Sequence[RewardSpec]
+    source: Source  # of rollouts
+    specs: Sequence[RewardSpec]  # the rewards, held-out ones included
     policy: Policy
     objective: Objective
     optimizer: torch.optim.Optimizer
     runtime: Runtime
     update: UpdateSettings
-    reward: Callable[[Rollout], RewardField]
+    reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
-        """One iteration: a rollout, then the updates that learn from it, and all its metrics."""
-        watch = Stopwatch()
-        rollout = self.source.collect(iteration, watch)
+        """Collect a rollout, update the policy on it, and return it with all metrics."""
+        timer = Timer()
+        rollout = self.source.collect(iteration, timer)
         metrics = self.learn(rollout, iteration)
-        if self.objective.needs.old is not None:
+        old = self.objective.needs.old
+        if old is not None:
             # For the next rollout, but now: what a failed rollout saves must not move it twice.
-            self.policy.remember(self.objective.needs.old.keep(iteration + 1))
-        watch.lap("time/train")
-        return rollout, rollout_metrics(rollout) | metrics | watch.seconds
+            self.policy.update_old(old.decay(iteration + 1))
+        timer.lap("time/train")
+        return rollout, rollout_metrics(rollout) | metrics | timer.seconds
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
-        """Optimiser steps on one rollout -> metrics, averaged over its rows."""
-        u, policy = self.update, self.policy
+        """Update the policy on one rollout, and return metrics averaged over its rows."""
+        settings, policy, runtime = self.update, self.policy, self.runtime
         for group in self.optimizer.param_groups:
-            group["lr"] = u.lr_at(iteration)
-        generator = torch.Generator().manual_seed(rollout.seed)
-        fields = self._fields(rollout) | {"generator": generator}
+            group["lr"] = settings.lr_at(iteration)
+        models = self._models(rollout)
         batch = self.objective.prepare(rollout)
         means = RowMeans()
         means.add(batch.metrics(), 1)
-        fresh = self.objective.needs.ratio  # nothing has moved since the rollout
-        for part in batch.updates(u.updates_per_rollout):
-            rows = self.runtime.sum(len(part))  # of all processes
+        check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
+        for part in batch.updates(settings.updates_per_rollout):
+            rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            with self.runtime.together():
-                self._backward(part, rows, fields, means)
-            self._check_loss(means)
-            if fresh:
-                self._check_ratio(means)
-            fresh = False
-            self.runtime.reduce_gradients(policy.parameters())
-            norm = self.runtime.clip_gradients(policy.parameters(), u.max_grad_norm)
+            with runtime.together():
+                self._backward(part, rows, models, means)
+            metrics = means.result()
+            self._check_loss(metrics)
+            if check_ratio:
+                self._check_ratio(metrics)
+            check_ratio = False
+            runtime.reduce_gradients(policy.parameters())
+            norm = runtime.clip_gradients(policy.parameters(), settings.max_grad_norm)
             self._check_norm(norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -96,31 +118,28 @@ class Learner:
             means.add({"grad/norm": torch.tensor(norm)}, 1)
         return means.result()
 
-    def _fields(self, rollout: Rollout) -> dict:
-        """What the objective declared that it calls, at most a micro-batch of rows at a time."""
+    def _models(self, rollout: Rollout) -> Models:
+        """Return the models that the objective declares, with a micro-batch of rows in a graph."""
         needs, size = self.objective.needs, self.update.micro_batch
-        networks = {
-            "reference": (needs.reference, self.policy.reference),
-            "old": (needs.old is not None, self.policy.old),
-        }
-        fields: dict = {
-            name: in_pieces(field, size) if declared else _undeclared(name)
-            for name, (declared, field) in networks.items()
-        }
-        return fields | ({"reward": self.reward(rollout)} if needs.reward_grad else {})
+        declared: dict[str, Any] = {}
+        if needs.reference:
+            declared["reference"] = checkpointed(self.policy.reference, size)
+        if needs.old is not None:
+            declared["old"] = checkpointed(self.policy.old, size)
+        if needs.reward_grad:
+            declared["reward_gradient"] = self.reward_gradient(rollout)
+        return Models(policy=checkpointed(self.policy.velocity, size), **declared)
 
-    def _backward(self, part: Batch, rows: float, fields: dict, means: RowMeans) -> None:
+    def _backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
-        size = self.update.micro_batch
-        policy = in_pieces(self.policy.velocity, size)
-        for chunk in part.chunks(size):
+        for chunk in part.chunks(self.update.micro_batch):
             with self.runtime.autocast():
-                loss, metrics = self.objective.loss(policy, chunk, **fields)
+                loss, metrics = self.objective.loss(models, chunk)
             self.runtime.backward(loss * (len(chunk) / rows))
             means.add(metrics | {"loss": loss.detach()}, len(chunk))
 
-    def _check_loss(self, means: RowMeans) -> None:
-        loss = means.result().get("loss", 0.0)
+    def _check_loss(self, metrics: dict[str, float]) -> None:
+        loss = metrics.get("loss", 0.0)
         if self.runtime.any(not math.isfinite(loss)):
             raise UserError(
                 "the loss of this update is no finite number, so nothing can be learned from it "
@@ -135,8 +154,8 @@ class Learner:
                 "pipeline.dtype fp32, or see docs/troubleshooting.md"
             )
 
-    def _check_ratio(self, means: RowMeans) -> None:
-        error = means.result().get("policy/ratio_error_max", 0.0)
+    def _check_ratio(self, metrics: dict[str, float]) -> None:
+        error = metrics.get("policy/ratio_error_max", 0.0)
         limit = self.update.ratio_tolerance
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
@@ -146,36 +165,3 @@ class Learner:
                 "do not compute the same velocities. Set rollout.merge_lora to false, use the same "
                 "rollout.batch_size and optim.micro_batch, or pipeline.dtype fp32"
             )
-
-
-def _undeclared(name: str) -> VelocityField:
-    def field(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        raise ValueError(f"the objective calls `{name}`, which its `needs` does not declare")
-
-    return field
-
-
-def train(learner: Learner, run: Run, *, iterations: int) -> None:
-    """Train to `iterations`, from where the run stands; the end always saves.
-
-    Stops early, after a whole iteration, at the run's time limit or when it is asked to. What
-    stops it with an error, on every process alike, stops it before an update, and saves too.
-    """
-    for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
-        updates = learner.policy.updates
-        try:
-            rollout, metrics = learner.iterate(iteration)
-        except UserError:
-            if learner.policy.updates == updates:  # or a part of an iteration would be saved
-                run.finish()
-            learner.source.keep()
-            raise
-        sheet = SampleGrid.of(rollout)
-        del rollout  # or its latents would lie beside those of evaluation, and of the next one
-        run.after(iteration, sheet, metrics)
-        if run.saved == run.done:
-            learner.source.keep()
-        if run.should_stop():
-            break
-    run.finish()
-    learner.source.keep()

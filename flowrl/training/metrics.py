@@ -1,4 +1,4 @@
-"""What an iteration is measured by: its rewards, images and trees, and means over its rows."""
+"""The metrics of an iteration: what each means, and how they are computed from a rollout."""
 
 import re
 from collections import defaultdict
@@ -10,8 +10,6 @@ from flowrl.objectives.advantage import group_stats
 from flowrl.objectives.tree_credit import leaves_below
 from flowrl.sampling.rank_audit import regenerated_rank
 from flowrl.trajectory import Metrics, Rollout
-
-# --- What each logged metric means -------------------------------------------------------------
 
 METRICS: dict[str, str] = {
     "reward/mean": "Mean weighted reward of the rollout's valid images: what training raises.",
@@ -36,7 +34,7 @@ METRICS: dict[str, str] = {
         "their advantages are 0."
     ),
     "explore/candidates": (
-        "Trees that are only chosen by, with `rollout.explore`: nothing of them is learned."
+        "Candidate trees, with `rollout.explore`: nothing is learned from them."
     ),
     "explore/forwards": "Velocities computed for them; those of audits are not counted.",
     "explore/missing": "Share of them without a score: they are kept only to make up the number.",
@@ -103,7 +101,7 @@ METRICS: dict[str, str] = {
     "path/gradient_norm": "Root mean square of the reward's gradient at the clean latents.",
     "path/leap_distance": "Mean distance of the leaps' ends from the states of the rollout.",
     "path/leap_weight": "Mean weight of an image's loss, one over that distance.",
-    "path/word_gap": "Reward with SRPO's better words minus that with the worse ones.",
+    "path/word_gap": "Reward with SRPO's positive words minus that with its negative ones.",
     "policy/error": (
         "Mean squared distance of the policy's velocity from the images' own, where they are "
         "looked at in training, with the objective's weighting."
@@ -210,14 +208,14 @@ This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
 
 
 def meaning(name: str) -> str | None:
-    """The meaning of a logged metric, None when it is not documented; plain names win."""
+    """Return the meaning of a logged metric, None when it is not documented; plain names win."""
     if name in METRICS:
         return METRICS[name]
     return next((text for form, text in METRICS.items() if _pattern(form).fullmatch(name)), None)
 
 
 def page() -> str:
-    """The text of docs/metrics.md."""
+    """Return the text of docs/metrics.md."""
     return _PAGE + "".join(f"| `{name}` | {text} |\n" for name, text in METRICS.items())
 
 
@@ -227,63 +225,8 @@ def _pattern(form: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"<\w+>", r"[^/]+", text))
 
 
-if __name__ == "__main__":
-    print(page(), end="")
-
-
-# --- How far apart the images of a rollout are, by when their paths parted -------------------
-
-
-def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:
-    """Step at which two leaves of a tree were last one node; a leaf's own on the diagonal.
-
-    parent, step: (n,) long, parents before children; leaf: (l,) long -> (l, l) long
-    """
-    below = leaves_below(parent, leaf)
-    above_both = below[:, :, None] & below[:, None, :]
-    # Steps grow along a path, so that of all common ancestors the last has the largest.
-    return torch.where(above_both, step[:, None, None], -1).amax(0)
-
-
-def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -> dict[int, float]:
-    """Mean over pairs of leaves of their root mean squared distance per latent element.
-
-    x0: (R, l, *latent), the leaves of R trees of one shape; ancestor: (l, l) long, as
-    `common_ancestor` has it; group: (R,) long, prompt of a tree. Keyed by the step at which the
-    pair parted, ascending, with -1 for leaves of different trees of one prompt. Steps at which no
-    pair parted are left out.
-    """
-    sums: dict[int, float] = defaultdict(float)
-    pairs: dict[int, int] = defaultdict(int)
-    for name in group.unique():
-        rows = x0[group == name]
-        trees, leaves = rows.shape[:2]
-        parted = torch.full((trees, leaves, trees, leaves), -1)
-        own = torch.arange(trees)
-        parted[own, :, own] = ancestor.cpu()
-        each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
-        distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
-        parted = parted.view(trees * leaves, -1)[each[0], each[1]]
-        for key in parted.unique().tolist():
-            sums[key] += distance[parted == key].sum().item()
-            pairs[key] += int((parted == key).sum())
-    return {key: sums[key] / pairs[key] for key in sorted(sums)}
-
-
-def _distances(x: Tensor) -> Tensor:
-    """Root mean squared differences of rows by their Gram matrix. (m, D) -> (m, m) float64"""
-    exact = x.detach().cpu().double()
-    exact = exact - exact.mean(0)  # or what all have in common would be cancelled, and its digits
-    gram = exact @ exact.T
-    square = gram.diagonal()
-    return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
-
-
-# --- What an iteration is measured by ----------------------------------------------------------
-
-
 class RowMeans:
-    """Means of metrics over micro-batches of unequal size; names ending in _max are maxima."""
+    """Averages metrics over micro-batches of unequal size; names ending in _max are maxima."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
@@ -303,7 +246,7 @@ class RowMeans:
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards and groups of all processes; latents, images (if any) and trees of this one."""
+    """Return metrics of all processes' rewards, and of this one's latents, images and trees."""
     stats = group_stats(rollout.reward, rollout.valid, rollout.group)
     x0, images = rollout.tree.leaves().float(), rollout.images
     metrics = {
@@ -313,17 +256,17 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "groups/no_signal": stats.no_signal,
         "latent/norm": x0.square().mean().sqrt().item(),
     }
-    if len(images):  # a store holds none
+    if len(images):  # none, where latents are read from disk
         metrics["image/brightness"] = images.mean().item()
         metrics["image/contrast"] = images.flatten(1).std(1).mean().item()
     means = rollout.scores.nanmean(0).tolist()
     scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
-    explored = explore_metrics(rollout) if rollout.explored is not None else {}
-    return metrics | scores | _missing(rollout) | tree_metrics(rollout) | explored
+    explored = _explore_metrics(rollout) if rollout.explored is not None else {}
+    return metrics | scores | _missing(rollout) | _tree_metrics(rollout) | explored
 
 
 def _missing(rollout: Rollout) -> dict[str, float]:
-    """How often rewards had no score where they apply, and numbers stood in for them."""
+    """Return how often rewards had no score where they apply, and numbers stood in for them."""
     missing = rollout.applicable & ~rollout.scores.isfinite()
     shares = (missing.sum(0) / rollout.applicable.sum(0).clamp(min=1)).tolist()
     stood_in = missing & rollout.terms.isfinite()
@@ -331,8 +274,8 @@ def _missing(rollout: Rollout) -> dict[str, float]:
     return found | {"reward/stand_in": stood_in.any(1).double().mean().item()}
 
 
-def explore_metrics(rollout: Rollout) -> dict[str, float]:
-    """What the first stage cost and found, of all processes; needs `rollout.explored`."""
+def _explore_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return metrics of all processes' candidates; needs `rollout.explored`."""
     explored = rollout.explored
     assert explored is not None
     proxy, kept = explored.proxy, explored.proxy.gather(1, explored.chosen)
@@ -350,13 +293,13 @@ def explore_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _spread(score: torch.Tensor) -> float:
-    """Standard deviation within a row, averaged over rows (P, N)."""
+    """Return the standard deviation within a row, averaged over rows (P, N)."""
     row = torch.arange(len(score)).repeat_interleave(score.shape[1])
     return group_stats(score.flatten(), score.isfinite().flatten(), row).spread
 
 
-def tree_metrics(rollout: Rollout) -> dict[str, float]:
-    """What the forest cost, and how different its images are by where they parted."""
+def _tree_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return what the trees cost, and how different their images are by where they parted."""
     tree = rollout.tree
     trees, nodes = tree.x.shape[:2]
     ancestor = common_ancestor(tree.parent.cpu(), tree.step.cpu(), tree.leaf.cpu())
@@ -373,3 +316,58 @@ def tree_metrics(rollout: Rollout) -> dict[str, float]:
         "tree/distance/roots" if step < 0 else f"tree/distance/step_{step}": distance
         for step, distance in distances.items()
     }
+
+
+def common_ancestor(parent: Tensor, step: Tensor, leaf: Tensor) -> Tensor:
+    """Return (l, l) long: the step at which two leaves were last one node; a leaf's own on the
+    diagonal.
+
+    Args:
+        parent, step: (n,) long, parents before children
+        leaf: (l,) long
+    """
+    below = leaves_below(parent, leaf)
+    above_both = below[:, :, None] & below[:, None, :]
+    # Steps grow along a path, so that of all common ancestors the last has the largest.
+    return torch.where(above_both, step[:, None, None], -1).amax(0)
+
+
+def pairwise_distance_by_ancestor(x0: Tensor, ancestor: Tensor, group: Tensor) -> dict[int, float]:
+    """Return the mean root mean squared distance of pairs of leaves by the step where they parted.
+
+    Steps ascend; -1 is for leaves of different trees of one prompt. Steps without a pair are left
+    out.
+
+    Args:
+        x0: (R, l, *latent), the leaves of R trees of one shape
+        ancestor: (l, l) long, from `common_ancestor`
+        group: (R,) long, each tree's prompt
+    """
+    sums: dict[int, float] = defaultdict(float)
+    pairs: dict[int, int] = defaultdict(int)
+    for name in group.unique():
+        rows = x0[group == name]
+        trees, leaves = rows.shape[:2]
+        parted = torch.full((trees, leaves, trees, leaves), -1)
+        own = torch.arange(trees)
+        parted[own, :, own] = ancestor.cpu()
+        each = torch.triu_indices(trees * leaves, trees * leaves, offset=1)
+        distance = _distances(rows.reshape(trees * leaves, -1))[each[0], each[1]]
+        parted = parted.view(trees * leaves, -1)[each[0], each[1]]
+        for key in parted.unique().tolist():
+            sums[key] += distance[parted == key].sum().item()
+            pairs[key] += int((parted == key).sum())
+    return {key: sums[key] / pairs[key] for key in sorted(sums)}
+
+
+def _distances(x: Tensor) -> Tensor:
+    """Return root mean squared differences of rows. (m, D) -> (m, m) float64"""
+    exact = x.detach().cpu().double()
+    exact = exact - exact.mean(0)  # or what all have in common would be cancelled, and its digits
+    gram = exact @ exact.T
+    square = gram.diagonal()
+    return ((square[:, None] + square - 2 * gram).clamp(min=0) / x.shape[1]).sqrt()
+
+
+if __name__ == "__main__":
+    print(page(), end="")

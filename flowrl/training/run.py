@@ -1,4 +1,4 @@
-"""A run on disk: what is restored before the loop, kept during it, and handed over after it."""
+"""A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
 import math
 import signal
@@ -18,90 +18,17 @@ from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.quantization.linear import exact
+from flowrl.quantization.linear import exact_weights
 from flowrl.scoring.spec import RewardSpec, trained
 from flowrl.training.checkpoint import Checkpoints, random_state, restore_random_state
-from flowrl.training.evaluate import Evaluation, Evaluator, is_hacking, measured
+from flowrl.training.evaluate import Evaluation, Evaluator, named_reward
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
 
-# --- When to stop: the trained reward still rises, and one that is only measured falls ---------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRule:
-    """Stop after `patience` evaluations in a row that look like hacking, see `is_hacking`.
-
-    held_out: name of the reward that is only measured; sign: -1 where less of it is better.
-    margin: how far it must have fallen, in its own units.
-    """
-
-    held_out: str
-    patience: int
-    margin: float = 0.0
-    sign: float = 1.0
-
-    def score(self, evaluation: Evaluation) -> float:
-        """The held-out mean, higher is better; NaN when no image has it."""
-        return self.sign * evaluation.mean(self.held_out)
-
-    def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
-        """Why to stop, for people, or "" to go on.
-
-        history: (trained score, `score`) of evaluations by their iteration.
-        """
-        steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
-        scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
-        if not is_hacking(scores, held_out, self.patience, margin=self.margin):
-            return ""
-        best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
-        values = [self.sign * history[step][1] for step in (best, last)]
-        return (
-            f"Stopped at iteration {last} by run.stop_when_hacking: since iteration {best} the "
-            f"trained reward went from {history[best][0]:.4g} to {history[last][0]:.4g}, while the "
-            f"held-out {self.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
-        )
-
-
-def stop_rule(
-    specs: Sequence[RewardSpec],
-    prompts: Sequence[PromptRecord],
-    *,
-    held_out: str,
-    patience: int,
-    margin: float,
-) -> StopRule:
-    """The rule of run.stop_when_hacking. prompts: those of evaluation.
-
-    Raises UserError unless `held_out` names a reward that is held out and applies to some of
-    them, and every trained reward does, too: without its score nothing could be compared.
-    """
-    option = "run.stop_when_hacking.held_out"
-    spec = measured(specs, prompts, held_out, option)
-    if not spec.held_out:
-        raise UserError(
-            f"{option} is {held_out!r}, which is trained: name a reward that is only measured, "
-            "with held_out: true"
-        )
-    for other in trained(specs):
-        if other.whole_groups:  # never measured there
-            continue
-        if not any(other.applies(p.text, p.metadata) for p in prompts):
-            raise UserError(
-                f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "
-                f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
-                "can judge, or more evaluation.images, or set the rule to null"
-            )
-    sign = -1.0 if spec.weight < 0 else 1.0
-    return StopRule(held_out=held_out, patience=patience, margin=margin, sign=sign)
-
-
-# --- A run on disk -----------------------------------------------------------------------------
-
-SHOWN = 16  # images on a sample sheet
-OPTIONS = ("lr", "betas", "weight_decay")  # of the optimiser, that a recipe sets
+GRID_IMAGES = 16
+RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,56 +44,51 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleGrid:
-    """What is shown of a rollout, which is gone by then: images (n, 3, H, W), n captions."""
+    """The first images of a rollout, kept when the rollout itself is freed."""
 
-    images: Tensor
+    images: Tensor  # (n, 3, H, W) in [0, 1]; n is 0 for stored rollouts, which have no images
     captions: list[str]
 
     @classmethod
-    def of(cls, rollout: Rollout) -> "SampleGrid":
-        """Its first images; none of a stored one, which has none."""
-        prompts = [rollout.prompts[i] for i in rollout.tree.prompt_of_leaves()[:SHOWN].tolist()]
-        return cls(images=rollout.images[:SHOWN].clone(), captions=prompts)
+    def from_rollout(cls, rollout: Rollout) -> "SampleGrid":
+        rows = rollout.tree.prompt_of_leaves()[:GRID_IMAGES].tolist()
+        images = rollout.images[:GRID_IMAGES].clone()
+        return cls(images=images, captions=[rollout.prompts[i] for i in rows])
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One training run in one folder. Only the main process writes; all take part in decisions.
-
-    `evaluator` is None when there is nothing held out. `score` turns an evaluation into the
-    number that training raises; its highest value is the best checkpoint. With `stop`, a rule that
-    compares it with a held-out score at the evaluations during training, the highest value of that
-    one is the best.
-    """
+    """One training run in one folder. Only the main process writes; all take part in decisions."""
 
     folder: Path
     settings: RunSettings
     runtime: Runtime
     checkpoints: Checkpoints
-    evaluator: Evaluator | None
-    score: Callable[[Evaluation], float]
+    evaluator: Evaluator | None  # None without held-out prompts
+    score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     report: Report | None  # None on other processes
     steps: Steps | None
-    stop: StopRule | None = None
+    stop: "StopRule | None" = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
-    best: tuple[float, int] | None = None
-    saved: int = -1
-    stopped: str = ""  # why the rule ended the run, for people
+    best: tuple[float, int] | None = None  # (score, iteration)
+    saved: int = -1  # iteration of the last checkpoint
+    stopped: str = ""  # why the stop rule ended the run
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
     _asked_to_stop: bool = field(init=False, default=False)
+    # (trained score, held-out score) of the evaluations by iteration, for the stop rule
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
 
-    # --- before -----------------------------------------------------------------------------
+    # --- before the loop --------------------------------------------------------------------
 
     def begin(self, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-        """Restore or evaluate the base pipeline -> the iteration to go on with.
+        """Restore the checkpoint or evaluate the base; return the iteration to continue with.
 
-        A run that its stop rule has ended goes on with none: it stays as it ended.
+        A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer = policy, optimizer
         if self.resume is not None:
@@ -176,28 +98,26 @@ class Run:
                 self.checkpoints.remove_after(self.done)
         else:
             self.save()  # from here on the run can be resumed
-        self._recall()
-        if self.evaluator is not None and not self._base_is_known(self.evaluator):
+        self._load_history()
+        if self.evaluator is not None and not self._base_is_evaluated(self.evaluator):
             with policy.disabled():
                 self._evaluate(0)
         every = self.settings.evaluate_every
-        if self.done and every and self.done % every == 0 and self._unmeasured(self.done):
-            self.evaluate_policy()  # the session before was stopped by it
-        self._judge()
+        due = every and self.done and self.done % every == 0
+        if due and self.done < self.settings.iterations:
+            if not self.evaluation_path(self.done).exists():
+                self.evaluate_policy()  # the session before was stopped during it
+        self._apply_stop_rule()
         self._began = time.monotonic()
         return self.settings.iterations if self.stopped else self.done
 
-    def _base_is_known(self, evaluator: Evaluator) -> bool:
-        """Whether the base was evaluated as this run evaluates; a resumed run may do it anew."""
+    def _base_is_evaluated(self, evaluator: Evaluator) -> bool:
+        """Return whether the base was evaluated as this run does; a resumed run may differ."""
         path = self.evaluation_path(0)
         return path.exists() and Evaluation.load(path).key == evaluator.key
 
-    def _unmeasured(self, step: int) -> bool:
-        due = self.evaluator is not None and step < self.settings.iterations
-        return due and not self.evaluation_path(step).exists()
-
-    def _recall(self) -> None:
-        """What earlier sessions measured at the evaluations up to here, for the stop rule."""
+    def _load_history(self) -> None:
+        """Load what earlier sessions measured, for the stop rule."""
         if self.stop is None or self.evaluator is None:
             return
         for step in range(0, self.done + 1, self.settings.evaluate_every):
@@ -209,47 +129,44 @@ class Run:
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
-        settings = [{k: g[k] for k in OPTIONS} for g in self._optimizer.param_groups]
+        settings = [{k: g[k] for k in RECIPE_OPTIONS} for g in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state["optimizer"])
         # The moments are the checkpoint's; what the recipe sets is the recipe's, changed or not.
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
             group.update(own)
         self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
-        self.done, self.elapsed, self.saved = (
-            state["iteration"],
-            state["elapsed"],
-            state["iteration"],
-        )
+        self.done = self.saved = state["iteration"]
+        self.elapsed = state["elapsed"]
         if state["best"] and state.get("best_by") == self._best_by:
             self.best = tuple(state["best"])  # type: ignore[assignment]
 
     @property
     def _best_by(self) -> str | None:
-        """What the best checkpoint is best by: a held-out reward, or None for what is trained."""
+        """The held-out reward that decides the best checkpoint, None for the trained score."""
         return None if self.stop is None else self.stop.held_out
 
-    # --- during -----------------------------------------------------------------------------
+    # --- in the loop ------------------------------------------------------------------------
 
-    def after(self, iteration: int, sheet: SampleGrid, metrics: dict[str, float]) -> None:
-        """Report an iteration; save, evaluate and show when it is time."""
+    def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
+        """Report an iteration; save, evaluate and show samples when it is time."""
         self.done, s = iteration + 1, self.settings
         if self.report is not None:
             self.report.log(self.done, metrics)
             shown = s.sample_every and self.done % s.sample_every == 0
-            if shown and len(sheet.images):
-                self.report.images(self.done, sheet.images, sheet.captions)
+            if shown and len(grid.images):
+                self.report.log_images(self.done, grid.images, grid.captions)
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             self.steps.advance(shown)
         if s.evaluate_every and self.done % s.evaluate_every == 0 and self.done < s.iterations:
             self.evaluate_policy()
-            self._judge()
+            self._apply_stop_rule()
         if self.done % s.checkpoint_every == 0:
             self.save()
 
     def evaluate_policy(self) -> Evaluation | None:
-        """Score the weights that the run would hand over now, and remember the best."""
+        """Score the weights that the run would export now, and remember the best."""
         if self.evaluator is None:
             return None
         if self._latest is not None and self._latest[0] == self.done:
@@ -270,7 +187,7 @@ class Run:
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
         try:
-            with exact(self._policy.network):
+            with exact_weights(self._policy.network):
                 evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
         except UserError:
             self.save()  # what was learned outlives what cannot be measured
@@ -286,8 +203,8 @@ class Run:
             self._history[step] = self.score(evaluation), self.stop.score(evaluation)
         return evaluation
 
-    def _judge(self) -> None:
-        """End the run when the rule says so, and tell; the scores are those of all processes."""
+    def _apply_stop_rule(self) -> None:
+        """End the run when the rule says so. The scores are those of all processes."""
         if self.stop is None or self.done >= self.settings.iterations:
             return
         self.stopped = self.stop.reason(self._history)
@@ -302,7 +219,7 @@ class Run:
         return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
 
     def save(self) -> None:
-        """A checkpoint to resume from, and the LoRA at the root.
+        """Write a checkpoint to resume from, and the LoRA at the root.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
@@ -327,29 +244,24 @@ class Run:
         self.saved = self.done
         self.runtime.wait()
 
-    # --- the end ----------------------------------------------------------------------------
-
     def seconds(self) -> float:
-        """Seconds of training, earlier sessions included."""
+        """Return the seconds of training, earlier sessions included."""
         return self.elapsed + time.monotonic() - self._began
 
     def should_stop(self) -> bool:
-        """Whether the time is up, a signal came or the rule says so; the same on every process."""
+        """Return whether time is up, a signal came or the rule stops; the same on all processes."""
         limit = self.settings.max_minutes
         late = limit is not None and self.seconds() >= 60 * limit
         return self.runtime.any(late or self._asked_to_stop or bool(self.stopped))
 
     @property
     def interrupted(self) -> bool:
-        """Whether a signal came, to any process; all must ask together."""
+        """Whether a signal came to any process; all must ask together."""
         return self.runtime.any(self._asked_to_stop)
-
-    def finish(self) -> None:
-        self.save()
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Around the loop: the progress bar, the report's files, and what Ctrl-C does.
+        """Show progress, keep the report's files open and handle signals inside the block.
 
         Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once.
         """
@@ -368,3 +280,97 @@ class Run:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+# --- stop when the trained reward still rises and a held-out one falls --------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRule:
+    """Stop after `patience` evaluations in a row that look like hacking, see `is_hacking`."""
+
+    held_out: str  # name of the reward that is only measured
+    patience: int
+    margin: float = 0.0  # how far it must have fallen, in its own units
+    sign: float = 1.0  # -1 where less of it is better
+
+    def score(self, evaluation: Evaluation) -> float:
+        """Return the held-out mean, higher is better; NaN when no image has it."""
+        return self.sign * evaluation.mean(self.held_out)
+
+    def reason(self, history: Mapping[int, tuple[float, float]]) -> str:
+        """Return a sentence that says why to stop, or "" to continue.
+
+        history: (trained score, `score`) of evaluations by their iteration.
+        """
+        steps = [step for step in sorted(history) if not any(map(math.isnan, history[step]))]
+        scores, held_out = ([history[step][i] for step in steps] for i in (0, 1))
+        if not is_hacking(scores, held_out, self.patience, margin=self.margin):
+            return ""
+        best, last = max(steps, key=lambda step: (history[step][1], step)), steps[-1]
+        values = [self.sign * history[step][1] for step in (best, last)]
+        return (
+            f"Stopped at iteration {last} by run.stop_when_hacking: since iteration {best} the "
+            f"trained reward went from {history[best][0]:.4g} to {history[last][0]:.4g}, while the "
+            f"held-out {self.held_out} went from {values[0]:.4g} to {values[1]:.4g}."
+        )
+
+
+def stop_rule(
+    specs: Sequence[RewardSpec],
+    prompts: Sequence[PromptRecord],
+    *,
+    held_out: str,
+    patience: int,
+    margin: float,
+) -> StopRule:
+    """Return the rule of run.stop_when_hacking. prompts: those of evaluation.
+
+    Raises UserError unless `held_out` names a reward that is held out and applies to some of
+    them, and every trained reward does, too: without its score nothing could be compared.
+    """
+    option = "run.stop_when_hacking.held_out"
+    spec = named_reward(specs, prompts, held_out, option)
+    if not spec.held_out:
+        raise UserError(
+            f"{option} is {held_out!r}, which is trained: name a reward that is only measured, "
+            "with held_out: true"
+        )
+    for other in trained(specs):
+        if other.whole_groups:  # never measured there
+            continue
+        if not any(other.applies(p.text, p.metadata) for p in prompts):
+            raise UserError(
+                f"run.stop_when_hacking compares the trained rewards, but {other.name!r} applies "
+                f"to none of the {len(prompts)} held-out prompts: give evaluation.prompts that it "
+                "can judge, or more evaluation.num_images, or set the rule to null"
+            )
+    sign = -1.0 if spec.weight < 0 else 1.0
+    return StopRule(held_out=held_out, patience=patience, margin=margin, sign=sign)
+
+
+def is_hacking(
+    scores: Sequence[float], held_out: Sequence[float], patience: int, *, margin: float = 0.0
+) -> bool:
+    """Return whether the trained score went on rising while a held-out one fell.
+
+    Both are values at the same evaluations in order; one where either is NaN is left out. Let b
+    be the latest evaluation with the best held-out score. True when each of the last `patience`
+    evaluations comes after b, has a trained score above that at b, and a held-out score more than
+    `margin` below that at b.
+    """
+    if len(scores) != len(held_out):
+        raise ValueError(f"got {len(scores)} trained and {len(held_out)} held-out scores")
+    if patience < 1 or margin < 0:
+        raise ValueError(
+            f"patience is {patience} and margin {margin}: at least 1, and not negative"
+        )
+    both = zip(scores, held_out, strict=True)
+    seen = [pair for pair in both if not any(map(math.isnan, pair))]
+    if len(seen) <= patience:
+        return False
+    best = max(range(len(seen)), key=lambda i: (seen[i][1], i))
+    if best >= len(seen) - patience:
+        return False
+    reward, quality = seen[best]
+    return all(r > reward and q < quality - margin for r, q in seen[-patience:])

@@ -1,7 +1,7 @@
-"""What a run says while it goes: `metrics.jsonl`, sample sheets, and trackers.
+"""What a run logs: `metrics.jsonl`, sample grids, and trackers (TensorBoard, wandb, trackio).
 
 The JSON lines are the record: always written, flushed line by line, and repaired on resume, so
-that each iteration stands in them once whatever happened to the process before.
+that each iteration is in them once, whatever happened to the process before.
 """
 
 import importlib
@@ -21,11 +21,11 @@ from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import Stack, png, sheet, to_pil
 from flowrl.utils.templates import known
 
-# --- Where metrics go beside `metrics.jsonl`: TensorBoard files, wandb, trackio ----------------
+FILE = "metrics.jsonl"
 
 
 class Tracker(Protocol):
-    """A place for finite numbers and images, each with the iteration they belong to."""
+    """Takes finite numbers and images, each with the iteration they belong to."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files under `<folder>/tensorboard`, without an account or a network."""
+    """Writes event files under `<folder>/tensorboard`."""
 
     def __init__(self, folder: Path, resume_step: int | None):
         _library("tensorboard")
@@ -57,10 +57,10 @@ class TensorBoard:
 
 
 class TrackingService:
-    """wandb, and trackio, which speaks the same language.
+    """Logs to wandb or to trackio, which has the same functions.
 
-    A resumed run is a new run in the group of its folder: neither service lets a run go back to
-    an earlier step.
+    A resumed run is a new run in the group of its folder: neither lets a run go back to an earlier
+    step.
     """
 
     def __init__(self, module: ModuleType, folder: Path, resume_step: int | None):
@@ -97,7 +97,7 @@ TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
-    """The tracker called `name`. Raises UserError for an unknown or a missing one."""
+    """Return the tracker called `name`. Raises UserError for an unknown or a missing one."""
     if name not in TRACKERS:
         raise UserError(f"unknown tracker {name!r}: run.trackers takes {', '.join(TRACKERS)}.")
     return TRACKERS[name](folder, resume_step)
@@ -113,16 +113,11 @@ def _library(name: str) -> ModuleType:
         ) from error
 
 
-# --- What a run says while it goes: `metrics.jsonl`, sample sheets, and trackers ---------------
-
-FILE = "metrics.jsonl"
-
-
 class Report:
-    """Writes a run's metrics and samples; a context manager. One process of a run makes one.
+    """Writes a run's metrics and sample grids; a context manager of the main process.
 
-    `resume_step` is the last step that stays: lines after it are cut, as is a line that a crash
-    left unfinished. Without it the run is new, and a folder with metrics raises UserError.
+    Lines after `resume_step` are cut, as is a line that a crash left unfinished. Without it the
+    run is new, and a folder with metrics raises UserError.
     """
 
     def __init__(
@@ -156,20 +151,17 @@ class Report:
         for tracker in self._trackers:
             tracker.log(step, finite)
 
-    def images(
-        self, step: int, images: Tensor | Sequence[Image.Image], captions: Sequence[str]
-    ) -> Path:
-        """Write `samples/step-<step>.png`: images, or (B, 3, H, W) in [0, 1], with captions."""
-        pil_images = to_pil(images) if isinstance(images, Tensor) else images
-        stacks = [
+    def log_images(self, step: int, images: Tensor, captions: Sequence[str]) -> Path:
+        """Write images (B, 3, H, W) in [0, 1] with captions to `samples/step-<step>.png`."""
+        columns = [
             Stack(caption=caption, images=[image])
-            for image, caption in zip(pil_images, captions, strict=True)
+            for image, caption in zip(to_pil(images), captions, strict=True)
         ]
-        drawn = sheet(stacks)
+        grid = sheet(columns)
         path = self.folder / "samples" / f"step-{step:06d}.png"
-        write_bytes(path, png(drawn))
+        write_bytes(path, png(grid))
         for tracker in self._trackers:
-            tracker.image(step, drawn)
+            tracker.image(step, grid)
         return path
 
     def close(self) -> None:
@@ -190,10 +182,10 @@ class Report:
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
-    """The run's metrics by ascending step, one dict a step with its number under "step".
+    """Return a run's metrics by ascending step, one dict a step with its number under "step".
 
-    Lines of one step are merged, later values first. Missing values are None. Without a file
-    the list is empty.
+    Lines of one step are merged; later values win. Missing values are None. Without a file the
+    list is empty.
     """
     steps: dict[int, dict[str, Any]] = {}
     for line in read_lines(Path(folder) / FILE):
@@ -202,9 +194,9 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Every line of a metrics file as it stands; one that a crash cut short at the end is left out.
+    """Return every line of a metrics file; a last one that a crash cut short is left out.
 
-    Raises UserError, with the number of the line, for anything else that is not a metrics line.
+    Raises UserError, with the line's number, for anything else that is not a metrics line.
     """
     if not path.exists():
         return []

@@ -86,8 +86,13 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
         return build_evaluator(tiny_config(**changes), pipeline, specs, ProvidedObjects()).key
 
     plain = key()
-    for change in ({"num_inference_steps": 3}, {"seed": 1}, {"num_images": 4}, {"prompts": "tiny:counting:test"},
-                   {"paraphrases": True}):  # fmt: skip
+    for change in (
+        {"num_inference_steps": 3},
+        {"seed": 1},
+        {"num_images": 4},
+        {"prompts": "tiny:counting:test"},
+        {"paraphrases": True},
+    ):
         assert key(evaluation=change) != plain, change
     assert key(pipeline={"dtype": "bf16"}) != plain
     unseen = {"quality": "mean", "batch_size": 1, "every": 7}

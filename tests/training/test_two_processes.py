@@ -50,7 +50,8 @@ cases = {
         [
             f"objective={{kind: {kind}, noising: {{count: 2}}}}",
             *images,
-            "rollout.explore={candidates: 7, num_inference_steps: 2, precision: bf16, audit: {prompts: 1}}",
+            "rollout.explore={candidates: 7, num_inference_steps: 2, precision: bf16}",
+            "rollout.explore.audit.prompts=1",
             f"run.output_dir={folder / kind}-{runtime.world_size}",
         ],
     )
