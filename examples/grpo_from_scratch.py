@@ -3,8 +3,9 @@
     python examples/grpo_from_scratch.py
 
 Read it from top to bottom: it is the algorithm that `flowrl train` runs, without recipes, trees,
-checkpoints and several processes, and with the same numbers: on equal settings its losses and its
-LoRA are those of `flowrl train`, bit for bit (tests/examples/test_grpo_from_scratch.py).
+checkpoints and several processes, and with the same numbers: without the average over updates
+(`ema.decay=null`, `rollout.merge_lora=false`) its losses and its LoRA are those of `flowrl train`,
+bit for bit (tests/examples/test_grpo_from_scratch.py).
 
 The idea. A flow model turns noise (sigma = 1) into an image (sigma = 0) along an ODE, which leaves
 reinforcement learning nothing to choose. Flow-GRPO adds noise to some of the denoising steps and
@@ -32,7 +33,7 @@ from flowrl.functional.gaussian import log_ratio, velocity_kl
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import flow_sde_noise, ode_step, sde_step
 from flowrl.objectives.advantage import Population, clip_advantage, normalise
-from flowrl.objectives.grpo import clip_from_nats, clipped_surrogate
+from flowrl.objectives.grpo import clipped_surrogate
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardSpec, load_reward
@@ -50,7 +51,9 @@ class Settings:
     num_inference_steps: int = 5  # [rollout.num_inference_steps]
     noisy_steps: int = 2  # the first ones have noise and are learned from [rollout.tree.window]
     noise_level: float = 1.0  # [rollout.noise_level]
-    clip_nats: float = 6.5  # the clip on a step's log-ratio, summed over the latent [clip_nats]
+    clip_nats: float = (
+        6.5  # the clip on a step's log-ratio, summed over the latent [objective.clip_nats]
+    )
     kl_coef: float = 0.0005  # weight of the penalty below [objective.kl_coef]
     learning_rate: float = 8e-4  # falls linearly to 0 [optim.lr, optim.schedule]
     max_grad_norm: float = 1.0  # [optim.max_grad_norm]
@@ -200,8 +203,8 @@ def grpo_loss(
     v = backbone.velocity(step.x, step.sigma, cond)
     mean, std = sde_step(step.x, v, step.sigma, step.sigma_next, step.g)
     log_r = log_ratio(step.x_next, mean, step.mean_old, std)  # 0 in the first update
-    # Ratios are of means over the latent, as published; so the clip is divided by its size.
-    clip = clip_from_nats(s.clip_nats, step.x[0].numel())
+    # Log-ratios are means over the latent, as published; so the clip is divided by its size.
+    clip = s.clip_nats / step.x[0].numel()
     surrogate, _ = clipped_surrogate(log_r, advantage, clip, clip)
     with torch.no_grad():
         backbone.transformer.disable_adapters()

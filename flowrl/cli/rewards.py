@@ -1,9 +1,6 @@
 """`flowrl reward-check`, `reward-serve` and `golden`: try rewards, serve them, compare scores."""
 
-import importlib
-import ipaddress
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +12,8 @@ import typer
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
+    import socket
+
     from flowrl.scoring.check import Checked
     from flowrl.scoring.protocol import Codec
     from flowrl.scoring.spec import RewardSpec
@@ -232,11 +231,13 @@ class _Pool:
     micro_batch: int
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int) -> "socket.socket":
     """Take an address, which nobody gets through to before `listen`.
 
     Raises UserError when it is not free.
     """
+    import socket
+
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         if os.name == "posix":  # elsewhere it would let two servers listen
@@ -250,7 +251,7 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def listen(listening: socket.socket) -> None:
+def listen(listening: "socket.socket") -> None:
     """Let clients in. Raises UserError when another server was faster."""
     try:
         listening.listen()
@@ -261,6 +262,8 @@ def listen(listening: socket.socket) -> None:
 
 def _need(packages: dict[str, str]) -> None:
     """Raise UserError for packages (by module) that cannot be imported."""
+    import importlib
+
     absent: dict[str, ImportError] = {}
     for module, package in packages.items():
         try:
@@ -286,6 +289,8 @@ def _token(host: str, variable: str | None) -> str | None:
 
 
 def _loopback(host: str) -> bool:
+    import ipaddress
+
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -320,7 +325,7 @@ def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
     return replace(spec, executor=executor)
 
 
-def _serve(app, listening: socket.socket, host: str, names: list[str], late: list[str]) -> None:
+def _serve(app, listening: "socket.socket", host: str, names: list[str], late: list[str]) -> None:
     import uvicorn
 
     shown = f"[{host}]" if ":" in host else host

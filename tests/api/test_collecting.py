@@ -11,7 +11,7 @@ import torch
 from flowrl.api import collect, with_lora
 from flowrl.backbones.lora_files import save_lora
 from flowrl.build import backbone as build_memory
-from flowrl.build.rollout import about
+from flowrl.build.rollout import dataset_metadata
 from flowrl.errors import UserError
 from flowrl.offline.format import latents_file, open_dataset, rows_file
 from flowrl.offline.source import StoredGroups
@@ -118,7 +118,9 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
     before = files(collected[0])
     assert collect(config, collected[0], groups=6, pipeline=load_tiny()) == collected[1]
     assert files(collected[0]) == before
-    other = tiny_config(rollout=ROLLOUT | {"num_inference_steps": 3}, rewards=[{"name": "brightness"}])
+    other = tiny_config(
+        rollout=ROLLOUT | {"num_inference_steps": 3}, rewards=[{"name": "brightness"}]
+    )
     with pytest.raises(UserError, match="was collected with .*, and this recipe has"):
         collect(other, collected[0], groups=8, pipeline=load_tiny())
 
@@ -126,9 +128,9 @@ def test_a_full_store_and_that_of_another_recipe_are_kept(
 def test_missing_scores_are_stored_as_missing(make_learner, config, tmp_path):
     sampler = make_learner(rollout=ROLLOUT).source
     specs = [RewardSpec(name="patchy", reward=patchy)]
-    stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_fraction=1.0))
+    stage = replace(sampler.generator, specs=specs, failures=FailureLimit(max_invalid_fraction=1.0))
     sampler = replace(sampler, generator=stage)
-    store = write_groups(tmp_path / "s", about(config, sampler), sampler, shards=2)
+    store = write_groups(tmp_path / "s", dataset_metadata(config, sampler), sampler, shards=2)
     rows = [json.loads(line) for n in (0, 1) for line in rows_file(store.folder, n).open()]
     missing = store.scores[:, 0].isnan()
     assert 0 < int(missing.sum()) < len(store)
@@ -161,7 +163,7 @@ def test_a_refresh_draws_as_many_groups_from_prompts_of_its_own(collected, make_
     sampler = make_learner(rollout=ROLLOUT).source
     refresher = Refresher(
         original=like,
-        metadata=about(config, sampler),
+        metadata=dataset_metadata(config, sampler),
         sampler=sampler,
         every=5,
         folder=collected[0].parent / "stores",
@@ -186,7 +188,8 @@ def test_an_iteration_can_learn_from_stored_groups_as_from_drawn_ones(collected,
     """All images of one prompt: the objective sees the latents, rewards and words it would have
     seen when they were drawn."""
     learner = make_learner(
-        rollout=ROLLOUT | {"prompts": 1, "tree": {"kind": "ode"}}, objective={"kind": "gdro"}
+        rollout=ROLLOUT | {"prompts_per_iteration": 1, "tree": {"kind": "ode"}},
+        objective={"kind": "gdro"},
     )
     store = open_dataset(collected[0])
     sampler = learner.source
