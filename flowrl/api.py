@@ -17,22 +17,22 @@ from torch import Tensor
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline, own_call
 from flowrl.backbones.lora_files import load_lora, read_lora
-from flowrl.build.backbone import Texts, build_pipeline, needed_texts, of_family, stored_texts
-from flowrl.build.learner import (
-    PRECISION,
-    ProvidedObjects,
-    all_texts,
-    as_given,
-    build_backbone,
-    build_evaluator,
-    build_learner,
-    build_run,
-    check_measures,
-    drawn_prompts,
-    evaluation_prompts,
-)
+from flowrl.build.backbone import TextCaches
+from flowrl.build.backbone import prompts_to_encode
+from flowrl.build.backbone import stored_prompts
+from flowrl.build.backbone import with_pipeline_family
+from flowrl.build.backbone import build_pipeline
+from flowrl.build.learner import with_pipeline_name
+from flowrl.build.learner import training_prompts
+from flowrl.build.learner import all_prompts_to_encode
+from flowrl.build.learner import check_evaluations
+from flowrl.build.learner import PRECISION, ProvidedObjects, build_backbone, build_evaluator, build_learner, build_run, evaluation_prompts
 from flowrl.build.rewards import build_rewards
-from flowrl.build.rollout import Drawing, about, draft_stage, low_precision, plan_at
+from flowrl.build.rollout import RolloutParts
+from flowrl.build.rollout import build_preview_generator
+from flowrl.build.rollout import preview_layers
+from flowrl.build.rollout import dataset_metadata
+from flowrl.build.rollout import plan_at
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
@@ -40,7 +40,13 @@ from flowrl.errors import UserError
 from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
-from flowrl.export.summary import call_settings, draw_sweep, hand_over, pairs, summary, write_sweep
+from flowrl.export.summary import (
+    call_settings,
+    evaluate_strengths,
+    finish_run,
+    gallery_rows,
+    write_sweep,
+)
 from flowrl.offline.format import (
     PAIRS,
     DatasetMetadata,
@@ -51,9 +57,10 @@ from flowrl.offline.format import (
 )
 from flowrl.offline.writer import REWARD, SHARD, write_groups, pairs_digest, read_pairs, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.quantization.backends import Resolved, capability_of, named, resolve
+from flowrl.quantization.backends import precision_name
+from flowrl.quantization.backends import Resolved, capability_of, resolve
 from flowrl.quantization.layer_rules import quantised_share
-from flowrl.quantization.linear import packed_within
+from flowrl.quantization.linear import restore_linear_after
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.source import Sampler
@@ -101,7 +108,7 @@ def align(
     Raises:
         UserError: for everything the caller can correct, before training where possible.
     """
-    config = as_given(config, pipeline)
+    config = with_pipeline_name(config, pipeline)
     given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
@@ -112,22 +119,22 @@ def align(
         repository = repository_of(config) if pushed and runtime.is_main else None
         checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
         state = checkpoints.load(resume) if resume else None
-        texts = Texts(config, pipeline)
-        needed = all_texts(config, given, first=state["iteration"] if state else 0)
+        texts = TextCaches(config, pipeline)
+        needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
         learner = build_learner(config, runtime, given, texts, needed)
-        with closing(learner.specs), packed_within(learner.policy.network):
+        with closing(learner.specs), restore_linear_after(learner.policy.network):
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
-                try_rewards(learner, [*drawn_prompts(config, given), *held_out])
-            texts.free(pipeline, [*needed, *stored_texts(config, learner.source)], runtime)
+                try_rewards(learner, [*training_prompts(config, given), *held_out])
+            texts.free(pipeline, [*needed, *stored_prompts(config, learner.source)], runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
                 write_text(folder / CONFIG, config_yaml(config))
             with run.session():
                 train(learner, run, iterations=config.run.iterations)
-                rows = hand_over(config, learner, run)
+                rows = finish_run(config, learner, run)
                 if pushed:
                     publish(run, repository)
                 return rows
@@ -166,7 +173,7 @@ def evaluate(config: Config, *, lora: str | None = None) -> list[Row]:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     # What is asked of prompts and rewards for training alone does not matter here.
     untrained = _changed(_changed(config, "prompts", retained=None), "run", stop_when_hacking=None)
-    check_measures(untrained, specs, (), held_out)
+    check_evaluations(untrained, specs, (), held_out)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
@@ -281,7 +288,7 @@ def gallery(
     config = _changed(config, "evaluation", **changes)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
-    config = config if run else of_family(config, pipeline)
+    config = config if run else with_pipeline_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
@@ -294,14 +301,14 @@ def gallery(
         caption = f"{count} images of {evaluation.prompts}, seed {evaluation.seed}"
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
-            at_each = draw_sweep(evaluator, runtime, rlg)
+            at_each = evaluate_strengths(evaluator, runtime, rlg)
             return write_sweep(folder, before, at_each, title=title, caption=caption)
         after = evaluator(evaluator.backbone.velocity, runtime)
         page, _ = write_gallery(
             folder,
-            pairs(before, after),
+            gallery_rows(before, after),
             title=f"{config.pipeline.path}: base and aligned",
-            summary=summary(compare(before, after, evaluator.quality)),
+            summary=compare(before, after, evaluator.quality),
             caption=caption,
         )
         return page
@@ -346,7 +353,7 @@ def collect(
         lora: run or file of the LoRA that generates.
         pipeline, rewards: loaded objects in place of those that the recipe names.
     """
-    config = _changed(as_given(config, pipeline), "rollout", store=None)
+    config = _changed(with_pipeline_name(config, pipeline), "rollout", store=None)
     shards = -(-groups // config.rollout.prompts_per_iteration)  # one an iteration
     # A rollout's precision is recorded in its output folder: here that of the data set.
     config = _changed(config, "run", output_dir=str(folder), iterations=shards)
@@ -359,8 +366,8 @@ def collect(
         config = with_lora(config, lora)
     runtime = _runtime(config)
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    texts = Texts(config, pipeline)
-    needed = needed_texts(config, drawn_prompts(config, given), ())
+    texts = TextCaches(config, pipeline)
+    needed = prompts_to_encode(config, training_prompts(config, given), ())
     learner = build_learner(config, runtime, given, texts, needed)
     sampler = _sampler(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
@@ -370,12 +377,12 @@ def collect(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    packed = packed_within(learner.policy.network)
+    packed = restore_linear_after(learner.policy.network)
     with closing(learner.specs), packed, steps or nullcontext():
         with runtime.together():
-            try_rewards(learner, drawn_prompts(config, given))
+            try_rewards(learner, training_prompts(config, given))
         texts.free(learner.policy.backbone.pipeline, needed, runtime)
-        store = write_groups(folder, about(config, sampler), sampler, shards=shards, advance=advance)
+        store = write_groups(folder, dataset_metadata(config, sampler), sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
 
 
@@ -388,7 +395,7 @@ def collect_pairs(
     each pair that was left out. Raises UserError when no pair is left.
     """
     preferences = read_pairs(source)
-    config = as_given(config, pipeline)
+    config = with_pipeline_name(config, pipeline)
     p = config.pipeline
     runtime = Runtime(device=p.device)
     if runtime.world_size > 1:
@@ -531,7 +538,7 @@ def audit(
         UserError: for a precision that the device lacks, before anything is generated.
     """
     configs = audit_configs(recipe, overrides, prompts=prompts, candidates=candidates, steps=steps)
-    configs = [as_given(config, pipeline) for config in configs]
+    configs = [with_pipeline_name(config, pipeline) for config in configs]
     if lora is not None:
         configs = [with_lora(config, lora) for config in configs]
     config = configs[0]
@@ -541,12 +548,12 @@ def audit(
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     learner = build_learner(_changed(config, "rollout", explore=None), runtime, given)
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    packed = packed_within(learner.policy.network)
+    packed = restore_linear_after(learner.policy.network)
     with closing(learner.specs), packed, bar or nullcontext():
         for one in resolved:
-            low_precision(_drawing(config, learner), one)  # refuses what cannot work
+            preview_layers(_drawing(config, learner), one)  # refuses what cannot work
         with runtime.together():
-            try_rewards(learner, drawn_prompts(config, given))
+            try_rewards(learner, training_prompts(config, given))
         exact = _exact_samples(config, learner, bar)
         rows = [
             row for one in resolved for row in _candidate_rows(configs, learner, exact, one, bar)
@@ -614,8 +621,8 @@ def _candidate_rows(
 ) -> Iterator[Row]:
     """Generate the candidates in one precision with each number of steps, and compare."""
     drawing = _drawing(configs[0], learner)
-    choices, backend = low_precision(drawing, resolved)
-    stage = draft_stage(drawing, _sampler(learner).generator, choices, backend)
+    choices, backend = preview_layers(drawing, resolved)
+    stage = build_preview_generator(drawing, _sampler(learner).generator, choices, backend)
     share = quantised_share(choices) if choices else 0.0
     for config in configs:
         steps = _explore(config).num_inference_steps or config.rollout.num_inference_steps
@@ -630,7 +637,7 @@ def _candidate_rows(
         if bar is not None:
             bar.advance({"rho": compared["rho"]})
         yield (
-            {"steps": steps, "precision": named(resolved), "quantised": share}
+            {"steps": steps, "precision": precision_name(resolved), "quantised": share}
             | compared
             | {"s/image": seconds, "to exact": seconds / exact.seconds}
         )
@@ -663,8 +670,8 @@ def _timed(
     return scores, sum(timer.seconds.values()) / (scores.shape[0] * count(plan).leaves)
 
 
-def _drawing(config: Config, learner: Learner) -> Drawing:
-    return Drawing(
+def _drawing(config: Config, learner: Learner) -> RolloutParts:
+    return RolloutParts(
         config=config,
         runtime=learner.runtime,
         specs=learner.specs,

@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from flowrl.export.gallery import GalleryPair, SummaryRow, pair_grid
+from flowrl.export.gallery import GalleryRow, gallery_grid
 from flowrl.export.hub import Licence
+from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import fit, png
 from flowrl.utils.plots import DARK, Points, draw_curves
@@ -24,7 +25,7 @@ WIDGET_SIDE = 256  # pixels: smaller images are enlarged, else the Hub blurs the
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a model card says. Texts are plain: the card escapes them."""
+    """What a model card says. Texts are plain: the template escapes them."""
 
     base_model: str  # a Hub id, or a name for people when `on_hub` is false
     on_hub: bool
@@ -41,24 +42,24 @@ class Card:
     command: str  # what makes the run again
     config: str  # the resolved configuration, YAML
     evaluation: str = ""  # what the summary was measured on, no full stop
-    summary: Sequence[SummaryRow] = ()
+    summary: Sequence[EvaluationComparison] = ()
     legend: str = ""  # what the summary's rows are, where a reward's name does not say it
     curves: Mapping[str, Points] = field(default_factory=dict)
-    pairs: Sequence[GalleryPair] = ()
+    rows: Sequence[GalleryRow] = ()
 
 
 def write_card(folder: Path | str, card: Card) -> Path:
-    """Write `README.md` and the images it shows under `card/` -> the path of README.md."""
+    """Write `README.md` and its images under `card/`; return the path of README.md."""
     folder = Path(folder)
     images = {}
-    if card.pairs:
-        images["before-after.png"] = png(pair_grid(card.pairs[:GRID], across=4))
+    if card.rows:
+        images["before-after.png"] = png(gallery_grid(card.rows[:GRID], across=4))
     if card.curves:
         images["curve.png"] = draw_curves(card.curves)
         images["curve-dark.png"] = draw_curves(card.curves, theme=DARK)
-    for i, pair in enumerate(card.pairs[:WIDGETS], 1):
-        side = max(WIDGET_SIDE, *pair.aligned.size)
-        images[f"aligned-{i}.png"] = png(fit(pair.aligned, side))
+    for i, row in enumerate(card.rows[:WIDGETS], 1):
+        aligned = row.images[-1]
+        images[f"aligned-{i}.png"] = png(fit(aligned, max(WIDGET_SIDE, *aligned.size)))
     for name, data in images.items():
         write_bytes(folder / FOLDER / name, data)
     path = folder / "README.md"
@@ -67,51 +68,45 @@ def write_card(folder: Path | str, card: Card) -> Path:
 
 
 def card_text(folder: Path, card: Card) -> str:
-    """The text of README.md, front matter first."""
+    """Return the text of README.md, front matter first."""
     header = yaml.safe_dump(front_matter(card), sort_keys=False, allow_unicode=True)
     values = {"card": card, "header": header, "code": loading_code(folder, card), "folder": FOLDER}
     return render("card.md.j2", values)
 
 
 def front_matter(card: Card) -> dict[str, Any]:
-    """The Hub's metadata; a key whose value is not known is left out."""
+    """Return the Hub's metadata, without keys whose value is not known."""
     found: dict[str, Any] = {"tags": TAGS, "library_name": "diffusers"}
     found["pipeline_tag"] = "text-to-image"
     if card.on_hub:
         found |= {"base_model": card.base_model, "base_model_relation": "adapter"}
     if card.license:
         found |= card.license.header()
-    if card.pairs:
+    if card.rows:
         found["widget"] = [
-            {"text": pair.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
-            for i, pair in enumerate(card.pairs[:WIDGETS], 1)
+            {"text": row.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
+            for i, row in enumerate(card.rows[:WIDGETS], 1)
         ]
     return found
 
 
 def loading_code(folder: Path, card: Card) -> str:
-    """Python that loads base and LoRA, and draws the first prompt."""
-    prompt = card.pairs[0].prompt if card.pairs else "a photo of a cat"
+    """Return Python that loads base and LoRA, and generates the first prompt."""
+    prompt = card.rows[0].prompt if card.rows else "a photo of a cat"
     arguments = [repr(prompt), *(f"{name}={value!r}" for name, value in card.call.items())]
     imports = ["from diffusers import DiffusionPipeline", *card.imports.splitlines()]
     load = f"DiffusionPipeline.from_pretrained({card.load_from})"
     if card.dtype != "fp32":  # of a size for a GPU
         imports = ["import torch", *imports]
         load = f'{load[:-1]}, dtype={DTYPES[card.dtype]}).to("cuda")'
+    if folder.resolve().is_relative_to(Path.cwd()):  # as one would type it here
+        folder = folder.resolve().relative_to(Path.cwd())
     return "\n".join(
         [
             *imports,
             "",
             f"pipe = {load}",
-            f"pipe.load_lora_weights({_place(folder)!r})",
+            f"pipe.load_lora_weights({folder.as_posix()!r})",
             f"image = pipe({', '.join(arguments)}).images[0]",
         ]
     )
-
-
-def _place(folder: Path) -> str:
-    """The folder as one would type it here: relative when it lies below the working directory."""
-    try:
-        return folder.resolve().relative_to(Path.cwd()).as_posix()
-    except ValueError:
-        return folder.as_posix()

@@ -1,18 +1,16 @@
-"""The end of a run: the proof that it got better, as table, gallery and model card."""
+"""The end of a run: compare the trained model with the base, write gallery and model card."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY, own_call
 from flowrl.backbones.policy import EMA
 from flowrl.build.backbone import FILE as TRAINING
 from flowrl.config import Config, config_yaml
-from flowrl.export.gallery import GalleryPair, GallerySweep, SummaryRow, write_gallery
+from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
@@ -23,13 +21,16 @@ from flowrl.training.loop import Learner
 from flowrl.training.run import Run
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import write_bytes
 from flowrl.utils.images import to_pil
+from flowrl.utils.plots import draw_curves
+from flowrl.utils.templates import known
 
-NOT_REWARDS = ("reward/std_in_group", "reward/invalid")
+NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
 TINY_LOADING = "from flowrl import pipeline_path"
+SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
 
-
-METHODS = {  # the trees' names among people
+METHODS = {  # names of the trees in papers
     "ode": "GRPO",
     "flow_grpo": "Flow-GRPO",
     "flow_grpo_fast": "Flow-GRPO-Fast",
@@ -45,7 +46,7 @@ METHODS = {  # the trees' names among people
     "e_grpo": "E-GRPO",
     "custom": "GRPO",
 }
-OBJECTIVES = {  # names of those that are not told by their tree
+OBJECTIVES = {  # names of those that are not named after their tree
     "spo": "SPO",
     "nft": "DiffusionNFT",
     "dpo": "Diffusion-DPO",
@@ -67,19 +68,17 @@ OBJECTIVES = {  # names of those that are not told by their tree
     "flowbp_lagrange": "FlowBP-Lagrange",
     "custom": "an objective of its own",
 }
-
-
-CHOSEN: dict[SelectRule, str] = {  # how candidates are, but for Sol-RL's best and worst
+CHOSEN: dict[SelectRule, str] = {  # how candidates are chosen, but for Sol-RL's best and worst
     "mean_deviation": "those furthest from the mean",
     "extremes_random": "the best, the worst and others at random",
     "random": "chosen at random",
 }
 
 
-def hand_over(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:
-    """Evaluate the weights at the root, compare them with the base, write gallery and card.
+def finish_run(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:
+    """Evaluate the final weights, compare them with the base, write gallery and card.
 
-    A run that was interrupted only gets its card: who pressed Ctrl-C does not want to wait.
+    An interrupted run is not evaluated: a user who pressed Ctrl-C does not want to wait.
     """
     after = None if run.interrupted else run.evaluate_policy()
     if not run.runtime.is_main:
@@ -87,21 +86,21 @@ def hand_over(config: Config, learner: Learner, run: Run) -> list[EvaluationComp
     before_path = run.evaluation_path(0)
     before = Evaluation.load(before_path) if before_path.exists() else None
     quality = run.evaluator.quality if run.evaluator else None
-    rows = compare(before, after, quality) if before and after else []
-    shown = pairs(before, after) if before and after else []
-    if shown:
+    summary = compare(before, after, quality) if before and after else []
+    rows = gallery_rows(before, after) if before and after else []
+    if rows:
+        name = config.pipeline.path
         how = f"{run.done} iterations of {method(config)}, seed {config.run.seed}"
-        caption = f"{config.pipeline.path}, {how}"
         write_gallery(
-            run.folder / "gallery", shown, title=f"{config.pipeline.path}: base and aligned",
-            summary=summary(rows), caption=caption,
+            run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
+            caption=f"{name}, {how}",
         )  # fmt: skip
-    write_card(run.folder, card(config, learner, run, rows, shown))
-    return rows
+    write_card(run.folder, card(config, learner, run, summary, rows))
+    return summary
 
 
 def method(config: Config) -> str:
-    """What the recipe does, in the words of papers."""
+    """Return the recipe's method as papers call it."""
     kind, explore = config.objective.kind, config.rollout.explore
     name = METHODS[config.rollout.tree.kind] if kind == "grpo" else OBJECTIVES[kind]
     if explore is None:
@@ -118,27 +117,26 @@ def method(config: Config) -> str:
 
 
 def precisions(config: Config, folder: Path, done: int) -> str:
-    """What the run computed in where that was not only its dtype, by its files; "" if nowhere.
-
-    done: iterations that it has behind it.
-    """
+    """Return in which precision the run computed, by its files; "" if only in its dtype."""
     p, base = config.pipeline.precision, config.memory
-    told = [] if p is None else [f"Rollouts and training: {read_precision(folder, TRAINING) or p}."]
+    texts = (
+        [] if p is None else [f"Rollouts and training: {read_precision(folder, TRAINING) or p}."]
+    )
     if base.base_bits is not None:
-        told.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
+        texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
     if config.rollout.explore is not None:
-        told.append(_of_candidates(config, folder, done))
-    return " ".join(told)
+        texts.append(_candidate_precisions(config, folder, done))
+    return " ".join(texts)
 
 
-def _of_candidates(config: Config, folder: Path, done: int) -> str:
+def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
     explore = config.rollout.explore
     assert explore is not None
     steps = explore.num_inference_steps or config.rollout.num_inference_steps
     events = [event for event in AuditLog(folder).before(done) if event.steps == steps]
     parts, now = [f"{steps} steps"], ""
     for event in events:
-        # An audit before the first rollout says what that one was drawn in.
+        # An audit before the first rollout decides the precision of that rollout.
         moves = (
             [event.next] if event.next and not event.iteration else [event.precision, event.next]
         )
@@ -156,54 +154,38 @@ def _of_candidates(config: Config, folder: Path, done: int) -> str:
     return f"{text}."
 
 
-def pairs(before: Evaluation, after: Evaluation) -> list[GalleryPair]:
-    """The kept images of both evaluations side by side, with their scores."""
-    base, aligned = (to_pil(e.images.float() / 255) for e in (before, after))
+def gallery_rows(base: Evaluation, *others: Evaluation) -> list[GalleryRow]:
+    """Return the kept images of all evaluations side by side, with their scores."""
+    columns = (base, *others)
+    images = [to_pil(evaluation.images.float() / 255) for evaluation in columns]
+
+    def score(evaluation: Evaluation, row: int, name: str) -> float | None:
+        return known(float(evaluation.scores[row, evaluation.names.index(name)]))
+
     return [
-        GalleryPair(
+        GalleryRow(
             prompt=prompt,
-            draw=before.draws[i],
-            base=base[i],
-            aligned=aligned[i],
-            scores={
-                name: (
-                    _number(before.scores[i, c]),
-                    _number(after.scores[i, after.names.index(name)]),
-                )
-                for c, name in enumerate(before.names)
-            },
+            number=base.draws[row],
+            images=tuple(column[row] for column in images),
+            scores={name: tuple(score(e, row, name) for e in columns) for name in base.names},
         )
-        for i, prompt in enumerate(before.prompts)
-    ]
-
-
-def summary(rows: list[EvaluationComparison]) -> list[SummaryRow]:
-    return [
-        SummaryRow(
-            name=row.name,
-            base=row.before,
-            aligned=row.after,
-            change=row.change.mean,
-            low=row.change.low,
-            high=row.change.high,
-        )
-        for row in rows
+        for row, prompt in enumerate(base.prompts)
     ]
 
 
 def legend(rows: list[EvaluationComparison], quality: str | None) -> str:
-    """What the rows are that are more than a reward's score, for people."""
+    """Return an explanation of the rows that are not a reward's plain score."""
     texts = {
         "corrected/": f"corrected/R is R ({quality} - 3) + 0.2, image by image.",
-        "paraphrase/": "paraphrase/R is the score R of images drawn from other words of the "
-        "prompt, and paraphrase_gap/R how far it lies below that of the prompt's own words.",
+        "paraphrase/": "paraphrase/R is the score R of images from a paraphrase of the "
+        "prompt, and paraphrase_gap/R how far that is below the score with the prompt's own words.",
     }
     shown = [text for start, text in texts.items() if any(r.name.startswith(start) for r in rows)]
     return " ".join(shown)
 
 
 def call_settings(config: Config) -> dict[str, int | float | str]:
-    """The arguments of the pipeline's call that draw as the run's evaluation does."""
+    """Return the arguments of the pipeline's call that generate as the run's evaluation does."""
     p, e = config.pipeline, config.evaluation
     call: dict[str, int | float | str] = {
         "num_inference_steps": e.num_inference_steps,
@@ -219,9 +201,10 @@ def card(
     config: Config,
     learner: Learner,
     run: Run,
-    rows: list[EvaluationComparison],
-    shown: list[GalleryPair],
+    summary: list[EvaluationComparison],
+    rows: list[GalleryRow],
 ) -> Card:
+    """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)
@@ -241,11 +224,13 @@ def card(
         training=precisions(config, run.folder, run.done),
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
-        evaluation=f"{rows[0].pairs} images of {public(e.prompts)}, seed {e.seed}" if rows else "",
-        summary=summary(rows),
-        legend=legend(rows, config.evaluation.quality),
+        evaluation=f"{summary[0].pairs} images of {public(e.prompts)}, seed {e.seed}"
+        if summary
+        else "",
+        summary=summary,
+        legend=legend(summary, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),
-        pairs=shown,
+        rows=rows,
     )
 
 
@@ -253,29 +238,20 @@ def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[
     """Return the (iteration, score) points of a run's rewards without missing values, the
     weighted mean first."""
     names = dict.fromkeys(name for row in metrics for name in row if name.startswith("reward/"))
-    wanted = [name for name in names if name not in NOT_REWARDS]
+    wanted = [name for name in names if not name.startswith(NOT_REWARDS)]
     return {
         name: [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         for name in sorted(wanted, key=lambda name: name != "reward/mean")
     }
 
 
-def _number(value: Tensor) -> float | None:
-    return None if bool(value.isnan()) else float(value)
+# --- one LoRA at several strengths ---------------------------------------------------------------
 
 
-# --- One LoRA at several strengths -------------------------------------------------------------
-
-NOTE = "RLG 0 is the base, 1 the LoRA as it was trained; other strengths are a heuristic."
-
-
-def draw_sweep(
+def evaluate_strengths(
     evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
 ) -> dict[float, Evaluation]:
-    """What the evaluator's pipeline, with its LoRA loaded, draws at each strength of RLG.
-
-    In the order given; a strength that is named twice is drawn once.
-    """
+    """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG, once."""
     found = {}
     for strength in dict.fromkeys(strengths):
         with RLG(evaluator.backbone.pipeline, strength):
@@ -286,41 +262,34 @@ def draw_sweep(
 def write_sweep(
     folder: Path, base: Evaluation, at_each: dict[float, Evaluation], *, title: str, caption: str
 ) -> Path:
-    """Write the gallery with a column for the base and for each strength -> its page.
-
-    The table has a row for each reward and strength: both means and the paired change.
-    """
-    columns = [f"RLG {strength:g}" for strength in at_each]
+    """Write the gallery with a column for the base and each strength, and `sweep.png`, a chart of
+    each reward's change by strength; return the gallery's page."""
+    columns = {f"RLG {strength:g}": evaluation for strength, evaluation in at_each.items()}
     page, _ = write_gallery(
         folder,
-        sweep_rows(base, list(at_each.values())),
+        gallery_rows(base, *columns.values()),
         title=title,
-        summary=sweep_summary(base, dict(zip(columns, at_each.values(), strict=True))),
-        caption=f"{caption}. {NOTE}",
+        summary=sweep_summary(base, columns),
+        caption=f"{caption}. {SWEEP_NOTE}",
         columns=("base", *columns),
     )
+    curves: dict[str, list[tuple[float, float]]] = {name: [] for name in base.names}
+    bands: dict[str, list[tuple[float, float]]] = {name: [] for name in base.names}
+    for strength in sorted(at_each):
+        for row in compare(base, at_each[strength]):
+            if row.name in curves:
+                curves[row.name].append((strength, row.change.mean))
+                bands[row.name].append((row.change.low, row.change.high))
+    chart = draw_curves(
+        curves, bands=bands, x_label="strength of RLG", y_label="change (95 % interval)"
+    )
+    write_bytes(folder / "sweep.png", chart)
     return page
 
 
-def sweep_rows(base: Evaluation, others: Sequence[Evaluation]) -> list[GallerySweep]:
-    """The kept images of all evaluations by prompt and noise, with their scores."""
-    return [
-        GallerySweep(
-            prompt=same[0].prompt,
-            draw=same[0].draw,
-            images=(same[0].base, *(pair.aligned for pair in same)),
-            scores={
-                name: (first, *(pair.scores[name][1] for pair in same))
-                for name, (first, _) in same[0].scores.items()
-            },
-        )
-        for same in zip(*(pairs(base, other) for other in others), strict=True)
-    ]
-
-
-def sweep_summary(base: Evaluation, others: dict[str, Evaluation]) -> list[SummaryRow]:
-    """Every reward at every strength, by reward. others: by the name of their column."""
-    found = {column: summary(compare(base, other)) for column, other in others.items()}
+def sweep_summary(base: Evaluation, others: Mapping[str, Evaluation]) -> list[EvaluationComparison]:
+    """Return every reward in every column, by reward. others: by the name of their column."""
+    found = {column: compare(base, other) for column, other in others.items()}
     return [
         replace(row, name=f"{reward}, {column}")
         for reward in base.names

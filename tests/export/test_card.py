@@ -8,16 +8,21 @@ import pytest
 import yaml
 from PIL import Image
 
-from flowrl.export.gallery import GalleryPair, SummaryRow
+from flowrl.export.gallery import GalleryRow
 from flowrl.export.hub import Licence, licence_of
 from flowrl.export.model_card import Card, write_card
+from flowrl.functional.groups import Interval
+from flowrl.training.evaluate import EvaluationComparison
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
 
 
-def pair(prompt: str) -> GalleryPair:
-    base, aligned = (Image.new("RGB", (64, 64), color) for color in ("white", "black"))
-    return GalleryPair(prompt=prompt, draw=0, base=base, aligned=aligned, scores={"ocr": (0, 1)})
+CHANGE = Interval(mean=0.14, low=0.1, high=0.18)
+
+
+def pair(prompt: str) -> GalleryRow:
+    images = tuple(Image.new("RGB", (64, 64), color) for color in ("white", "black"))
+    return GalleryRow(prompt=prompt, images=images, scores={"ocr": (0, 1)})
 
 
 def card(**changes: Any) -> Card:
@@ -34,10 +39,10 @@ def card(**changes: Any) -> Card:
         "config": "rollout:\n  steps: 8\n",
         "evaluation": "600 images of unseen prompts",
         "summary": [
-            SummaryRow(name="ocr|x", base=0.48, aligned=0.62, change=0.14, low=0.1, high=0.18)
+            EvaluationComparison(name="ocr|x", before=0.48, after=0.62, change=CHANGE, pairs=9)
         ],
         "curves": {"reward/mean": [(1, 0.5), (2, 0.6)], "reward/ocr": []},
-        "pairs": [pair("a red circle"), pair(HOSTILE)],
+        "rows": [pair("a red circle"), pair(HOSTILE)],
     }
     return Card(**(values | changes))
 
@@ -75,7 +80,7 @@ def test_the_loading_code_names_the_folder_and_the_settings(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     elsewhere = tmp_path.parent / "elsewhere"
     for folder, named in ((tmp_path / "runs" / "it's", "runs/it's"), (elsewhere, str(elsewhere))):
-        _, body = parts(folder, card(pairs=[pair(HOSTILE)], curves={}))
+        _, body = parts(folder, card(rows=[pair(HOSTILE)], curves={}))
         check_loading_code(body, named)
 
 
@@ -99,7 +104,7 @@ def test_scores_stand_in_a_table_that_a_reward_name_cannot_break(tmp_path):
 
 def test_what_is_missing_is_said_or_left_out_and_a_configuration_cannot_leave_its_block(tmp_path):
     config = "rollout:\n  negative: |\n````\n# not a heading\n"
-    made = card(config=config, summary=[], curves={}, pairs=[], weights="policy", step=17)
+    made = card(config=config, summary=[], curves={}, rows=[], weights="policy", step=17)
     header, body = parts(tmp_path, made)
     assert "widget" not in header and "![" not in body and "<Gallery" not in body
     assert "was not evaluated" in body and not (tmp_path / "card").exists()
@@ -108,7 +113,7 @@ def test_what_is_missing_is_said_or_left_out_and_a_configuration_cannot_leave_it
 
 
 FLUX = "black-forest-labs/FLUX.1-dev"
-PLAIN: dict[str, Any] = {"pairs": (), "curves": {}}  # images take time
+PLAIN: dict[str, Any] = {"rows": (), "curves": {}}  # images take time
 
 
 def test_the_licence_is_that_of_the_base(tmp_path):

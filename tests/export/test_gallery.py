@@ -13,14 +13,14 @@ import pytest
 from PIL import Image
 
 from flowrl.export.gallery import (
-    GalleryPair,
-    GallerySweep,
-    SummaryRow,
-    change,
+    GalleryRow,
+    changes,
+    gallery_grid,
     gallery_page,
-    pair_grid,
     write_gallery,
 )
+from flowrl.functional.groups import Interval
+from flowrl.training.evaluate import EvaluationComparison
 
 HOSTILE = [
     '<script>alert("x")</script>',
@@ -53,14 +53,14 @@ def noise(seed: int, size: tuple[int, int] = (64, 64)) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
-def pair(prompt: str = "a red circle", draw: int = 0, **scores: Any) -> GalleryPair:
-    return GalleryPair(
-        prompt=prompt, draw=draw, base=noise(2 * draw), aligned=noise(2 * draw + 1), scores=scores
-    )
+def pair(prompt: str = "a red circle", number: int = 0, **scores: Any) -> GalleryRow:
+    images = noise(2 * number), noise(2 * number + 1)
+    return GalleryRow(prompt=prompt, number=number, images=images, scores=scores)
 
 
-def row(name: str = "geneval") -> SummaryRow:
-    return SummaryRow(name=name, base=0.481, aligned=0.623, change=0.142, low=0.101, high=0.183)
+def row(name: str = "geneval") -> EvaluationComparison:
+    change = Interval(mean=0.142, low=0.101, high=0.183)
+    return EvaluationComparison(name=name, before=0.481, after=0.623, change=change, pairs=9)
 
 
 def test_text_and_pages_are_safe(tmp_path):
@@ -85,7 +85,7 @@ def test_text_and_pages_are_safe(tmp_path):
 
 
 def test_the_page_holds_all_images_without_loss_and_nothing_from_outside():
-    html = gallery_page([pair(draw=i) for i in range(3)], title="t", summary=[row()])
+    html = gallery_page([pair(number=i) for i in range(3)], title="t", summary=[row()])
     tags = Page(html).tags
     links = [v for _, attrs in tags for k, v in attrs.items() if k in ("src", "href", "srcset")]
     assert links and all(link.startswith("data:image/") for link in links)
@@ -94,22 +94,18 @@ def test_the_page_holds_all_images_without_loss_and_nothing_from_outside():
     policy = next(a["content"] for t, a in tags if a.get("http-equiv"))
     assert "default-src 'none'" in policy
     # Both images of every pair are in the page without loss.
-    pairs = [pair(draw=i) for i in range(3)]
+    pairs = [pair(number=i) for i in range(3)]
     images = [
         a for t, a in Page(gallery_page(pairs, title="t")).tags if t == "img" and a.get("src")
     ]
     found = [Image.open(io.BytesIO(base64.b64decode(a["src"].split(",")[1]))) for a in images]
-    expected = [image for p in pairs for image in (p.base, p.aligned)]
+    expected = [image for p in pairs for image in p.images]
     assert len(found) == len(expected)
     for image, original in zip(found, expected, strict=True):
         assert np.array_equal(np.asarray(image.convert("RGB")), np.asarray(original))
     # Only small images are enlarged with hard edges.
-    small, large = (
-        pair(),
-        GalleryPair(
-            prompt="p", draw=1, base=noise(0, (300, 64)), aligned=noise(1, (300, 64)), scores={}
-        ),
-    )
+    wide = noise(0, (300, 64)), noise(1, (300, 64))
+    small, large = pair(), GalleryRow(prompt="p", number=1, images=wide, scores={})
     images = [a for t, a in Page(gallery_page([small, large], title="t")).tags if t == "img"]
     assert [a.get("class") for a in images[:4]] == ["small", "small", None, None]
 
@@ -117,7 +113,7 @@ def test_the_page_holds_all_images_without_loss_and_nothing_from_outside():
 def test_only_scores_that_are_missing_are_not_available():
     # A missing score is neither zero nor a change.
     for missing in (None, math.nan):
-        assert change((missing, 1.0)) is None
+        assert changes((missing, 1.0)) == changes((1.0, missing)) == [None]
         page = Page(gallery_page([pair(geneval=(missing, 1.0))], title="t"))
         card = next(a for _, a in page.tags if a.get("class") == "card")
         assert card["data-changes"] == "[null]"
@@ -133,8 +129,8 @@ def test_the_grid_shows_base_over_aligned_and_grows_by_columns_then_bands():
         Image.new("RGB", (64, 64), (255, 0, 255)),
         Image.new("RGB", (64, 64), (0, 255, 255)),
     )
-    one = GalleryPair(prompt="a cat", draw=0, base=white, aligned=black, scores={"geneval": (0, 1)})
-    grid = np.asarray(pair_grid([one] * 3, across=2))
+    one = GalleryRow(prompt="a cat", images=(white, black), scores={"geneval": (0, 1)})
+    grid = np.asarray(gallery_grid([one] * 3, across=2))
     tops = {}
     for name, color in (("base", (255, 0, 255)), ("aligned", (0, 255, 255))):
         spots = np.argwhere((grid == color).all(-1))
@@ -142,8 +138,8 @@ def test_the_grid_shows_base_over_aligned_and_grows_by_columns_then_bands():
         tops[name] = spots[:, 0].min()
     assert tops["aligned"] - tops["base"] >= 192
     # The grid grows by a column a pair and then by bands.
-    widths = [pair_grid([pair()] * n, across=4).width for n in (1, 2, 3, 4, 5)]
-    heights = [pair_grid([pair()] * n, across=4).height for n in (4, 5, 8, 9)]
+    widths = [gallery_grid([pair()] * n, across=4).width for n in (1, 2, 3, 4, 5)]
+    heights = [gallery_grid([pair()] * n, across=4).height for n in (4, 5, 8, 9)]
     steps = {b - a for a, b in zip(widths[:3], widths[1:4], strict=True)}
     assert len(steps) == 1 and steps.pop() >= 192
     assert widths[4] == widths[3]
@@ -151,19 +147,19 @@ def test_the_grid_shows_base_over_aligned_and_grows_by_columns_then_bands():
 
 
 def test_the_files_hold_all_pairs_and_a_grid_of_the_first(tmp_path):
-    pairs = [pair(draw=i, geneval=(0.0, 1.0)) for i in range(5)]
+    pairs = [pair(number=i, geneval=(0.0, 1.0)) for i in range(5)]
     html, grid = write_gallery(
-        tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_pairs=3
+        tmp_path / "gallery", pairs, title="t", summary=[row()], caption="c", grid_rows=3
     )
     assert len(re.findall('class="card"', html.read_text("utf-8"))) == 5
-    alone = pair_grid(pairs[:3])
+    alone = gallery_grid(pairs[:3])
     with Image.open(grid) as image:
         assert image.width == alone.width and image.height > alone.height
     # A sweeps grid has a row of images for each column.
     colors = [(255, 0, 255), (0, 255, 255), (255, 255, 0)]
     images = tuple(Image.new("RGB", (64, 64), color) for color in colors)
-    one = GallerySweep(prompt="p", draw=0, images=images, scores={"ocr": (0, 1, 0.5)})
-    _, path = write_gallery(tmp_path, [one] * 3, title="t", grid_pairs=2, columns=COLUMNS)
+    one = GalleryRow(prompt="p", images=images, scores={"ocr": (0, 1, 0.5)})
+    _, path = write_gallery(tmp_path, [one] * 3, title="t", grid_rows=2, columns=COLUMNS)
     grid = np.asarray(Image.open(path))
     spots = [np.argwhere((grid == color).all(-1)) for color in colors]
     assert [len(spot) for spot in spots] == [2 * 192 * 192] * 3
@@ -176,9 +172,9 @@ def test_the_files_hold_all_pairs_and_a_grid_of_the_first(tmp_path):
 COLUMNS = ("base", "RLG 0.5", "RLG 2")
 
 
-def sweep(draw: int = 0, **scores: Any) -> GallerySweep:
-    images = tuple(noise(3 * draw + i) for i in range(3))
-    return GallerySweep(prompt="a red circle", draw=draw, images=images, scores=scores)
+def sweep(number: int = 0, **scores: Any) -> GalleryRow:
+    images = tuple(noise(3 * number + i) for i in range(3))
+    return GalleryRow(prompt="a red circle", number=number, images=images, scores=scores)
 
 
 def test_a_sweep_shows_and_orders_every_column():

@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from flowrl.build.learner import ProvidedObjects, build_evaluator
-from flowrl.export.summary import draw_sweep, sweep_rows, sweep_summary
+from flowrl.export.summary import (
+    evaluate_strengths,
+    gallery_rows,
+    sweep_summary,
+    write_sweep,
+)
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 from flowrl.utils.distributed import Runtime
@@ -30,8 +35,8 @@ def test_a_row_has_one_prompt_and_its_image_and_scores_at_each_strength():
     base = evaluation([0.0, math.nan], [1.0, 5.0])
     weak = evaluation([6.0, 0.5], [7.0, 0.25], names=("b", "a"), shade=10)
     strong = evaluation([2.0, 8.0], [3.0, 9.0], shade=20)
-    one, two = sweep_rows(base, [weak, strong])
-    assert (one.prompt, one.draw, two.prompt, two.draw) == ("one", 0, "two", 1)
+    one, two = gallery_rows(base, weak, strong)
+    assert (one.prompt, one.number, two.prompt, two.number) == ("one", 0, "two", 1)
     assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11, 21)]
     assert one.scores == {"a": (0, 0.5, 2), "b": (None, 6, 8)}
     assert two.scores == {"a": (1, 0.25, 3), "b": (5, 7, 9)}
@@ -44,7 +49,7 @@ def test_the_summary_has_each_rewards_mean_at_each_strength():
         "RLG 1": evaluation([1.0, 0.0], [1.0, 6.0]),
     }
     rows = sweep_summary(base, others)
-    found = [(row.name, row.base, row.aligned, row.change) for row in rows]
+    found = [(row.name, row.before, row.after, row.change.mean) for row in rows]
     assert found == [
         ("a, RLG 2", 0.5, 2.5, 2.0),
         ("a, RLG 1", 0.5, 1.0, 0.5),
@@ -59,7 +64,8 @@ def drawn(tiny_config, load_tiny):
     from peft import LoraConfig
 
     specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
-    config = tiny_config(evaluation={"prompts": "tiny:colors:test", "images": 3, "steps": 2})
+    evaluation = {"prompts": "tiny:colors:test", "num_images": 3, "num_inference_steps": 2}
+    config = tiny_config(evaluation=evaluation)
     evaluator, runtime = (
         build_evaluator(config, load_tiny(), specs, ProvidedObjects()),
         Runtime(device="cpu"),
@@ -73,10 +79,10 @@ def drawn(tiny_config, load_tiny):
             LoraConfig(r=2, target_modules=["attn.to_q"], init_lora_weights=False)
         )
     aligned = evaluator(evaluator.backbone.velocity, runtime)
-    return base, aligned, draw_sweep(evaluator, runtime, [2.0, 0.0, 1.0, 2.0, -1.0])
+    return base, aligned, evaluate_strengths(evaluator, runtime, [2.0, 0.0, 1.0, 2.0, -1.0])
 
 
-def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn):
+def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn, tmp_path):
     assert list(drawn[2]) == [2.0, 0.0, 1.0, -1.0]
     # 0 and 1 are the evaluations of base and lora.
     base, aligned, at_each = drawn
@@ -84,3 +90,5 @@ def test_strengths_keep_their_order_and_0_and_1_are_base_and_lora(drawn):
         assert torch.equal(mine.images, theirs.images)
         assert torch.equal(mine.scores, theirs.scores)
     assert len({tuple(e.scores.flatten().tolist()) for e in at_each.values()}) == 4
+    page = write_sweep(tmp_path, base, at_each, title="t", caption="c")
+    assert page.is_file() and (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

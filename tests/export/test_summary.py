@@ -1,11 +1,11 @@
-"""What the end of a run tells people."""
+"""What the end of a run says."""
 
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import torch
 
-from flowrl.build.learner import as_given
+from flowrl.build.learner import with_pipeline_name
 from flowrl.config import Config
 from flowrl.export.model_card import front_matter
 from flowrl.export.summary import (
@@ -34,7 +34,7 @@ def test_a_given_pipeline_is_a_base_on_the_hub_by_its_name_alone(tiny_config, tm
         learner: Any = SimpleNamespace(policy=policy)
         (tmp_path / "metrics.jsonl").write_text("")
         run: Any = SimpleNamespace(folder=tmp_path, done=0, stopped="")
-        made = card(as_given(tiny_config(), pipeline), learner, run, [], [])
+        made = card(with_pipeline_name(tiny_config(), pipeline), learner, run, [], [])
         assert made.on_hub == on_hub == ("base_model" in front_matter(made))
 
 
@@ -65,7 +65,7 @@ def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_con
 def exploring(tiny_config, pipeline=None, **explore):
     return tiny_config(
         pipeline=pipeline or {},
-        rollout={"tree": {"kind": "ode"}, "explore": {"steps": 2} | explore},
+        rollout={"tree": {"kind": "ode"}, "explore": {"num_inference_steps": 2} | explore},
         objective={"kind": "nft"},
     )
 
@@ -117,7 +117,7 @@ def test_reward_curves_leave_out_what_is_no_reward_and_what_is_missing():
     metrics = [
         {"step": 1, "reward/ocr": 0.1, "reward/mean": 0.5, "grad/norm": 1.0},
         {"step": 2, "reward/ocr": None, "reward/mean": 0.6, "reward/invalid": 0.5},
-        {"step": 3, "reward/std_in_group": 0.2},
+        {"step": 3, "reward/std_in_group": 0.2, "reward/missing/ocr": 0.0},
     ]
     assert reward_curves(metrics) == {"reward/mean": [(1, 0.5), (2, 0.6)], "reward/ocr": [(1, 0.1)]}
     assert list(reward_curves(metrics)) == ["reward/mean", "reward/ocr"]
