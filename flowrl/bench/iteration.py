@@ -19,7 +19,7 @@ from flowrl.bench.random_model import random_text
 from flowrl.bench.rollout import with_random_rewards
 from flowrl.bench.two_stage import device_name, move, on_gpu
 from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.build.work_split import solve
+from flowrl.build.work_split import split_work
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.memory import footprints
@@ -372,7 +372,7 @@ def plan(size: ModelSpec, config: Config, device: torch.device) -> dict[str, int
     config = config.model_copy(update={"pipeline": section})
     needs = config.objective.build(config.rollout.kernel).needs
     kind = count_work(config, needs).kinds[0]  # every iteration is of one kind here
-    setup = build_setup(config, size, needs, solve(kind.load, 1), kind.plan, kind.candidates)
+    setup = build_setup(config, size, needs, split_work(kind.load, 1), kind.plan, kind.candidates)
     setup = replace(setup, text_tokens=None)  # the noise is as long as the size's own text
     return {found.phase: found.allocated for found in footprints(size, setup)}
 

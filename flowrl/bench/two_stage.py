@@ -707,7 +707,7 @@ def _stage(
         text_cache=TextCache(networks.backbone),
         specs=[RewardSpec(name="brightness", reward=load_reward("brightness"))],
         runtime=networks.runtime,
-        failures=FailureLimit(max_fraction=0.0),
+        failures=FailureLimit(max_invalid_fraction=0.0),
         num_inference_steps=steps,
         kernel=KERNELS["flow_sde"],
         noise_level=0.0,  # no plan here has noise

@@ -116,7 +116,7 @@ def build_backbone(config: Config, pipeline: Any, *, guidance: float) -> Backbon
     return backbone
 
 
-def of_family(config: Config, pipeline: Any) -> Config:
+def with_pipeline_family(config: Config, pipeline: Any) -> Config:
     """The recipe with the backbone that a loaded pipeline asks for, as far as it is known."""
     family = FAMILIES.get(type(pipeline).__name__, config.pipeline.backbone)
     section = config.pipeline.model_copy(update={"backbone": family})
@@ -135,7 +135,7 @@ def adapted_layers(lora: LoRAOptions, backbone: Backbone) -> tuple[str, ...]:
 # --- From the options under `memory` to a pipeline that fits, and to who remembers encoded pr --
 
 LOG = logging.getLogger(__name__)
-Needed = Sequence[tuple[float, PromptRecord]]  # prompts, each with the guidance it is drawn with
+GuidedPrompts = Sequence[tuple[float, PromptRecord]]  # prompts, each with the guidance it is drawn with
 
 
 def build_pipeline(
@@ -194,14 +194,14 @@ def base_bits(config: Config) -> BaseBits | None:
     return None if m.base_bits is None else BaseBits(bits=m.base_bits, library=m.base_library)
 
 
-def rounded(config: Config) -> dict[str, Any]:
+def rounding_key(config: Config) -> dict[str, Any]:
     """How the frozen weights are rounded, for keys of what depends on them; {} where they are
     not. All other options under `memory` leave images and scores as they are."""
     m = config.memory
     return {} if m.base_bits is None else {"base": [m.base_bits, m.base_library]}
 
 
-def needed_texts(
+def prompts_to_encode(
     config: Config,
     drawn: Sequence[PromptRecord],
     held_out: Sequence[PromptRecord],
@@ -231,7 +231,7 @@ def _taken(config: Config, drawn: Sequence[PromptRecord], first: int) -> list[Pr
     return list(taken.values())
 
 
-def stored_texts(config: Config, source: Any) -> list[tuple[float, PromptRecord]]:
+def stored_prompts(config: Config, source: Any) -> list[tuple[float, PromptRecord]]:
     """Every text that is read from a store."""
     if not isinstance(source, StoredGroups):
         return []
@@ -250,7 +250,7 @@ def learning_guidance(config: Config) -> float:
     return r.guidance_scale if r.training_guidance_scale is None else r.training_guidance_scale
 
 
-class Texts:
+class TextCaches:
     """Who remembers encoded prompts: one `TextCache` with and one without guidance, for all.
 
     pipeline: one that was given, in place of the one that the configuration names.
@@ -274,7 +274,7 @@ class Texts:
             )
         return self._caches[guided]
 
-    def unneeded(self, needed: Needed) -> list[str]:
+    def unneeded(self, needed: GuidedPrompts) -> list[str]:
         """The text encoders that need not be loaded, as all texts are on disk; none if one is."""
         index, store = self._index(), self.config.rollout.store
         freed = self.config.memory.text_encoders == "free"
@@ -295,7 +295,7 @@ class Texts:
         """Of a pipeline from the Hub: the commit whose text encoders encoded what is on disk."""
         return (self._who() or {}).get("commit")
 
-    def free(self, pipeline: Any, needed: Needed, runtime: Runtime) -> None:
+    def free(self, pipeline: Any, needed: GuidedPrompts, runtime: Runtime) -> None:
         """With memory.text_encoders free: encode all texts that are needed, and drop the encoders.
 
         Once all who draw have asked for their cache. With a disk each process encodes a share and

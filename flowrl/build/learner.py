@@ -15,20 +15,17 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import BACKBONES as BACKBONES
-from flowrl.build.backbone import (
-    Needed,
-    Texts,
-    adapted_layers,
-    build_backbone,
-    build_pipeline,
-    learning_guidance,
-    needed_texts,
-    rounded,
-    set_precision,
-)
+from flowrl.build.backbone import TextCaches
+from flowrl.build.backbone import GuidedPrompts
+from flowrl.build.backbone import prompts_to_encode
+from flowrl.build.backbone import rounding_key
+from flowrl.build.backbone import adapted_layers, build_backbone, build_pipeline, learning_guidance, set_precision
 from flowrl.build.rewards import build_rewards
-from flowrl.build.rollout import Drawing, build_explorer, build_stage, build_stored, plan_at
-from flowrl.build.work_split import build_load, check
+from flowrl.build.rollout import RolloutParts
+from flowrl.build.rollout import build_generator
+from flowrl.build.rollout import build_explorer, build_stored, plan_at
+from flowrl.build.work_split import iteration_work
+from flowrl.build.work_split import check_split
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states
@@ -61,11 +58,11 @@ def build_source(
     policy: Policy,
     backbone: Backbone,
     needs: Needs,
-    texts: Texts,
+    texts: TextCaches,
 ) -> Source:
     """backbone: with the guidance of rollouts. prompts: none, for a store that has its own."""
     r = config.rollout
-    drawing = Drawing(
+    drawing = RolloutParts(
         config=config,
         runtime=runtime,
         specs=specs,
@@ -86,10 +83,10 @@ def build_source(
     return build_sampler(drawing, prompts)
 
 
-def build_sampler(drawing: Drawing, prompts: Sequence[PromptRecord]) -> Sampler:
+def build_sampler(drawing: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampler:
     """What draws as the recipe says."""
     config, seed = drawing.config, drawing.config.run.seed
-    stage = build_stage(drawing)
+    stage = build_generator(drawing)
     return Sampler(
         generator=stage,
         plan=functools.partial(plan_at, config.rollout.plan, seed),
@@ -118,13 +115,13 @@ def _check_store(config: Config, needs: Needs) -> None:
         )
 
 
-def check_shares(
+def check_work_split(
     config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
 ) -> None:
     """Every process gets what its objective and its rewards compare, in every iteration."""
     whole = any(spec.whole_groups for spec in specs)
     for plan in config.plans():
-        check(build_load(config, needs, plan, whole_groups=whole), runtime.world_size)
+        check_split(iteration_work(config, needs, plan, whole_groups=whole), runtime.world_size)
 
 
 def check_trees(config: Config, needs: Needs) -> None:
@@ -161,7 +158,7 @@ class ProvidedObjects:
     rewards: Mapping[str, Reward] | None = None
 
 
-def as_given(config: Config, pipeline: Any) -> Config:
+def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     """The recipe under the name of a pipeline that was given, if any."""
     if pipeline is None:
         return config
@@ -170,7 +167,7 @@ def as_given(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def drawn_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
+def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """The prompts that training draws: none where it only reads a store."""
     store = config.rollout.store
     read = store is not None and store.path is not None and store.refresh_every is None
@@ -209,24 +206,24 @@ def build_learner(
     config: Config,
     runtime: Runtime,
     given: ProvidedObjects,
-    texts: Texts | None = None,
-    needed: Needed | None = None,
+    texts: TextCaches | None = None,
+    needed: GuidedPrompts | None = None,
 ) -> Learner:
     """Everything of the loop. Loads the pipeline unless it was given. texts: shared with others;
-    needed: what will be asked of them, None for `all_texts`."""
+    needed: what will be asked of them, None for `all_prompts_to_encode`."""
     p, r, u = config.pipeline, config.rollout, config.optim
     specs = build_rewards(config, given.rewards)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = config.objective.build(r.kernel)
     if r.store is None or r.store.path is None or r.store.refresh_every is not None:
-        check_shares(config, runtime, objective.needs, specs)
+        check_work_split(config, runtime, objective.needs, specs)
         check_trees(config, objective.needs)
         check_prompts(specs, prompts)
     if objective.needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    check_measures(config, specs, prompts, evaluation_prompts(config, given))
-    texts = texts or Texts(config, given.pipeline)
-    without = texts.unneeded(all_texts(config, given) if needed is None else needed)
+    check_evaluations(config, specs, prompts, evaluation_prompts(config, given))
+    texts = texts or TextCaches(config, given.pipeline)
+    without = texts.unneeded(all_prompts_to_encode(config, given) if needed is None else needed)
     pipeline = build_pipeline(
         config, runtime.device, given.pipeline, without=without,
         revision=texts.commit() if without else None,
@@ -267,13 +264,13 @@ def _update_settings(config: Config) -> UpdateSettings:
     )
 
 
-def all_texts(config: Config, given: ProvidedObjects, first: int = 0) -> Needed:
+def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:
     """What training from iteration `first` on and evaluation ask the text encoders, but for what
     is read from a store. Nothing where the encoders stay: nobody needs to know it then."""
     if config.memory.text_encoders != "free":
         return []
     held_out = evaluated(config, evaluation_prompts(config, given))
-    return needed_texts(config, drawn_prompts(config, given), held_out, first)
+    return prompts_to_encode(config, training_prompts(config, given), held_out, first)
 
 
 def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:
@@ -282,7 +279,7 @@ def evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRec
     return PromptSampler(prompts, e.num_images, e.seed, balance=e.balance).at(0) if prompts else []
 
 
-def check_measures(
+def check_evaluations(
     config: Config,
     specs: Sequence[RewardSpec],
     prompts: Sequence[PromptRecord],
@@ -316,7 +313,7 @@ def build_evaluator(
     pipeline: Any,
     specs: Sequence[RewardSpec],
     given: ProvidedObjects,
-    texts: Texts | None = None,
+    texts: TextCaches | None = None,
 ) -> Evaluator | None:
     e = config.evaluation
     prompts = evaluation_prompts(config, given)
@@ -325,7 +322,7 @@ def build_evaluator(
     backbone = build_backbone(config, pipeline, guidance=e.guidance_scale)
     return Evaluator(
         backbone=backbone,
-        text_cache=(texts or Texts(config, given.pipeline)).of(backbone, e.guidance_scale),
+        text_cache=(texts or TextCaches(config, given.pipeline)).of(backbone, e.guidance_scale),
         prompts=evaluated(config, prompts),
         specs=specs,
         schedule=Schedule(
@@ -356,7 +353,7 @@ def evaluation_key(
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
     how = with_old_names("evaluation", how)
     # Evaluations draw with the exact weights, whatever the precision of training.
-    what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounded(config)
+    what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounding_key(config)
     rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
     parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts], words]

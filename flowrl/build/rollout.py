@@ -13,8 +13,8 @@ from flowrl.backbones.lora_files import lora_file
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_rounded
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build.backbone import layer_rules, learning_guidance, rounded
-from flowrl.build.rewards import build_limit
+from flowrl.build.backbone import rounding_key
+from flowrl.build.backbone import layer_rules, learning_guidance
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.objectives import check_noising
@@ -53,7 +53,7 @@ EXPLORING = ("time/explore", "time/explore_reward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawing:
+class RolloutParts:
     """What all stages of a run share: who draws, with which guidance, judged by whom."""
 
     config: Config
@@ -88,7 +88,7 @@ def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:
     return needs.complete_groups or any(spec.whole_groups for spec in specs)
 
 
-def build_stage(d: Drawing) -> RolloutGenerator:
+def build_generator(d: RolloutParts) -> RolloutGenerator:
     """What draws the images that are learned from."""
     r, backbone = d.config.rollout, d.backbone
     network = functools.partial(
@@ -112,7 +112,7 @@ def build_stage(d: Drawing) -> RolloutGenerator:
         text_cache=d.text_cache,
         specs=d.specs,
         runtime=d.runtime,
-        failures=build_limit(d.config),
+        failures=d.config.failures.build(),
         num_inference_steps=r.num_inference_steps,
         kernel=KERNELS[r.kernel],
         noise_level=r.noise_level,
@@ -122,7 +122,7 @@ def build_stage(d: Drawing) -> RolloutGenerator:
     )
 
 
-def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
+def build_explorer(d: RolloutParts, exact: RolloutGenerator) -> Explorer | None:
     """What names the trees that `exact` draws; None without `rollout.explore`.
 
     Raises UserError for a precision that the device lacks, and layers that cannot be quantised.
@@ -134,7 +134,7 @@ def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
     first = resolve(e.precision, capability, where=WHERE)
     falls = e.audit.every and e.audit.on_miss == "degrade"
     for resolved in _ladder(first, capability) if falls else [first]:
-        low_precision(d, resolved)  # what cannot work is told before anything is drawn
+        preview_layers(d, resolved)  # what cannot work is told before anything is drawn
     plan = functools.partial(plan_at, d.config.rollout.candidates, seed)
 
     def exact_plan(iteration: int) -> TreePlan:
@@ -159,12 +159,12 @@ def build_explorer(d: Drawing, exact: RolloutGenerator) -> Explorer | None:
 
 
 def _exploring(
-    d: Drawing, exact: RolloutGenerator, resolved: Resolved, since: int
+    d: RolloutParts, exact: RolloutGenerator, resolved: Resolved, since: int
 ) -> RolloutGenerator:
     """The stage that draws candidates from an iteration on, which is told and written down."""
     e = d.config.rollout.explore
     assert e is not None
-    choices, backend = low_precision(d, resolved)
+    choices, backend = preview_layers(d, resolved)
     if d.runtime.is_main:
         write_precision(
             Path(d.config.run.output_dir),
@@ -175,7 +175,7 @@ def _exploring(
             lora=e.lora,
             four_over_six=e.four_over_six,
         )
-    return draft_stage(d, exact, choices, backend)
+    return build_preview_generator(d, exact, choices, backend)
 
 
 def _ladder(resolved: Resolved | None, capability: Capability) -> Iterator[Resolved]:
@@ -185,12 +185,12 @@ def _ladder(resolved: Resolved | None, capability: Capability) -> Iterator[Resol
         resolved = next_lower(resolved, capability)
 
 
-def draft_stage(
-    d: Drawing, exact: RolloutGenerator, choices: Sequence[LayerChoice], backend: Backend
+def build_preview_generator(
+    d: RolloutParts, exact: RolloutGenerator, choices: Sequence[LayerChoice], backend: Backend
 ) -> RolloutGenerator:
     """The stage that draws candidates. Its rewards are those that are trained.
 
-    choices, backend: see `low_precision`. Without choices and with the adapter folded in or beside
+    choices, backend: see `preview_layers`. Without choices and with the adapter folded in or beside
     the weights as in `exact`, it draws with the network of that.
     """
     r, e = d.config.rollout, d.config.rollout.explore
@@ -209,7 +209,7 @@ def draft_stage(
         backbone=backbone,
         network=network,
         specs=trained,
-        failures=replace(build_limit(d.config), max_streak=None),
+        failures=replace(d.config.failures.build(), max_streak=None),
         num_inference_steps=r.num_inference_steps
         if e.num_inference_steps is None
         else e.num_inference_steps,
@@ -218,7 +218,7 @@ def draft_stage(
     )
 
 
-def low_precision(d: Drawing, resolved: Resolved) -> tuple[tuple[LayerChoice, ...], Backend]:
+def preview_layers(d: RolloutParts, resolved: Resolved) -> tuple[tuple[LayerChoice, ...], Backend]:
     """The layers of candidates' network, and how they multiply: see `prepare`."""
     e = d.config.rollout.explore
     assert e is not None
@@ -324,7 +324,7 @@ def _refresher(
     sampler.plan(0)  # or it would be refused only when it is drawn
     return Refresher(
         original=store,
-        metadata=about(config, sampler),
+        metadata=dataset_metadata(config, sampler),
         sampler=sampler,
         every=every,
         folder=Path(config.run.output_dir) / STORES,
@@ -334,13 +334,13 @@ def _refresher(
 def _reference_key(config: Config) -> str:
     """Everything but the store that decides the reference's errors; rather too much than less."""
     r, p = config.rollout, config.pipeline.model_dump(exclude={"device", "decode_batch"})
-    p, guidance = p | rounded(config), learning_guidance(config)
+    p, guidance = p | rounding_key(config), learning_guidance(config)
     objective = with_old_names("objective", config.objective.model_dump(mode="json"))
     parts = [p, objective, guidance, r.negative_prompt]
     return _digest([json.dumps(parts, sort_keys=True)])
 
 
-def about(config: Config, sampler: Sampler) -> DatasetMetadata:
+def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:
     """How the sampler of a recipe makes images."""
     p, lora = config.pipeline, config.lora.init_from
     uids = sorted(r.uid for records in sampler.prompts.kinds.values() for r in records)
@@ -360,7 +360,7 @@ def about(config: Config, sampler: Sampler) -> DatasetMetadata:
         ],
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
-            "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounded(config),
+            "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounding_key(config),
             "prompts": config.prompts.model_dump(mode="json") | {"digest": _digest(uids)},
             "run": {"seed": config.run.seed},
         },

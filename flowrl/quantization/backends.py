@@ -1,12 +1,13 @@
-"""Products of activations with a weight packed once: native NVFP4 and FP8, emulated, and plain.
+"""Matmuls with packed weights: native NVFP4 and FP8, emulated NVFP4, and plain.
 
-A backend holds no weights. `pack` turns a weight into named tensors, which the layer keeps and
-overwrites in place, and `matmul` uses them. Every scale is a tensor, so that a compiled graph
-serves all later weights, and no value is read back from the device. Activations are scaled per
-call: NVFP4 by the largest magnitude of the call, so that a row's result depends a little on the
-rows beside it; FP8 row by row.
+`resolve` turns a requested precision into a kernel that the device supports, and never falls back
+silently. A `Backend` holds no weights: `pack` turns a weight into named tensors, which the layer
+keeps and overwrites in place, and `matmul` uses them. Every scale is a tensor, so that a compiled
+graph serves all later weights, and no value is read back from the device. Activations are scaled
+per call: NVFP4 by the largest magnitude of the call, so that a row's result depends a little on the
+other rows; FP8 row by row.
 
-Native NVFP4 has not been run on a device that has it yet; `kernel_check` compares it with the
+Native NVFP4 has not been run on a device that has it yet; `check_kernels` compares it with the
 emulation before a run uses it.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,6 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.quantization.formats import e2m1, fp8, nvfp4
-from flowrl.quantization.formats.swizzle import swizzle, unswizzle
-
-if TYPE_CHECKING:
-    import torch
-
-
-# --- What a device can multiply, and what a requested precision becomes on it ------------------
 
 PRECISIONS = ("auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated")
 Format = Literal["nvfp4", "fp8", "bf16"]
@@ -46,7 +40,7 @@ EMULATION = "emulated-nvfp4"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """What decides a precision: the device and the torch on it."""
+    """What a device and the torch on it can multiply."""
 
     device: str  # cuda, cpu, mps, ...
     name: str  # the product's name, or the kind of device where torch knows none
@@ -56,18 +50,17 @@ class Capability:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What a run computes in. format bf16: not quantised, in the network's own dtype."""
+    """The precision that a run computes in."""
 
     requested: str
-    format: Format
-    backend: str  # the product that computes it, see `backend_of`
+    format: Format  # bf16: not quantised, in the network's own dtype
+    backend: str  # name of the kernel, see `backend_of`
     native: bool  # computed by the device's own units for this format
     reason: str  # one sentence for the log
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Ask torch about a device; it has to exist."""
-    import torch
+    """Return what torch says about a device, which has to exist."""
 
     public = hasattr(torch.nn.functional, "scaled_mm")
     if device.type != "cuda":
@@ -79,10 +72,14 @@ def capability_of(device: torch.device) -> Capability:
 
 
 def resolve(requested: str, capability: Capability, *, where: str = "") -> Resolved:
-    """The format, the product and the reason for one of PRECISIONS on a device.
+    """Resolve one of PRECISIONS to a kernel of this device.
 
-    auto: the lowest precision that is native. where: the option's section, for errors. Raises
-    UserError for an unknown precision and for one that the device lacks, with those that it has.
+    Args:
+        requested: auto is the lowest precision that is native.
+        where: the option's section, for errors.
+
+    Raises:
+        UserError: an unknown precision, or one that the device lacks, with those that it has.
     """
     if requested not in PRECISIONS:
         name = option_name(where, "precision")
@@ -104,42 +101,36 @@ def resolve(requested: str, capability: Capability, *, where: str = "") -> Resol
 
 
 def option_name(where: str, name: str) -> str:
-    """An option of the section `where` as people write it; its bare name where there is none.
-
-    A command's options have "--" for a section.
-    """
+    """Return an option's full name; the section "--" stands for a command's options."""
     if where == "--":
         return f"--{name.replace('_', '-')}"
     return f"{where}.{name}" if where else name
 
 
 def native_formats(capability: Capability) -> tuple[Format, ...]:
-    """The formats that a device multiplies itself, the lowest first; bf16 is always one."""
+    """Return the formats that a device multiplies natively, lowest first; bf16 always is one."""
     return (*(format for format in FIRST if not _lack(format, capability)), "bf16")
 
 
-def named(resolved: Resolved) -> str:
-    """The precision by the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
+def precision_name(resolved: Resolved) -> str:
+    """Return the name that options use: nvfp4, nvfp4-emulated, fp8 or bf16."""
     return resolved.format if resolved.native else f"{resolved.format}-emulated"
 
 
-def shown(resolved: Resolved, dtype: str = "") -> str:
-    """The same for people: bf16 quantises nothing, in whatever `dtype` the network computes."""
+def precision_text(resolved: Resolved, dtype: str = "") -> str:
+    """Return the precision for people; bf16 is "not quantised", with the network's `dtype`."""
     if resolved.format != "bf16":
-        return named(resolved)
+        return precision_name(resolved)
     return f"not quantised ({dtype})" if dtype else "not quantised"
 
 
 def next_lower(resolved: Resolved, capability: Capability) -> Resolved | None:
-    """One step down the ladder of speed, native only: nvfp4, fp8 where the device has it, bf16.
-
-    None after bf16, which is not quantised at all.
-    """
-    above = FORMATS[FORMATS.index(resolved.format) + 1 :]
+    """Return the next native precision with more bits (nvfp4, fp8, bf16); None after bf16."""
     native = native_formats(capability)
-    for format in above:
+    for format in FORMATS[FORMATS.index(resolved.format) + 1 :]:
         if format in native:
-            return _native(resolved.requested, format, f"one step down from {named(resolved)}")
+            reason = f"one step down from {precision_name(resolved)}"
+            return _native(resolved.requested, format, reason)
     return None
 
 
@@ -160,7 +151,7 @@ def _native(requested: str, format: Format, reason: str) -> Resolved:
 
 
 def _lack(format: Format, capability: Capability) -> str:
-    """What keeps a device from a quantised format, as the end of a sentence; "" when nothing."""
+    """Return why a device cannot multiply a format, as the end of a sentence; "" if it can."""
     major, minor = FIRST[format]
     if capability.compute is None or capability.compute < (major, minor):
         return (
@@ -185,35 +176,35 @@ def _named(capability: Capability) -> str:
     return f"{capability.name} of compute capability {major}.{minor}"
 
 
-# --- Products of activations with a weight packed once -----------------------------------------
+# --- backends -----------------------------------------------------------------------------------
 
 State = Mapping[str, Tensor]
 
 
 class Backend(Protocol):
-    """One way to multiply. Stateless, compared by value."""
+    """A way to compute x weight^T + bias. Stateless, compared by value."""
 
     @property
     def reference(self) -> Backend | None:
-        """The same numbers from ordinary products in fp32; None where that is all there is."""
+        """The same numbers from fp32 matmuls; None for a backend that uses those itself."""
         ...
 
     def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        """weight: (out, in) fp32 -> tensors whose names, shapes and dtypes depend on it alone."""
+        """Pack a weight (out, in) fp32; names, shapes and dtypes depend on its shape alone."""
         ...
 
     def unpack(self, state: State) -> Tensor:
-        """What `pack` gave -> the weight that is really multiplied with, (out, in) fp32."""
+        """Return the weight that is really multiplied with, (out, in) fp32."""
         ...
 
     def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        """x: (M, in), bias: (out,) -> x weight^T + bias, (M, out) in x's dtype."""
+        """Return x weight^T + bias, (M, out) in x's dtype; x: (M, in), bias: (out,)."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Not quantised: a linear layer in `dtype`. The weight is only cast, so it may be shared."""
+    """Not quantised: a linear layer in `dtype`. The weight is only cast, so it can be shared."""
 
     dtype: torch.dtype
 
@@ -233,10 +224,10 @@ class Plain:
 
 @dataclass(frozen=True, slots=True)
 class NVFP4Emulated:
-    """NVFP4 from ordinary products: the native numbers up to the order of sums, and not faster.
+    """NVFP4 from ordinary matmuls: the native numbers up to the order of sums, and not faster.
 
-    q s_b has 6 significant bits at most and is exact in bf16, products of two of them are exact
-    in fp32; so the scales of whole tensors are left out until the sum is done.
+    Elements times block scales have at most 6 significant bits and are exact in bf16, products of
+    two of them in fp32; the scales of whole tensors are applied after the sum.
     """
 
     four_over_six: bool = False
@@ -260,7 +251,7 @@ class NVFP4Emulated:
 
 @dataclass(frozen=True, slots=True)
 class NVFP4Native:
-    """NVFP4 on compute capability 10 and above, by torch's public scaled product.
+    """NVFP4 on compute capability 10 and above, by torch's scaled_mm.
 
     Raises ValueError where in is no multiple of 32 or out none of 16, as the kernel needs.
     """
@@ -281,17 +272,17 @@ class NVFP4Native:
         return self._quantise(weight)
 
     def unpack(self, state: State) -> Tensor:
-        codes = e2m1.unpack(state["codes"], "low_first")
+        codes = e2m1.unpack(state["codes"])
         rows, columns = codes.shape
-        scale = unswizzle(state["scale"], rows, columns // nvfp4.BLOCK)
+        scale = nvfp4.unswizzle(state["scale"], rows, columns // nvfp4.BLOCK)
         packed = nvfp4.Quantised(codes=codes, scale=scale, global_scale=state["global_scale"])
         return nvfp4.dequantise(packed)
 
     def _quantise(self, x: Tensor) -> dict[str, Tensor]:
         quantised = nvfp4.quantise(x, four_over_six=self.four_over_six)
         return {
-            "codes": e2m1.pack(quantised.codes, "low_first"),
-            "scale": swizzle(quantised.scale),
+            "codes": e2m1.pack(quantised.codes),
+            "scale": nvfp4.swizzle(quantised.scale),
             "global_scale": quantised.global_scale,
         }
 
@@ -341,7 +332,7 @@ class FP8Rowwise:
 
 @dataclass(frozen=True, slots=True)
 class FP8Dequantised:
-    """What FP8Rowwise should give, from an ordinary fp32 product of the same codes."""
+    """What FP8Rowwise should give, from an fp32 matmul of the same codes."""
 
     @property
     def reference(self) -> Backend | None:
@@ -359,8 +350,38 @@ class FP8Dequantised:
         return _with_bias(product.to(x.dtype), bias)
 
 
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """Another backend on rows that are divided by their largest magnitude before, and undone after.
+
+    A backend that scales a whole call by its largest magnitude then finds 1 in every call: a row's
+    result does not depend on other rows. It costs one more pass over the activations, and rounds
+    the result once more in x's dtype.
+    """
+
+    backend: Backend
+
+    @property
+    def reference(self) -> Backend | None:
+        reference = self.backend.reference
+        return None if reference is None else PerRow(reference)
+
+    def pack(self, weight: Tensor) -> dict[str, Tensor]:
+        return self.backend.pack(weight)
+
+    def unpack(self, state: State) -> Tensor:
+        return self.backend.unpack(state)
+
+    def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
+        rows = x.float()
+        # A row of zeros stays one: the smallest normal number divides it.
+        largest = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        product = self.backend.matmul((rows / largest).to(x.dtype), state).float() * largest
+        return (product if bias is None else product + bias.float()).to(x.dtype)
+
+
 def backend_of(resolved: Resolved, *, dtype: torch.dtype, four_over_six: bool = False) -> Backend:
-    """The product that a resolved precision names. dtype: the network's own, for bf16."""
+    """Return the backend of a resolved precision. dtype: the network's own, for bf16."""
     backends: dict[str, Backend] = {
         KERNELS["nvfp4"]: NVFP4Native(four_over_six),
         KERNELS["fp8"]: FP8Rowwise(),
@@ -371,10 +392,9 @@ def backend_of(resolved: Resolved, *, dtype: torch.dtype, four_over_six: bool = 
 
 
 def _exact_product(left: Tensor, right: Tensor) -> Tensor:
-    """(M, K) and (N, K) of at most 8 significant bits -> (M, N) fp32, summed in fp32.
+    """Multiply (M, K) and (N, K) of at most 8 significant bits -> (M, N), summed in fp32.
 
-    On CUDA bf16 operands are multiplied as they are and leave the sum in fp32. Elsewhere they are
-    cast: a bf16 product there would round the sum to bf16, and may round parts of it too.
+    Outside CUDA operands are cast first: a bf16 matmul there rounds the sum, or parts of it.
     """
     if left.is_cuda and left.dtype == torch.bfloat16 and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(left, right.t(), out_dtype=torch.float32)
@@ -382,7 +402,7 @@ def _exact_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _operand(state: State) -> tuple[Tensor, list[Tensor]]:
-    """The packed matrix and its two scales as the kernel reads them, checked: it does not."""
+    """Return the packed matrix and its two scales, checked, since the kernel does not."""
     codes, scale, whole = state["codes"], state["scale"], state["global_scale"]
     rows, columns = codes.shape[0], codes.shape[1] // 8
     size = -(-rows // 128) * 128 * -(-columns // 4) * 4
@@ -402,7 +422,7 @@ def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias.to(product.dtype)
 
 
-# --- Before a run uses a kernel, its products are compared with the same numbers done plainly --
+# --- the check of a kernel against its reference ------------------------------------------------
 
 ROWS = 200  # neither a multiple of a tile's 128 rows nor fewer
 # Rounding the result to bf16 leaves 0.004 at most. Tensor cores that sum FP8 in about 14 bits
@@ -413,11 +433,10 @@ LIMIT = 0.05
 def check_kernels(
     backend: Backend, shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype
 ) -> dict[tuple[int, int], float]:
-    """One product per distinct (out, in), against `backend.reference` in fp32 on the device.
+    """Compare one matmul per distinct (out, in) with `backend.reference` on the device.
 
-    Returns the worst relative error of any row or column, by shape; nothing for a backend without
-    a reference, whose products are plain ones. dtype: of the activations.
-    Raises UserError when a kernel does not run or disagrees, with the shape and the error.
+    Returns the worst relative error of any row or column, by shape; nothing without a reference.
+    dtype: of the activations. Raises UserError when a kernel does not run or disagrees.
     """
     if backend.reference is None:
         return {}
@@ -458,7 +477,7 @@ def _error(
 
 
 def _uneven(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    """Gaussian numbers whose rows and blocks of 16 differ in size: scales cannot be confused."""
+    """Return Gaussians whose rows and blocks of 16 differ in size: scales cannot be confused."""
     device = generator.device
     values = torch.randn(rows, columns, generator=generator, device=device)
     shape = (rows, -(-columns // 16) + 1)

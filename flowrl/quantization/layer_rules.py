@@ -1,6 +1,6 @@
-"""Which layers of a network are computed in few bits, and why the others are not.
+"""Which layers of a network are quantised, and why the others are not.
 
-The names and sizes are those of Sol-RL's released code (2604.06916), put into diffusers' words.
+The names and sizes are those of Sol-RL's released code (2604.06916), put into diffusers' names.
 """
 
 import re
@@ -18,18 +18,13 @@ Matrix = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRules:
-    """What stays exact. keep: regular expressions searched in the dotted names of layers.
+    """Rules for the layers that stay exact."""
 
-    min_dim: the longer side of a weight must be above it, since small products gain nothing.
-    in_multiple, out_multiple: what the sides must be multiples of. pointwise: convolutions with
-    1x1 kernels count as linear layers, which they are at every pixel.
-    """
-
-    keep: tuple[str, ...]
-    min_dim: int
+    keep: tuple[str, ...]  # regular expressions searched in the dotted names of layers
+    min_dim: int  # the longer side of a weight must be above it: small matmuls gain nothing
     in_multiple: int = 32
     out_multiple: int = 16
-    pointwise: bool = False
+    pointwise: bool = False  # convolutions with 1x1 kernels count as linear layers
 
 
 # By the kind of network. FLUX's rules leave its last projection to be quantised: `^proj_out` keeps
@@ -73,10 +68,10 @@ def rules_of(
     keep: Sequence[str] | None = None,
     where: str = "",
 ) -> LayerRules:
-    """The rules of a backbone, `own`, or those of a diffusers transformer.
+    """Return the rules of a backbone, `own`, or those of its diffusers transformer.
 
-    A transformer without any takes what is given: see `choose_layers` for min_dim, keep and where.
-    Raises UserError where one of the two is missing.
+    A transformer without rules needs min_dim and keep, see `choose_layers`; raises UserError
+    where one of the two is missing.
     """
     name = type(network).__name__
     if own is not None:
@@ -94,14 +89,11 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
-    """A layer's name without the marks of adapters, and what becomes of its weight.
+    """What becomes of a layer's weight."""
 
-    shape: (out, in), a kernel being part of the input. format: None where it stays exact.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    format: str | None
+    name: str  # without PEFT's parts
+    shape: tuple[int, int]  # (out, in), a kernel being part of the input
+    format: str | None  # None where it stays exact
     reason: str
 
     @property
@@ -118,11 +110,14 @@ def choose_layers(
     keep: Sequence[str] | None = None,
     where: str = "",
 ) -> tuple[LayerChoice, ...]:
-    """Every linear layer and convolution of the network, adapted or not, in the network's order.
+    """Choose for every linear layer and convolution of the network, adapted or not, in order.
 
-    min_dim, keep: in place of those of the rules; sides must be divisible in any case. where: the
-    options' section, for errors. Raises UserError for a pattern that is none or matches no layer,
-    and when nothing is to be quantised.
+    Args:
+        min_dim, keep: in place of those of the rules; sides must be divisible in any case.
+        where: the options' section, for errors.
+
+    Raises:
+        UserError: a pattern is invalid or matches no layer, or nothing is to be quantised.
     """
     keep_layers = option_name(where, "keep_layers" if where else "keep")
     patterns = _compiled(rules.keep if keep is None else keep, keep_layers)
@@ -157,7 +152,7 @@ def choose_layers(
 
 
 def _example(names: Iterable[str]) -> str:
-    """One of a transformer's block, of which there are most."""
+    """Return a layer's name, of a transformer block if possible."""
     names = list(names)
     inside = [name for name in names if "blocks." in name]
     return next(iter([*inside, *names]), "nothing: it has none")
@@ -166,7 +161,7 @@ def _example(names: Iterable[str]) -> str:
 def _why_none(
     choices: Sequence[LayerChoice], rules: LayerRules, least: int, min_dim: str, keep: str
 ) -> str:
-    """How many layers stay exact for which reason, and what can be done about it."""
+    """Return how many layers stay exact for which reason, and what to change."""
     by_name = [c for c in choices if c.reason.startswith(NAMED)]
     by_size = [c for c in choices if c.reason.startswith(SMALL)]
     others = len(choices) - len(by_name) - len(by_size)
@@ -185,11 +180,11 @@ def _why_none(
         return f"{found}: keep fewer names"
     if named:
         return f"{found}; keep fewer names and set {min_dim} below {named}"
-    return f"{found}: draw without quantising, in bf16"
+    return f"{found}: use bf16, which quantises nothing"
 
 
 def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
-    """Linear layers and convolutions by name; of an adapted one the layer below the adapter."""
+    """Yield linear layers and convolutions by name; of an adapted one the layer below."""
     from peft.tuners.lora import LoraLayer
 
     inside: set[nn.Module] = set()
@@ -204,13 +199,13 @@ def matrices(network: nn.Module) -> Iterator[tuple[str, Matrix]]:
 
 
 def matrix_shape(layer: Matrix) -> tuple[int, int]:
-    """(out, in) of the weight; the input of a convolution is what its kernel sees."""
+    """Return (out, in) of the weight; the input of a convolution is what its kernel sees."""
     weight = layer.weight
     return weight.shape[0], weight[0].numel()
 
 
 def is_pointwise(layer: nn.Module) -> bool:
-    """Whether it is a linear layer at every pixel: a 1x1 convolution, not a depthwise one."""
+    """Whether a layer is a 1x1 convolution, not a depthwise one: linear at every pixel."""
     return (
         isinstance(layer, nn.Conv2d)
         and layer.groups == 1
@@ -256,14 +251,14 @@ def _kept_by_size(shape: tuple[int, int], rules: LayerRules, min_dim: int) -> st
 
 
 def quantised_share(choices: Sequence[LayerChoice]) -> float:
-    """Of the weights of all linear layers and convolutions, the share that is quantised."""
+    """Return the share of all linear layers' and convolutions' weights that is quantised."""
     return sum(c.size for c in choices if c.format) / sum(c.size for c in choices)
 
 
 def layer_table(choices: Sequence[LayerChoice]) -> list[dict[str, object]]:
-    """Rows for people: layers of one shape, format and reason together, the largest part first.
+    """Return rows for display: layers of one shape, format and reason together, largest first.
 
-    layers: how many; share: of the weights of all layers. Numbers in names become `*`.
+    Numbers in names become `*`.
     """
     total = sum(c.size for c in choices)
     groups: dict[tuple, list[LayerChoice]] = {}

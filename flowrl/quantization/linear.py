@@ -1,8 +1,7 @@
-"""A linear layer for rollouts: packed weights that are overwritten in place after every update."""
+"""Linear layers with packed weights: `RolloutLinear` samples, `SamePrecisionLinear` also trains."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,16 +16,20 @@ PACKED = "packed_"
 
 
 class RolloutLinear(nn.Module):
-    """y = Q(W) x + bias, and + strength B (A x) where there is a side path. No gradients.
+    """y = Q(W) x + bias, plus strength B (A x) where the LoRA has a side path. No gradients.
 
-    weight: (out, in), any float dtype, packed by `backend`; bias: (out,) or None. side: the LoRA
-    factors A (r, in), B (out, r) and their strength, computed in A's dtype as PEFT does.
-    pointwise: replaces a 1x1 convolution, weight (out, in, 1, 1).
     Everything is a buffer, scales and strength included, so that a compiled or captured graph
-    follows `load` and `load_side`, which keep every address. shared: hold the weight as it was
-    given where the backend only casts it, and never overwrite it; packed: what the backend has
-    packed of it already, to be shared in place of packing it again.
-    Raises ValueError for a weight of another shape, or one that the backend cannot pack.
+    follows `load` and `load_side`, which overwrite in place.
+
+    Args:
+        weight: (out, in), any float dtype; of a pointwise convolution (out, in, 1, 1).
+        side: the LoRA factors A (r, in), B (out, r) and their strength, in A's dtype as in PEFT.
+        pointwise: the layer replaces a 1x1 convolution.
+        shared: hold the given weight itself where the backend only casts it; never overwrite it.
+        packed: what the backend has packed already, to share instead of packing again.
+
+    Raises:
+        ValueError: a weight of another shape, or one that the backend cannot pack.
     """
 
     def __init__(
@@ -54,11 +57,9 @@ class RolloutLinear(nn.Module):
         self._hold("side_b", None if b is None else b.detach().clone())
         self._hold("strength", None if a is None else _scalar(strength, a.device))
 
-    # --- updates ------------------------------------------------------------------------------
-
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Pack another weight of the same shape over this one; fp32 loses no small update.
+        """Overwrite the packed weight by another one; fp32 loses no small update.
 
         Raises ValueError for another shape, and where the weight is shared.
         """
@@ -75,10 +76,7 @@ class RolloutLinear(nn.Module):
 
     @torch.no_grad()
     def load_side(self, a: Tensor, b: Tensor) -> None:
-        """Copy other LoRA factors over those of the side path.
-
-        Raises ValueError for other shapes, and where the layer has no side path.
-        """
+        """Overwrite the LoRA factors. Raises ValueError for other shapes, or without side path."""
         if self.side_a is None or self.side_b is None:
             raise ValueError("this layer has no side path: give `side` when it is made")
         if a.shape != self.side_a.shape or b.shape != self.side_b.shape:
@@ -89,13 +87,11 @@ class RolloutLinear(nn.Module):
         self.side_a.copy_(a)
         self.side_b.copy_(b)
 
-    # --- product ------------------------------------------------------------------------------
-
     def forward(self, x: Tensor) -> Tensor:
-        """x: (..., in) -> (..., out); pointwise: (B, in, H, W) -> (B, out, H, W). In x's dtype.
+        """Map (..., in) -> (..., out), or pointwise (B, in, H, W) -> (B, out, H, W), in x's dtype.
 
-        Under autocast in its dtype, like the layer that it replaces, but computed without:
-        autocast would round the fp32 parts.
+        Under autocast in autocast's dtype, like the layer that it replaces; but autocast is off
+        inside, as it would round the fp32 parts.
         """
         kind = x.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -119,8 +115,6 @@ class RolloutLinear(nn.Module):
             y = (y + F.linear(inner, self.side_b) * self.strength).to(x.dtype)
         return y.reshape(*x.shape[:-1], self.out_features)
 
-    # --- buffers ------------------------------------------------------------------------------
-
     bias: Tensor | None
     side_a: Tensor | None
     side_b: Tensor | None
@@ -130,7 +124,7 @@ class RolloutLinear(nn.Module):
         self.register_buffer(name, value, persistent=False)
 
     def state(self) -> State:
-        """The packed weight, as the backend knows it."""
+        """Return the packed weight, as the backend knows it."""
         return {name: getattr(self, PACKED + name) for name in self.names}
 
     @torch.no_grad()
@@ -138,7 +132,7 @@ class RolloutLinear(nn.Module):
         return self.backend.pack(_matrix(weight, self.pointwise))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RolloutLinear":
-        """Moves follow the network's; casts do not: codes and scales have one dtype only."""
+        """Follow the network to another device, not dtype: codes and scales have only one."""
         for name, value in self._buffers.items():
             if value is not None:
                 self._buffers[name] = value.to(fn(value.new_empty(0)).device)
@@ -154,7 +148,7 @@ def _scalar(value: float | None, device: torch.device) -> Tensor:
 
 
 def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
-    """(out, in) or, of a 1x1 convolution, (out, in, 1, 1) -> (out, in), detached."""
+    """Return a weight (out, in) or, of a 1x1 convolution, (out, in, 1, 1) as a matrix, detached."""
     if weight.ndim != 2 and not (pointwise and weight.shape[2:] == (1, 1)):
         raise ValueError(
             f"a weight of {tuple(weight.shape)} is not {'1x1' if pointwise else 'a matrix'}"
@@ -162,46 +156,14 @@ def _matrix(weight: Tensor, pointwise: bool) -> Tensor:
     return weight.detach().flatten(1)
 
 
-# --- Activations scaled row by row, so that a row's result does not depend on the rows beside --
-
-
-@dataclass(frozen=True, slots=True)
-class PerRow:
-    """Another backend on rows that are divided by their largest magnitude, undone afterwards.
-
-    A backend that scales a whole call by its largest magnitude then finds 1 in every call. It
-    costs one more pass over the activations, and rounds the result once more in x's dtype.
-    """
-
-    backend: Backend
-
-    @property
-    def reference(self) -> Backend | None:
-        reference = self.backend.reference
-        return None if reference is None else PerRow(reference)
-
-    def pack(self, weight: Tensor) -> dict[str, Tensor]:
-        return self.backend.pack(weight)
-
-    def unpack(self, state: State) -> Tensor:
-        return self.backend.unpack(state)
-
-    def matmul(self, x: Tensor, state: State, bias: Tensor | None = None) -> Tensor:
-        rows = x.float()
-        # A row of zeros stays one: the smallest normal number divides it.
-        largest = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        product = self.backend.matmul((rows / largest).to(x.dtype), state).float() * largest
-        return (product if bias is None else product + bias.float()).to(x.dtype)
-
-
-# --- Training in the precision of the rollout: both compute with the same packed weights -------
+# --- training in the precision of the rollout ---------------------------------------------------
 
 
 class SamePrecisionLinear(nn.Linear):
     """y = Q(W) Q(x) + bias of a frozen linear layer, and dx = dy Q(W): straight-through.
 
-    weight, bias: those of `linear` themselves, exact; no gradient reaches them. With `exact` set
-    it is that layer again, bit for bit. The packed weights are in no state dict.
+    weight and bias are those of `linear` itself, exact and without gradients. With `exact` set it
+    is that layer again, bit for bit. The packed weights are in no state dict.
     """
 
     def __init__(self, linear: nn.Linear, backend: Backend):
@@ -212,17 +174,17 @@ class SamePrecisionLinear(nn.Linear):
         self.exact = False
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., in) -> (..., out), under autocast in its dtype."""
+        """Map (..., in) -> (..., out), under autocast in its dtype."""
         if self.exact:
             return F.linear(input, self.weight, self.bias)
         return _StraightThrough.apply(input, self)  # type: ignore[no-any-return]
 
     def quantised_weight(self) -> Tensor:
-        """Q(W), (out, in) fp32, made anew: nothing is kept for the backward pass."""
+        """Return Q(W), (out, in) fp32, unpacked anew: nothing is kept for the backward pass."""
         return self.packed.backend.unpack(self.packed.state())
 
     def plain(self) -> nn.Linear:
-        """A linear layer with the exact weight and bias themselves."""
+        """Return an ordinary linear layer around the same exact weight and bias."""
         bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, bias, device="meta")
         linear.weight, linear.bias = self.weight, self.bias
@@ -244,8 +206,8 @@ class _StraightThrough(torch.autograd.Function):
 def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: Backend) -> None:
     """Replace the layers that have a format, in place, before adapters are added.
 
-    Layers that are packed already are packed anew, from their exact weights. Raises UserError for
-    a layer that is no plain linear layer, such as one with an adapter.
+    Packed layers are packed again, from their exact weights. Raises UserError for a layer that is
+    not an ordinary linear layer, such as one with an adapter.
     """
     for choice in choices:
         if choice.format is None:
@@ -260,8 +222,8 @@ def quantise_base(network: nn.Module, choices: Sequence[LayerChoice], backend: B
 
 
 @contextmanager
-def exact(network: nn.Module) -> Iterator[None]:
-    """Inside, the network computes with its exact weights; nothing changes without packed ones."""
+def exact_weights(network: nn.Module) -> Iterator[None]:
+    """Compute with the network's exact weights inside the block."""
     layers = [layer for _, layer in same_precision_layers(network)]
     before = [layer.exact for layer in layers]
     for layer in layers:
@@ -273,23 +235,23 @@ def exact(network: nn.Module) -> Iterator[None]:
             layer.exact = was
 
 
-def put_back(network: nn.Module) -> None:
-    """Plain linear layers again, below adapters too: the packed weights are dropped."""
+def restore_linear(network: nn.Module) -> None:
+    """Replace packed layers by ordinary linear layers, below adapters too."""
     for name, layer in list(same_precision_layers(network)):
         network.set_submodule(name, layer.plain())
 
 
 @contextmanager
-def packed_within(network: nn.Module) -> Iterator[None]:
-    """Outside, however the block ends, the network has plain linear layers."""
+def restore_linear_after(network: nn.Module) -> Iterator[None]:
+    """Run a block, and `restore_linear` however it ends."""
     try:
         yield
     finally:
-        put_back(network)
+        restore_linear(network)
 
 
 def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:
-    """With their names, in which an adapter leaves its marks."""
+    """Yield packed layers by name, which includes PEFT's parts."""
     for name, module in network.named_modules():
         if isinstance(module, SamePrecisionLinear):
             yield name, module

@@ -1,7 +1,7 @@
-"""A second network for rollouts that shares the policy's frozen weights and follows its adapters.
+"""`RolloutModel`: a low-bit copy of the policy's network, which shares its frozen weights.
 
-The two ways to have a LoRA in it: merged, W + s B A summed in fp32 and packed straight from
-there, or as a path beside the packed base, Q(W) x + s B (A x).
+The copy has the LoRA either merged, W + s B A summed in fp32 and packed straight from there, or as
+a path beside the packed base, Q(W) x + s B (A x). `prepare` chooses its layers and backend.
 """
 
 import copy
@@ -26,8 +26,8 @@ from flowrl.quantization.backends import (
     State,
     backend_of,
     check_kernels,
-    named,
-    shown,
+    precision_name,
+    precision_text,
 )
 from flowrl.quantization.layer_rules import (
     LayerChoice,
@@ -41,81 +41,26 @@ from flowrl.quantization.layer_rules import (
 from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear
 from flowrl.utils.files import write_text
 
-# --- torch.compile for networks whose weights change in place, and whether that compiled anew --
-
-GRAPHS = 64  # of one class of networks, at least; torch's own limit is 8
-# By the names of torch's older versions too.
-LIMIT = ("recompile_limit", "cache_size_limit")
-FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
-ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
-
-
-def compile_network(network: nn.Module, backend: str = "inductor") -> nn.Module:
-    """The same module, compiled at its first call for each shape it is given (dynamic=False).
-
-    Names, attributes and addresses stay, so that weights can be written in place afterwards.
-    backend: of torch.compile; "aot_eager" traces and guards alike but generates no code.
-    Sets torch's limit of graphs in this process to GRAPHS at least, and has it stop there.
-    """
-    _limit_graphs()
-    network.compile(dynamic=False, backend=backend)
-    return network
-
-
-def recompilations() -> int:
-    """Graphs compiled in this process so far.
-
-    Two equal readings, the first after the network has seen each of its shapes: nothing was
-    compiled in between. What torch would not compile any more for its limit of graphs, and computes
-    without, is not among them; that raises an error, see `within_limit`.
-    """
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
-
-
-@contextmanager
-def within_limit() -> Iterator[None]:
-    """Where compiled networks are called: more graphs than torch's limit are a UserError."""
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ not in ERRORS:
-            raise
-        raise UserError(
-            "the network was compiled for as many shapes of batches as torch allows: choose a "
-            "rollout.batch_size that all numbers of images are multiples of, or set "
-            "rollout.compile to false"
-        ) from error
-
-
-def _limit_graphs() -> None:
-    """All networks of a class share the limit, twins of one policy too. Beyond it torch computes
-    without compiling and only logs that, unless it is told to fail."""
-    from torch._dynamo import config
-
-    limit = next(name for name in LIMIT if hasattr(config, name))
-    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
-    fail = next((name for name in FAIL if hasattr(config, name)), None)
-    if fail is not None and not config.suppress_errors:  # torch refuses both at once
-        setattr(config, fail, True)
-
-
-# --- A second network for rollouts that shares the policy's frozen weights and follows its ad --
+LOG = logging.getLogger(__name__)
 
 
 class RolloutModel:
-    """The policy's network with other products in it, `network`; it never computes gradients.
+    """A copy of the policy's network for sampling, `network`; it never computes gradients.
 
-    choices: layers with a format are packed by `backend`, once where no adapter changes them.
-    Adapted layers without a format hold a merged copy in their own dtype, or with lora="side" have
-    the path beside the frozen weight; no choices make an exact twin. Everything else is the
-    policy's own tensors. compile: by torch.compile, once for each shape of the latents.
-    Begins with the policy's adapter; `sync` before every rollout. Whether the policy's network is
-    switched to another adapter, to none or to merged weights in the meantime changes nothing here.
-    Made where the network is to stay: it does not follow it to another device or dtype.
-    Raises UserError when a layer to be packed, or to have a path beside it, is neither linear nor
-    a 1x1 convolution, and when one is to be merged that is trained in low precision itself.
+    It begins with the policy's adapter; call `sync` before every rollout. Which adapter the
+    policy's own network uses in the meantime changes nothing here. The copy does not follow the
+    policy to another device or dtype.
+
+    Args:
+        choices: layers with a format are packed by `backend`, once where no adapter changes them.
+            Adapted layers without a format hold a merged copy in their own dtype, or with
+            lora="side" the path beside the frozen weight; without choices the copy is exact.
+            Everything else is the policy's own tensors.
+        compile: by torch.compile, once for each shape of the latents.
+
+    Raises:
+        UserError: a layer to be packed, or to have a path beside it, is neither linear nor a 1x1
+            convolution, or one to be merged is trained in low precision itself.
     """
 
     def __init__(
@@ -142,7 +87,7 @@ class RolloutModel:
 
     @torch.no_grad()
     def sync(self, adapter: str) -> None:
-        """Take the weights of one of the policy's adapters, in place: every address stays.
+        """Copy one of the policy's adapters into this network, in place: every address stays.
 
         Raises ValueError for an adapter that the policy does not have.
         """
@@ -158,7 +103,7 @@ class RolloutModel:
         self.version += 1
 
     def nbytes(self) -> int:
-        """What the twin holds beside the policy's own tensors."""
+        """Return the size of what this copy holds beside the policy's own tensors."""
         shared = {t.untyped_storage().data_ptr() for t in _tensors(self.policy.network)}
         own = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in _tensors(self.network)}
         return sum(storage.nbytes() for start, storage in own.items() if start not in shared)
@@ -179,8 +124,10 @@ class RolloutModel:
                 weight if merged is None else merged,
                 base.bias,
                 backend or _own_backend(base),
-                side=_side(lora) if lora and merged is None else None,
-                pointwise=_checked(name, base),
+                side=(*_factors(lora, POLICY), lora.scaling[POLICY])
+                if lora and merged is None
+                else None,
+                pointwise=_is_convolution(name, base),
                 shared=backend is None,
                 packed=_packed_already(base, backend) if merged is None else None,
             )
@@ -191,20 +138,18 @@ class RolloutModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Adapted:
-    """A layer of the twin, PEFT's layer that it follows, and the frozen weight of that."""
-
-    layer: Any
-    lora: Any
-    weight: Tensor
+    layer: Any  # of the copy
+    lora: Any  # PEFT's layer in the policy's network
+    weight: Tensor  # its frozen weight
 
 
 def sharing_copy(network: nn.Module) -> nn.Module:
-    """The same modules again over the same parameters and buffers, adapters and all."""
+    """Copy the modules of a network, adapters included, around the same tensors."""
     return copy.deepcopy(network, {id(tensor): tensor for tensor in _tensors(network)})
 
 
 def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
-    """The layer itself, a copy already, with a weight of its own."""
+    """Give a copied layer a weight of its own."""
     if isinstance(layer, SamePrecisionLinear):
         raise UserError(
             f"layer {name} is trained in low precision, with its adapter beside packed weights: "
@@ -214,8 +159,8 @@ def _exact(name: str, layer: Any, weight: Tensor) -> nn.Module:
     return layer
 
 
-def _checked(name: str, layer: nn.Module) -> bool:
-    """Whether it is a 1x1 convolution. Raises UserError when it is no linear layer either."""
+def _is_convolution(name: str, layer: nn.Module) -> bool:
+    """Whether a layer is a 1x1 convolution. Raises UserError when it is not linear either."""
     if is_pointwise(layer):
         return True
     if type(layer) in (nn.Linear, SamePrecisionLinear):
@@ -227,21 +172,21 @@ def _checked(name: str, layer: nn.Module) -> bool:
 
 
 def _own_backend(layer: Any) -> Backend:
-    """How a layer computes in the policy's network."""
+    """Return the backend with which a layer computes in the policy's network."""
     if isinstance(layer, SamePrecisionLinear):
         return layer.packed.backend
     return Plain(layer.weight.dtype)
 
 
 def _packed_already(layer: Any, backend: Backend | None) -> State | None:
-    """What a layer trained in low precision holds, if it computes in the same way."""
+    """Return the packed weight of a layer trained in low precision with the same backend."""
     if isinstance(layer, SamePrecisionLinear) and backend in (None, layer.packed.backend):
         return layer.packed.state()
     return None
 
 
 def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
-    """PEFT's layers by name, as far as the policy's adapter is on them."""
+    """Yield PEFT's layers with the policy's adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in network.named_modules():
@@ -249,12 +194,8 @@ def _adapted_layers(network: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _side(lora: Any) -> tuple[Tensor, Tensor, float]:
-    return (*_factors(lora, POLICY), lora.scaling[POLICY])
-
-
 def _factors(lora: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """A (r, in) and B (out, r), of a 1x1 convolution too."""
+    """Return A (r, in) and B (out, r), of a 1x1 convolution too."""
     a, b = lora.lora_A[adapter].weight, lora.lora_B[adapter].weight
     return a.detach().flatten(1), b.detach().flatten(1)
 
@@ -264,7 +205,68 @@ def _tensors(network: nn.Module) -> Iterator[Tensor]:
     yield from network.buffers()
 
 
-# --- A precision on a network ------------------------------------------------------------------
+# --- torch.compile -------------------------------------------------------------------------------
+
+
+GRAPHS = 64  # of one class of networks, at least; torch's own limit is 8
+# By the names of torch's older versions too.
+LIMIT = ("recompile_limit", "cache_size_limit")
+FAIL = ("fail_on_recompile_limit_hit", "fail_on_cache_limit_hit")
+ERRORS = ("FailOnRecompileLimitHit", "FailOnCacheLimitHit")
+
+
+def compile_network(network: nn.Module, backend: str = "inductor") -> nn.Module:
+    """Compile a module in place, at its first call for each input shape (dynamic=False).
+
+    Weights can still be written in place afterwards. backend: of torch.compile; "aot_eager" traces
+    and guards alike but generates no code. Torch's limit of graphs in this process becomes GRAPHS
+    at least, and torch stops there.
+    """
+    _limit_graphs()
+    network.compile(dynamic=False, backend=backend)
+    return network
+
+
+def recompilations() -> int:
+    """Return the number of graphs compiled in this process so far.
+
+    Networks beyond torch's limit of graphs are not counted; they raise, see `within_limit`.
+    """
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+@contextmanager
+def within_limit() -> Iterator[None]:
+    """Call compiled networks inside; more graphs than torch's limit are a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ERRORS:
+            raise
+        raise UserError(
+            "the network was compiled for as many shapes of batches as torch allows: choose a "
+            "rollout.batch_size that all numbers of images are multiples of, or set "
+            "rollout.compile to false"
+        ) from error
+
+
+def _limit_graphs() -> None:
+    """Raise torch's limit of graphs, which all networks of a class share, copies too.
+
+    Beyond it torch computes without compiling and only logs that, unless it is set to fail.
+    """
+    from torch._dynamo import config
+
+    limit = next(name for name in LIMIT if hasattr(config, name))
+    setattr(config, limit, max(GRAPHS, getattr(config, limit)))
+    fail = next((name for name in FAIL if hasattr(config, name)), None)
+    if fail is not None and not config.suppress_errors:  # torch refuses both at once
+        setattr(config, fail, True)
+
+
+# --- a precision on a network, and its record ----------------------------------------------------
 
 
 def prepare(
@@ -280,13 +282,17 @@ def prepare(
     convolutions: bool = True,
     where: str = "",
 ) -> tuple[tuple[LayerChoice, ...], Backend]:
-    """The network's layers with those that a precision quantises, none for bf16, and how.
+    """Choose the layers that a precision quantises, none for bf16, and their backend.
 
-    dtype: the network's own. rules: the backbone's own, None for those of the network's class.
-    min_dim, keep, where: see `choose_layers`. convolutions: False keeps SANA's 1x1 ones exact,
-    which can be drawn with in few bits, and not learned through. Raises UserError where no layer
-    can be quantised or nothing says which, and for a kernel that computes otherwise than its
-    emulation does.
+    Args:
+        dtype: the network's own.
+        rules: the backbone's own; None takes those of the network's class.
+        min_dim, keep, where: see `choose_layers`.
+        convolutions: False keeps SANA's 1x1 ones exact: low-bit ones sample, but do not train.
+
+    Raises:
+        UserError: no layer can be quantised, nothing says which, or a kernel disagrees with its
+            emulation.
     """
     backend = backend_of(resolved, dtype=dtype, four_over_six=four_over_six)
     if resolved.format == "bf16":
@@ -301,10 +307,7 @@ def prepare(
     return choices, backend
 
 
-# --- What a run computes in, for people and for the run's folder -------------------------------
-
 FILE = "precision.json"
-LOG = logging.getLogger(__name__)
 
 
 def write_precision(
@@ -319,16 +322,18 @@ def write_precision(
     four_over_six: bool = False,
     file: str = FILE,
 ) -> None:
-    """Tell what `what` are drawn in, and write it with all layers to a file of the folder.
+    """Log the precision of `what`, and write it with all layers to a file of the folder.
 
-    choices: none where nothing is quantised. dtype: the network's own. since: the iteration, from
-    0, before which it began.
+    Args:
+        choices: empty where nothing is quantised.
+        dtype: the network's own.
+        since: the iteration, from 0, before which it began.
     """
-    LOG.info("%s", told(resolved, choices, dtype=dtype, what=what))
+    LOG.info("%s", describe_precision(resolved, choices, dtype=dtype, what=what))
     content = {
         "what": what,
         "since_iteration": since,
-        "precision": shown(resolved, dtype_name(dtype)),
+        "precision": precision_text(resolved, dtype_name(dtype)),
         "dtype": dtype_name(dtype),
         **asdict(resolved),
         "format": None if resolved.format == "bf16" else resolved.format,
@@ -342,23 +347,24 @@ def write_precision(
 
 
 def read_precision(folder: Path, file: str = FILE) -> str | None:
-    """The precision as people write it; None where the folder's file does not say."""
+    """Return the precision in a folder's file, for people; None where it does not say."""
     path = folder / file
     return json.loads(path.read_text(encoding="utf-8")).get("precision") if path.exists() else None
 
 
-def told(
+def describe_precision(
     resolved: Resolved,
     choices: Sequence[LayerChoice],
     *,
     dtype: torch.dtype,
     what: str = "candidates",
 ) -> str:
-    """One sentence on the precision and its back end."""
+    """Return a sentence on the precision and its kernel, for the log."""
     if resolved.format == "bf16":
-        text = f"{what} are {shown(resolved, dtype_name(dtype))}"
+        text = f"{what} are {precision_text(resolved, dtype_name(dtype))}"
         return text if resolved.requested == "bf16" else f"{text}: {resolved.reason}"
-    text = f"{what} are computed in {named(resolved)} by {resolved.backend}: {resolved.reason}"
+    name = precision_name(resolved)
+    text = f"{what} are computed in {name} by {resolved.backend}: {resolved.reason}"
     if not choices:
         return text
     layers = sum(c.format is not None for c in choices)
@@ -369,5 +375,5 @@ def told(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in float32."""
+    """Return a dtype's name without torch, such as float32."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The first of two stages: many candidates are drawn cheaply, and the telling ones are named.
+"""Two-stage rollouts of Sol-RL (2604.06916): preview many candidates cheaply, keep a few.
 
-Sol-RL (2604.06916). A candidate is the root of a tree, hence a name of noise: the second stage
-grows trees from the very same noise, and only their scores are learned from.
+A candidate is the root of a tree, hence a name of noise: the second stage samples trees from the
+very same noise, and only their scores are learned from.
 """
 
 import math
@@ -13,102 +13,41 @@ import torch
 from torch import Tensor
 
 from flowrl.functional.noise import noise_seed
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Stopwatch
+from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.trajectory import Explored
 from flowrl.trees.plan import TreePlan, count
 
-# --- Which candidates tell the most about a prompt: those that the second stage draws exactly --
-
-Mode = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
-MODES: tuple[str, ...] = get_args(Mode)
-
-
-def telling(proxy: Tensor, keep: int, mode: Mode, generator: torch.Generator) -> Tensor:
-    """The `keep` candidates that are kept: (keep,) long, ascending; fewer if fewer have a proxy.
-
-    proxy: (N,), NaN or infinite where a candidate has none; it is not kept then. Equal proxies are
-    ranked by index. best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL,
-    2604.06916); mean_deviation: those furthest from the mean; extremes_random: the highest, the
-    lowest and others at random; random: any. Raises ValueError if N < keep or keep < 1.
-    """
-    if not 1 <= keep <= len(proxy):
-        raise ValueError(f"{keep} of {len(proxy)} candidates cannot be kept: at least 1, at most N")
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}, expected one of {', '.join(MODES)}")
-    finite = proxy.isfinite().nonzero().squeeze(1)
-    if len(finite) <= keep:
-        return finite
-    ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
-    return _CHOOSE[mode](ranked, proxy, keep, generator).sort().values
-
-
-def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:
-    """Places of both ends among `count` ranked candidates, best first; they do not overlap."""
-    best = keep // 2
-    return slice(0, best), slice(count - (keep - best), count)
-
-
-def _best_worst(ranked: Tensor, proxy: Tensor, keep: int, generator: torch.Generator) -> Tensor:
-    best, worst = best_and_worst(len(ranked), keep)
-    return torch.cat([ranked[best], ranked[worst]])
-
-
-def _mean_deviation(ranked: Tensor, proxy: Tensor, keep: int, generator: torch.Generator) -> Tensor:
-    ranked = ranked.sort().values
-    score = proxy[ranked].double()
-    return ranked[(score - score.mean()).abs().argsort(descending=True, stable=True)[:keep]]
-
-
-def _extremes_random(
-    ranked: Tensor, proxy: Tensor, keep: int, generator: torch.Generator
-) -> Tensor:
-    ends = ranked[[0, -1]][:keep]
-    return torch.cat([ends, _random(ranked[1:-1], proxy, keep - len(ends), generator)])
-
-
-def _random(ranked: Tensor, proxy: Tensor, keep: int, generator: torch.Generator) -> Tensor:
-    ranked = ranked.sort().values  # by index: what is drawn depends on no proxy
-    return ranked[torch.randperm(len(ranked), generator=generator)[:keep]]
-
-
-_CHOOSE = {
-    "best_worst": _best_worst,
-    "mean_deviation": _mean_deviation,
-    "extremes_random": _extremes_random,
-    "random": _random,
-}
-
-
-# --- The first of two stages -------------------------------------------------------------------
+SelectRule = Literal["best_worst", "mean_deviation", "extremes_random", "random"]
+SELECT_RULES: tuple[str, ...] = get_args(SelectRule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explorer:
-    """Draws the candidates of each group as the stage of an iteration does, and keeps some.
+    """The first stage: scores the candidates of each group and selects some of them."""
 
-    stage: of an iteration and its candidates, any network in any precision, which scores by what is
-    learned from alone; with it, what is known of how well it ranks, by name. plan: of an iteration,
-    what is grown from each candidate; it has as many roots as a group has candidates. mode: which
-    are kept, see `telling`. A candidate with several leaves is worth their mean.
-    """
+    # (iteration, its candidates) -> the generator of previews, whose rewards are those that are
+    # learned from, and the metrics of an audit of its ranking, by name; none if none was due.
+    preview: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
+    plan: Callable[[int], TreePlan]  # of an iteration; as many roots as a group has candidates
+    select: SelectRule
 
-    stage: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
-    plan: Callable[[int], TreePlan]
-    mode: Mode
-
-    def __call__(
-        self, iteration: int, candidates: RolloutRequest, keep: int, watch: Stopwatch
+    def explore(
+        self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer
     ) -> tuple[RolloutRequest, Explored]:
-        """Keep `keep` candidates of each group -> the request for them, in their order.
+        """Select `keep` candidates of each group; return the request for them, in their order.
 
         candidates: as many trees of each group as the plan has roots, side by side.
         """
         plan = self.plan(iteration)
-        stage, audit = self.stage(iteration, candidates)
-        watch.lap("time/audit")
-        proxy = score_candidates(stage, candidates, plan, watch)
-        generator = torch.Generator().manual_seed(selection_seed(candidates.seed, iteration))
-        chosen = torch.stack([choose(row, keep, self.mode, generator) for row in proxy])
+        generator, audit = self.preview(iteration, candidates)
+        timer.lap("time/audit")
+        proxy = score_candidates(generator, candidates, plan, timer)
+        # A seed of its own, apart from those of images and learning.
+        seed = noise_seed(
+            seed=candidates.seed, iteration=iteration, prompt="", root=0, step=0, role="select"
+        )
+        rng = torch.Generator().manual_seed(seed)
+        chosen = torch.stack([fill_selection(row, keep, self.select, rng) for row in proxy])
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
@@ -116,30 +55,70 @@ class Explorer:
 
 
 def score_candidates(
-    stage: RolloutGenerator, candidates: RolloutRequest, plan: TreePlan, watch: Stopwatch
+    generator: RolloutGenerator, candidates: RolloutRequest, plan: TreePlan, timer: Timer
 ) -> Tensor:
-    """Rewards of candidates, N of each of P groups: (P, N) fp32, NaN where there is none."""
-    reward = stage(candidates, plan, watch, keep=False).reward
+    """Return the rewards of N candidates of each of P groups: (P, N) fp32, NaN without a reward.
+
+    The reward of a candidate with several leaves is their mean.
+    """
+    reward = generator.generate(candidates, plan, timer, keep=False).reward
     return reward.view(-1, plan.roots, len(reward) // len(candidates.prompt)).nanmean(-1)
 
 
-def choose(proxy: Tensor, keep: int, mode: Mode, generator: torch.Generator) -> Tensor:
-    """The telling candidates of one group, (keep,) long, ascending.
+def fill_selection(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
+    """Select `keep` candidates of a group as `select_candidates` does: (keep,) long, ascending.
 
-    proxy: (N,). Where fewer than `keep` have one, the first of those without make up the number:
-    nothing is known of them, and their own score decides what they are worth.
+    Where fewer have a proxy score, the first of those without one are added.
     """
-    known = telling(proxy, keep, mode, generator)
+    known = select_candidates(proxy, keep, select, rng)
     unknown = (~proxy.isfinite()).nonzero().squeeze(1)
     return torch.cat([known, unknown[: keep - len(known)]]).sort().values
 
 
-def selection_seed(seed: int, iteration: int) -> int:
-    """Of what a selection draws at random, apart from images and learning."""
-    return noise_seed(seed=seed, iteration=iteration, prompt="", root=0, step=0, role="select")
+def select_candidates(proxy: Tensor, keep: int, select: SelectRule, rng: torch.Generator) -> Tensor:
+    """Return the selected candidates' indices: (keep,) long, ascending; fewer if fewer have scores.
+
+    Args:
+        proxy: (N,) scores of previews; candidates with NaN or infinity are not selected. Equal
+            scores are ranked by index.
+        select: best_worst: the floor(K/2) highest and the K - floor(K/2) lowest (Sol-RL);
+            mean_deviation: those furthest from the mean; extremes_random: the highest, the lowest
+            and others at random; random: any.
+
+    Raises:
+        ValueError: N < keep or keep < 1, or there is no such rule.
+    """
+    if not 1 <= keep <= len(proxy):
+        raise ValueError(f"{keep} of {len(proxy)} candidates cannot be kept: at least 1, at most N")
+    if select not in SELECT_RULES:
+        raise ValueError(f"select is {select!r}, expected one of {', '.join(SELECT_RULES)}")
+    finite = proxy.isfinite().nonzero().squeeze(1)
+    if len(finite) <= keep:
+        return finite
+    ranked = finite[proxy[finite].argsort(descending=True, stable=True)]
+    if select == "best_worst":
+        best, worst = best_and_worst(len(ranked), keep)
+        found = torch.cat([ranked[best], ranked[worst]])
+    elif select == "mean_deviation":
+        score = proxy[finite].double()
+        order = (score - score.mean()).abs().argsort(descending=True, stable=True)
+        found = finite[order[:keep]]
+    else:
+        extremes = select == "extremes_random"
+        ends = ranked[[0, -1]][:keep] if extremes else ranked[:0]
+        others = (ranked[1:-1] if extremes else ranked).sort().values  # whatever their scores
+        random = torch.randperm(len(others), generator=rng)[: keep - len(ends)]
+        found = torch.cat([ends, others[random]])
+    return found.sort().values
 
 
-# --- What exploring cheaply and regenerating a few should cost, before anything is run ---------
+def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:
+    """Return the places of both ends among `count` ranked candidates, best first; no overlap."""
+    best = keep // 2
+    return slice(0, best), slice(count - (keep - best), count)
+
+
+# --- what two stages should cost, before anything is run ----------------------------------------
 
 
 def two_stage_ratio(
@@ -151,15 +130,17 @@ def two_stage_ratio(
     gain: float = 1.0,
     fixed: float = 0.0,
 ) -> float:
-    """Seconds of two stages by those of drawing all N in full: Sol-RL's (2604.06916) arithmetic.
+    """Return the seconds of two stages over those of N full images (Sol-RL, 2604.06916).
 
-    ((s_p / S) / q + phi) / (1 + phi) + K / N
+    ((s_p / S) / q + phi) / (1 + phi) + K / N. Work once an iteration, such as loading new weights
+    into the low-bit copy, is left out. The ratio is always above K / N.
 
-    gain: q, seconds of an exact step by those of a low-precision one; below 1 where it is slower.
-    fixed: phi, seconds to decode and score an image by those of its S exact steps.
-    What takes time once an iteration, such as putting new weights in, is left out. Below 1 is
-    cheaper than N full images; it can never be as cheap as drawing only K, which is K / N.
-    Raises ValueError for what is not 1 <= K <= N, s_p >= 1, S >= 1, q > 0 and phi >= 0.
+    Args:
+        gain: q, seconds of an exact step over those of a low-precision one.
+        fixed: phi, seconds to decode and score an image over those of its S exact steps.
+
+    Raises:
+        ValueError: not 1 <= K <= N, s_p >= 1, S >= 1, q > 0 and phi >= 0.
     """
     if not 1 <= keep <= candidates:
         raise ValueError(f"keep is {keep} of {candidates} candidates: from 1 to all of them")
@@ -176,9 +157,9 @@ def two_stage_ratio(
 def break_even_gain(
     *, candidates: int, keep: int, preview_steps: int, steps: int, fixed: float = 0.0
 ) -> float:
-    """The q from which two stages are no dearer than drawing all N in full; inf if none is.
+    """Return the gain q at which `two_stage_ratio` is 1; inf if there is none.
 
-    The q at which `two_stage_ratio` is 1. Raises ValueError as it does.
+    Raises ValueError as it does.
     """
     args = {"candidates": candidates, "keep": keep, "preview_steps": preview_steps, "steps": steps}
     two_stage_ratio(**args, fixed=fixed)

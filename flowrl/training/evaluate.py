@@ -188,7 +188,7 @@ class Evaluator:
         result = gather_results(RewardResult.cat(results), runtime)
         # Means over the few images that have a score would mislead.
         known = ~lacking(self.specs, result)
-        check_invalid(known, max_fraction=self.max_invalid_fraction, errors=result.errors)
+        check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
         return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
 
     def _images(self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring) -> Tensor:

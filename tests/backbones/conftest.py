@@ -16,9 +16,9 @@ from flowrl.backbones.sd3 import SD3
 from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
-from flowrl.sampling.rollout import RolloutRequest, draw
+from flowrl.sampling.rollout import RolloutRequest, sample_request
 from flowrl.sampling.sampler import Schedule
-from flowrl.tiny.draw import draw as draw_tiny
+from flowrl.tiny.draw import sample_request as draw_tiny
 from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan
 from flowrl.utils.images import to_tensor
@@ -84,10 +84,10 @@ def ours(request_: RolloutRequest) -> Callable[..., tuple[Any, Tensor]]:
         family: str, pipeline: Any, guidance: float = 3.5, tokens: int = 12, **size: int
     ) -> tuple[Backbone, Tensor]:
         made = FAMILIES[family](pipeline, guidance=guidance, max_sequence_length=tokens, **size)
-        schedule = Schedule(sigmas=made.sigmas(STEPS), kernel=KERNELS["flow_sde"], level=0.0)
+        schedule = Schedule(sigmas=made.sigmas(STEPS), kernel=KERNELS["flow_sde"], noise_level=0.0)
         cond = TextCache(made, "" if family == "flux" else NEGATIVE)(request_.prompts)
         with torch.no_grad():
-            tree = draw(made, made.velocity, cond, request_, ode_plan(STEPS), schedule, COUNT)
+            tree = sample_request(made, made.velocity, cond, request_, ode_plan(STEPS), schedule, COUNT)
         return made, tree.leaves()
 
     return sample

@@ -149,9 +149,9 @@ def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_con
         ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
         ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
         ({"rollout": {"compile": True}}, "rollout.compile"),
-        ({"rollout": {"explore": {"steps": 3}}}, "explore.precision"),
+        ({"rollout": {"explore": {"num_inference_steps": 3}}}, "explore.precision"),
     ):
         with pytest.raises(UserError, match=name):
             tiny_config(**{"memory": EIGHT} | changes)
-    explore = {"precision": "bf16", "candidates": 8, "steps": 3}
+    explore = {"precision": "bf16", "candidates": 8, "num_inference_steps": 3}
     assert tiny_config(memory=EIGHT, rollout={"explore": explore}).rollout.explore is not None

@@ -29,8 +29,8 @@ from flowrl.bench.two_stage import (
     verdict,
 )
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import SIZES
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.sampling.rollout import Timer
 from flowrl.sampling.two_stage import two_stage_ratio
 
 # --- costs; the numbers here are made up --------------------------------------------------------
@@ -99,7 +99,9 @@ def test_a_bench_names_its_own_option_where_no_layer_is_left():
 # --- how it is measured -------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
-ROLLOUT = {"prompts": 2, "group_size": 2, "steps": 3, "batch_size": 2, "tree": {"kind": "ode"}}
+ROLLOUT = {"prompts_per_iteration": 2, "group_size": 2, "num_inference_steps": 3} | {
+    "batch_size": 2, "tree": {"kind": "ode"}
+}  # fmt: skip
 
 
 def test_batches_are_as_large_as_all_can_be_full_of():
@@ -143,14 +145,14 @@ def test_a_clocked_stage_generates_the_same_images_and_tells_its_network_of_erro
     source = learner.source
     request, plan = source.request(0, source.plan(0)), source.plan(0)
     clock = Clock(CPU)
-    plain = source.stage(request, plan, Stopwatch())
-    timed = clocked(source.stage, clock, "x")(request, plan, Stopwatch())
+    plain = source.generator.generate(request, plan, Timer())
+    timed = clocked(source.generator, clock, "x").generate(request, plan, Timer())
     for (tree, images), (same, alike) in zip(plain.parts, timed.parts, strict=True):
         assert torch.equal(tree.x, same.x) and torch.equal(images, alike)
     assert torch.equal(plain.reward, timed.reward)
     assert set(clock.seconds) == {"x: sync", "x: decode"}
     assert clock.seconds["x: decode"] > 0
-    after = source.stage(request, plan, Stopwatch())  # and it has left the stage as it was
+    after = source.generator.generate(request, plan, Timer())  # and it has left the stage as it was
     assert len(clock.seconds) == 2 and torch.equal(after.reward, plain.reward)
     seen = []
 
@@ -162,7 +164,7 @@ def test_a_clocked_stage_generates_the_same_images_and_tells_its_network_of_erro
             seen.append(error)
             raise
 
-    timed = clocked(replace(source.stage, network=network), Clock(CPU), "x")
+    timed = clocked(replace(source.generator, network=network), Clock(CPU), "x")
     error = KeyError("x")
     with pytest.raises(KeyError), timed.network():
         raise error
@@ -226,7 +228,7 @@ SIZED = {
 
 
 def test_a_row_a_plan_tells_what_was_quantised_and_what_it_cost(monkeypatch, tiny_size):
-    monkeypatch.setitem(SIZES, NAME, tiny_size(NAME))
+    monkeypatch.setitem(MODEL_SPECS, NAME, tiny_size(NAME))
     rows = bench_sizes(precision="nvfp4-emulated", **SIZED)
     assert [row["plan"] for row in rows] == ["2/4@2/3", "1/2@2/2"]
     for row in rows:

@@ -13,14 +13,12 @@ from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.offload import are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build import backbone as build_memory
-from flowrl.build.backbone import Texts, build_pipeline, needed_texts, rounded
-from flowrl.build.learner import (
-    ProvidedObjects,
-    all_texts,
-    build_evaluator,
-    build_learner,
-    evaluation_key,
-)
+from flowrl.build.backbone import TextCaches
+from flowrl.build.backbone import prompts_to_encode
+from flowrl.build.backbone import rounding_key
+from flowrl.build.backbone import build_pipeline
+from flowrl.build.learner import all_prompts_to_encode
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, evaluation_key
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning
@@ -109,8 +107,8 @@ def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config,
     backbone = learner.policy.backbone
     records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
     fresh = TextCache(backbone)(records)
-    Texts(config).of(backbone, 1.0).learn(records)
-    again = Texts(config).of(backbone, 1.0)
+    TextCaches(config).of(backbone, 1.0).learn(records)
+    again = TextCaches(config).of(backbone, 1.0)
     cond = again(records)
     assert again.has(records[0]) and again.disk is not None
     assert all(torch.equal(cond.tensors[k], fresh.tensors[k]) for k in fresh.tensors)
@@ -121,15 +119,15 @@ def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
     config = tiny_config(rollout={"prompts_per_iteration": 3}, run={"iterations": 4})
     sampler = PromptSampler(many, 3, config.run.seed)
     taken = {p.uid for i in range(4) for p in sampler.at(i)}
-    assert {p.uid for _, p in needed_texts(config, many, [])} == taken and len(taken) == 12
+    assert {p.uid for _, p in prompts_to_encode(config, many, [])} == taken and len(taken) == 12
     left = {p.uid for i in (2, 3) for p in sampler.at(i)}
-    assert {p.uid for _, p in needed_texts(config, many, [], first=2)} == left
+    assert {p.uid for _, p in prompts_to_encode(config, many, [], first=2)} == left
     prompt = PromptRecord(uid="a", text="a", paraphrases=("b", "c"))
     held = PromptRecord(uid="h", text="h", paraphrases=("i",))
 
     def words(**changes):
         config = tiny_config(**changes)
-        return {(g, p.read) for g, p in needed_texts(config, [prompt], [held])}
+        return {(g, p.read) for g, p in prompts_to_encode(config, [prompt], [held])}
 
     plain = {(2.0, "a"), (1.0, "h")}
     assert words(rollout={"guidance_scale": 2.0}) == plain
@@ -142,27 +140,27 @@ def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
 def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_config, load_tiny):
     config = tiny_config(evaluation=EVALUATION)
     given = ProvidedObjects(pipeline=load_tiny())
-    texts = Texts(config, given.pipeline)
+    texts = TextCaches(config, given.pipeline)
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     pipeline = learner.policy.backbone.pipeline
     evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
     assert evaluator.text_cache is texts.of(learner.policy.backbone, 1.0)
     assert texts.of(learner.policy.backbone, 4.0) is not evaluator.text_cache
-    assert all_texts(config, given) == []  # who keeps the encoders need not know
+    assert all_prompts_to_encode(config, given) == []  # who keeps the encoders need not know
     config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
-    assert {g for g, _ in all_texts(config, given)} == {1.0}
+    assert {g for g, _ in all_prompts_to_encode(config, given)} == {1.0}
 
 
 def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, monkeypatch):
     config = tiny_config(memory={"text_encoders": "free"})
     pipeline = load_tiny()
-    texts = Texts(config, pipeline)
+    texts = TextCaches(config, pipeline)
     learner = build_learner(
         config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline), texts
     )
     monkeypatch.setattr(build_memory, "free_bytes", lambda device: 2**14)
     with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
-        texts.free(pipeline, all_texts(config, ProvidedObjects()), learner.runtime)
+        texts.free(pipeline, all_prompts_to_encode(config, ProvidedObjects()), learner.runtime)
     assert not are_freed(pipeline)
     build_memory._check_room(2**10, 10)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
@@ -173,12 +171,12 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
 def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
     memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
     config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts_per_iteration": 3})
-    texts, given = Texts(config), ProvidedObjects()
+    texts, given = TextCaches(config), ProvidedObjects()
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     second = SimpleNamespace(
         rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
     )
-    backbone, needed = learner.policy.backbone, all_texts(config, given)
+    backbone, needed = learner.policy.backbone, all_prompts_to_encode(config, given)
     texts.free(backbone.pipeline, needed, second)
     assert are_freed(backbone.pipeline) and len(needed) == 3
     assert all(texts.of(backbone, g).has(prompt, whole=True) for g, prompt in needed)
@@ -187,7 +185,7 @@ def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts,
 def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
     # A branch of the Hub moves on while it is loaded, but not where encoders are left out.
     memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
-    texts = Texts(tiny_config(memory=memory))
+    texts = TextCaches(tiny_config(memory=memory))
     for commit in ("aaa", "bbb"):
         (tmp_path / "snapshots" / commit).mkdir(parents=True)
         (tmp_path / "snapshots" / commit / "model_index.json").write_text('{"text_encoder": []}')
@@ -209,9 +207,9 @@ def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_p
         raise UserError("far enough")
 
     monkeypatch.setattr(build_memory, "load_pipeline", load)
-    monkeypatch.setattr(Texts, "commit", lambda self: "bbb")
+    monkeypatch.setattr(TextCaches, "commit", lambda self: "bbb")
     for without in (["text_encoder"], []):
-        monkeypatch.setattr(Texts, "unneeded", lambda self, needed, names=without: names)
+        monkeypatch.setattr(TextCaches, "unneeded", lambda self, needed, names=without: names)
         with pytest.raises(UserError, match="far enough"):
             build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
     assert asked == [("bbb", ["text_encoder"]), (None, [])]
@@ -239,4 +237,4 @@ def test_only_rounded_weights_change_what_evaluations_measure(tiny_config):
     assert key(**elsewhere, prompt_cache="somewhere") == key()
     assert key(base_bits=8) != key() != key(base_bits=4)
     assert key(base_bits=8) != key(base_bits=8, base_library="torchao")
-    assert rounded(tiny_config()) == {}
+    assert rounding_key(tiny_config()) == {}

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.rollout import REFERENCE, STORES, about, build_stored, plan_at
+from flowrl.build.rollout import dataset_metadata
+from flowrl.build.rollout import REFERENCE, STORES, build_stored, plan_at
 from flowrl.config.rollout import StoreOptions
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
@@ -23,7 +24,7 @@ def stored(make_learner, tiny_config, tmp_path_factory):
     sampler = make_learner(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE).source
     config = tiny_config(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE)
     return write_groups(
-        tmp_path_factory.mktemp("stored"), about(config, sampler), sampler, shards=2
+        tmp_path_factory.mktemp("stored"), dataset_metadata(config, sampler), sampler, shards=2
     )
 
 

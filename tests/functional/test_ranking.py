@@ -11,7 +11,6 @@ from flowrl.sampling.rank_audit import (
     contrast_retention,
     halves,
     kendall_tau,
-    mean_rho,
     mean_true_rank,
     overlap,
     paired,
@@ -19,7 +18,7 @@ from flowrl.sampling.rank_audit import (
     regenerated_rank,
     spearman_rho,
 )
-from flowrl.sampling.two_stage import telling
+from flowrl.sampling.two_stage import select_candidates
 
 NAN, INF = math.nan, math.inf
 few = st.integers(0, 4)  # many ties
@@ -110,7 +109,7 @@ def test_ranks_leave_out_what_has_no_score():
 def test_halves_are_the_two_ends_of_what_best_worst_chooses(values, data):
     keep = data.draw(st.integers(1, len(values)))
     score = scores(*values)
-    best, worst = halves(score, telling(score, keep, "best_worst", torch.Generator()))
+    best, worst = halves(score, select_candidates(score, keep, "best_worst", torch.Generator()))
     ranked = sorted(range(len(values)), key=lambda i: (-values[i], i))
     assert best.tolist() == ranked[: keep // 2]
     assert worst.tolist() == ranked[len(values) - (keep - keep // 2) :]
@@ -149,7 +148,7 @@ def test_the_regenerated_rank_is_the_mean_within_prompts_and_prompts_without_one
     assert regenerated_rank(proxy[:2], true[:2]) == pytest.approx(0)
     assert regenerated_rank(proxy[[0, 2]], true[[0, 2]]) == pytest.approx(1)
     assert math.isnan(regenerated_rank(proxy[2:], true[2:]))
-    assert math.isnan(mean_rho([], []))
+    assert math.isnan(regenerated_rank(torch.empty(0, 2), torch.empty(0, 2)))
 
 
 def test_unequal_shapes_are_refused():

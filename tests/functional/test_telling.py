@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.sampling.two_stage import MODES, best_and_worst, telling
+from flowrl.sampling.two_stage import SELECT_RULES, best_and_worst, select_candidates
 
 SCORES = st.lists(
     st.sampled_from([0.0, 0.25, 0.5, 1.0, math.nan, math.inf]) | st.floats(-3, 3, width=32),
@@ -16,7 +16,7 @@ SCORES = st.lists(
 
 def chosen(proxy, keep, mode="best_worst", seed=0):
     generator = torch.Generator().manual_seed(seed)
-    return telling(torch.tensor(proxy), keep, mode, generator).tolist()
+    return select_candidates(torch.tensor(proxy), keep, mode, generator).tolist()
 
 
 def test_the_best_and_the_worst_are_kept_one_more_of_the_worst_where_the_number_is_odd():
@@ -50,7 +50,7 @@ def test_a_random_choice_reads_no_proxies():
 
 
 def test_candidates_without_a_proxy_are_never_kept():
-    for mode in MODES:
+    for mode in SELECT_RULES:
         assert chosen([math.nan, 0.1, math.inf, 0.2, 0.3], 2, mode) != []
         assert set(chosen([math.nan, 0.1, math.inf, 0.2, -math.inf], 2, mode)) == {1, 3}
         assert chosen([math.nan, 0.1, math.nan], 2, mode) == [1]
@@ -68,7 +68,7 @@ def test_an_unknown_mode_is_named():
         chosen([0.1, 0.2], 1, "best")
 
 
-@given(SCORES, st.integers(1, 40), st.sampled_from(MODES), st.integers(0, 9))
+@given(SCORES, st.integers(1, 40), st.sampled_from(SELECT_RULES), st.integers(0, 9))
 def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
     keep = min(keep, len(proxy))
     found = chosen(proxy, keep, mode, seed)
@@ -81,7 +81,7 @@ def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, kee
 @given(SCORES, st.integers(1, 40))
 def test_no_other_is_better_than_the_best_or_worse_than_the_worst(proxy, keep):
     score = torch.tensor(proxy)
-    found = telling(score, min(keep, len(proxy)), "best_worst", torch.Generator())
+    found = select_candidates(score, min(keep, len(proxy)), "best_worst", torch.Generator())
     others = [i for i in range(len(proxy)) if i not in found.tolist() and math.isfinite(proxy[i])]
     if not others:
         return

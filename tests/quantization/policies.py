@@ -1,4 +1,4 @@
-"""Small policies on the networks of diffusers, and what twins of them are compared by."""
+"""Small policies on the networks of diffusers, and what models of them are compared by."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +35,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @torch.no_grad()
-def velocity(twin: RolloutModel, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+def velocity(model: RolloutModel, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
     """Of the adapter that was synced last."""
-    return with_network(twin.policy.backbone, twin.network).velocity(x, sigma, cond)
+    return with_network(model.policy.backbone, model.network).velocity(x, sigma, cond)
 
 
 class SmallSana(SimpleNamespace):

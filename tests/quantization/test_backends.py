@@ -16,14 +16,14 @@ from flowrl.quantization.backends import (
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
+    PerRow,
     Plain,
     backend_of,
     capability_of,
     native_formats,
     resolve,
 )
-from flowrl.quantization.formats import fp8, nvfp4
-from flowrl.quantization.linear import PerRow
+from flowrl.quantization.formats import e2m1, fp8, nvfp4
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTISED = [NVFP4Emulated(), NVFP4Emulated(True), FP8Rowwise(), FP8Dequantised()]
@@ -136,14 +136,15 @@ def test_unpacking_gives_what_the_backend_multiplies_with():
         torch.testing.assert_close(backend.unpack(state), product, rtol=1e-6, atol=0)
     weight = randn(160, 96, seed=5)  # more rows than a tile of scales, fewer columns than two
     native = NVFP4Native()
-    assert torch.equal(native.unpack(native.pack(weight)), nvfp4.fake_quantise(weight))
+    assert torch.equal(native.unpack(native.pack(weight)), nvfp4.dequantise(nvfp4.quantise(weight)))
 
 
 def test_emulated_weights_are_the_block_scaled_numbers_exactly():
     weight = randn(32, 64)
     state, q = NVFP4Emulated().pack(weight), nvfp4.quantise(weight)
     assert state["values"].dtype == torch.bfloat16
-    assert torch.equal(state["values"], nvfp4.unscaled(q))
+    scale = q.scale.float().repeat_interleave(16, -1)
+    assert torch.equal(state["values"].float(), e2m1.decode(q.codes) * scale)
     assert torch.equal(state["global_scale"], q.global_scale)
 
 

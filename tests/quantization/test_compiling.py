@@ -117,7 +117,7 @@ def test_a_higher_limit_that_someone_set_is_left(limited):
         assert config.recompile_limit == after and config.fail_on_recompile_limit_hit
 
 
-# --- twins ----------------------------------------------------------------------------------------
+# --- rollout models ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # a minute of compiling
@@ -126,21 +126,23 @@ def test_a_compiled_twin_follows_the_policy_without_compiling_anew(load_tiny):
     backbone = SD3(load_tiny(), max_sequence_length=12)
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0, keep_old=True)
     choices = choose_layers(policy.network, RULES["sd3"], "nvfp4", min_dim=128)
-    twin, plain = (RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False))
+    model, plain = (
+        RolloutModel(policy, choices, NVFP4Emulated(), compile=c) for c in (True, False)
+    )
     cond = backbone.encode(["a red circle", "a blue square"], ["", ""])
     x = randn(2, *backbone.latent_shape(), seed=0)
     start = recompilations()
-    velocity(twin, x, torch.tensor(0.9), cond)
+    velocity(model, x, torch.tensor(0.9), cond)
     warm = recompilations()
     assert warm == start + 1  # the whole network is one graph
     seen = []
     for n, adapter in enumerate((POLICY, OLD, POLICY, POLICY)):
         disturb(policy, seed=n)
-        for either in (twin, plain):
+        for either in (model, plain):
             either.sync(adapter)
         sigma = torch.tensor(0.8 - 0.1 * n)
         with policy.disabled():  # whatever the policy's network does in between
-            seen.append(velocity(twin, x, sigma, cond))
+            seen.append(velocity(model, x, sigma, cond))
         # A sum in another order may fall on the other side of a rounding step.
         assert relative(seen[-1], velocity(plain, x, sigma, cond)) < 0.05
     assert recompilations() == warm

@@ -8,9 +8,9 @@ from flowrl.quantization.backends import (
     FP8Rowwise,
     NVFP4Emulated,
     NVFP4Native,
+    PerRow,
     Plain,
 )
-from flowrl.quantization.linear import PerRow
 
 OUT, IN = 48, 64
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from flowrl.quantization.backends import Capability, next_lower, resolve
 from flowrl.quantization.layer_rules import LayerRules, choose_layers
-from flowrl.quantization.rollout_model import read_precision, told, write_precision
+from flowrl.quantization.rollout_model import describe_precision, read_precision, write_precision
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 EMULATED, PLAIN = resolve("nvfp4-emulated", CPU), resolve("bf16", CPU)
@@ -22,16 +22,18 @@ def choices():
 
 def test_what_is_not_quantised_is_told_by_its_dtype_and_why_if_it_was_not_asked_for_by_name():
     for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
-        assert told(PLAIN, (), dtype=dtype) == f"candidates are not quantised ({name})"
+        assert (
+            describe_precision(PLAIN, (), dtype=dtype) == f"candidates are not quantised ({name})"
+        )
     lower = next_lower(EMULATED, CPU)
     assert lower is not None
-    text = told(lower, (), dtype=torch.float32)
+    text = describe_precision(lower, (), dtype=torch.float32)
     assert "(float32): " in text and text.endswith("nvfp4-emulated")
-    assert "natively" in told(resolve("auto", CPU), (), dtype=torch.float32)
+    assert "natively" in describe_precision(resolve("auto", CPU), (), dtype=torch.float32)
 
 
 def test_emulation_is_told_by_its_option_and_with_its_share(choices):
-    text = told(EMULATED, choices, dtype=torch.float32)
+    text = describe_precision(EMULATED, choices, dtype=torch.float32)
     assert text.startswith("candidates are computed in nvfp4-emulated by ")
     assert text.endswith("1 of 2 layers are quantised, 50% of their weights")
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from flowrl.backbones.policy import Policy
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import SIZES, build_transformer
+from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
 from flowrl.quantization.layer_rules import (
     RULES,
     LayerRules,
@@ -37,7 +37,7 @@ def endings(choices) -> set[str]:
 
 @pytest.fixture(scope="module")
 def real():
-    return {name: build_transformer(name) for name in SIZES}
+    return {name: build_transformer(name) for name in MODEL_SPECS}
 
 
 def test_so_many_layers_of_a_published_size_are_quantised(real):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.quantization.formats.swizzle import swizzle, unswizzle
+from flowrl.quantization.formats.nvfp4 import swizzle, unswizzle
 
 rows, columns = st.integers(1, 300), st.integers(1, 23)
 

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from flowrl.errors import UserError
-from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated
+from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated, PerRow
 from flowrl.quantization.layer_rules import LayerChoice
 from flowrl.quantization.linear import (
-    PerRow,
     SamePrecisionLinear,
-    exact,
-    put_back,
+    exact_weights,
     quantise_base,
+    restore_linear,
     same_precision_layers,
 )
 
@@ -101,7 +100,7 @@ def test_only_layers_with_a_format_are_replaced_and_can_be_put_back_as_they_were
     assert [name for name, _ in same_precision_layers(network)] == ["first"]
     assert network["first"].weight is weight and type(network["second"]) is nn.Linear
     assert [*network.state_dict()] == names
-    put_back(network)
+    restore_linear(network)
     assert type(network["first"]) is nn.Linear
     assert network["first"].weight is weight and network["first"].bias is bias
 
@@ -111,9 +110,9 @@ def test_exact_weights_are_used_inside_and_packed_ones_after_an_error_too(networ
     before = network["first"](x)
     quantise_base(network, [choice("first")], NVFP4Emulated())
     packed = network["first"](x)
-    with pytest.raises(RuntimeError), exact(network):
+    with pytest.raises(RuntimeError), exact_weights(network):
         assert torch.equal(network["first"](x), before)
-        with exact(network):
+        with exact_weights(network):
             pass
         assert torch.equal(network["first"](x), before), "the inner block ends alone"
         raise RuntimeError

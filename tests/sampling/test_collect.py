@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowrl.backbones.policy import OLD, POLICY
-from flowrl.build.learner import check_shares
+from flowrl.build.learner import check_work_split
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.sampling.rollout import Timer
@@ -135,7 +135,7 @@ def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):
         ({"whole_update": True}, [], "start one process"),
     ):
         with pytest.raises(UserError, match=told):
-            check_shares(config, Two(), Needs(states="endpoints", **needs), specs)  # type: ignore[arg-type]
+            check_work_split(config, Two(), Needs(states="endpoints", **needs), specs)  # type: ignore[arg-type]
 
 
 def test_learning_draws_by_seed_and_iteration_apart_from_the_rollout():

@@ -1,10 +1,8 @@
-"""E2M1, the four-bit float of NVFP4 and MXFP4: a sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+"""E2M1, the four-bit float of NVFP4: a sign and 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
 OCP Microscaling Formats (MX) 1.0, 5.3.3. A code is sign * 8 + magnitude; there is no infinity and
 no NaN.
 """
-
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +10,10 @@ from torch import Tensor
 from flowrl.quantization.formats.rounding import round_mantissa_
 
 MAX = 6.0
-Order = Literal["low_first", "high_first"]
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """x to the nearest E2M1 value, ties to the even code, saturating at 6. (...) -> (...) fp32
+    """Round x to the nearest E2M1 value, ties to the even code, saturating at 6. -> fp32
 
     The sign is kept, that of zero too. NaN, which E2M1 lacks, is left as it is.
     """
@@ -24,12 +21,12 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def round_e2m1_(x: Tensor) -> Tensor:
-    """`round_e2m1` in place. (...) fp32"""
+    """Do the same in place, for fp32."""
     return round_mantissa_(x.clamp_(-MAX, MAX), bits=1, smallest_normal=1.0)
 
 
 def encode(x: Tensor) -> Tensor:
-    """The codes of `round_e2m1(x)`. (...) -> (...) uint8 in 0..15
+    """Return the codes of `round_e2m1(x)`: uint8 in 0..15.
 
     NaN becomes +6 (code 7), as in the hardware's saturating conversion.
     """
@@ -40,27 +37,23 @@ def encode(x: Tensor) -> Tensor:
 
 
 def decode(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of codes, exact in every float type of 8 bits and more. (...) uint8 -> (...)"""
+    """Return the values of codes, exact in every float type of 8 bits and more."""
     magnitude = (codes & 7).to(dtype)
     size = magnitude.clamp(max=4) / 2 + (magnitude.clamp(4, 6) - 4)
     size = size + (magnitude.clamp(min=6) - 6) * 2
     return torch.where(codes > 7, -size, size)
 
 
-def pack(codes: Tensor, order: Order = "low_first") -> Tensor:
-    """Two codes a byte along the last axis. (..., K) uint8 -> (..., K/2) uint8
+def pack(codes: Tensor) -> Tensor:
+    """Pack two codes into a byte, the first in the low four bits: (..., K) -> (..., K/2) uint8.
 
-    low_first: of a pair the first is in the low four bits. Raises ValueError if K is odd.
+    Raises ValueError if K is odd.
     """
     if codes.shape[-1] % 2:
         raise ValueError(f"two codes share a byte, got a row of {codes.shape[-1]}: an even number")
-    first, second = codes[..., ::2], codes[..., 1::2]
-    low, high = (first, second) if order == "low_first" else (second, first)
-    return low | (high << 4)
+    return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
-def unpack(packed: Tensor, order: Order = "low_first") -> Tensor:
-    """The inverse of `pack`. (..., K/2) uint8 -> (..., K) uint8"""
-    low, high = packed & 15, packed >> 4
-    pair = (low, high) if order == "low_first" else (high, low)
-    return torch.stack(pair, -1).flatten(-2)
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`: (..., K/2) uint8 -> (..., K) uint8."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)

@@ -1,15 +1,14 @@
 """NVFP4: E2M1 elements, an E4M3 scale per 16 of them along K, one FP32 scale per tensor.
 
 With g = amax / (448 * 6) over the tensor, a block has s = E4M3((amax_block / 6) / g) and elements
-q = E2M1(x / (s g)), so that x ~ q s g (NVIDIA, "Pretraining LLMs with NVFP4", 2509.25149).
-Options: two_level = False has g = 1; two_dimensional shares s among 16 x 16 tiles, so that a weight
-and its transpose have equal codes; four_over_six (2512.02010) maps the largest element of a block
-to 6 or to 4, whichever has the lower squared error (equal: 6), with 256 in place of 448, as the
-scale for 4 is 1.5 times as large. A known global_scale is taken as it is; larger elements saturate.
+q = E2M1(x ((1 / g) / s)), so that x ~ q s g (NVIDIA, "Pretraining LLMs with NVFP4", 2509.25149).
+Libraries round at other places; this is torchao's order of operations, with s at least 2^-6, whose
+codes it gives bit for bit. four_over_six (2512.02010) maps the largest element of a block to 6 or
+to 4, whichever has the lower squared error (equal: 6), with 256 in place of 448, as the scale for 4
+is 1.5 times as large.
 
-NaN makes its block NaN, through the scale. Where g comes from the data, one NaN or infinity makes
-the whole tensor NaN, as with a dynamic scale on hardware; where g is known or 1, infinities
-saturate. Nothing here carries gradients.
+One NaN or infinity makes the whole tensor NaN, as with a dynamic scale on hardware. Nothing here
+carries gradients.
 """
 
 from collections.abc import Iterator
@@ -20,155 +19,99 @@ from torch import Tensor
 
 from flowrl.quantization.formats import e2m1
 from flowrl.quantization.formats.fp8 import MAX as E4M3_MAX
-from flowrl.quantization.formats.nvfp4_variants import (
-    Global,
-    Variant,
-    block_scale,
-    check_variant,
-    given,
-    global_of,
-    steps,
-)
-from flowrl.quantization.formats.rounding import amax
+from flowrl.quantization.formats.fp8 import round_e4m3
+from flowrl.quantization.formats.rounding import amax, ratio
 
 BLOCK = 16
 FOUR_OVER_SIX_MAX = 256.0
-PIECE = 2**17  # elements worked on at once on a CPU: what stays in its cache
+SMALLEST_SCALE = 2.0**-6
+SMALLEST_GLOBAL = 2.0**-100  # so that (1 / g) / s does not overflow; also g of a tensor of zeros
+CHUNK = 2**17  # elements worked on at once on a CPU: what stays in its cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantised:
-    """codes: (..., K) uint8, unpacked; scale: (..., K/16) float8_e4m3fn; global_scale: () fp32"""
-
-    codes: Tensor
-    scale: Tensor
-    global_scale: Tensor
+    codes: Tensor  # (..., K) uint8, unpacked
+    scale: Tensor  # (..., K / 16) float8_e4m3fn
+    global_scale: Tensor  # () fp32
 
 
-def quantise(
-    x: Tensor,
-    *,
-    variant: Variant = "torchao",
-    two_level: bool = True,
-    four_over_six: bool = False,
-    two_dimensional: bool = False,
-    global_scale: Tensor | None = None,
-) -> Quantised:
-    """x as NVFP4. (..., K) of any float type; computed in fp32
+def quantise(x: Tensor, *, four_over_six: bool = False) -> Quantised:
+    """Quantise x (..., K) of any float type; computed in fp32.
 
-    global_scale: () fp32, in place of the one of x. Raises ValueError if K is no multiple of 16,
-    or for two_dimensional if x is not (R, K) with R a multiple of 16.
+    Raises ValueError if K is no multiple of 16.
     """
-    whole = _global(x, variant, two_level, four_over_six, two_dimensional, global_scale)
-    values, scale = _rounded(x, whole, variant, four_over_six, two_dimensional)
+    g = _global_scale(x, four_over_six)
+    values, scale = _rounded(x, g, four_over_six)
     codes = e2m1.encode(values).flatten(-2)
-    return Quantised(codes=codes, scale=scale.to(torch.float8_e4m3fn), global_scale=whole.decode)
+    return Quantised(codes=codes, scale=scale.to(torch.float8_e4m3fn), global_scale=g)
 
 
 def dequantise(q: Quantised) -> Tensor:
-    """q (s g), in this order. -> (..., K) fp32"""
+    """Return q (s g), in this order: (..., K) fp32."""
     total = q.scale.float() * q.global_scale
     return (_in_blocks(e2m1.decode(q.codes)) * total.unsqueeze(-1)).flatten(-2)
 
 
-def unscaled(q: Quantised) -> Tensor:
-    """q s without the global scale: exact, as it has at most 6 significant bits. (..., K) bf16"""
-    values = _in_blocks(e2m1.decode(q.codes)) * q.scale.float().unsqueeze(-1)
-    return values.flatten(-2).to(torch.bfloat16)
+def fake_unscaled(x: Tensor, *, four_over_six: bool = False) -> tuple[Tensor, Tensor]:
+    """Return q s (..., K) bf16 and g () fp32, for products that apply g afterwards.
 
-
-def fake_quantise(
-    x: Tensor,
-    *,
-    variant: Variant = "torchao",
-    two_level: bool = True,
-    four_over_six: bool = False,
-    two_dimensional: bool = False,
-    global_scale: Tensor | None = None,
-) -> Tensor:
-    """`dequantise(quantise(x))` bit for bit, faster, without codes. (..., K) -> (..., K) fp32"""
-    whole = _global(x, variant, two_level, four_over_six, two_dimensional, global_scale)
-    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    for piece, into in zip(_pieces(x), _pieces(out), strict=True):
-        values, scale = _rounded(piece, whole, variant, four_over_six, two_dimensional)
-        torch.mul(values, (scale * whole.decode).unsqueeze(-1), out=_in_blocks(into))
-    return out
-
-
-def fake_unscaled(
-    x: Tensor,
-    *,
-    variant: Variant = "torchao",
-    two_level: bool = True,
-    four_over_six: bool = False,
-    two_dimensional: bool = False,
-    global_scale: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`unscaled(quantise(x))` (..., K) bf16 and g () fp32, for products that apply g afterwards."""
-    whole = _global(x, variant, two_level, four_over_six, two_dimensional, global_scale)
+    Faster than codes, and exact: q s has at most 6 significant bits.
+    """
+    g = _global_scale(x, four_over_six)
     out = torch.empty(x.shape, dtype=torch.bfloat16, device=x.device)
-    for piece, into in zip(_pieces(x), _pieces(out), strict=True):
-        values, scale = _rounded(piece, whole, variant, four_over_six, two_dimensional)
+    for chunk, into in zip(_chunks(x), _chunks(out), strict=True):
+        values, scale = _rounded(chunk, g, four_over_six)
         _in_blocks(into).copy_(values.mul_(scale.unsqueeze(-1)))
-    return out, whole.decode
+    return out, g
 
 
-def _global(
-    x: Tensor,
-    variant: Variant,
-    two_level: bool,
-    four_over_six: bool,
-    two_dimensional: bool,
-    known: Tensor | None,
-) -> Global:
-    """The scale of the tensor, after a look at whether x can be had in this format."""
-    check_variant(variant)
-    _check_shape(x, two_dimensional)
-    if known is not None:
-        return given(known.detach().to(x.device, torch.float32))
-    if not two_level:
-        return given(torch.ones((), device=x.device))
+def _global_scale(x: Tensor, four_over_six: bool) -> Tensor:
+    """Return g () fp32, NaN where x is not finite."""
+    if x.shape[-1] % BLOCK:
+        raise ValueError(
+            f"NVFP4 has a scale per {BLOCK} elements of a row, got rows of {x.shape[-1]}: "
+            f"a multiple of {BLOCK}, or keep this layer in a higher precision"
+        )
     x = x.detach()
     ends = torch.stack([x.amax(), x.amin()])  # |x| would be a copy of x
     largest = ends.abs().amax().float()
-    return global_of(largest, FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX, variant)
+    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    top = FOUR_OVER_SIX_MAX if four_over_six else E4M3_MAX
+    return ratio(largest, top * e2m1.MAX).clamp(min=SMALLEST_GLOBAL)
 
 
-def _rounded(
-    x: Tensor, whole: Global, variant: Variant, four_over_six: bool, two_dimensional: bool
-) -> tuple[Tensor, Tensor]:
-    """Element values (..., K/16, 16) and block scales (..., K/16), both fp32."""
-    blocks = _in_blocks(x.detach().float())
-    largest = amax(blocks)
-    if two_dimensional:
-        largest = _over_tiles(largest, torch.amax)
-    scale = block_scale(largest, whole, variant)
+def _rounded(x: Tensor, g: Tensor, four_over_six: bool) -> tuple[Tensor, Tensor]:
+    """Return element values (..., K/16, 16) and block scales (..., K/16), both fp32."""
+    blocks, inverse = _in_blocks(x.detach().float()), 1 / g
+    unrounded = ratio(amax(blocks), e2m1.MAX) / g
+    scale = _e4m3_scale(unrounded)
     if four_over_six:
-        wider = block_scale(largest, whole, variant, stretch=1.5)
-        errors = [_error(blocks, s, whole, variant) for s in (scale, wider)]
-        if two_dimensional:
-            errors = [_over_tiles(e, torch.sum) for e in errors]
+        wider = _e4m3_scale(unrounded * 1.5)  # maps the largest element to 4
+        errors = [_error(blocks, s, inverse) for s in (scale, wider)]
         scale = torch.where(errors[1] < errors[0], wider, scale)
-    return e2m1.round_e2m1_(steps(blocks, scale, whole, variant)), scale
+    return _elements(blocks, scale, inverse), scale
 
 
-def _error(blocks: Tensor, scale: Tensor, whole: Global, variant: Variant) -> Tensor:
-    """Squared error of each block with this scale, in units of g: neither over- nor underflows."""
-    values = e2m1.round_e2m1_(steps(blocks, scale, whole, variant)).mul_(scale.unsqueeze(-1))
-    return values.sub_(blocks * whole.encode).square_().sum(-1)
+def _e4m3_scale(scale: Tensor) -> Tensor:
+    return round_e4m3(scale.clamp(SMALLEST_SCALE, E4M3_MAX))
 
 
-def _over_tiles(number: Tensor, reduce) -> Tensor:
-    """A number per block of 16, (R, C), reduced over 16 rows and given to each of them."""
-    tiles = number.unflatten(0, (-1, BLOCK))
-    return reduce(tiles, 1, keepdim=True).expand_as(tiles).flatten(0, 1)
+def _elements(blocks: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
+    return e2m1.round_e2m1_(blocks * (inverse / scale).unsqueeze(-1))
 
 
-def _pieces(x: Tensor) -> Iterator[Tensor]:
-    """Rows of x at a time, tiles whole; all of them where a device or a compiler does better."""
+def _error(blocks: Tensor, scale: Tensor, inverse: Tensor) -> Tensor:
+    """Return each block's squared error in units of g: it neither over- nor underflows."""
+    values = _elements(blocks, scale, inverse).mul_(scale.unsqueeze(-1))
+    return values.sub_(blocks * inverse).square_().sum(-1)
+
+
+def _chunks(x: Tensor) -> Iterator[Tensor]:
+    """Yield rows of x at a time; all of them where a device or a compiler does better."""
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return iter((x,))
-    rows = max(PIECE // x.shape[-1], BLOCK) // BLOCK * BLOCK
+    rows = max(CHUNK // x.shape[-1], BLOCK) // BLOCK * BLOCK
     return iter(x.reshape(-1, x.shape[-1]).split(rows))
 
 
@@ -176,14 +119,32 @@ def _in_blocks(x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, BLOCK))
 
 
-def _check_shape(x: Tensor, two_dimensional: bool) -> None:
-    if x.shape[-1] % BLOCK:
+# The order in which cuBLAS reads block scales: tiles of 128 rows x 4 columns. With C columns, the
+# byte of (r, c) is ((r div 128) ceil(C/4) + c div 4) 512 + (r mod 32) 16 + ((r mod 128) div 32) 4
+# + c mod 4 (cuBLAS, "1D Block Scaling Factors Layout"; in torch SWIZZLE_32_4_4). Rows are padded to
+# a multiple of 128 and columns to one of 4, with zeros.
+
+
+def swizzle(scale: Tensor) -> Tensor:
+    """Reorder (R, C) one-byte numbers -> flat (128 ceil(R/128) * 4 ceil(C/4),), the same type."""
+    rows, columns = scale.shape
+    down, across = -(-rows // 128), -(-columns // 4)
+    padded = torch.zeros(down * 128, across * 4, dtype=torch.uint8, device=scale.device)
+    padded[:rows, :columns] = scale.view(torch.uint8)
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(scale.dtype)
+
+
+def unswizzle(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """Undo `swizzle` and cut the padding off: (rows, columns) of the same type.
+
+    Raises ValueError if flat is not as long as that shape needs.
+    """
+    down, across = -(-rows // 128), -(-columns // 4)
+    if flat.numel() != down * across * 512:
         raise ValueError(
-            f"NVFP4 has a scale per {BLOCK} elements of a row, got rows of {x.shape[-1]}: "
-            f"a multiple of {BLOCK}, or keep this layer in a higher precision"
+            f"scales of {rows} x {columns} are {down * across * 512} bytes when swizzled, "
+            f"got {flat.numel()}: give the rows and columns they were made from"
         )
-    if two_dimensional and (x.ndim != 2 or x.shape[0] % BLOCK):
-        raise ValueError(
-            f"tiles are {BLOCK} x {BLOCK}, got the shape {tuple(x.shape)}: two dimensions, "
-            f"both multiples of {BLOCK}"
-        )
+    tiles = flat.view(torch.uint8).view(down, across, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(down * 128, across * 4)[:rows, :columns].contiguous().view(flat.dtype)

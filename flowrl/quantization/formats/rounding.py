@@ -1,4 +1,4 @@
-"""What the formats share: float32 arithmetic with the same bits on every device."""
+"""float32 arithmetic that the formats share, with the same bits on every device."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ ALL_BUT_SIGN = 0x7FFFFFFF
 
 
 def round_mantissa_(x: Tensor, bits: int, smallest_normal: float) -> Tensor:
-    """Rounds x in place to nearest, ties to even, with `bits` explicit mantissa bits. fp32
+    """Round x (fp32) in place to nearest, ties to even, with `bits` explicit mantissa bits.
 
     Below smallest_normal, a power of two, steps stay as wide as just above it (subnormals). There
     is no largest value: clamp before. NaN and the sign of zero stay.
@@ -19,7 +19,7 @@ def round_mantissa_(x: Tensor, bits: int, smallest_normal: float) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest |x| of the last axis, NaN if one is. (..., n) fp32 -> (...) fp32
+    """Return the largest |x| of the last axis, NaN if one is: (..., n) -> (...), fp32.
 
     Compared as integers, whose order is that of magnitudes with NaN on top: measured on a CPU, a
     fourth of the time of the maximum of floats, which has to look out for NaN.
@@ -28,7 +28,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def ratio(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a / b, one of them a number, rounded once. The other is fp32 of any shape
+    """Return a / b, one of them a number and the other fp32 of any shape, rounded once.
 
     torch multiplies by an inverse, which rounds twice, where a is a number, or b is one on CUDA.
     """

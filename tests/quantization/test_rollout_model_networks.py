@@ -19,7 +19,12 @@ from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.quantization.backends import FP8Rowwise, NVFP4Emulated, Plain
 from flowrl.quantization.layer_rules import RULES, LayerRules, choose_layers
-from flowrl.quantization.linear import RolloutLinear, SamePrecisionLinear, exact, quantise_base
+from flowrl.quantization.linear import (
+    RolloutLinear,
+    SamePrecisionLinear,
+    exact_weights,
+    quantise_base,
+)
 from flowrl.quantization.rollout_model import RolloutModel
 
 EMULATED = NVFP4Emulated()
@@ -52,24 +57,24 @@ def test_exact_twins_of_other_networks_are_their_policies_merged_or_with_side_pa
 def test_twins_of_other_networks_are_quantised_and_follow_in_place():
     for name, lora in (("sana", "merge"), ("flux", "merge"), ("flux", "side"), ("sana", "side")):
         policy, choices, inputs = small(name)
-        twin = RolloutModel(policy, choices, EMULATED, lora=lora)
-        before = {name: t.data_ptr() for name, t in tensors(twin.network).items()}
+        model = RolloutModel(policy, choices, EMULATED, lora=lora)
+        before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
         disturb(policy, seed=1)
-        twin.sync(POLICY)
+        model.sync(POLICY)
         with torch.no_grad():
-            error = relative(velocity(twin, *inputs), policy.velocity(*inputs))
+            error = relative(velocity(model, *inputs), policy.velocity(*inputs))
         assert 0.01 < error < 0.5, (name, lora)
         fresh = RolloutModel(policy, choices, EMULATED, lora=lora)
-        assert torch.equal(velocity(twin, *inputs), velocity(fresh, *inputs))
-        assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
+        assert torch.equal(velocity(model, *inputs), velocity(fresh, *inputs))
+        assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
 
 
 def test_of_sana_the_depthwise_convolution_stays_the_policys_own():
     backbone = SmallSana()
     policy = Policy(backbone, rank=RANK, alpha=ALPHA, seed=0)
     choices = choose_layers(policy.network, RULES["sana"], "nvfp4", min_dim=0)
-    twin = RolloutModel(policy, choices, EMULATED)
-    block, own = (n.transformer_blocks[0].ff for n in (policy.network, twin.network))
+    model = RolloutModel(policy, choices, EMULATED)
+    block, own = (n.transformer_blocks[0].ff for n in (policy.network, model.network))
     assert own.conv_depth.weight is block.conv_depth.weight
     for layer in (own.conv_inverted, own.conv_point):
         assert isinstance(layer, RolloutLinear) and layer.pointwise
@@ -115,8 +120,8 @@ def test_beside_weights_packed_for_training_the_twin_is_the_policy_and_packs_not
     adapters = [layer.get_base_layer() for layer in adapted(policy).values()]
     factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in adapters)
     for chosen in ((), choices):
-        twin = RolloutModel(policy, chosen, EMULATED, lora="side")
-        assert torch.equal(velocity(twin, *inputs), expected) and twin.nbytes() == factors
+        model = RolloutModel(policy, chosen, EMULATED, lora="side")
+        assert torch.equal(velocity(model, *inputs), expected) and model.nbytes() == factors
     assert RolloutModel(policy, choices, FP8Rowwise(), lora="side").nbytes() > 2 * factors
     with pytest.raises(UserError, match="trained in low precision"):
         RolloutModel(policy, (), EXACT)
@@ -129,9 +134,9 @@ def test_candidates_may_have_another_precision_than_training(trained):
     rules = LayerRules(keep=(), min_dim=0)
     everything = choose_layers(policy.network, rules, "fp8")
     assert {c.name for c in choices if c.format} < {c.name for c in everything if c.format}
-    twin = RolloutModel(policy, everything, FP8Rowwise())
-    assert not any(isinstance(m, SamePrecisionLinear) for m in twin.network.modules())
+    model = RolloutModel(policy, everything, FP8Rowwise())
+    assert not any(isinstance(m, SamePrecisionLinear) for m in model.network.modules())
     # Packed from the exact weights: nearer to the policy with these than to the policy itself.
-    with exact(policy.network), torch.no_grad():
+    with exact_weights(policy.network), torch.no_grad():
         nearer = policy.velocity(*inputs)
-    assert relative(velocity(twin, *inputs), nearer) < 0.1 < relative(expected, nearer)
+    assert relative(velocity(model, *inputs), nearer) < 0.1 < relative(expected, nearer)

@@ -1,4 +1,4 @@
-"""A twin has the policy's frozen tensors, its own products, and the adapter it was told."""
+"""A model has the policy's frozen tensors, its own products, and the adapter it was told."""
 
 import pytest
 import torch
@@ -55,17 +55,17 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
     for dtype in ["fp32", "bf16"]:
         policy = make(dtype, keep_old=True, ema_decay=0.5)
         disturb(policy)
-        policy.remember()
+        policy.update_old()
         disturb(policy, seed=1)
         policy.after_update()
         args = inputs(policy)
-        twin = RolloutModel(policy, (), Plain(policy.backbone.dtype))
+        model = RolloutModel(policy, (), Plain(policy.backbone.dtype))
         found = []
         for name in (POLICY, OLD, EMA, POLICY):
             with policy.merged(name), torch.no_grad():
                 expected = policy.velocity(*args)
-            twin.sync(name)
-            found.append(velocity(twin, *args))
+            model.sync(name)
+            found.append(velocity(model, *args))
             assert torch.equal(found[-1], expected)
             assert found[-1].dtype == policy.backbone.dtype
         assert not any(torch.equal(found[0], other) for other in found[1:3])
@@ -75,41 +75,41 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
 def test_an_exact_twin_with_side_paths_is_the_policy_bit_for_bit(make, inputs):
     policy = make(keep_old=True)
     disturb(policy)
-    policy.remember()
+    policy.update_old()
     disturb(policy, seed=1)
     args = inputs(policy)
-    twin = RolloutModel(policy, (), EXACT, lora="side")
+    model = RolloutModel(policy, (), EXACT, lora="side")
     for name in (POLICY, OLD):
         with policy.using(name), torch.no_grad():
             expected = policy.velocity(*args)
-        twin.sync(name)
-        assert torch.equal(velocity(twin, *args), expected)
+        model.sync(name)
+        assert torch.equal(velocity(model, *args), expected)
 
 
 def test_a_fresh_adapter_gives_the_frozen_network_exactly(make, inputs):
     for dtype, lora in [("fp32", "merge"), ("bf16", "merge"), ("fp32", "side")]:
         policy = make(dtype)
         args = inputs(policy)
-        twin = RolloutModel(policy, (), Plain(policy.backbone.dtype), lora=lora)
-        assert torch.equal(velocity(twin, *args), policy.reference(*args))
+        model = RolloutModel(policy, (), Plain(policy.backbone.dtype), lora=lora)
+        assert torch.equal(velocity(model, *args), policy.reference(*args))
         disturb(policy)
-        twin.sync(POLICY)
-        assert not torch.equal(velocity(twin, *args), policy.reference(*args))
+        model.sync(POLICY)
+        assert not torch.equal(velocity(model, *args), policy.reference(*args))
 
 
 def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(make):
     for backend in [EMULATED, FP8Rowwise()]:
         policy = make("bf16", keep_old=True)
         disturb(policy, scale=0.01)
-        twin = RolloutModel(policy, choices_of(policy), backend)
-        twin.sync(POLICY)
-        formats = {c.name: c.format for c in twin.choices}
+        model = RolloutModel(policy, choices_of(policy), backend)
+        model.sync(POLICY)
+        formats = {c.name: c.format for c in model.choices}
         lost = 0
         for name, layer in adapted(policy).items():
             a, b = (getattr(layer, f"lora_{x}")[POLICY].weight for x in "AB")
             merged = layer.get_base_layer().weight.float() + ALPHA / RANK * (b @ a)
             assert formats[name] == "nvfp4"
-            found = twin.network.get_submodule(name)
+            found = model.network.get_submodule(name)
             for part, expected in backend.pack(merged).items():
                 assert torch.equal(found.get_buffer(f"packed_{part}").float(), expected.float())
             rounded = backend.pack(merged.bfloat16().float())
@@ -123,22 +123,22 @@ def test_what_is_packed_is_the_fp32_merge_not_one_rounded_to_the_networks_dtype(
 def test_layers_without_an_adapter_are_packed_once(make):
     for lora in WAYS:
         policy = make()
-        twin = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
+        model = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
         followed = set(adapted(policy))
-        before = {n: t._version for n, t in twin.network.named_buffers() if ".packed_" in n}
+        before = {n: t._version for n, t in model.network.named_buffers() if ".packed_" in n}
         disturb(policy)
-        twin.sync(POLICY)
+        model.sync(POLICY)
         written = {
             n.rpartition(".packed_")[0]
-            for n, t in twin.network.named_buffers()
+            for n, t in model.network.named_buffers()
             if n in before and t._version != before[n]
         }
         assert written == (followed if lora == "merge" else set())
-        frozen = {c.name for c in twin.choices if c.format} - followed
+        frozen = {c.name for c in model.choices if c.format} - followed
         assert len(frozen) == 11
         for name in frozen:
             weight = policy.network.get_submodule(name).weight
-            found = twin.network.get_submodule(name)
+            found = model.network.get_submodule(name)
             assert torch.equal(found.packed_values, EMULATED.pack(weight)["values"])
 
 
@@ -162,13 +162,13 @@ def test_fewer_quantised_layers_and_more_bits_leave_a_smaller_error(make, inputs
 def test_each_layer_is_computed_as_its_choice_says(make):
     for lora in WAYS:
         policy = make()
-        twin = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
-        chosen = {c.name for c in twin.choices if c.format}
-        replaced = {n: m for n, m in twin.network.named_modules() if isinstance(m, RolloutLinear)}
+        model = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
+        chosen = {c.name for c in model.choices if c.format}
+        replaced = {n: m for n, m in model.network.named_modules() if isinstance(m, RolloutLinear)}
         assert replaced.keys() == (chosen if lora == "merge" else chosen | adapted(policy).keys())
         for name, layer in replaced.items():
             assert layer.backend == (EMULATED if name in chosen else EXACT)
-        assert not any("lora_" in name for name, _ in twin.network.named_modules())
+        assert not any("lora_" in name for name, _ in model.network.named_modules())
 
 
 def test_only_packed_and_merged_weights_are_the_twins_own(make):
@@ -176,8 +176,8 @@ def test_only_packed_and_merged_weights_are_the_twins_own(make):
         policy = make(keep_old=True)
         quantised = choices_of(policy, min_dim=128)  # the feed-forward, which no adapter is on
         shared = {t.data_ptr() for t in tensors(policy.network).values()}
-        twin = RolloutModel(policy, quantised, EMULATED, lora=lora)
-        own = {n: t for n, t in tensors(twin.network).items() if t.data_ptr() not in shared}
+        model = RolloutModel(policy, quantised, EMULATED, lora=lora)
+        own = {n: t for n, t in tensors(model.network).items() if t.data_ptr() not in shared}
         assert {n.rpartition(".")[0] for n in own} == {
             *adapted(policy), *(c.name for c in quantised if c.format)
         }  # fmt: skip
@@ -185,26 +185,26 @@ def test_only_packed_and_merged_weights_are_the_twins_own(make):
         bases = [layer.get_base_layer() for layer in adapted(policy).values()]
         merged = sum(4 * base.weight.numel() for base in bases)
         factors = sum(4 * RANK * (b.in_features + b.out_features) + 4 for b in bases)
-        assert twin.nbytes() == packed + (merged if lora == "merge" else factors)
+        assert model.nbytes() == packed + (merged if lora == "merge" else factors)
 
 
 def test_following_the_policy_moves_nothing_and_is_counted(make, inputs):
     for lora, backend in (("merge", EMULATED), ("side", FP8Rowwise()), *((w, EXACT) for w in WAYS)):
         policy = make()
-        twin = RolloutModel(
+        model = RolloutModel(
             policy, choices_of(policy) if backend != EXACT else (), backend, lora=lora
         )
-        before = {name: t.data_ptr() for name, t in tensors(twin.network).items()}
-        seen = [velocity(twin, *inputs(policy))]
+        before = {name: t.data_ptr() for name, t in tensors(model.network).items()}
+        seen = [velocity(model, *inputs(policy))]
         for n in (1, 2):
             disturb(policy, seed=n)
-            twin.sync(POLICY)
-            assert twin.version == n
-            seen.append(velocity(twin, *inputs(policy)))
+            model.sync(POLICY)
+            assert model.version == n
+            seen.append(velocity(model, *inputs(policy)))
             assert not any(torch.equal(seen[-1], other) for other in seen[:-1])
-            fresh = RolloutModel(policy, twin.choices, backend, lora=lora)
+            fresh = RolloutModel(policy, model.choices, backend, lora=lora)
             assert torch.equal(seen[-1], velocity(fresh, *inputs(policy)))
-        assert {name: t.data_ptr() for name, t in tensors(twin.network).items()} == before
+        assert {name: t.data_ptr() for name, t in tensors(model.network).items()} == before
 
 
 def test_the_policy_does_not_notice_its_twin(make, inputs):
@@ -215,14 +215,14 @@ def test_the_policy_does_not_notice_its_twin(make, inputs):
         learning = {n for n, p in policy.network.named_parameters() if p.requires_grad}
         with torch.no_grad():
             expected = policy.velocity(*inputs(policy))
-        twin = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
-        twin.sync(OLD)
-        velocity(twin, *inputs(policy))
+        model = RolloutModel(policy, choices_of(policy), EMULATED, lora=lora)
+        model.sync(OLD)
+        velocity(model, *inputs(policy))
         after = policy.network.state_dict()
         assert after.keys() == before.keys()
         assert all(torch.equal(after[k], before[k]) for k in before)
         assert {n for n, p in policy.network.named_parameters() if p.requires_grad} == learning
-        assert policy.backbone.transformer is policy.network is not twin.network
+        assert policy.backbone.transformer is policy.network is not model.network
         with torch.no_grad():
             assert torch.equal(policy.velocity(*inputs(policy)), expected)
 
@@ -232,26 +232,26 @@ def test_the_twin_does_not_care_which_adapter_the_policy_uses(make, inputs):
     disturb(policy)
     args = inputs(policy)
     for lora in WAYS:
-        twin = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
-        expected = velocity(twin, *args)
+        model = RolloutModel(policy, choices_of(policy, min_dim=128), EMULATED, lora=lora)
+        expected = velocity(model, *args)
         for block in (policy.disabled, lambda: policy.using(OLD), policy.merged):
             with block():
-                assert torch.equal(velocity(twin, *args), expected)
-                twin.sync(POLICY)
-                assert torch.equal(velocity(twin, *args), expected)
-            assert torch.equal(velocity(twin, *args), expected)
+                assert torch.equal(velocity(model, *args), expected)
+                model.sync(POLICY)
+                assert torch.equal(velocity(model, *args), expected)
+            assert torch.equal(velocity(model, *args), expected)
 
 
 def test_merging_under_autocast_is_merging_in_fp32_and_an_unknown_adapter_is_named(make, inputs):
     policy = make(keep_old=True)
     disturb(policy)
-    twin = RolloutModel(policy, (), EXACT)
-    expected = velocity(twin, *inputs(policy))
+    model = RolloutModel(policy, (), EXACT)
+    expected = velocity(model, *inputs(policy))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        twin.sync(POLICY)
-    assert torch.equal(velocity(twin, *inputs(policy)), expected)
+        model.sync(POLICY)
+    assert torch.equal(velocity(model, *inputs(policy)), expected)
     with pytest.raises(ValueError, match=r"'ema'.*'default', 'old'"):
-        twin.sync(EMA)
+        model.sync(EMA)
 
 
 def test_an_adapter_on_another_kind_of_layer_can_only_be_merged(make, inputs):
