@@ -1,4 +1,4 @@
-"""`flowrl export`: a run's LoRA for diffusers, for ComfyUI, merged into its pipeline, or pushed."""
+"""`flowrl export`: copy a run's LoRA, convert it for ComfyUI, merge it, or push it to the Hub."""
 
 import json
 import re
@@ -31,29 +31,145 @@ from flowrl.export.hub import open_repository, push
 from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.files import sync_files, sync_folder, write_bytes
 
-# --- A LoRA under ComfyUI's keys: the layers as the original checkpoints name and fuse them ----
+SUFFIX = ".safetensors"
+CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
+
+
+def recipe_of(source: str | Path) -> Config | None:
+    """Return the configuration beside a LoRA, or of the run whose checkpoint it is, if any."""
+    folder = lora_file(source).resolve().parent
+    run = [folder.parent.parent] if folder.parent.name == CHECKPOINTS else []
+    found = next((f / CONFIG for f in (folder, *run) if (f / CONFIG).is_file()), None)
+    return found and load_config(found)
+
+
+def export_diffusers(source: str, to: Path) -> Path:
+    """Copy the LoRA, whose file holds its strength, to a folder or a file; return the file."""
+    path = to if to.suffix == SUFFIX else to / FILE
+    _check_free(path)
+    check_header(source)
+    write_bytes(path, lora_file(source).read_bytes())
+    return path
+
+
+def export_comfyui(source: str, to: Path, *, backbone: str | None) -> Path:
+    """Write the LoRA with ComfyUI's keys to a file, or into a folder under the run's name."""
+    check_header(source)
+    state, strength = read_lora(source)
+    family = backbone or _family(source, state)
+    check_family(family)
+    file = lora_file(source).resolve()
+    name = file.parent.name if file.name == FILE else file.stem
+    path = to if to.suffix == SUFFIX else to / f"{name}{SUFFIX}"
+    _check_free(path)
+    header = {"format": "pt", "flowrl": f"a LoRA for {family} with ComfyUI's keys"}
+    write_bytes(path, save(comfyui_state(state, strength, family), metadata=header))
+    return path
+
+
+def _family(source: str, state: dict[str, Any]) -> str:
+    """Return the run's family, or that of layers that only one family has, else raise UserError."""
+    recipe = recipe_of(source)
+    if recipe is not None:
+        return recipe.pipeline.backbone
+    if any(name.startswith("single_transformer_blocks.") for name in state):
+        return "flux"
+    if any(".attn1." in name for name in state):
+        return "sana"
+    second = any(".attn2." in name for name in state)  # SANA has these, too, but no plain one
+    if second and any(".attn." in name for name in state):
+        return "sd3"
+    families = "SD3's or SANA's" if second else "SD3's or FLUX's"
+    raise UserError(
+        f"{source} has no {CONFIG} beside it, and its layers may be {families}: add --backbone sd3 "
+        f"or --backbone {'sana' if second else 'flux'}"
+    )
+
+
+def export_merged(
+    source: str, to: Path, *, base: str | None, revision: str | None, dtype: str | None
+) -> Path:
+    """Write the pipeline with the LoRA added to its weights; return its folder.
+
+    base, revision, dtype: None is the run's. Written beside and renamed, so that the folder is
+    complete or not there.
+    """
+    _check_free(to)
+    check_header(source)
+    recipe = recipe_of(source)
+    if base is None and recipe is None:
+        raise UserError(
+            f"{source} has no {CONFIG} beside it that names its pipeline: add --base PIPELINE"
+        )
+    if base is None:
+        assert recipe is not None
+        base, revision = recipe.pipeline.path, revision or recipe.pipeline.revision
+    dtype = dtype or (recipe.pipeline.dtype if recipe else "bf16")
+    pipeline = load_pipeline(base, dtype=dtype, device="cpu", revision=revision)
+    merge_lora(pipeline, source)
+    to.resolve().parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=to.resolve().parent, prefix=f".{to.name}.", suffix=".tmp"))
+    try:
+        _save(pipeline, scratch)
+        sync_files(scratch)
+        scratch.chmod(0o755)
+        scratch.rename(to.resolve())
+        sync_folder(to.resolve().parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return to
+
+
+def _save(pipeline: Any, folder: Path) -> None:
+    for part in pipeline.components.values():
+        if hasattr(part, "parameters"):
+            for parameter in part.parameters():  # safetensors takes no other layout in memory
+                parameter.data = parameter.data.contiguous()
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    for path in folder.rglob("*.json"):  # the path it was loaded from is of no use elsewhere
+        values = json.loads(path.read_text("utf-8"))
+        if isinstance(values, dict) and Path(str(values.get("_name_or_path", ""))).is_absolute():
+            del values["_name_or_path"]
+            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def export_hub(source: str, *, repository: str | None, private: bool) -> str:
+    """Upload the public files of a run's folder; return the address."""
+    folder = Path(source)
+    if not (folder / FILE).is_file():
+        raise UserError(f"--format hub takes a run's folder with {FILE}, got {source}")
+    check_header(folder)
+    recipe = load_config(folder / CONFIG) if (folder / CONFIG).is_file() else None
+    name = repository or (recipe and recipe.run.hub_model_id) or folder.resolve().name
+    return push(folder, open_repository(name, private=private))
+
+
+def _check_free(path: Path) -> None:
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    if path.exists():
+        raise UserError(f"{path} is there already: give --to another place, or remove it")
+
+
+# --- a LoRA under ComfyUI's keys: layers as the original checkpoints name and fuse them ----------
 
 PREFIX = "diffusion_model."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a layer of diffusers is in the original: part `part` of `layer`.
+    """Where a layer of diffusers is in the original checkpoint."""
 
-    shares: how many equal widths of outputs each part has; (1,) for a layer that is kept whole.
-    swapped: the halves of its outputs change places.
-    """
-
-    layer: str
-    part: int = 0
-    shares: tuple[int, ...] = (1,)
-    swapped: bool = False
+    layer: str  # the original's name
+    part: int = 0  # which of its parts
+    shares: tuple[int, ...] = (1,)  # relative widths of the parts' outputs; (1,) is one part
+    swapped: bool = False  # the halves of its outputs change places
 
 
 QKV = (1, 1, 1)
 QKV_MLP = (1, 1, 1, 4)  # FLUX.1's feed-forward is four times as wide
 
-# Of a block: diffusers' name -> the original's, its part and how that is made up.
+# In a block: diffusers' name -> the original's name, part and shares.
 SD3_BLOCK = {
     "attn.to_q": ("x_block.attn.qkv", 0, QKV),
     "attn.to_k": ("x_block.attn.qkv", 1, QKV),
@@ -134,7 +250,7 @@ SWAPPED = "norm_out.linear"
 
 
 def check_family(family: str) -> None:
-    """Raises UserError unless ComfyUI loads LoRAs of the family."""
+    """Raise UserError unless ComfyUI loads LoRAs of the family."""
     if family == "sana":
         raise UserError(
             "ComfyUI has no LoRA path for SANA: load the LoRA with diffusers "
@@ -147,8 +263,8 @@ def check_family(family: str) -> None:
         )
 
 
-def place(name: str, family: str) -> Place:
-    """Where the original keeps diffusers' layer `name`. Raises UserError for an unknown one."""
+def find_place(name: str, family: str) -> Place:
+    """Return where the original keeps diffusers' layer `name`; raise UserError if unknown."""
     if name in OUTSIDE[family]:
         return Place(layer=OUTSIDE[family][name], swapped=name == SWAPPED)
     match = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", name)
@@ -163,16 +279,16 @@ def place(name: str, family: str) -> Place:
 
 
 def comfyui_state(state: Mapping[str, Tensor], strength: float, family: str) -> dict[str, Tensor]:
-    """A diffusers LoRA of a transformer, PEFT's names -> the tensors of ComfyUI's file.
+    """Return the tensors of ComfyUI's file for a diffusers LoRA with PEFT's names.
 
-    strength: alpha / rank, of all layers. The change of each original layer is exactly that of
-    its parts below each other; a part without LoRA does not change.
-    Raises UserError for a family or a layer that has no place in ComfyUI.
+    The change of each original layer is exactly that of its parts stacked; a part without LoRA
+    does not change. strength: alpha / rank of all layers. Raises UserError for a family or a layer
+    that has no place in ComfyUI.
     """
     check_family(family)
     fused: dict[str, tuple[Place, dict[int, Factors]]] = {}
     for name, factors in layers_of(state).items():
-        at = place(name, family)
+        at = find_place(name, family)
         # The last SD3 block normalises its text by shift and scale alone, like the last layer.
         last = name.endswith("norm1_context.linear") and len(factors[1]) == 2 * factors[0].shape[1]
         whole = swap_halves(factors) if at.swapped or last else factors
@@ -192,128 +308,3 @@ def _fuse(parts: Mapping[int, Factors], shares: Sequence[int]) -> Factors:
     part, (_, up) = next(iter(parts.items()))
     width = len(up) // shares[part]
     return stack_outputs([parts.get(i) for i in range(len(shares))], [width * s for s in shares])
-
-
-# --- `flowrl export` ---------------------------------------------------------------------------
-
-SUFFIX = ".safetensors"
-CHECKPOINTS = "checkpoints"  # the folder of a run's checkpoints
-
-
-def recipe_of(source: str | Path) -> Config | None:
-    """The configuration beside a LoRA, or of the run whose checkpoint it is; None where there is
-    none."""
-    folder = lora_file(source).resolve().parent
-    run = [folder.parent.parent] if folder.parent.name == CHECKPOINTS else []
-    for place in (folder, *run):
-        if (place / CONFIG).is_file():
-            return load_config(place / CONFIG)
-    return None
-
-
-def export_diffusers(source: str, to: Path) -> Path:
-    """Copy the LoRA file to a folder or a file -> the file. It says its own strength."""
-    path = to if to.suffix == SUFFIX else to / FILE
-    _check_free(path)
-    check_header(source)
-    write_bytes(path, lora_file(source).read_bytes())
-    return path
-
-
-def export_comfyui(source: str, to: Path, *, backbone: str | None) -> Path:
-    """Write the LoRA with ComfyUI's keys to a file, or into a folder under the run's name."""
-    check_header(source)
-    state, strength = read_lora(source)
-    family = backbone or _family(source, state)
-    check_family(family)
-    place = lora_file(source).resolve()
-    name = place.parent.name if place.name == FILE else place.stem
-    path = to if to.suffix == SUFFIX else to / f"{name}{SUFFIX}"
-    _check_free(path)
-    header = {"format": "pt", "flowrl": f"a LoRA for {family} with ComfyUI's keys"}
-    write_bytes(path, save(comfyui_state(state, strength, family), metadata=header))
-    return path
-
-
-def _family(source: str, state: dict[str, Any]) -> str:
-    """Of the run, or by layers that only one family has. Raises UserError when neither tells."""
-    recipe = recipe_of(source)
-    if recipe is not None:
-        return recipe.pipeline.backbone
-    if any(name.startswith("single_transformer_blocks.") for name in state):
-        return "flux"
-    if any(".attn1." in name for name in state):
-        return "sana"
-    second = any(".attn2." in name for name in state)  # of SANA too, which has no plain one
-    if second and any(".attn." in name for name in state):
-        return "sd3"
-    families = "SD3's or SANA's" if second else "SD3's or FLUX's"
-    raise UserError(
-        f"{source} has no {CONFIG} beside it, and its layers may be {families}: add --backbone sd3 "
-        f"or --backbone {'sana' if second else 'flux'}"
-    )
-
-
-def export_merged(
-    source: str, to: Path, *, base: str | None, revision: str | None, dtype: str | None
-) -> Path:
-    """Write the whole pipeline with the LoRA added to its weights -> its folder.
-
-    base, revision, dtype: None is the run's. Written beside and renamed, so that the folder is
-    whole or not there.
-    """
-    _check_free(to)
-    check_header(source)
-    recipe = recipe_of(source)
-    if base is None and recipe is None:
-        raise UserError(
-            f"{source} has no {CONFIG} beside it that names its pipeline: add --base PIPELINE"
-        )
-    if base is None:
-        assert recipe is not None
-        base, revision = recipe.pipeline.path, revision or recipe.pipeline.revision
-    dtype = dtype or (recipe.pipeline.dtype if recipe else "bf16")
-    pipeline = load_pipeline(base, dtype=dtype, device="cpu", revision=revision)
-    merge_lora(pipeline, source)
-    to.resolve().parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=to.resolve().parent, prefix=f".{to.name}.", suffix=".tmp"))
-    try:
-        _save(pipeline, scratch)
-        sync_files(scratch)
-        scratch.chmod(0o755)
-        scratch.rename(to.resolve())
-        sync_folder(to.resolve().parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return to
-
-
-def _save(pipeline: Any, folder: Path) -> None:
-    for part in pipeline.components.values():
-        if hasattr(part, "parameters"):
-            for parameter in part.parameters():  # safetensors takes no other layout in memory
-                parameter.data = parameter.data.contiguous()
-    pipeline.save_pretrained(folder, safe_serialization=True)
-    for path in folder.rglob("*.json"):  # where it was loaded from is of no use elsewhere
-        values = json.loads(path.read_text("utf-8"))
-        if isinstance(values, dict) and Path(str(values.get("_name_or_path", ""))).is_absolute():
-            del values["_name_or_path"]
-            path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def export_hub(source: str, *, repository: str | None, private: bool) -> str:
-    """Upload what is public of a run's folder -> its address."""
-    folder = Path(source)
-    if not (folder / FILE).is_file():
-        raise UserError(f"--format hub takes a run's folder with {FILE}, got {source}")
-    check_header(folder)
-    recipe = load_config(folder / CONFIG) if (folder / CONFIG).is_file() else None
-    name = repository or (recipe and recipe.run.hub_model_id) or folder.resolve().name
-    return push(folder, open_repository(name, private=private))
-
-
-def _check_free(path: Path) -> None:
-    if path.is_dir() and not any(path.iterdir()):
-        path.rmdir()
-    if path.exists():
-        raise UserError(f"{path} is there already: give --to another place, or remove it")

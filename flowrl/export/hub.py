@@ -1,7 +1,7 @@
-"""A run on the Hub: what of its folder is for everybody, and the way there.
+"""Upload the public files of a run to the Hub, without anything that names a machine or a secret.
 
-The token is huggingface_hub's own affair, from HF_TOKEN or `hf auth login`: none is ever taken as
-an argument, so that none ends up in a configuration, a card or a shell's history.
+The token is huggingface_hub's, from HF_TOKEN or `hf auth login`: none is taken as an argument, so
+none ends up in a configuration, a card or a shell's history.
 """
 
 import inspect
@@ -29,14 +29,15 @@ READER = re.compile(r"(json|csv|parquet|arrow|text|hf):(?=[/~.])", re.IGNORECASE
 HOST = re.compile(r"(\w[\w.-]*[.a-z][\w.-]*|[\d.]{7,}|\[[\da-f:]+\]):\d{2,5}(/.*)?", re.IGNORECASE)
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a repository
 HINT = "After an upload to the Hub, the name of the repository takes the folder's place.\n\n"
+LOG = logging.getLogger(__name__)
 TOKEN = "set HF_TOKEN to a token that may write, or log in with hf auth login"
 
 
 def open_repository(name: str, *, private: bool = False) -> str:
-    """Make the repository, or find it -> its whole name, USER/NAME.
+    """Create or find the repository; return its full name, USER/NAME.
 
-    Asked before a training, so that it does not fail at its end: it takes a network, and a token
-    that may write there. Raises UserError when one of them is missing.
+    Called before training, so that a missing network or token does not fail its end. Raises
+    UserError when one of them is missing.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -56,9 +57,9 @@ def open_repository(name: str, *, private: bool = False) -> str:
 
 
 def push(folder: Path, repository: str) -> str:
-    """Upload the public files of a run's folder -> the address. `repository` is there.
+    """Upload the public files of a run's folder to an existing repository; return the address.
 
-    Raises UserError when there is no LoRA, or the Hub does not take it.
+    Raises UserError when there is no LoRA, or the upload fails.
     """
     from huggingface_hub import HfApi
 
@@ -83,18 +84,18 @@ def push(folder: Path, repository: str) -> str:
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a pipeline's name is OWNER/NAME, and no folder that is here."""
+    """Return whether a pipeline's name is OWNER/NAME and no local folder."""
     return bool(NAME.fullmatch(path)) and not Path(path).exists()
 
 
 def push_later(folder: Path, repository: str) -> str:
-    """What to type to have it on the Hub, as part of a sentence."""
+    """Return the command that uploads the run, as part of a sentence."""
     words = ["flowrl", "export", str(folder), "--format", "hub", "--repo-id", repository]
     return f"push it later with {shlex.join(words)}"
 
 
 def stage(folder: Path, to: Path, repository: str) -> list[str]:
-    """Copy what is public, texts as they may be read by anybody -> names, ascending."""
+    """Copy the public files, texts without private parts; return their names, ascending."""
     found = sorted({path for pattern in PUBLIC for path in folder.glob(pattern) if path.is_file()})
     names = [path.relative_to(folder).as_posix() for path in found]
     for name, path in zip(names, found, strict=True):
@@ -109,13 +110,13 @@ def stage(folder: Path, to: Path, repository: str) -> list[str]:
 
 
 def public_card(text: str, repository: str) -> str:
-    """The card with the repository where the folder was."""
+    """Return the card with the repository in place of the folder."""
     call = f"pipe.load_lora_weights({repository!r})"
     return LOADING.sub(lambda _: call, text).replace(HINT, "")
 
 
 def public_config(text: str) -> str:
-    """A configuration without what names a machine (see `public`), and that pushes nowhere."""
+    """Return a configuration without private parts (see `public`), and that pushes nowhere."""
     values = public(load_yaml(text, CONFIG))
     if isinstance(values.get("run"), dict):  # who trains it again is somebody else
         values["run"] |= {"push_to_hub": False, "hub_model_id": None}
@@ -123,10 +124,10 @@ def public_config(text: str) -> str:
 
 
 def public(value: Any) -> Any:
-    """Nested values as anybody may read them.
+    """Return nested values without what names a machine, a user or a secret.
 
-    A path that is absolute or climbs is only its last part, an address of a server only a form,
-    and what stands under a name such as api_key is left out (None).
+    An absolute or climbing path becomes its last part, a server's address a placeholder, and what
+    is under a name such as api_key None.
     """
     if isinstance(value, dict):
         return {k: None if _is_secret(k, item) else public(item) for k, item in value.items()}
@@ -136,7 +137,7 @@ def public(value: Any) -> Any:
 
 
 def _is_secret(key: Any, value: Any) -> bool:
-    """Numbers (max_tokens) are none, and neither is the name of a variable (api_key_env)."""
+    """Numbers (max_tokens) and names of variables (api_key_env) are no secrets."""
     if not SECRET.search(str(key)) or value is None or isinstance(value, (bool, int, float)):
         return False
     named = str(key).endswith("_env") and isinstance(value, str)
@@ -171,17 +172,12 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# --- The end of a run that goes to the Hub -----------------------------------------------------
-
-LOG = logging.getLogger(__name__)
-
-
 def publish(run: Run, repository: str | None) -> None:
-    """Upload what the run has for everybody; all processes call it, one with a repository.
+    """Upload a finished run. All processes call it, the main one with a repository.
 
-    What goes wrong is told and not raised: the run is whole, and can be pushed later. So can one
-    that was interrupted, whose weights nobody has looked at, or that its stop rule has ended,
-    whose best weights are those of an earlier checkpoint.
+    Errors are logged, not raised: the run is complete and can be pushed later. A run that was
+    interrupted (its weights are not evaluated) or ended by its stop rule (an earlier checkpoint is
+    better) is not uploaded.
     """
     interrupted = run.interrupted  # which all processes ask together
     if repository is None:
@@ -196,12 +192,12 @@ def publish(run: Run, repository: str | None) -> None:
         LOG.warning("%s", error)
 
 
-# --- Under which terms the weights are that a LoRA was trained on: a LoRA inherits them --------
+# --- the licence of the base model, which its LoRA inherits --------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Licence:
-    """As a model card's header has it: name and link only where `id` is "other"."""
+    """As in a model card's header: name and link only where `id` is "other"."""
 
     id: str  # the Hub's identifier
     name: str = ""
@@ -212,22 +208,21 @@ class Licence:
         return {key: value for key, value in found.items() if value}
 
 
-def _other(name: str, base: str, file: str) -> Licence:
-    return Licence(id="other", name=name, link=f"https://huggingface.co/{base}/blob/main/{file}")
-
-
-# As the cards of these repositories say, by how their names begin. SANA's card has no identifier
-# and says "NSCL v2-custom" in its text.
-_STABILITY = ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md")
-_FLUX_DEV = ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md")
-_SANA = ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt")
+# (how names begin, licence, file) as the cards of these repositories say. SANA's card has no
+# identifier and says "NSCL v2-custom" in its text.
+LICENCES = (
+    ("stabilityai/stable-diffusion-3.5-", "stabilityai-ai-community", "LICENSE.md"),
+    ("black-forest-labs/FLUX.1-dev", "flux-1-dev-non-commercial-license", "LICENSE.md"),
+    ("Efficient-Large-Model/Sana_", "nscl-v2-custom", "LICENSE.txt"),
+)
 
 
 def licence_of(base_model: str) -> Licence | None:
-    """Of a pipeline's weights by its name on the Hub; None where it is not known."""
+    """Return the licence of a pipeline by its name on the Hub, None where it is not known."""
     if base_model == "black-forest-labs/FLUX.1-schnell":
         return Licence(id="apache-2.0")
-    for start, name, file in (_STABILITY, _FLUX_DEV, _SANA):
+    for start, name, file in LICENCES:
         if base_model.startswith(start):
-            return _other(name, base_model, file)
+            link = f"https://huggingface.co/{base_model}/blob/main/{file}"
+            return Licence(id="other", name=name, link=link)
     return None

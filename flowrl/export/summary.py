@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import TINY, own_call
+from flowrl.backbones.loading import pipeline_call_arguments
+from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import EMA
 from flowrl.build.backbone import FILE as TRAINING
 from flowrl.config import Config, config_yaml
@@ -215,7 +216,7 @@ def card(
         load_from=f"pipeline_path({p.path!r})" if built_in else f"{public(p.path)!r}{of_revision}",
         imports=TINY_LOADING if built_in else "",
         dtype=p.dtype,
-        call=own_call(learner.policy.backbone.pipeline) | call_settings(config),
+        call=pipeline_call_arguments(learner.policy.backbone.pipeline) | call_settings(config),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method(config),
         weights="EMA" if learner.policy.best_name == EMA else "policy",

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backbones.lora_files import delta
+from flowrl.backbones.lora_files import weight_change
 from flowrl.build.backbone import BACKBONES
 from flowrl.errors import UserError
-from flowrl.export.formats import PREFIX, comfyui_state, place
+from flowrl.export.formats import PREFIX, comfyui_state, find_place
 
 RANK, STRENGTH = 2, 1.5
 
@@ -60,7 +60,7 @@ def comfyui_changes(made: dict[str, torch.Tensor]) -> Originals:
     for name in names:
         down, up = made[f"{name}.lora_A.weight"], made[f"{name}.lora_B.weight"]
         scale = made[f"{name}.alpha"].item() / down.shape[0]
-        found[f"{name.removeprefix(PREFIX)}.weight"] = delta(down, up, scale)
+        found[f"{name.removeprefix(PREFIX)}.weight"] = weight_change(down, up, scale)
     assert len(made) == 3 * len(names)
     return found
 
@@ -83,7 +83,7 @@ def test_every_layer_changes_as_diffusers_changes_it():
         names = layers(state)
         assert len(names) > 30
         for name in names:
-            own = delta(state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"], STRENGTH)
+            own = weight_change(state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"], STRENGTH)
             torch.testing.assert_close(found[f"{name}.weight"], own, rtol=1e-5, atol=1e-5, msg=name)
 
 
@@ -123,7 +123,7 @@ def test_the_layers_that_flowrl_adapts_are_those_of_a_tiny_pipeline_too(load_tin
             assert adapted
             for name in adapted:
                 own = "single" if name.startswith("single") else inside
-                assert place(name, family).layer.startswith(own)
+                assert find_place(name, family).layer.startswith(own)
 
 
 def test_layers_and_families_that_comfyui_does_not_know_are_named():

@@ -7,16 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.backbones.lora_files import (
-    FILE,
-    check_header,
-    delta,
-    layers_of,
-    load_lora,
-    merge_lora,
-    read_lora,
-    save_lora,
-)
+from flowrl.backbones.lora_files import weight_change
+from flowrl.backbones.lora_files import FILE, check_header, layers_of, load_lora, merge_lora, read_lora, save_lora
 from flowrl.cli import main
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
@@ -118,7 +110,7 @@ def test_merging_adds_in_fp32_and_rounds_once(load_tiny, one):
     assert merge_lora(merged, one) == len(layers_of(state)) > 10
     weights = merged.transformer.state_dict()
     for name, (down, up) in layers_of(state).items():
-        exact = base.get_submodule(name).weight.float() + delta(down, up, strength)
+        exact = base.get_submodule(name).weight.float() + weight_change(down, up, strength)
         assert torch.equal(weights[f"{name}.weight"], exact.bfloat16())
 
 
