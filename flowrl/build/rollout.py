@@ -11,7 +11,7 @@ from pathlib import Path
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_files import lora_file
 from flowrl.backbones.policy import OLD, POLICY, Policy
-from flowrl.backbones.quantized_base import is_rounded
+from flowrl.backbones.quantized_base import is_quantised
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import rounding_key
 from flowrl.build.backbone import layer_rules, learning_guidance
@@ -80,7 +80,7 @@ class RolloutParts:
     def foldable(self) -> bool:
         """Whether the frozen weights are such that an adapter can be folded into them: neither
         packed for training nor kept in few bits."""
-        return self.config.pipeline.precision is None and not is_rounded(self.policy.network)
+        return self.config.pipeline.precision is None and not is_quantised(self.policy.network)
 
 
 def whole_prompts(needs: Needs, specs: Sequence[RewardSpec]) -> bool:

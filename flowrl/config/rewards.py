@@ -1,10 +1,19 @@
 """The options of rewards: what is scored, what becomes of scores, and who computes them."""
 
-from typing import Annotated, Any, Literal
+import functools
+import os
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from flowrl.errors import UserError
 from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Positive, Text, option
+
+if TYPE_CHECKING:
+    from flowrl.scoring.combine import FailureLimit
+    from flowrl.scoring.executors.base import Executor, Reward
+    from flowrl.scoring.executors.http import HTTPExecutor
+    from flowrl.scoring.spec import RewardSpec, Transform
 
 MICRO_BATCH = (
     "Most images of one call; null is all. A reward that compares whole groups always gets all."
@@ -24,6 +33,11 @@ class AffineOptions(Options):
             raise ValueError("scale is 0, which makes all scores alike: set another, or weight: 0")
         return self
 
+    def build(self) -> "Transform":
+        from flowrl.scoring.combine import affine
+
+        return functools.partial(affine, **self.arguments())
+
 
 class ClipOptions(Options):
     """Nothing is gained beyond a bound."""
@@ -40,6 +54,11 @@ class ClipOptions(Options):
             raise ValueError(f"low is {self.low:g} and high {self.high:g}, expected low < high")
         return self
 
+    def build(self) -> "Transform":
+        from flowrl.scoring.combine import clip
+
+        return functools.partial(clip, **self.arguments())
+
 
 class SigmoidOptions(Options):
     """Soft bounds."""
@@ -47,6 +66,11 @@ class SigmoidOptions(Options):
     kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
     center: Number = option(0.0, "The score that becomes 1/2.")
     scale: Positive = option(1.0, "How far from it a score becomes 0.73, or 0.27 below it.")
+
+    def build(self) -> "Transform":
+        from flowrl.scoring.combine import sigmoid
+
+        return functools.partial(sigmoid, **self.arguments())
 
 
 class RankOptions(Options):
@@ -58,6 +82,11 @@ class RankOptions(Options):
         "has no gradient.",
     )
 
+    def build(self) -> "Transform":
+        from flowrl.scoring.combine import rank
+
+        return rank
+
 
 class InlineOptions(Options):
     """The reward is computed in this process."""
@@ -68,8 +97,13 @@ class InlineOptions(Options):
     )
     background: Flag = option(
         False,
-        "In a thread, while further images are drawn; for rewards that wait for a network.",
+        "In a thread, while further images are sampled; for rewards that wait for a network.",
     )
+
+    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+        from flowrl.scoring.executors.base import InlineExecutor
+
+        return InlineExecutor(reward, name, **self.arguments())
 
 
 class PoolOptions(Options):
@@ -85,6 +119,11 @@ class PoolOptions(Options):
         None,
         "Calls after which a process is replaced, for engines that leak memory; null is never.",
     )
+
+    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+        from flowrl.scoring.executors.pool import PoolExecutor
+
+        return PoolExecutor(options.name, options.args, name, **self.arguments())
 
 
 class HTTPOptions(Options):
@@ -124,6 +163,20 @@ class HTTPOptions(Options):
                 "not take longer than all tries together: raise deadline, or lower timeout"
             )
         return self
+
+    def build(self, name: str) -> "HTTPExecutor":
+        """Return the executor, which is the reward too. Raises UserError for a missing token."""
+        from flowrl.scoring.executors.http import HTTPExecutor
+
+        arguments = self.arguments()
+        variable = arguments.pop("token_env")
+        if variable is not None and not os.environ.get(variable):
+            raise UserError(
+                f"executor.token_env is {variable!r}, but the environment has no such variable, or "
+                "an empty one: set it to the servers' token, or token_env to null"
+            )
+        token = None if variable is None else os.environ[variable]
+        return HTTPExecutor(name, **arguments, token=token)
 
 
 class RewardOptions(Options):
@@ -180,6 +233,31 @@ class RewardOptions(Options):
             )
         return self
 
+    def build(self) -> "RewardSpec":
+        """Return the reward with its executor. Raises UserError when one of them cannot be had."""
+        from flowrl.scoring.spec import RewardSpec, load_reward
+
+        executor = self.executor
+        if isinstance(executor, HTTPOptions):
+            reward = asked = executor.build(self.name)
+            name = self.label or self.name
+        else:
+            reward = load_reward(self.name, self.args)
+            name = self.label or getattr(reward, "name", self.name)
+            if getattr(reward, "scope", "sample") == "group":
+                executor = executor.model_copy(update={"micro_batch": None})
+            asked = executor.build(self, reward, name)
+        return RewardSpec(
+            name=name,
+            reward=reward,
+            weight=self.weight,
+            held_out=self.held_out,
+            executor=asked,
+            transform=None if self.transform is None else self.transform.build(),
+            applies_to={key: tuple(values) for key, values in self.applies_to.items()},
+            on_failure=self.on_failure,
+        )
+
 
 class FailureOptions(Options):
     """What happens when rewards cannot be computed."""
@@ -195,6 +273,11 @@ class FailureOptions(Options):
         "is a strict choice for rewards that have no reason to fail; off by default, since one "
         "unreadable answer of a judge among hundreds is normal.",
     )
+
+    def build(self) -> "FailureLimit":
+        from flowrl.scoring.combine import FailureLimit
+
+        return FailureLimit(**self.arguments())
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:

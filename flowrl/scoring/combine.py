@@ -219,18 +219,18 @@ def train_weights(specs: Sequence[RewardSpec]) -> list[float]:
 
 
 def check_invalid(
-    valid: Tensor, *, max_fraction: float, errors: Mapping[str, str] | None = None
+    valid: Tensor, *, max_invalid_fraction: float, errors: Mapping[str, str] | None = None
 ) -> None:
-    """Raises RewardFailure when more than `max_fraction` of valid (L,) is False.
+    """Raises RewardFailure when more than `max_invalid_fraction` of valid (L,) is False.
 
     errors: by reward's name, why its scores are missing and of which prompt.
     """
     missing = int((~valid).sum())
-    if missing <= max_fraction * valid.numel():
+    if missing <= max_invalid_fraction * valid.numel():
         return
     raise RewardFailure(
         f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
-        f"{max_fraction:g} ({_reasons(errors)}): mend the reward, raise "
+        f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, raise "
         "failures.max_invalid_fraction, or give the reward a number as on_failure, which then "
         "stands in for its missing scores"
     )
@@ -243,13 +243,13 @@ class FailureLimit:
     It remembers how many rollouts in a row lacked a score, in this session alone.
     """
 
-    max_fraction: float
+    max_invalid_fraction: float
     max_streak: int | None = None
     streak: int = field(init=False, default=0)
 
     def check(self, valid: Tensor, errors: Mapping[str, str] | None = None) -> None:
         """After each rollout, with all its images: valid (L,). Raises RewardFailure."""
-        check_invalid(valid, max_fraction=self.max_fraction, errors=errors)
+        check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=errors)
         self.streak = 0 if bool(valid.all()) else self.streak + 1
         if self.max_streak is not None and self.streak >= self.max_streak:
             raise RewardFailure(

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from flowrl.build.rewards import build_limit, build_rewards
+from flowrl.build.rewards import build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.scoring.combine import rank
@@ -121,7 +121,7 @@ def test_a_pool_gets_the_rewards_import_path_and_its_options(made):
     spec = build(name="geneval", args={"mode": "strict"}, executor=how)
     first = made[0]
     assert spec.executor is first and spec.name == "geneval_strict"
-    assert first.args == ("flowrl_rewards.geneval:GenEval", {"mode": "strict"}, "geneval_strict")
+    assert first.args == ("geneval", {"mode": "strict"}, "geneval_strict")
     assert first.options == {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
     build(name=f"{__name__}:Rivals", executor=how)
     assert made[1].args == (f"{__name__}:Rivals", {}, "rivals")
@@ -135,8 +135,9 @@ def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(m
     monkeypatch.setenv("REWARD_TOKEN", "secret")
     spec = build(name="far", executor=REMOTE | {"deadline": 60, "codec": "jpeg"})
     assert spec.executor is spec.reward is made[0] and spec.name == "far"
-    assert made[0].args == ("far", ["http://127.0.0.1:1"])
+    assert made[0].args == ("far",)
     assert made[0].options == {
+        "urls": ["http://127.0.0.1:1"],
         "timeout": 30.0, "deadline": 60.0, "micro_batch": 16, "in_flight": 4, "codec": "jpeg",
         "token": "secret",
     }  # fmt: skip
@@ -169,5 +170,5 @@ def test_the_callers_rewards_and_the_recipes_limits_of_failures_are_taken():
     own = Rivals()
     specs = build_rewards(config({"name": "no.such:Thing"}), {"mine": own})
     assert [(s.name, s.reward, s.weight) for s in specs] == [("mine", own, 1.0)]
-    limit = build_limit(config({"name": "ocr"}, max_invalid_fraction=0.3, max_streak=2))
-    assert (limit.max_fraction, limit.max_streak) == (0.3, 2)
+    limit = config({"name": "ocr"}, max_invalid_fraction=0.3, max_streak=2).failures.build()
+    assert (limit.max_invalid_fraction, limit.max_streak) == (0.3, 2)

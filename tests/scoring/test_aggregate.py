@@ -66,9 +66,9 @@ def test_equal_scores_weigh_the_same_wherever_rewards_do_not_apply(first, second
 
 def test_too_many_missing_rewards_stop_with_the_reasons():
     valid = torch.tensor([True] * 9 + [False])
-    check_invalid(valid, max_fraction=0.1)
+    check_invalid(valid, max_invalid_fraction=0.1)
     with pytest.raises(RewardFailure, match="1 of 10 .*ocr: engine died"):
-        check_invalid(valid, max_fraction=0.09, errors={"ocr": "engine died"})
+        check_invalid(valid, max_invalid_fraction=0.09, errors={"ocr": "engine died"})
 
     def unsure(images, prompts, metadata):
         return [nan if p == "b" else 1.0 for p in prompts], {1: "the page is torn"}
@@ -77,7 +77,7 @@ def test_too_many_missing_rewards_stop_with_the_reasons():
     found = score(specs, torch.full((3, 3, 4, 4), 0.5), ["a", "b", "c"], [{}, {}, {}])
     _, valid, _ = combine(specs, found, ONE)
     with pytest.raises(RewardFailure) as stopped:
-        check_invalid(valid, max_fraction=0.1, errors=found.errors)
+        check_invalid(valid, max_invalid_fraction=0.1, errors=found.errors)
     for words in ("torn", "'b'", "1 of 3", "max_invalid_fraction", "on_failure"):
         assert words in str(stopped.value), words
     assert "steady" not in str(stopped.value) and "\n" not in str(stopped.value)
@@ -143,13 +143,13 @@ def test_rewards_that_are_only_watched_never_stop_nor_invalidate():
 
 
 def test_a_streak_of_missing_scores_stops_and_a_whole_rollout_ends_it():
-    limit = FailureLimit(max_fraction=0.5, max_streak=3)
+    limit = FailureLimit(max_invalid_fraction=0.5, max_streak=3)
     lacking, whole = torch.tensor([True] * 9 + [False]), torch.ones(10, dtype=torch.bool)
     for valid in (lacking, lacking, whole, lacking, lacking):
         limit.check(valid)
     with pytest.raises(RewardFailure, match="3 iterations in a row.* 1 of 10 .*judge: garbled"):
         limit.check(lacking, {"judge": "garbled"})
-    patient = FailureLimit(max_fraction=0.5)
+    patient = FailureLimit(max_invalid_fraction=0.5)
     for _ in range(50):
         patient.check(lacking)
     with pytest.raises(RewardFailure, match="10 of 10"):
