@@ -19,11 +19,11 @@ from .images import pngs
 from .prompt_fixtures import red_and_blue
 
 ASK_TOKEN = (
-    'Both images were made for "{prompt}". Which one shows it better, and is made better? '
-    "Answer 1 for the first image or 2 for the second, and nothing else."
+    'Both pictures were made for "{prompt}". Which one shows it better, and is made better? '
+    "Answer 1 for the first picture or 2 for the second, and nothing else."
 )
 ASK_TEXT = (
-    'Both images were made for "{prompt}". Compare, in a few sentences, how well each shows it '
+    'Both pictures were made for "{prompt}". Compare, in a few sentences, how well each shows it '
     "and how well each is made. Then end with <answer>Image 1 is better</answer> or <answer>Image "
     "2 is better</answer>."
 )

@@ -17,13 +17,13 @@ from .images import pngs
 from .prompt_fixtures import red_and_blue
 
 ASK_FINAL = (
-    "Here is a caption, and an image that was generated for it. Go through the elements of the "
-    "caption and note for each, as 'element (type): value', whether the image shows it (1) or "
-    "not (0). With that and the quality of the image in mind (clear, detailed, right colours, "
+    "Here is a caption, and a picture that was generated for it. Go through the elements of the "
+    "caption and note for each, as 'element (type): value', whether the picture shows it (1) or "
+    "not (0). With that and the quality of the picture in mind (clear, detailed, right colours, "
     "pleasing), give a score from 1 to 5 after 'Final Score:'.\nText Caption: [{prompt}]"
 )
 ASK_AXES = (
-    "Here is a caption, and an image that was generated for it. Rate three things from 1 to 5: "
+    "Here is a caption, and a picture that was generated for it. Rate three things from 1 to 5: "
     "Alignment (does the content match the caption), Coherence (is it free of distortions and "
     "glitches) and Style (is it beautiful, whatever the caption). Write exactly these lines:\n"
     "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n"

@@ -23,14 +23,14 @@ from .images import pngs
 from .prompt_fixtures import red_and_blue
 
 ASK_SCORE = (
-    'Somebody asked for an image of this: "{prompt}"\nHow well does the image do it? Look at '
+    'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look at '
     "what is asked for first, at how well it is made second. Answer with exactly one of {answers} "
     "and nothing else; {answers} go from the worst to the best."
 )
-ASK_YES = 'Does this image show "{prompt}"? Answer with yes or no and nothing else.'
+ASK_YES = 'Does this picture show "{prompt}"? Answer with yes or no and nothing else.'
 ASK_TEXT = (
-    'Somebody asked for an image of this: "{prompt}"\nSay in a few sentences what of it the '
-    "image shows, what is missing and how well it is made. Then end with a whole number from "
+    'Somebody asked for a picture of this: "{prompt}"\nSay in a few sentences what of it the '
+    "picture shows, what is missing and how well it is made. Then end with a whole number from "
     "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
 )
 MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}

@@ -26,7 +26,7 @@ UNSEEN_WORDS = (
     "DESK DOOR FARM FIRE GATE GOAT HAND KING LAMP LEAF LAKE MILK NOSE PARK RING ROAD ROPE SAND "
     "SHIP SOUP STAR TENT WIND"
 ).split()
-PREFIXES = ("a photo of ", "an image of ", "a drawing of ", "")
+PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
 WORD_TEMPLATES = (
     'the word "{}"',
     'a sign with the word "{}"',

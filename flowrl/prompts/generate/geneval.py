@@ -14,8 +14,8 @@ KINDS = ("position", "counting", "color_attr", "colors", "two_object", "single_o
 RATIO = (7, 5, 3, 1, 1, 0)
 TEST_RATIO = (1, 1, 1, 1, 1, 1)
 PREFIXES = (
-    "a photo of ", "an image of ", "an image of ", "a snapshot of ", "a photograph that shows ",
-    "a plain image with ", "a scene with ", "",
+    "a photo of ", "a picture of ", "an image of ", "a snapshot of ", "a photograph that shows ",
+    "a plain picture with ", "a scene with ", "",
 )  # fmt: skip
 AXES = (("left of", "right of"), ("above", "below"))
 COLORLESS = ("person",)  # is given no colour

@@ -27,7 +27,7 @@ TEMPLATES = (
     'the label of a glass jar, "{}" written on it',
     'a train platform with a display that shows "{}"',
     'a painted wall with "{}" across it',
-    'an image of the words "{}"',
+    'a picture of the words "{}"',
 )
 
 
