@@ -9,7 +9,7 @@ from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.prompts.generate.draw import Sets
+    from flowrl.prompts.generate.templates import Sets
 
 SHOWN = 5  # pairs left out that are reported one by one
 
@@ -127,7 +127,7 @@ def prompts(
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
         evaluation.prompts=prompts/ocr/test.jsonl
     """
-    from flowrl.prompts.generate.draw import write_sets
+    from flowrl.prompts.generate.templates import write_sets
 
     if not count + held_out:
         raise UserError("--count or --held-out must be above 0: there is nothing to write.")
@@ -147,7 +147,7 @@ def prompts(
 def _geneval(
     count: int, held_out: int, seed: int, ratio: list[int] | None, classes: Path | None
 ) -> "Sets":
-    from flowrl.prompts.generate.draw import read_list
+    from flowrl.prompts.generate.templates import read_list
     from flowrl.prompts.generate.geneval import COCO, RATIO, geneval_sets
 
     names = read_list(classes) if classes else COCO
@@ -163,7 +163,7 @@ def _ocr(
     templates: Path | None,
     new_words: bool,
 ) -> "Sets":
-    from flowrl.prompts.generate.draw import read_list
+    from flowrl.prompts.generate.templates import read_list
     from flowrl.prompts.generate.ocr import RATIO, TEMPLATES, WORDS, ocr_sets
 
     return ocr_sets(

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,7 @@ from flowrl.errors import CheckResult, UserError
 if TYPE_CHECKING:
     import socket
 
-    from flowrl.scoring.check import Checked
+    from flowrl.scoring.check import RewardCheck
     from flowrl.scoring.protocol import Codec
     from flowrl.scoring.spec import RewardSpec
 
@@ -85,11 +85,11 @@ def reward_check(
         checked = check_named(
             name, options, urls=server or (), token=token, deadline=deadline, prompts=records
         )
-        states[name] = {result.state for result in checked.findings}
+        states[name] = {result.state for result in checked.results}
         if as_json:
-            print_table([_row(name, checked, result) for result in checked.findings], as_json=True)
+            print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
-            results = (_with_times(checked, result) for result in checked.findings)
+            results = (_with_times(checked, result) for result in checked.results)
             print_checks(results, max(map(len, chosen)))
     absent = "These rewards could not be asked, the lines marked -- say why"
     stop_unless_fine(
@@ -112,7 +112,7 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
     return names or list(BUILT_IN)
 
 
-def _row(name: str, checked: "Checked", result: CheckResult) -> dict:
+def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
     return {
         "reward": name,
         "state": result.state,
@@ -125,7 +125,7 @@ def _row(name: str, checked: "Checked", result: CheckResult) -> dict:
     }
 
 
-def _with_times(checked: "Checked", result: CheckResult) -> CheckResult:
+def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
     """Return a result about scores with the time they took."""
     if result.state not in ("ok", "warning"):
         return result
@@ -201,9 +201,9 @@ def reward_serve(
     _need(SERVER_PACKAGES | POOL_PACKAGES if workers else SERVER_PACKAGES)
     from flowrl.scoring.server import make_app, warm_up
 
-    pool = _Pool(workers=workers, timeout=timeout or 60.0, micro_batch=micro_batch or 8)
+    pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
     with bound(host, port) as listening:
-        specs = [_spec(name, its, pool) for name, its in zip(names, given, strict=True)]
+        specs = [_spec(name, its, **pool) for name, its in zip(names, given, strict=True)]
         try:
             app = make_app(
                 specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
@@ -220,15 +220,6 @@ def reward_serve(
             if hangs := app.state.service.hangs:
                 print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
                 os._exit(1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool:
-    """--workers, --timeout and --micro-batch; without workers there is no pool."""
-
-    workers: int
-    timeout: float
-    micro_batch: int
 
 
 def bound(host: str, port: int) -> "socket.socket":
@@ -305,12 +296,15 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
-def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
+def _spec(
+    name: str, args: dict | None, *, workers: int, timeout: float, micro_batch: int
+) -> "RewardSpec":
+    """Return a reward in a thread of this process, or in `workers` processes."""
     from flowrl.scoring.executors.base import InlineExecutor
     from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 
     spec = RewardSpec(name=name, reward=load_reward(name, args))
-    if not pool.workers:
+    if not workers:
         return replace(spec, executor=InlineExecutor(spec.reward, spec.name, background=True))
     from flowrl.scoring.executors.pool import PoolExecutor
 
@@ -318,9 +312,9 @@ def _spec(name: str, args: dict | None, pool: _Pool) -> "RewardSpec":
         BUILT_IN.get(spec.name, spec.name),
         args,
         spec.name,
-        workers=pool.workers,
-        timeout=pool.timeout,
-        micro_batch=None if spec.whole_groups else pool.micro_batch,
+        workers=workers,
+        timeout=timeout,
+        micro_batch=None if spec.whole_groups else micro_batch,
     )
     return replace(spec, executor=executor)
 
@@ -379,24 +373,24 @@ def golden(
             "as in flowrl golden ocr --write --file golden.json."
         )
     from flowrl.cli._console import print_checks, stop_unless_fine
-    from flowrl.scoring.golden import PATH, compare_all, read_golden, recorded, write_golden
+    from flowrl.scoring.golden import PATH, compare_all, read_references, recorded, write_references
 
     path = file or PATH
     if file and not write and not file.exists():
         raise UserError(f"There is no file {file}; flowrl golden NAME --write --file makes one.")
-    entries = read_golden(path)
+    entries = read_references(path)
     compared = compare_all(chosen, entries)
     if write:
-        new = {c.finding.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
-        write_golden(path, entries | new)
+        new = {c.result.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
+        write_references(path, entries | new)
         for name in new:
             typer.echo(f"recorded {name} in {path}")
         compared = [c for c in compared if not c.measured]
     print_checks(
-        [c.finding for c in compared], max((len(c.finding.topic) for c in compared), default=0)
+        [c.result for c in compared], max((len(c.result.topic) for c in compared), default=0)
     )
     stop_unless_fine(
-        {c.finding.topic: {c.finding.state} for c in compared},
+        {c.result.topic: {c.result.state} for c in compared},
         wrong="These rewards do not score as recorded",
         absent="These rewards were not compared" if chosen else None,
     )
