@@ -24,7 +24,7 @@ class Policy:
     """Adapters of rank `rank` and strength alpha / rank on the layers that end in `targets`.
 
     ema_decay: share of the average kept at each update, or None for no average. keep_old: also
-    hold a policy that lags behind, see `remember`. The adapters are fp32 whatever the
+    hold a policy that lags behind, see `update_old`. The adapters are fp32 whatever the
     frozen weights are; a fresh adapter changes nothing, since its second factor is 0.
     Raises UserError when `targets` match no layer, or the network has such adapters already.
     """
@@ -87,8 +87,6 @@ class Policy:
         for parameter in _parameters_of(self.network, name):
             parameter.data = parameter.data.float()
 
-    # --- velocity fields ------------------------------------------------------------------
-
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         """Of the adapter in use: the policy, unless inside `using` or `reference`."""
         return self.backbone.velocity(x, sigma, cond)
@@ -104,8 +102,6 @@ class Policy:
         """Velocity of the policy that lags behind; needs `keep_old`."""
         with self.using(OLD):
             return self.backbone.velocity(x, sigma, cond)
-
-    # --- which adapter ----------------------------------------------------------------------
 
     def use(self, name: str) -> None:
         self.network.set_adapter(name)  # type: ignore[operator]
@@ -153,8 +149,6 @@ class Policy:
                 for weight, data in kept:
                     weight.data = data
 
-    # --- learning ---------------------------------------------------------------------------
-
     def parameters(self) -> list[nn.Parameter]:
         return self._by_name[POLICY]
 
@@ -168,10 +162,10 @@ class Policy:
                 mean.lerp_(now, 1 - decay)
 
     @torch.no_grad()
-    def remember(self, keep: float = 0.0) -> None:
-        """Move the old policy to keep * old + (1 - keep) * policy; needs `keep_old`."""
+    def update_old(self, decay: float = 0.0) -> None:
+        """Move the old policy to decay * old + (1 - decay) * policy; needs `keep_old`."""
         for old, now in zip(self._by_name[OLD], self._by_name[POLICY], strict=True):
-            old.lerp_(now, 1 - keep)
+            old.lerp_(now, 1 - decay)
 
     @torch.no_grad()
     def _copy(self, source: str, target: str) -> None:
@@ -182,8 +176,6 @@ class Policy:
     def best_name(self) -> str:
         """The adapter that is evaluated and handed out: the EMA where there is one."""
         return EMA if self.ema_decay is not None else POLICY
-
-    # --- storage ----------------------------------------------------------------------------
 
     def state_dict(self) -> dict:
         adapters = {name: [p.data for p in ps] for name, ps in self._by_name.items()}

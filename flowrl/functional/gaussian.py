@@ -27,11 +27,6 @@ def log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     return _half_log_ratio(x, mean, mean_old) / std**2
 
 
-def cps_raw_log_ratio(x: Tensor, mean: Tensor, mean_old: Tensor) -> Tensor:
-    """The ratio of the published Flow-CPS code, whose density lacks the factor 1 / (2 std^2)."""
-    return 2 * _half_log_ratio(x, mean, mean_old)
-
-
 def ratio_norm(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     """GRPO-Guard's normalised log-ratio (2510.22319), std * (log_ratio + latent_kl).
 
@@ -39,11 +34,6 @@ def ratio_norm(x: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor
     Written so that it holds for every kernel; the published form is wrong for CPS.
     """
     return _average((x - mean_old) * (mean - mean_old)) / std
-
-
-def kl_sum(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:
-    """Exact KL divergence of two steps of equal std, in nats: |mean - mean_ref|^2 / (2 std^2)."""
-    return latent_kl(mean, mean_ref, std) * mean[0].numel()
 
 
 def latent_kl(mean: Tensor, mean_ref: Tensor, std: Tensor) -> Tensor:

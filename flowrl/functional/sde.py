@@ -35,11 +35,6 @@ def noise_from_velocity(x: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
     return x + lift(1 - sigma, x) * v
 
 
-def score_from_velocity(x: Tensor, v: Tensor, sigma: Tensor) -> Tensor:
-    """Score of the marginal, grad log p(x) = -E[noise | x] / sigma; infinite at sigma = 0."""
-    return -noise_from_velocity(x, v, sigma) / lift(sigma, x)
-
-
 def extrapolate(v_ref: Tensor, v: Tensor, strength: float) -> Tensor:
     """v_ref + strength (v - v_ref): bit for bit v_ref at 0 and v at 1. Same shapes and dtypes.
 

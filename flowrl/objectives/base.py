@@ -1,14 +1,16 @@
-"""What the trainer knows about an objective, and nothing more."""
+"""The contract between the training loop and an objective."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flowrl.backbones.base import VelocityField
+from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning, Metrics, Rollout
 
 
@@ -16,65 +18,75 @@ class RewardField(Protocol):
     """The trained reward as a function of clean latents."""
 
     def __call__(self, x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
-        """x0 (B, *latent) -> rewards of the images they decode to (B,) fp32, and their gradient.
+        """Return the rewards of the decoded latents and their gradients, both without a graph.
 
-        prompt: (B,) long, an index into the rollout's prompts; words: put before them. The
-        gradient is like x0, fp32; neither has a graph. NaN where there is no reward.
+        Args:
+            x0: (B, *latent).
+            prompt: (B,) long, index into the rollout's prompts.
+            words: text that is put before each prompt.
+
+        Returns:
+            Rewards (B,) fp32 and gradients (B, *latent) fp32; NaN where there is no reward.
         """
         ...
 
 
+def _undeclared(name: str) -> Any:
+    def model(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"the loss calls models.{name}, which `needs` does not declare")
+
+    return model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Models:
+    """What a loss may call: the policy, and what the objective's `needs` declares."""
+
+    policy: VelocityField
+    reference: VelocityField = _undeclared("reference")  # the frozen network
+    old: VelocityField = _undeclared("old")  # the lagging policy
+    reward_gradient: RewardField = _undeclared("reward_gradient")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldPolicy:
-    """A second policy that lags behind.
+    """A second policy that follows the trained one with a delay."""
 
-    keep: iteration -> share of it that stays when the policy is mixed in before that iteration's
-    rollout; 0 is a copy of the policy, 1 leaves it alone. samples: it draws the images, too.
-    """
-
-    keep: Callable[[int], float]
-    samples: bool = False
+    decay: Callable[[int], float]  # iteration -> share of it that stays: 0 copies the policy
+    samples: bool = False  # rollouts are sampled with it instead of the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What an objective must be given.
+    """What the loop must give an objective."""
 
-    states: "transitions" (stochastic steps of the rollout), "endpoints" (clean latents, however
-    they were drawn) or "path" (all states of ODE chains).
-    ratio: its first pass after a rollout must see the velocities of that rollout again.
-    reference: it calls the frozen network. old: the lagging policy that it calls, if any.
-    reward_grad: `loss` gets the reward's gradient, as `reward=RewardField`.
-    complete_groups: a group must lie on one process, since its images are compared in `loss`.
-    whole_update: all that an update learns from must, which only a single process can give.
-    """
-
+    # Stochastic steps, clean latents (from any sampler), or all states of ODE chains.
     states: Literal["transitions", "endpoints", "path"]
-    ratio: bool = False
-    reference: bool = False
-    old: OldPolicy | None = None
-    reward_grad: bool = False
-    complete_groups: bool = False
-    whole_update: bool = False
+    ratio: bool = False  # the first pass after a rollout must see that rollout's velocities
+    reference: bool = False  # calls the frozen network
+    old: OldPolicy | None = None  # calls the lagging policy
+    reward_grad: bool = False  # calls `Models.reward_gradient`
+    complete_groups: bool = False  # compares images of a group: each group lies on one process
+    whole_update: bool = False  # compares all images of an update: needs a single process
 
 
 class Batch(Protocol):
-    """Tensors to learn from, no model inside: `Transitions`, `Endpoints` or `Paths`."""
+    """Tensors to learn from: `Transitions`, `Endpoints` or `Trajectories`."""
 
     def __len__(self) -> int:
-        """How many terms the loss is a mean of."""
+        """Return the number of terms that the loss is a mean of."""
         ...
 
     def metrics(self) -> Metrics:
-        """What there is to learn from, before any update."""
+        """Return metrics of the data, known before any update."""
         ...
 
     def updates(self, count: int) -> Sequence[Self]:
-        """Parts for `count` optimiser steps, groups whole."""
+        """Split into parts for `count` optimizer steps, groups whole."""
         ...
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """Parts of at most `size` forwards; one that is compared as a whole may be larger."""
+        """Yield parts of at most `size` forwards; rows compared with each other stay together."""
         ...
 
 
@@ -83,54 +95,62 @@ class Objective(Protocol):
     def needs(self) -> Needs: ...
 
     def prepare(self, rollout: Rollout) -> Batch:
-        """Credit: which steps or images get which advantage; degenerate groups are dropped."""
+        """Turn rewards into a learning signal for each step or image; drop what has none."""
         ...
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Metrics]:
-        """Mean loss over the rows of `batch` (0-d, with graph) and metrics, each a row mean.
+    def loss(self, models: Models, batch) -> tuple[Tensor, Metrics]:
+        """Return the mean loss over the rows of `batch` (0-d, with graph) and row means to log.
 
-        Only fields that `needs` declares may be called. What is drawn at random should be a
-        function of the batch's seed and its rows' numbers, as `Draws` makes it: `generator` moves
-        on with every micro-batch and is the same on all processes.
-
-        Objectives that need the reward's gradient take it as one more keyword, `reward`.
+        Random numbers must be a function of the batch's seed and its rows' numbers, as in
+        `Noising`, so that they depend neither on micro-batches nor on processes.
         """
         ...
 
 
-# --- Gradients of batches that do not fit: forward without a graph, then piece by piece --------
-
-
-def in_pieces(field: VelocityField, size: int) -> VelocityField:
-    """The same field, of which at most `size` rows have a graph at any time.
+def checkpointed(field: VelocityField, size: int) -> VelocityField:
+    """Return the same field with at most `size` rows in the graph at any time.
 
     A loss over a whole group is a coefficient on each image's error. The first pass finds the
-    coefficients without graph; going backward, each piece is computed again and multiplied with
-    its own. One more forward, the same gradient, and a group of any size fits in memory. Up to
-    `size` rows there is one pass.
+    coefficients without a graph; the backward pass computes each part of `size` rows again and
+    multiplies it with its own. One more forward, the same gradient, and a group of any size fits
+    in memory. Up to `size` rows there is one pass.
     """
 
-    def field_in_pieces(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    def checkpointed_field(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         if len(x) <= size:
             return field(x, sigma, cond)
-        rows = torch.arange(len(x), device=x.device).split(size)
         sigma = sigma.expand(len(x))
-        return torch.cat(
-            [
-                checkpoint(  # type: ignore[misc]
-                    field, x[i], sigma[i], cond.take(i), use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-                for i in rows
-            ]
-        )  # fmt: skip
+        parts = [
+            recomputed(field, x[i], sigma[i], cond.take(i))
+            for i in torch.arange(len(x), device=x.device).split(size)
+        ]
+        return torch.cat(parts)
 
-    return field_in_pieces
+    return checkpointed_field
+
+
+def recomputed(field: VelocityField, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+    """Call the field without keeping activations; the backward pass computes them again."""
+    return checkpoint(  # type: ignore[return-value]
+        field, x, sigma, cond, use_reentrant=False, preserve_rng_state=False
+    )
+
+
+def check_objective(objective: Any, name: str) -> None:
+    """Raise UserError for an object that is no `Objective`, or one of the old signature of `loss`.
+
+    name: what made it, as the user wrote it.
+    """
+    wrong = [what for what in ("prepare", "loss") if not callable(getattr(objective, what, None))]
+    if wrong or not isinstance(getattr(objective, "needs", None), Needs):
+        raise UserError(
+            f"{name} made a {type(objective).__name__}, which is no objective: it needs "
+            "`needs` (a flowrl.objectives.base.Needs), `prepare` and `loss`"
+        )
+    parameters = inspect.signature(objective.loss).parameters
+    if len(parameters) != 2 or "policy" in parameters:
+        raise UserError(
+            f"the `loss` of {name} takes ({', '.join(parameters)}), which is not today's "
+            "signature: write loss(self, models, batch), and models.policy, models.reference, "
+            "models.old and models.reward_gradient for what were arguments of their own"
+        )

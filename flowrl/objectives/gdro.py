@@ -1,19 +1,17 @@
-"""GDRO (2601.02036): a group's implicit rewards learn the ranking of its rewards."""
+"""GDRO (2601.02036): a group's implicit rewards learn the ranking of its rewards; and LAIR."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.groups import GroupRows, best_of_group, group_rows, require_finite, undecided
-from flowrl.objectives.advantage import Advantages, lots
-from flowrl.objectives.batches import Endpoints, alone, endpoints
-from flowrl.objectives.implicit_reward import ImplicitReward
-from flowrl.objectives.noising import implicit_reward
+from flowrl.objectives.advantage import Advantages, tie_break_noise
+from flowrl.objectives.base import Models
+from flowrl.objectives.batches import Compared, Endpoints, without_siblings
+from flowrl.objectives.implicit_reward import ImplicitReward, implicit_reward
 from flowrl.trajectory import Metrics, Rollout
-
-# --- GDRO (2601.02036) and its relatives: implicit rewards of a group matched to its rewards ---
 
 
 def suffix_loss(s: Tensor, reward: Tensor, group: Tensor, tau: float, order_key: Tensor) -> Tensor:
@@ -66,14 +64,6 @@ def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
     return (torch.where(best, err[rows.index], 0.0).sum(1) / best.sum(1))[rows.number]
 
 
-def lair_loss(s: Tensor, advantage: Tensor, kappa: float) -> Tensor:
-    """Diffusion-LAIR (2605.26491): -A s + (kappa / 2) s^2, the least at s = A / kappa. (N,)
-
-    Coefficient of s: kappa s - A. The published constants are not known to us.
-    """
-    return -advantage * s + kappa / 2 * s**2
-
-
 def _ranked(reward: Tensor, group: Tensor, order_key: Tensor) -> GroupRows:
     """The groups' table with every line in falling order of reward, then of `order_key`.
 
@@ -82,8 +72,8 @@ def _ranked(reward: Tensor, group: Tensor, order_key: Tensor) -> GroupRows:
     require_finite(reward)
     rows = group_rows(group)
     order = order_key[rows.index].argsort(1, descending=True)
-    worth = reward[rows.index].gather(1, order)
-    order = order.gather(1, worth.argsort(dim=1, descending=True, stable=True))
+    by_key = reward[rows.index].gather(1, order)
+    order = order.gather(1, by_key.argsort(dim=1, descending=True, stable=True))
     return GroupRows(
         index=rows.index.gather(1, order), mask=rows.mask.gather(1, order), number=rows.number
     )
@@ -107,56 +97,36 @@ def _valid_tau(tau: float) -> bool:
     return tau > 0
 
 
-# --- GDRO (2601.02036): a group's implicit rewards learn the ranking of its rewards ------------
+@dataclass(frozen=True, kw_only=True)
+class GDRO(ImplicitReward):
+    """See the options of the same names."""
 
-
-class GDRO:
-    """implicit_beta, tau, form, top1_coef: see the options of the same names."""
-
-    def __init__(
-        self,
-        *,
-        errors: ImplicitReward,
-        implicit_beta: float,
-        tau: float,
-        form: Literal["suffixes", "top1"] = "suffixes",
-        top1_coef: float = 1.0,
-    ):
-        self.errors, self.implicit_beta, self.tau = errors, implicit_beta, tau
-        self.form, self.top1_coef = form, top1_coef
-        self.needs = errors.needs(complete_groups=True)
+    tau: float
+    form: Literal["suffixes", "top1"] = "suffixes"
+    top1_coef: float = 1.0
+    compared: ClassVar[Compared] = "group"
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """All images of prompts with two scores or more; the signal breaks ties, by lot.
+        """Return all images of prompts with two scores or more; the signal breaks ties.
 
-        Prompts whose images are all alike stay: they draw implicit rewards together.
+        Prompts whose images all score alike stay: they pull implicit rewards together.
         """
-        keep = rollout.valid.cpu() & ~alone(rollout)
-        return endpoints(
-            rollout, lots(rollout), keep, draws=self.errors.draws.count, compared="group"
-        )
+        keep = rollout.valid.cpu() & ~without_siblings(rollout)
+        return self.endpoints(rollout, tie_break_noise(rollout), keep)
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Endpoints,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Metrics]:
-        gap = self.errors(policy, batch, reference, old)
-        s = implicit_reward(gap.error, gap.anchor, self.implicit_beta)
+    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        errors = self.errors(models, batch)
+        s = implicit_reward(errors.policy, errors.anchor, self.implicit_beta)
         if self.form == "suffixes":
             ranking = suffix_loss(s, batch.reward, batch.group, self.tau, batch.signal)
         else:
             ranking = top1_loss(s, batch.reward, batch.group, self.tau)
-        # The best of a prompt whose images are all alike is none, and may be a failure.
+        # The best of a prompt whose images all score alike is none, and may be a failure.
         decided = ~undecided(batch.reward, batch.group)
-        best = (decided * best_error(gap.error, batch.reward, batch.group)).mean()
-        loss = ranking.mean() + self.top1_coef * best + self.errors.kl_coef * gap.penalty
+        best = (decided * best_error(errors.policy, batch.reward, batch.group)).mean()
+        loss = ranking.mean() + self.top1_coef * best + self.kl_coef * errors.penalty
         return loss, {
-            "policy/error": gap.error.detach().mean(),
+            "policy/error": errors.policy.detach().mean(),
             "policy/error_best": best.detach(),
             "policy/implicit_reward_std": s.detach().std(correction=0),
         }
@@ -165,34 +135,30 @@ class GDRO:
 # --- Diffusion-LAIR (2605.26491) ---------------------------------------------------------------
 
 
-class LAIR:
-    """implicit_beta, kappa: see the options of the same names."""
+def lair_loss(s: Tensor, advantage: Tensor, kappa: float) -> Tensor:
+    """Diffusion-LAIR (2605.26491): -A s + (kappa / 2) s^2, the least at s = A / kappa. (N,)
 
-    def __init__(
-        self, *, errors: ImplicitReward, advantages: Advantages, implicit_beta: float, kappa: float
-    ):
-        self.errors, self.advantages = errors, advantages
-        self.implicit_beta, self.kappa = implicit_beta, kappa
-        self.needs = errors.needs()
+    Coefficient of s: kappa s - A. The published constants are not known to us.
+    """
+    return -advantage * s + kappa / 2 * s**2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LAIR(ImplicitReward):
+    """See the options of the same names."""
+
+    advantage: Advantages
+    kappa: float
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Tied prompts stay, with advantage 0: their implicit rewards are drawn to 0."""
-        advantage, valid = self.advantages(rollout)
-        return endpoints(rollout, advantage, valid, draws=self.errors.draws.count, compared="image")
+        """Return all images that are compared; tied prompts have advantage 0 and pull to 0."""
+        return self.endpoints(rollout, *self.advantage(rollout))
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Endpoints,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Metrics]:
-        gap = self.errors(policy, batch, reference, old)
-        s = implicit_reward(gap.error, gap.anchor, self.implicit_beta)
-        loss = lair_loss(s, batch.signal, self.kappa).mean() + self.errors.kl_coef * gap.penalty
+    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        errors = self.errors(models, batch)
+        s = implicit_reward(errors.policy, errors.anchor, self.implicit_beta)
+        loss = lair_loss(s, batch.signal, self.kappa).mean() + self.kl_coef * errors.penalty
         return loss, {
-            "policy/error": gap.error.detach().mean(),
+            "policy/error": errors.policy.detach().mean(),
             "policy/implicit_reward_std": s.detach().std(correction=0),
         }

@@ -1,86 +1,102 @@
-"""Errors of the policy against those of an anchor: what every implicit reward is made of."""
+"""Errors of the policy against those of an anchor: the implicit reward of DPO and its relatives."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
-from flowrl.objectives.base import Needs, OldPolicy
-from flowrl.objectives.batches import Endpoints
-from flowrl.objectives.noising import NoisedImages, Noising
+from flowrl.objectives.base import Models, Needs, OldPolicy
+from flowrl.objectives.batches import Compared, Endpoints
+from flowrl.objectives.noising import WEIGHTINGS, NoisedImages, Noising
 from flowrl.reference_cache import ReferenceErrors
+from flowrl.trajectory import Rollout
+
+
+def implicit_reward(err: Tensor, err_ref: Tensor, implicit_beta: float | Tensor) -> Tensor:
+    """Return s = -implicit_beta (err - err_ref), the reward that the policy implies. (N,)"""
+    return -implicit_beta * (err - err_ref)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """error, anchor: (N,), weighted and averaged over the draws; error has the policy's graph.
+class Errors:
+    """Velocity errors of N images, weighted and averaged over their noise levels."""
 
-    penalty: (), squared distance from the base's velocities, 0 unless it is asked for.
-    """
+    policy: Tensor  # (N,), with graph
+    anchor: Tensor  # (N,)
+    penalty: Tensor  # (), distance from the base's velocities; 0 without kl_coef
 
-    error: Tensor
-    anchor: Tensor
-    penalty: Tensor
+    @property
+    def delta(self) -> Tensor:
+        """The policy's errors less the anchor's. (N,)"""
+        return self.policy - self.anchor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ImplicitReward:
-    """Policy and anchor at the same points. See the options of the same names.
+    """Base of objectives that compare policy and anchor on the same noised images.
 
-    weighting: sigma -> weight. anchor: an old policy to compare with, None for the base.
-    kl_coef: weight of the penalty, which the objective adds to its loss.
+    The fields are the options of the same names. anchor: an old policy; None is the base model.
     """
 
-    draws: Noising
-    weighting: Callable[[Tensor], Tensor]
+    implicit_beta: float
+    noising: Noising
+    weighting: str = "uniform"
     anchor: OldPolicy | None = None
     kl_coef: float = 0.0
 
-    def needs(self, *, complete_groups: bool = False, whole_update: bool = False) -> Needs:
+    compared: ClassVar[Compared] = "image"  # which images the loss must see together
+
+    @property
+    def needs(self) -> Needs:
         return Needs(
             states="endpoints",
             reference=self.anchor is None or self.kl_coef > 0,
             old=self.anchor,
-            complete_groups=complete_groups,
-            whole_update=whole_update,
+            complete_groups=self.compared == "group",
+            whole_update=self.compared == "update",
         )
 
-    def __call__(
-        self, policy: VelocityField, batch: Endpoints, reference: VelocityField, old: VelocityField
-    ) -> Gap:
-        """Raises ValueError for a store's kept errors where velocities are needed."""
-        points = self.draws(batch)
-        v = points.velocity(policy)
+    def endpoints(self, rollout: Rollout, signal: Tensor, keep: Tensor) -> Endpoints:
+        return Endpoints.from_rollout(
+            rollout, signal, keep, forwards=self.noising.count, compared=self.compared
+        )
+
+    def errors(self, models: Models, batch: Endpoints) -> Errors:
+        """Compute the errors of policy and anchor.
+
+        Raises ValueError for cached errors of the base where velocities are needed.
+        """
+        points = self.noising(batch)
+        v = points.velocity(models.policy)
         penalty = torch.zeros((), device=v.device)
         if batch.known is not None:
             if self.anchor is not None or self.kl_coef > 0:
-                raise ValueError("kept errors of the base serve neither another anchor nor a pull")
-            anchor = _known(batch, batch.known, points, reference)
+                raise ValueError("cached errors of the base serve no other anchor and no kl_coef")
+            anchor = _cached_errors(batch, batch.known, points, models)
         else:
             with torch.no_grad():
-                v_anchor = points.velocity(reference if self.anchor is None else old)
+                v_anchor = points.velocity(models.reference if self.anchor is None else models.old)
             anchor = points.error(v_anchor)
             if self.kl_coef > 0 and self.anchor is None:
                 penalty = velocity_kl(v, v_anchor).mean()
             elif self.kl_coef > 0:
-                penalty = points.distance(v, reference)
-        weight = points.by_image(self.weighting(points.sigma))
+                penalty = points.distance(v, models.reference)
+        weight = points.by_image(WEIGHTINGS[self.weighting](points.sigma))
         error = (weight * points.error(v)).mean(1)
-        return Gap(error=error, anchor=(weight * anchor).mean(1), penalty=penalty)
+        return Errors(policy=error, anchor=(weight * anchor).mean(1), penalty=penalty)
 
 
 @torch.no_grad()
-def _known(
-    batch: Endpoints, known: ReferenceErrors, points: NoisedImages, reference: VelocityField
+def _cached_errors(
+    batch: Endpoints, known: ReferenceErrors, points: NoisedImages, models: Models
 ) -> Tensor:
-    """(N, D) errors of the reference, computed and kept where they are not known yet."""
+    """Return the reference's errors (N, D); compute and cache those that are missing."""
     errors = known.get(batch.image, points.place)
     missing = errors.isnan().any(1).nonzero().squeeze(1)
     if len(missing):
         new = points.take(missing)
-        errors[missing] = new.error(new.velocity(reference))
+        errors[missing] = new.error(new.velocity(models.reference))
         known.put(batch.image[missing], new.place, errors[missing])
     return errors

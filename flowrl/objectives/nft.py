@@ -1,21 +1,19 @@
 """DiffusionNFT (2509.16117): towards good images, and away from bad ones, of an old policy."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.sde import lift, x0_from_velocity
 from flowrl.objectives.advantage import Advantages, clip_advantage
-from flowrl.objectives.base import Needs, OldPolicy
-from flowrl.objectives.batches import Endpoints, endpoints
+from flowrl.objectives.base import Models, Needs, OldPolicy
+from flowrl.objectives.batches import Endpoints
 from flowrl.objectives.noising import Noising, velocity_error
 from flowrl.trajectory import Metrics, Rollout
-
-# --- DiffusionNFT (2509.16117) -----------------------------------------------------------------
 
 PredictionSpace = Literal["x0", "velocity"]
 SMALLEST_WEIGHT = 1e-5
@@ -34,7 +32,7 @@ def nft_loss(
     pred_space: PredictionSpace = "x0",
     adaptive_weight: bool = True,
 ) -> Tensor:
-    """(advantage_max / b) (r L+ + (1 - r) L-), L+- = mean((y+- - y)^2) / w+-. (N,)
+    """Return (advantage_max / b) (r L+ + (1 - r) L-), L+- = mean((y+- - y)^2) / w+-. (N,)
 
     y is x0, or the velocity. w = mean|y+- - y| in float64, at least 1e-5 and without a gradient,
     or 1 unless `adaptive_weight`. advantage_max: None for a factor 1. The defaults are those of
@@ -65,102 +63,68 @@ def _weighted_error(prediction: Tensor, target: Tensor) -> Tensor:
     return (velocity_error(prediction, target) / scale).to(prediction.dtype)
 
 
-def keep_all(advantage: Tensor) -> Tensor:
-    return advantage
-
-
-def positive_only(advantage: Tensor) -> Tensor:
-    """Bad rows become neutral: r in [1/2, 1]."""
-    return advantage.clamp(min=0)
-
-
-def negative_only(advantage: Tensor) -> Tensor:
-    """Good rows become neutral: r in [0, 1/2]."""
-    return advantage.clamp(max=0)
-
-
-def one_only(advantage: Tensor) -> Tensor:
-    """Advantage 1 for every good row, 0 for others: r is 0.6 or 0.5 at advantage_max 5."""
-    return (advantage > 0).to(advantage.dtype)
-
-
-def binary(advantage: Tensor) -> Tensor:
-    """The sign: r is 0.4, 0.5 or 0.6 at advantage_max 5."""
-    return advantage.sign()
-
-
 # What the published code does to the clipped advantage before it is scaled to [0, 1].
 R_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "all": keep_all,
-    "positive_only": positive_only,
-    "negative_only": negative_only,
-    "one_only": one_only,
-    "binary": binary,
+    "all": lambda advantage: advantage,
+    "positive_only": lambda advantage: advantage.clamp(min=0),  # r in [1/2, 1]
+    "negative_only": lambda advantage: advantage.clamp(max=0),  # r in [0, 1/2]
+    "one_only": lambda advantage: (advantage > 0).to(advantage.dtype),
+    "binary": torch.sign,
 }
 
 
-def reward_to_unit(advantage: Tensor, advantage_max: float = 5.0, mode: str = "all") -> Tensor:
-    """r = A / (2 advantage_max) + 1/2 of the clipped advantage, first changed by `mode`. (N,)
+def reward_to_unit(advantage: Tensor, advantage_max: float = 5.0, r_map: str = "all") -> Tensor:
+    """Return r = A / (2 advantage_max) + 1/2 of the clipped advantage, changed by `r_map`. (N,)
 
-    Raises ValueError for a mode that is not in R_MAPS.
+    Raises ValueError for an r_map that is not in R_MAPS.
     """
-    if mode not in R_MAPS:
-        raise ValueError(f"r_map is {mode!r}; it must be one of {', '.join(R_MAPS)}")
-    kept = R_MAPS[mode](clip_advantage(advantage, advantage_max))
+    if r_map not in R_MAPS:
+        raise ValueError(f"r_map is {r_map!r}; it must be one of {', '.join(R_MAPS)}")
+    kept = R_MAPS[r_map](clip_advantage(advantage, advantage_max))
     return (kept / advantage_max / 2 + 0.5).clamp(0, 1)
 
 
-# --- DiffusionNFT (2509.16117) -----------------------------------------------------------------
-
-
+@dataclass(frozen=True, kw_only=True)
 class NFT:
-    """See the options of the same names. `old` also draws the images: the identities of the
-    paper hold for images of the velocity that both branches mix in."""
+    """See the options of the same names.
 
-    def __init__(
-        self,
-        *,
-        draws: Noising,
-        advantages: Advantages,
-        old: OldPolicy,
-        nft_mix: float,
-        pred_space: Literal["x0", "velocity"] = "x0",
-        adaptive_weight: bool = True,
-        r_map: str = "all",
-        kl_coef: float = 0.0,
-    ):
-        self.draws, self.advantages, self.nft_mix = draws, advantages, nft_mix
-        self.pred_space: Literal["x0", "velocity"] = pred_space
-        self.adaptive_weight, self.r_map, self.kl_coef = adaptive_weight, r_map, kl_coef
-        self.needs = Needs(states="endpoints", reference=kl_coef > 0, old=old)
+    The old policy also samples the images: the paper's identities hold for images of the velocity
+    that both branches mix in.
+    """
+
+    noising: Noising
+    advantage: Advantages
+    old_decay: Callable[[int], float]
+    nft_mix: float
+    pred_space: PredictionSpace = "x0"
+    adaptive_weight: bool = True
+    r_map: str = "all"
+    kl_coef: float = 0.0
+
+    @property
+    def needs(self) -> Needs:
+        old = OldPolicy(decay=self.old_decay, samples=True)
+        return Needs(states="endpoints", reference=self.kl_coef > 0, old=old)
 
     def prepare(self, rollout: Rollout) -> Endpoints:
-        """Every image that is compared; the signal is r in [0, 1], 1/2 for what teaches nothing.
+        """Return every image that is compared, with r in [0, 1]; 1/2 for no advantage.
 
-        At r = 1/2 the loss still draws the policy to the old one.
+        At r = 1/2 the loss still pulls the policy to the old one.
         """
-        advantage, valid = self.advantages(rollout)
-        return endpoints(
-            rollout, reward_to_unit(advantage, self.advantages.clip, self.r_map), valid,
-            draws=self.draws.count, compared="image",
-        )  # fmt: skip
+        advantage, valid = self.advantage(rollout)
+        r = reward_to_unit(advantage, self.advantage.clip, self.r_map)
+        return Endpoints.from_rollout(
+            rollout, r, valid, forwards=self.noising.count, compared="image"
+        )
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Endpoints,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Metrics]:
-        points = self.draws(batch)
-        v = points.velocity(policy)
+    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        points = self.noising(batch)
+        v = points.velocity(models.policy)
         with torch.no_grad():
-            v_old = points.velocity(old)
+            v_old = points.velocity(models.old)
         loss = nft_loss(
             v, v_old, points.x, points.x0, points.sigma,
-            batch.signal.repeat_interleave(points.draws), self.nft_mix, self.advantages.clip,
+            batch.signal.repeat_interleave(points.count), self.nft_mix, self.advantage.clip,
             pred_space=self.pred_space, adaptive_weight=self.adaptive_weight,
         ).mean()  # fmt: skip
         metrics: Metrics = {
@@ -168,43 +132,36 @@ class NFT:
             "policy/moved": velocity_kl(v.detach(), v_old).mean(),
         }
         if self.kl_coef > 0:
-            kl = points.distance(v, reference)
+            kl = points.distance(v, models.reference)
             loss, metrics["policy/kl"] = loss + self.kl_coef * kl, kl.detach()
         return loss, metrics
 
 
-# --- How slowly a lagging copy follows the policy: copy <- decay copy + (1 - decay) policy -----
+# --- How slowly an old policy follows: old <- decay old + (1 - decay) policy -------------------
 
-Schedule = Callable[[int], float]
+Decay = Callable[[int], float]  # iteration -> share that stays
 
 
-def ramp(*, rate: float, limit: float, start: int = 0) -> Schedule:
-    """0 until iteration `start`, then rising by `rate` an iteration up to `limit`.
+def old_decay(*, rate: float | None, limit: float, start: int = 0) -> Decay:
+    """Return 0 until iteration `start`, then rising by `rate` an iteration up to `limit`.
 
-    Raises ValueError for a negative rate, or a limit outside [0, 1].
+    rate: None is at its limit from `start` on. Raises ValueError for a negative rate, or a limit
+    outside [0, 1].
     """
-    _share("limit", limit)
+    if not 0 <= limit <= 1:
+        raise ValueError(f"limit is {limit}; it must lie in [0, 1]")
+    if rate is None:
+        return lambda iteration: limit if iteration >= start else 0.0
     if rate < 0:
         raise ValueError(f"rate is {rate}; it must not be negative")
     return lambda iteration: min(max(iteration - start, 0) * rate, limit)
 
 
-def stepped(*, limit: float, start: int = 0) -> Schedule:
-    """0 before iteration `start`, `limit` from then on. Raises ValueError outside [0, 1]."""
-    _share("limit", limit)
-    return lambda iteration: limit if iteration >= start else 0.0
-
-
-def renewed(every: int) -> Schedule:
-    """A fresh copy in every `every`-th iteration, unchanged in between: online DPO's reference.
+def renewed(every: int) -> Decay:
+    """Return 0 in every `every`-th iteration and 1 in between: online DPO's reference.
 
     Raises ValueError for every < 1.
     """
     if every < 1:
         raise ValueError(f"every is {every}; it must be at least 1")
     return lambda iteration: 0.0 if iteration % every == 0 else 1.0
-
-
-def _share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}; it must lie in [0, 1]")

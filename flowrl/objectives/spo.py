@@ -1,29 +1,18 @@
-"""SPO (2406.04314): of the children of one latent, the best against the worst."""
+"""SPO (2406.04314), step-aware preferences: of the children of one latent, best against worst."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import log_ratio
 from flowrl.functional.groups import best_and_worst
 from flowrl.functional.sde import StepKernel
-from flowrl.objectives.base import Needs
+from flowrl.objectives.base import Models, Needs
 from flowrl.objectives.tree_credit import Fusion, node_values
 from flowrl.trajectory import Metrics, Rollout, Transitions, transitions
-
-# --- Step-aware preference optimisation (SPO, 2406.04314): children of one latent, in pairs ----
-
-
-def softmax_gap(best: Tensor, worst: Tensor, tau: float = 1.0) -> Tensor:
-    """How clearly one is preferred: difference of softmax([best, worst] / tau). (P,) in [0, 1)
-
-    The softmax is over these two alone, whatever lay between them. With logits r it is P(best is
-    preferred) - P(worst is) of Bradley and Terry, and it equals tanh((best - worst) / (2 tau)).
-    """
-    return ((best - worst) / (2 * tau)).tanh()
 
 
 def spo_loss(
@@ -41,42 +30,41 @@ def spo_loss(
     return softplus(-logratio_beta * margin)
 
 
-# --- SPO (2406.04314): of the children of one latent, the best against the worst ---------------
+def softmax_gap(best: Tensor, worst: Tensor, tau: float = 1.0) -> Tensor:
+    """Return the difference of softmax([best, worst] / tau). (P,) in [0, 1)
+
+    The softmax is over these two alone. With logits r it is P(best is preferred) - P(worst is) of
+    Bradley and Terry, and it equals tanh((best - worst) / (2 tau)).
+    """
+    return ((best - worst) / (2 * tau)).tanh()
 
 
+@dataclass(frozen=True, kw_only=True)
 class SPO:
     """Prefer, at every split, the child that leads to better images.
 
     The published method asks a preference model that reads noisy latents, and walks on from a
-    random child; here a child is worth what the images below it are, all of which are drawn.
+    random child; here a child's value is that of the images below it, all of which are sampled.
+    See the options of the same names; kernel: the rollout's.
 
-    kernel: the rollout's. fusion, path_coef: how the rewards below a child make its value. min_gap,
-    tau: only pairs whose `softmax_gap` is larger count. logratio_beta, clip: of `spo_loss`.
-
-    `needs.ratio` is False: the ratio is to the reference, not to whoever drew the pair, and a
-    rollout in other arithmetic leaves the loss right.
+    `needs.ratio` is False: the ratio is to the reference, not to the policy that sampled the pair,
+    and a rollout in other arithmetic leaves the loss right.
     """
 
-    def __init__(
-        self,
-        *,
-        kernel: StepKernel,
-        logratio_beta: float = 10.0,
-        clip: float = 0.1,
-        min_gap: float = 0.3,
-        tau: float = 0.1,
-        fusion: Fusion = "uniform",
-        path_coef: float = 1.0,
-    ):
-        self.kernel = kernel
-        self.logratio_beta, self.clip = logratio_beta, clip
-        self.min_gap, self.tau = min_gap, tau
-        self.fusion: Fusion = fusion
-        self.path_coef = path_coef
-        self.needs = Needs(states="transitions", reference=True)
+    kernel: StepKernel
+    logratio_beta: float = 10.0
+    clip: float = 0.1
+    min_gap: float = 0.3
+    tau: float = 0.1
+    fusion: Fusion = "uniform"
+    path_coef: float = 1.0
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(states="transitions", reference=True)
 
     def prepare(self, rollout: Rollout) -> Transitions:
-        """The edges of all pairs, two by two: advantage 1 for the winner and -1 for the loser.
+        """Return the edges of all pairs, two by two: advantage 1 for the winner, -1 for the loser.
 
         Candidates are the trained children of one parent by one move, whose laws are alike: fans of
         several lengths are not mixed. Children without a reward below are no candidates, and where
@@ -98,20 +86,12 @@ class SPO:
         return transitions(tree, signal, signal != 0, group, rollout.cond)
 
     def values(self, rollout: Rollout) -> Tensor:
-        """(N, n) float64 on the CPU, what lies below each node; NaN where nothing has a reward."""
+        """Return the values of all nodes, NaN where no leaf below is valid. (N, n) float64, CPU"""
         leaves = len(rollout.tree.leaf)
         reward, valid = (t.cpu().view(-1, leaves) for t in (rollout.reward, rollout.valid))
         return node_values(rollout, reward, valid, self.fusion, self.path_coef)
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Transitions,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Metrics]:
+    def loss(self, models: Models, batch: Transitions) -> tuple[Tensor, Metrics]:
         first = _winner_first(batch)
         cond, sigma, parent = batch.cond.take(batch.prompt), batch.sigma, batch.parent
         x = batch.x[parent].float()
@@ -119,9 +99,9 @@ class SPO:
         def step(v: Tensor) -> tuple[Tensor, Tensor]:
             return self.kernel.step(x, v.float()[parent], sigma[parent], batch.sigma_next, batch.g)
 
-        mean, std = step(policy(batch.x, sigma, cond))
+        mean, std = step(models.policy(batch.x, sigma, cond))
         with torch.no_grad():
-            mean_ref, _ = step(reference(batch.x, sigma, cond))
+            mean_ref, _ = step(models.reference(batch.x, sigma, cond))
         ratio = log_ratio(batch.x_next.float(), mean, mean_ref, std).view(-1, 2)
         winner, loser = torch.where(first[:, None], ratio, ratio.flip(1)).unbind(1)
         loss = spo_loss(winner, loser, logratio_beta=self.logratio_beta, clip=self.clip)
@@ -137,14 +117,14 @@ class SPO:
 
 
 def _siblings(parent: Tensor, move: Tensor, trees: int) -> Tensor:
-    """A number for the children of one parent by one move, tree by tree. (e,) -> (R * e,) long"""
+    """Return a number for the children of one parent by one move, tree by tree. (R * e,) long"""
     _, family = torch.stack((parent, move)).unique(dim=1, return_inverse=True)
     width = int(family.max()) + 1 if len(family) else 1
     return (torch.arange(trees)[:, None] * width + family).flatten()
 
 
 def _winner_first(batch: Transitions) -> Tensor:
-    """(P,) bool: in which pairs of edges the first won. Raises ValueError for a pair cut in two."""
+    """Mark the pairs whose first edge won. (P,) bool. Raises ValueError for a pair cut in two."""
     whole = len(batch) % 2 == 0
     if whole:
         parent, signal = batch.parent.view(-1, 2), batch.advantage.view(-1, 2)

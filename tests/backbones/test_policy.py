@@ -104,7 +104,7 @@ def test_only_the_policys_adapter_requires_grad_whatever_was_in_use(make, inputs
 def test_reference_and_old_have_no_graph_and_give_the_policy_back(make, inputs):
     for name in ["reference", "old"]:
         policy = make(keep_old=True)
-        policy.remember()
+        policy.update_old()
         disturb(policy)
         expected = velocity(policy, inputs)
         other = getattr(policy, name)(*inputs)
@@ -114,7 +114,7 @@ def test_reference_and_old_have_no_graph_and_give_the_policy_back(make, inputs):
     # The old policy is the one that was remembered.
     policy = make(keep_old=True)
     disturb(policy)
-    policy.remember()
+    policy.update_old()
     expected = velocity(policy, inputs)
     disturb(policy, seed=1)
     assert torch.equal(policy.old(*inputs), expected)

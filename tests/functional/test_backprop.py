@@ -6,16 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.objectives.noising import noised
-from flowrl.objectives.reward_backprop.base import (
-    clean_given_noise,
-    even_supports,
-    lagrange_weights,
-    reward_loss,
-    reward_slope,
-    sparse_gain,
-    tangent,
-    weighted_choice,
-)
+from flowrl.objectives.reward_backprop.base import reward_loss, reward_slope, tangent
+from flowrl.objectives.reward_backprop.flowbp import sparse_gain, weighted_choice
+from flowrl.objectives.reward_backprop.leap_align import even_supports, lagrange_weights
+from flowrl.objectives.reward_backprop.srpo import clean_given_noise
 
 F64 = torch.float64
 times = st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True)

@@ -1,9 +1,9 @@
 import torch
-from gaussian_flow import F64, GaussianFlow
+from gaussian_flow import F64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.sde import lift, noise_from_velocity, score_from_velocity, x0_from_velocity
+from flowrl.functional.sde import lift, noise_from_velocity, x0_from_velocity
 
 sigmas = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4).map(
     lambda values: torch.tensor(values, dtype=F64)
@@ -19,18 +19,9 @@ def test_velocity_gives_back_the_latent_and_the_noise_it_was_made_of(sigma, seed
     torch.testing.assert_close(noise_from_velocity(x, v, sigma), noise, rtol=0, atol=1e-12)
 
 
-@given(sigma=sigmas, data_std=st.floats(0, 2), data_mean=st.floats(-1, 1))
-def test_score_is_the_gradient_of_the_log_density(sigma, data_std, data_mean):
-    flow = GaussianFlow(data_mean, data_std)
-    x = torch.linspace(-2, 2, 5, dtype=F64).repeat(len(sigma), 1)
-    exact = -(x - flow.mean(sigma)[:, None]) / flow.var(sigma)[:, None]
-    score = score_from_velocity(x, flow.velocity(x, sigma), sigma)
-    torch.testing.assert_close(score, exact, rtol=1e-10, atol=1e-8)
-
-
 def test_one_sigma_for_all_rows_may_have_no_axis():
     x, v = torch.randn(2, 3, 4, 5, 6)
-    for convert in (x0_from_velocity, noise_from_velocity, score_from_velocity):
+    for convert in (x0_from_velocity, noise_from_velocity):
         rows = convert(x, v, torch.full((3,), 0.3))
         assert torch.equal(convert(x, v, torch.tensor(0.3)), rows)
 

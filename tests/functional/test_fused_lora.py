@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.backbones.lora_files import delta, stack_outputs, swap_halves
+from flowrl.backbones.lora_files import weight_change
+from flowrl.backbones.lora_files import stack_outputs, swap_halves
 
 
 def factors(rank: int, rows: int, columns: int = 3):
@@ -25,10 +26,10 @@ def test_the_change_of_stacked_layers_is_their_changes_below_each_other(shapes):
     down, up = stack_outputs(parts, [rows for _, rows in shapes])
     assert down.shape[0] == up.shape[1] == sum(rank for rank, _ in shapes)
     expected = torch.cat([
-        delta(*part, 1.5) if part else torch.zeros(rows, 3, dtype=torch.float64)
+        weight_change(*part, 1.5) if part else torch.zeros(rows, 3, dtype=torch.float64)
         for part, (_, rows) in zip(parts, shapes, strict=True)
     ])  # fmt: skip
-    torch.testing.assert_close(delta(down, up, 1.5), expected, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(weight_change(down, up, 1.5), expected, rtol=1e-14, atol=1e-14)
 
 
 def test_parts_that_cannot_be_stacked_are_refused():
@@ -40,12 +41,12 @@ def test_parts_that_cannot_be_stacked_are_refused():
 
 def test_swapped_halves_change_the_other_half():
     pair = factors(2, 6)
-    swapped = delta(*swap_halves(pair), 1.0)
-    first, second = delta(*pair, 1.0).chunk(2)
+    swapped = weight_change(*swap_halves(pair), 1.0)
+    first, second = weight_change(*pair, 1.0).chunk(2)
     assert torch.equal(swapped, torch.cat([second, first]))
 
 
 def test_a_change_of_half_precision_factors_is_taken_in_fp32():
     down, up = (t.bfloat16() for t in factors(2, 4))
-    assert delta(down, up, 2.0).dtype == torch.float32
-    torch.testing.assert_close(delta(down, up, 2.0), 2 * (up.float() @ down.float()))
+    assert weight_change(down, up, 2.0).dtype == torch.float32
+    torch.testing.assert_close(weight_change(down, up, 2.0), 2 * (up.float() @ down.float()))

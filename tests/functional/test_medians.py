@@ -18,7 +18,7 @@ ODD = st.lists(st.integers(-50, 50), min_size=3, max_size=13).filter(lambda r: l
 def test_the_pivot_of_an_odd_group_has_advantage_exactly_zero_and_may_be_dropped(rewards):
     reward = torch.tensor(rewards, dtype=F64)
     one = population("prompt", group=torch.zeros(len(rewards)).long(), **SINGLE)
-    advantage = normalise(reward[:, None], one, centre="median", scale="mad", floor=1e-3)[:, 0]
+    advantage = normalise(reward[:, None], one, center="median", scale="mad", floor=1e-3)[:, 0]
     middle = sorted(rewards)[len(rewards) // 2]
     distance = sorted(abs(r - middle) for r in rewards)[len(rewards) // 2]
     assert_exact(advantage, (reward - middle) / (distance + 1e-3), 1e-9)
@@ -31,9 +31,9 @@ def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two():
     reward = torch.tensor([[0.0], [1.0], [4.0], [100.0]])
     assert reward.median() == 1
     one = population("prompt", group=torch.zeros(4).long(), **SINGLE)
-    centred = normalise(reward, one, centre="median", scale="none")
+    centred = normalise(reward, one, center="median", scale="none")
     assert centred[:, 0].tolist() == [-2.5, -1.5, 1.5, 97.5]
-    by_mad = normalise(reward, one, centre="median", scale="mad", floor=0.5)
+    by_mad = normalise(reward, one, center="median", scale="mad", floor=0.5)
     assert_exact(by_mad, centred / (2.0 + 0.5))  # distances 1.5, 1.5, 2.5, 97.5
 
 
@@ -41,5 +41,5 @@ def test_ties_of_more_than_half_leave_a_mad_of_zero_and_the_floor_alone():
     """The outlier's advantage is then a thousand times its distance: clip it."""
     one = population("prompt", group=torch.zeros(5).long(), **SINGLE)
     reward = torch.tensor([[1.0], [1.0], [1.0], [1.0], [3.0]])
-    advantage = normalise(reward, one, centre="median", scale="mad", floor=1e-3)
+    advantage = normalise(reward, one, center="median", scale="mad", floor=1e-3)
     assert advantage[:, 0].tolist() == pytest.approx([0, 0, 0, 0, 2000])

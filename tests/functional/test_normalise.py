@@ -72,9 +72,9 @@ def test_the_statistics_are_those_of_numpy_over_the_scopes_nodes():
                         assert advantage[row, node].item() == pytest.approx(wanted, abs=1e-9)
 
 
-@given(scope=scopes, centre=st.sampled_from(["mean", "median"]), scale=scales, case=rewarded())
-def test_advantages_are_finite_and_zero_for_nodes_without_a_value(scope, centre, scale, case):
-    value, advantage = of(case, scope, centre=centre, scale=scale, ddof=1)
+@given(scope=scopes, center=st.sampled_from(["mean", "median"]), scale=scales, case=rewarded())
+def test_advantages_are_finite_and_zero_for_nodes_without_a_value(scope, center, scale, case):
+    value, advantage = of(case, scope, center=center, scale=scale, ddof=1)
     assert advantage.dtype == F64 and advantage.shape == value.shape
     assert bool(advantage.isfinite().all()) and not advantage[value.isnan()].any()
 
@@ -185,8 +185,8 @@ def test_unknown_words_and_a_floor_of_zero_are_refused():
     value = torch.tensor([[1.0], [2.0]])
     with pytest.raises(ValueError, match="scope"):
         population("batch", group=torch.zeros(2).long(), **SINGLE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="centre"):
-        normalise(value, one, centre="mode")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="center"):
+        normalise(value, one, center="mode")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="scale"):
         normalise(value, one, scale="iqr")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="floor"):

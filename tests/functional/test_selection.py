@@ -10,13 +10,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.objectives.tree_credit import (
-    b2_pairs,
+    Leaves,
     edges_above,
-    extreme,
+    keep_b2_pairs,
+    keep_extreme,
+    keep_max_variance,
+    keep_parent_top1,
     last_split,
-    max_variance,
-    parent_top1,
 )
+
+
+def leaves(score, valid, siblings=None, group=None) -> Leaves:
+    """Trees (N, l) whose rewards are their advantages, by default each of a prompt of its own."""
+    return Leaves(
+        reward=score, valid=valid, advantage=score,
+        group=torch.arange(len(score)) if group is None else group,
+        siblings=torch.zeros(score.shape[1]).long() if siblings is None else siblings,
+    )  # fmt: skip
+
+
+def max_variance(reward, valid, group, count):
+    """Of rows (G,): trees of one image each."""
+    return keep_max_variance(leaves(reward[:, None], valid[:, None], group=group), count)[:, 0]
 
 
 @given(tree=trees())
@@ -30,21 +45,21 @@ def test_the_last_split_is_the_nearest_node_above_with_several_children(tree):
 def test_parent_top1_keeps_the_best_valid_leaf_of_every_last_split(case):
     tree, reward, valid = case
     siblings = last_split(tree.parent, tree.leaf)
-    kept = parent_top1(reward, valid, siblings)
+    kept = keep_parent_top1(leaves(reward, valid, siblings))
     assert not bool((kept & ~valid).any())
     for row, name in itertools.product(range(len(reward)), siblings.unique()):
-        leaves = torch.nonzero((siblings == name) & valid[row]).flatten().tolist()
-        best = sorted(leaves, key=lambda i: (-reward[row, i].item(), i))[:1]
+        own = torch.nonzero((siblings == name) & valid[row]).flatten().tolist()
+        best = sorted(own, key=lambda i: (-reward[row, i].item(), i))[:1]
         assert torch.nonzero(kept[row] & (siblings == name)).flatten().tolist() == best
 
 
 @given(case=rewarded(), b=st.integers(1, 4))
 def test_extreme_keeps_the_best_b_and_the_worst_b_leaves_of_every_tree(case, b):
     tree, reward, valid = case
-    kept = extreme(reward, valid, b)
+    kept = keep_extreme(leaves(reward, valid), b)
     for row in range(len(reward)):
-        leaves = torch.nonzero(valid[row]).flatten().tolist()
-        ranked = sorted(leaves, key=lambda i: (-reward[row, i].item(), i))
+        own = torch.nonzero(valid[row]).flatten().tolist()
+        ranked = sorted(own, key=lambda i: (-reward[row, i].item(), i))
         assert torch.nonzero(kept[row]).flatten().tolist() == sorted({*ranked[:b], *ranked[-b:]})
 
 
@@ -52,10 +67,10 @@ def test_extreme_keeps_the_best_b_and_the_worst_b_leaves_of_every_tree(case, b):
 def test_b2_keeps_the_best_child_if_it_is_good_and_the_worst_if_it_is_bad(case):
     tree, z, valid = case
     siblings = last_split(tree.parent, tree.leaf)
-    kept = b2_pairs(z, valid, siblings)
+    kept = keep_b2_pairs(leaves(z, valid, siblings))
     for row, name in itertools.product(range(len(z)), siblings.unique()):
-        leaves = torch.nonzero((siblings == name) & valid[row]).flatten().tolist()
-        ranked = sorted(leaves, key=lambda i: (-z[row, i].item(), i))
+        own = torch.nonzero((siblings == name) & valid[row]).flatten().tolist()
+        ranked = sorted(own, key=lambda i: (-z[row, i].item(), i))
         wanted = {i for i in ranked[:1] if z[row, i] >= 0.5}
         wanted |= {i for i in ranked[-1:] if z[row, i] < -0.5}
         assert set(torch.nonzero(kept[row] & (siblings == name)).flatten().tolist()) == wanted
@@ -64,15 +79,15 @@ def test_b2_keeps_the_best_child_if_it_is_good_and_the_worst_if_it_is_bad(case):
 def test_b2_takes_the_upper_threshold_in_and_leaves_the_lower_out_and_may_keep_none():
     siblings, valid = torch.tensor([0, 0, 1, 1]), torch.ones(1, 4).bool()
     z = torch.tensor([[0.5, -0.5, 0.49, -0.51]])
-    assert b2_pairs(z, valid, siblings).tolist() == [[True, False, False, True]]
-    assert not b2_pairs(z, valid, siblings, threshold=0.6).any()
+    assert keep_b2_pairs(leaves(z, valid, siblings)).tolist() == [[True, False, False, True]]
+    assert not keep_b2_pairs(leaves(z, valid, siblings), threshold=0.6).any()
 
 
 def test_equal_rewards_are_taken_by_position_and_invalid_leaves_never():
     for select in [
-        lambda r, v, s: parent_top1(r, v, s),
-        lambda r, v, s: extreme(r, v, 1),
-        lambda r, v, s: b2_pairs(r, v, s),
+        lambda r, v, s: keep_parent_top1(leaves(r, v, s)),
+        lambda r, v, s: keep_extreme(leaves(r, v), 1),
+        lambda r, v, s: keep_b2_pairs(leaves(r, v, s)),
         lambda r, v, s: max_variance(r[0], v[0], torch.zeros(len(s)).long(), 2)[None],
     ]:
         tied, valid = torch.full((1, 40), 2.0), torch.ones(1, 40).bool()
@@ -119,8 +134,8 @@ def test_the_largest_variance_is_found_beside_a_large_common_reward():
 
 def test_selections_of_nothing_are_refused():
     one = torch.ones(1, 1)
-    with pytest.raises(ValueError, match="b"):
-        extreme(one, one.bool(), 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        keep_extreme(leaves(one, one.bool()), 0)
     with pytest.raises(ValueError, match="at least 1"):
         max_variance(one[0], one[0].bool(), one[0].long(), 0)
 

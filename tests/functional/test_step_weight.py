@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from flowrl.functional.gaussian import log_ratio, ratio_norm
 from flowrl.functional.sde import KERNELS, lift, sde_step
-from flowrl.objectives.grpo import equal_weight, noise_weight, velocity_gain
+from flowrl.objectives.grpo import mean_one, velocity_gain
 
 SHAPE = (2, 3)
 
@@ -59,15 +59,15 @@ def test_weights_have_mean_one_over_steps_however_many_edges_a_step_has(sizes, v
     std = torch.tensor(values, dtype=F64)[move // 3]
     each = torch.tensor(values[: len(sizes)], dtype=F64)
     first = [sum(sizes[:m]) for m in range(len(sizes))]
-    assert_close(noise_weight(std, move)[first], each / each.mean(), rtol=1e-12, atol=0)
-    assert_close(equal_weight(std, move)[first].mean(), torch.ones((), dtype=F64))
+    assert_close(mean_one(std, move)[first], each / each.mean(), rtol=1e-12, atol=0)
+    assert_close(mean_one(1 / std, move)[first].mean(), torch.ones((), dtype=F64))
 
 
 def test_a_gaussian_ratio_with_noise_weights_starts_as_the_normalised_ratio():
     for sampler in [Sampler(k, a) for k in KERNELS.values() for a in levels(k, 0.3, 0.8)]:
         for schedule in SCHEDULES.values():
             ends, std = noisy(sampler, schedule)
-            weight = noise_weight(std, torch.arange(9))
+            weight = mean_one(std, torch.arange(9))
             weighted = lift(weight, torch.ones(9, *SHAPE)) * pulls(sampler, ends, std, log_ratio)
             assert_close(weighted * std.mean(), pulls(sampler, ends, std, ratio_norm))
 
@@ -78,6 +78,8 @@ def test_equal_weights_make_all_steps_pull_alike():
             for ratio in [log_ratio, ratio_norm]:
                 ends, std = noisy(sampler, schedule)
                 size = velocity_gain(sampler.kernel.step, *ends).abs()
-                weight = equal_weight(size if ratio is ratio_norm else size / std, torch.arange(9))
+                weight = mean_one(
+                    1 / (size if ratio is ratio_norm else size / std), torch.arange(9)
+                )
                 weighted = lift(weight, torch.ones(9, *SHAPE)) * pulls(sampler, ends, std, ratio)
                 assert_close(weighted, weighted[:1].expand_as(weighted))

@@ -3,13 +3,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from flowrl.functional.gaussian import cps_raw_log_ratio, kl_sum, log_ratio, ratio_norm
-from flowrl.objectives.grpo import (
-    clip_from_nats,
-    clipped_surrogate,
-    cps_raw_clip_from_nats,
-    ratio_norm_clip_from_nats,
-)
+from flowrl.functional.gaussian import latent_kl, log_ratio, ratio_norm
+from flowrl.functional.sde import KERNELS
+from flowrl.objectives.grpo import GRPO, clipped_surrogate
+from flowrl.objectives.tree_credit import TreeCredit
 
 F64 = torch.float64
 
@@ -74,10 +71,13 @@ def test_a_range_in_nats_means_the_same_for_every_kind_of_ratio(seed, std):
     )
     std, size = torch.tensor([std], dtype=F64), x[0].numel()
     nats = log_ratio(x, mean, mean_old, std).item() * size
-    shifted = nats + kl_sum(mean, mean_old, std).item()
-    edge = torch.tensor([clip_from_nats(nats, size)], dtype=F64)
+    shifted = nats + latent_kl(mean, mean_old, std).item() * size
+    edge = torch.tensor([clip("gaussian", nats, size, std)], dtype=F64)
     assert_close(log_ratio(x, mean, mean_old, std), edge, rtol=1e-10, atol=1e-12)
-    raw = cps_raw_clip_from_nats(nats, size, std)
-    assert_close(cps_raw_log_ratio(x, mean, mean_old), raw, rtol=1e-10, atol=1e-12)
-    normed = ratio_norm_clip_from_nats(shifted, size, std)
+    normed = clip("normalised", shifted, size, std)
     assert_close(ratio_norm(x, mean, mean_old, std), normed, rtol=1e-10, atol=1e-12)
+
+
+def clip(ratio, nats, size, std):
+    kernel, credit = KERNELS["flow_sde"], TreeCredit()
+    return GRPO(kernel=kernel, credit=credit, ratio=ratio, clip_nats=nats).clip(size, std)

@@ -9,14 +9,12 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.objectives.noising import (
-    from_schedule,
-    logit_normal,
+    LogitNormalTimes,
+    UniformTimes,
+    in_strata,
     noisiest,
-    shifted,
-    strata_of_schedule,
-    stratified,
-    trained_steps,
-    uniform,
+    one_of_each_stretch,
+    without_replacement,
 )
 
 LAST = 1 - torch.finfo(torch.float32).eps / 2  # the largest number a generator draws in fp32
@@ -27,7 +25,7 @@ def test_logit_normal_sigmas_have_a_normal_logit():
     """The share below sigma is the normal distribution's at logit(sigma), for every u."""
     for mean, std in [(0.0, 1.0), (0.5, 0.7)]:
         u = (torch.arange(50, dtype=F64) + 0.5) / 50
-        sigma = logit_normal(u, mean, std)
+        sigma = LogitNormalTimes(mean=mean, std=std)(u, SIGMAS)
         share = torch.special.ndtr((sigma.logit() - mean) / std)
         assert_close(share, u, rtol=1e-9, atol=1e-12)
 
@@ -35,33 +33,32 @@ def test_logit_normal_sigmas_have_a_normal_logit():
 def test_sigmas_are_never_clean_nor_outside_at_the_ends_of_u():
     for dtype in [torch.float32, F64]:
         u = torch.tensor([0.0, LAST], dtype=dtype)
-        sigma = logit_normal(u)
+        sigma = LogitNormalTimes()(u, SIGMAS)
         assert 0 < sigma[0] < 0.01 and 0.99 < sigma[1] < 1
-        for draw in (uniform(u), shifted(u, 3.0), stratified(u)):
+        for draw in (UniformTimes(shift=3.0)(u, SIGMAS), in_strata(u)):
             assert bool((draw >= 0).all()) and bool((draw < 1).all())
 
 
 def test_shifted_sigmas_have_the_density_of_the_shift():
     """u = sigma / (s - (s - 1) sigma): the share below sigma."""
     u = (torch.arange(20, dtype=F64) + 0.5) / 20
-    sigma = shifted(u, 3.0)
+    sigma = UniformTimes(shift=3.0)(u, SIGMAS)
     assert_close(sigma / (3 - 2 * sigma), u)
-    assert torch.equal(shifted(u, 1.0), u)
-    assert torch.equal(uniform(u), u)
+    assert torch.equal(UniformTimes()(u, SIGMAS), u)
 
 
 @given(draws=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_stratified_numbers_lie_one_in_each_part(draws, seed):
     u = torch.rand(3, draws, generator=torch.Generator().manual_seed(seed))
     u[0] = LAST
-    parts, drawn = stratified(u) * draws, torch.arange(draws)
+    parts, drawn = in_strata(u) * draws, torch.arange(draws)
     assert bool((parts >= drawn - 1e-5).all()) and bool((parts <= drawn + 1 + 1e-5).all())
-    assert bool((stratified(u) < 1).all())
+    assert bool((in_strata(u) < 1).all())
 
 
 def test_stratified_numbers_are_uniform_in_their_part():
     u = f64(0.0, 0.5, 0.25, 0.75).view(2, 2)
-    assert_close(stratified(u), f64(0.0, 0.75, 0.125, 0.875).view(2, 2))
+    assert_close(in_strata(u), f64(0.0, 0.75, 0.125, 0.875).view(2, 2))
 
 
 # --- the rollout's own sigmas ---------------------------------------------------------------------
@@ -77,14 +74,14 @@ def test_the_noisiest_part_of_a_schedule_leaves_out_its_end():
 
 def test_fractions_of_steps_are_rounded_down_but_not_by_floating_point():
     for steps, fraction, count in [(10, 0.99, 9), (100, 0.29, 29), (20, 0.4, 8), (25, 1.0, 25)]:
-        assert trained_steps(steps, fraction) == count
+        assert len(noisiest(torch.linspace(1, 0, steps + 1), fraction)) == count
 
 
 @given(draws=st.integers(1, 10), seed=st.integers(0, 2**31))
 def test_the_draws_of_a_row_are_different_sigmas_of_the_schedule(draws, seed):
     u = torch.rand(4, draws, generator=torch.Generator().manual_seed(seed))
     u[0] = LAST
-    chosen = from_schedule(u, SIGMAS[:10])
+    chosen = without_replacement(u, SIGMAS[:10])
     assert chosen.shape == (4, draws) and chosen.dtype == SIGMAS.dtype
     assert bool(torch.isin(chosen, SIGMAS[:10]).all())
     assert all(len(row.unique()) == draws for row in chosen)
@@ -93,7 +90,7 @@ def test_the_draws_of_a_row_are_different_sigmas_of_the_schedule(draws, seed):
 def test_every_ordered_choice_is_equally_likely():
     """All cells of an even grid of u: 4 * 3 * 2 choices of three out of four."""
     cells = [(torch.arange(n).double() + 0.5) / n for n in (4, 3, 2)]
-    chosen = from_schedule(torch.cartesian_prod(*cells), f64(1.0, 0.8, 0.5, 0.2))
+    chosen = without_replacement(torch.cartesian_prod(*cells), f64(1.0, 0.8, 0.5, 0.2))
     expected = itertools.permutations([1.0, 0.8, 0.5, 0.2], 3)
     assert Counter(map(tuple, chosen.tolist())) == Counter(expected)
 
@@ -101,14 +98,14 @@ def test_every_ordered_choice_is_equally_likely():
 def test_strata_of_a_schedule_are_even_stretches_of_it():
     """Indices 1 to 8 in three stretches: 1-2, 3-5 and 6-8."""
     sigmas = noisiest(SIGMAS, 0.9, skip_first=True)
-    low, high = (strata_of_schedule(torch.full((2, 3), u), sigmas) for u in (0.0, LAST))
+    low, high = (one_of_each_stretch(torch.full((2, 3), u), sigmas) for u in (0.0, LAST))
     assert torch.equal(low, SIGMAS[[1, 3, 6]].expand(2, 3))
     assert torch.equal(high, SIGMAS[[2, 5, 8]].expand(2, 3))
-    middle = strata_of_schedule(torch.full((1, 3), 0.5), sigmas)
+    middle = one_of_each_stretch(torch.full((1, 3), 0.5), sigmas)
     assert torch.equal(middle, SIGMAS[[2, 4, 7]].expand(1, 3))
 
 
 def test_more_draws_than_sigmas_are_refused():
-    for draw in [from_schedule, strata_of_schedule]:
+    for draw in [without_replacement, one_of_each_stretch]:
         with pytest.raises(ValueError, match="4 .* 3"):
             draw(torch.zeros(2, 4), SIGMAS[:3])

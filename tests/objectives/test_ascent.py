@@ -2,34 +2,40 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from toy_chains import N, Toy, assert_same, chains, field, gradient, loss_of, no_network, with_seed
 
-from flowrl.objectives.base import in_pieces
-from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, fresh_noise
-from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
-from flowrl.objectives.reward_backprop.flowbp import Bridge, Sparse, drawn_pairs
-from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
+from flowrl.objectives.base import Models, checkpointed
+from flowrl.objectives.reward_backprop.base import chances, fresh_noise
+from flowrl.objectives.reward_backprop.draft import (
+    AlignProp,
+    DRaFT,
+    gaussian_truncation,
+    uniform_truncation,
+)
+from flowrl.objectives.reward_backprop.flowbp import FlowBPBridge, FlowBPSparse
+from flowrl.objectives.reward_backprop.leap_align import FlowBPLagrange, LeapAlign
 from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL
 from flowrl.objectives.reward_backprop.srpo import SRPO
 from flowrl.trajectory import Rollout, Tree
 
 MAKERS = {
     "refl": ReFL,
-    "draft": lambda ascent: DRaFT(ascent=ascent, depth=fixed(3)),
+    "draft": partial(DRaFT, steps=3),
     "draft_lv": DRaFTLV,
-    "align_prop": lambda ascent: DRaFT(ascent=ascent, depth=uniform()),
-    "align_prop_normal": lambda ascent: DRaFT(ascent=ascent, depth=gaussian(0.5, 0.3)),
-    "srpo": lambda ascent: SRPO(ascent=ascent, positive="good", negative="rather bad"),
-    "leap_align": lambda ascent: Leaps(ascent=ascent, pairs=drawn_pairs),
-    "sparse": lambda ascent: Sparse(ascent=ascent, steps=3),
-    "bridge": lambda ascent: Bridge(ascent=ascent, steps=4),
-    "lagrange": lambda ascent: Leaps(
-        ascent=ascent, pairs=DirichletPairs(), supports=3, active=2, support_coef=0.25
+    "align_prop": partial(AlignProp, truncation=uniform_truncation),
+    "align_prop_normal": partial(
+        AlignProp, truncation=partial(gaussian_truncation, mean=0.5, std=0.3)
     ),
-}  # fmt: skip
+    "srpo": partial(SRPO, positive_words="good", negative_words="rather bad"),
+    "leap_align": LeapAlign,
+    "sparse": partial(FlowBPSparse, steps=3),
+    "bridge": partial(FlowBPBridge, steps=4),
+    "lagrange": partial(FlowBPLagrange, nested_coef=0.3, distance_floor=0.1),
+}
 
 
 def rollout_of(batch) -> Rollout:
@@ -56,7 +62,7 @@ def in_parts(objective, toy, batch, size, **fields):
     """Gradient as the trainer accumulates it."""
     total = 0
     for chunk in batch.chunks(size):
-        loss, _ = loss_of(objective, in_pieces(toy, size), chunk, **fields)
+        loss, _ = loss_of(objective, checkpointed(toy, size), chunk, **fields)
         total = total + gradient(loss, toy) * len(chunk) / len(batch)
     return total
 
@@ -65,7 +71,7 @@ def test_gradients_do_not_depend_on_the_micro_batch():
     toy, other = Toy(), Toy(seed=1)
     fields = {"reference": lambda *args: other(*args).detach()}
     for make in MAKERS.values():
-        objective = make(ascent=RewardBackprop(kl_coef=0.3))
+        objective = make(kl_coef=0.3)
         batch = objective.prepare(rollout_of(chains(toy)))
         whole = in_parts(objective, toy, batch, 1000, **fields)
         assert whole.abs().max() > 1e-3
@@ -75,7 +81,7 @@ def test_gradients_do_not_depend_on_the_micro_batch():
 
 def test_forwards_are_counted_as_they_are_made():
     for make in MAKERS.values():
-        objective = make(ascent=RewardBackprop())
+        objective = make()
         batch = objective.prepare(rollout_of(chains(Toy())))
         seen = []
 
@@ -91,7 +97,7 @@ def test_forwards_are_counted_as_they_are_made():
 
 def test_the_reference_is_called_only_when_it_was_declared():
     for make in MAKERS.values():
-        free, pulled = make(ascent=RewardBackprop()), make(ascent=RewardBackprop(kl_coef=0.1))
+        free, pulled = make(), make(kl_coef=0.1)
         assert free.needs.reward_grad and free.needs.states == "path"
         assert (free.needs.reference, pulled.needs.reference) == (False, True)
         batch = free.prepare(rollout_of(chains(Toy())))
@@ -103,7 +109,7 @@ def test_the_reference_is_called_only_when_it_was_declared():
 def test_images_without_a_gradient_are_dropped_and_counted():
     """The others' gradients are what they were, and nothing becomes NaN."""
     for make in MAKERS.values():
-        toy, objective = Toy(), make(ascent=RewardBackprop())
+        toy, objective = Toy(), make()
         batch = objective.prepare(rollout_of(chains(toy)))
         broken = batch.prompt == 1
 
@@ -126,25 +132,25 @@ def test_images_without_a_gradient_are_dropped_and_counted():
 def test_beyond_the_hinge_there_is_no_gradient():
     for make in MAKERS.values():
         toy = Toy()
-        low, high = make(ascent=RewardBackprop(hinge=-1e3)), make(ascent=RewardBackprop(hinge=1e3))
+        low, high = make(hinge=-1e3), make(hinge=1e3)
         batch = low.prepare(rollout_of(chains(toy)))
         loss, metrics = loss_of(low, toy, batch)
         assert loss.item() == 0 and gradient(loss, toy).abs().max() == 0
         assert metrics["path/satisfied"].item() == 1
-        free = make(ascent=RewardBackprop())
+        free = make()
         assert_same(*(gradient(loss_of(o, toy, batch)[0], toy) for o in (high, free)))
 
 
 def test_the_pull_is_the_velocity_distance_and_has_its_gradient():
     toy, other = Toy(), Toy(seed=1)
-    objective = Sparse(ascent=RewardBackprop(kl_coef=0.5), steps=5)
+    objective = FlowBPSparse(kl_coef=0.5, steps=5)
     batch = objective.prepare(rollout_of(chains(toy)))
     rows = torch.arange(N).repeat_interleave(5)
     x, sigma = batch.x[:, :-1].flatten(0, 1), batch.sigmas[:-1].repeat(N)
     own = batch.cond.take(batch.prompt[rows])
     kl = (toy(x, sigma, own) - other(x, sigma, own).detach()).square().mean()
     loss, metrics = loss_of(objective, toy, batch, reference=other)
-    free = loss_of(Sparse(ascent=RewardBackprop(), steps=5), toy, batch)[0]
+    free = loss_of(FlowBPSparse(steps=5), toy, batch)[0]
     assert_same(metrics["policy/kl"], kl.detach())
     assert_same(gradient(loss, toy), gradient(free, toy) + gradient(0.5 * kl, toy))
 
@@ -163,7 +169,7 @@ def test_lots_are_the_images_own():
 def test_16_bit_chains_are_computed_in_fp32():
     for make in MAKERS.values():
         toy = Toy().float()
-        objective = make(ascent=RewardBackprop())
+        objective = make()
         batch = objective.prepare(rollout_of(chains(Toy())))
         tensors = {"c": batch.cond.tensors["c"].float()}
         low = replace(
@@ -182,10 +188,6 @@ def test_16_bit_chains_are_computed_in_fp32():
         assert gradient(loss, toy).isfinite().all()
 
 
-def test_without_a_reward_the_loss_says_what_it_needs():
-    objective = ReFL(ascent=RewardBackprop())
-    batch = chains(Toy())
-    with pytest.raises(ValueError, match="give its loss `reward=`"):
-        objective.loss(
-            Toy(), batch, reference=no_network, old=no_network, generator=torch.Generator()
-        )
+def test_a_model_that_was_not_declared_is_named_when_it_is_called():
+    with pytest.raises(ValueError, match="models.reward_gradient, which `needs` does not declare"):
+        ReFL().loss(Models(policy=Toy()), chains(Toy()))

@@ -16,7 +16,7 @@ from flowrl.objectives.tree_credit import (
     keep_max_variance,
     keep_parent_top1,
 )
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.scoring.combine import combine_gdpo
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Fan, Step, TreePlan
@@ -37,9 +37,9 @@ def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) 
 
     steps = len(plan.steps)
     schedule = Schedule(
-        sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS["flow_sde"], level=0.5
+        sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS["flow_sde"], noise_level=0.5
     )
-    tree = grow(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
+    tree = sample_tree(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
     worth = torch.tensor(reward)
     scores = worth[:, None] if scores is None else scores
     return Rollout(

@@ -4,12 +4,16 @@ import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, field, full, gradient, loss_of, only
 
-from flowrl.objectives.reward_backprop.base import RewardBackprop
-from flowrl.objectives.reward_backprop.draft import DRaFT, fixed, gaussian, uniform
+from flowrl.objectives.reward_backprop.draft import (
+    AlignProp,
+    DRaFT,
+    gaussian_truncation,
+    uniform_truncation,
+)
 
 
-def draft(depth=None, **options) -> DRaFT:
-    return DRaFT(ascent=RewardBackprop(**options), depth=depth or fixed(T))
+def draft(steps=T, **options) -> DRaFT:
+    return DRaFT(steps=steps, **options)
 
 
 def test_all_steps_are_full_back_propagation():
@@ -25,7 +29,7 @@ def test_k_steps_are_autograd_through_the_last_k():
     for steps in [1, 2, 4, 9]:
         toy = Toy()
         batch = chains(toy)
-        loss, _ = loss_of(draft(fixed(steps)), toy, batch)
+        loss, _ = loss_of(draft(steps), toy, batch)
         assert_same(gradient(loss, toy), gradient(full(toy, batch, first=max(0, T - steps)), toy))
 
 
@@ -56,7 +60,7 @@ def test_states_are_the_rollouts_to_the_last_bit():
 
 
 def test_each_chain_is_followed_as_far_as_its_own_lot_says():
-    toy, objective = Toy(), draft(uniform())
+    toy, objective = Toy(), AlignProp(truncation=uniform_truncation)
     batch = chains(toy)
     depths = objective.depths(batch)
     assert len(set(depths.tolist())) > 1
@@ -70,10 +74,11 @@ def test_each_chain_is_followed_as_far_as_its_own_lot_says():
 
 def test_depths_are_spread_as_their_laws_say():
     u = (torch.arange(1000) + 0.5) / 1000
-    counts = uniform()(u, 5).bincount(minlength=6)
+    counts = uniform_truncation(u, 5).bincount(minlength=6)
     assert counts.tolist() == [0, 200, 200, 200, 200, 200]
-    depths = gaussian(0.16, 0.1)(u, 50)
+    depths = gaussian_truncation(u, 50, mean=0.16, std=0.1)
     assert depths.double().mean().item() == pytest.approx(8, abs=0.3)
     assert depths.double().std().item() == pytest.approx(5, abs=0.5)
-    assert depths.min() == 1 and fixed(7)(u, 5).unique().tolist() == [5]
-    assert gaussian(1.0, 1.0)(torch.tensor([0.0, 0.9999999]), 5).tolist() == [1, 5]
+    assert depths.min() == 1 and draft(7).truncate(u, 5).unique().tolist() == [5]
+    ends = torch.tensor([0.0, 0.9999999])
+    assert gaussian_truncation(ends, 5, mean=1.0, std=1.0).tolist() == [1, 5]

@@ -10,14 +10,14 @@ from flowrl.objectives.batches import Endpoints
 from flowrl.trajectory import Conditioning
 
 
-def made(group: list[int], compared="group", draws: int = 1) -> Endpoints:
+def made(group: list[int], compared="group", forwards: int = 1) -> Endpoints:
     n = len(group)
     return Endpoints(
         x0=torch.arange(n * 2.0).view(n, 2), prompt=torch.tensor(group), group=torch.tensor(group),
         image=torch.arange(n), reward=torch.arange(float(n)), signal=torch.ones(n),
         sigmas=torch.linspace(1, 0, 3),
-        cond=Conditioning(tensors={"a": torch.zeros(max(group, default=0) + 1, 1)}), draws=draws,
-        compared=compared, seed=7, left_out={"invalid": 0.25},
+        cond=Conditioning(tensors={"a": torch.zeros(max(group, default=0) + 1, 1)}),
+        forwards=forwards, compared=compared, seed=7, left_out={"invalid": 0.25},
     )  # fmt: skip
 
 
@@ -28,13 +28,13 @@ def side_by_side(counts: list[int]) -> list[int]:
     return [name for name, count in enumerate(counts) for _ in range(count)]
 
 
-@given(counts=sizes, size=st.integers(1, 20), draws=st.integers(1, 3))
-def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, draws):
-    batch = made(side_by_side(counts), draws=draws)
+@given(counts=sizes, size=st.integers(1, 20), forwards=st.integers(1, 3))
+def test_chunks_hold_every_image_once_and_never_cut_a_group(counts, size, forwards):
+    batch = made(side_by_side(counts), forwards=forwards)
     parts = list(batch.chunks(size))
     assert torch.cat([part.image for part in parts]).tolist() == list(range(len(batch)))
     for part in parts:
-        assert len(part) * draws <= size or len(part.group.unique()) == 1
+        assert len(part) * forwards <= size or len(part.group.unique()) == 1
         for name in part.group.unique():
             assert (part.group == name).sum() == counts[int(name)]
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from toy_images import OBJECTIVES, REWARD, SNAPSHOT, anchored, draws, images, loss_of, moved
+from toy_images import OBJECTIVES, REWARD, SNAPSHOT, compared, images, loss_of, moved, noising
 from toy_policy import Toy, gradient
 
 from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM, LIKELIHOODS, awm_loss
-from flowrl.objectives.base import OldPolicy, in_pieces
+from flowrl.objectives.base import OldPolicy, checkpointed
 from flowrl.objectives.dpo import (
     DGPO,
     DPO,
@@ -20,10 +20,10 @@ from flowrl.objectives.dpo import (
     gdpo_sr_loss,
     kto_loss,
     pairs,
-    sigmoid_utility,
 )  # fmt: skip
 from flowrl.objectives.gdro import GDRO, LAIR, best_error, lair_loss, suffix_loss, top1_loss
 from flowrl.objectives.nft import NFT, nft_loss, renewed
+from flowrl.objectives.noising import WEIGHTINGS
 
 
 def whole_gradient(objective, toy, batch, size, field=None):
@@ -56,10 +56,10 @@ def test_two_passes_give_the_gradient_of_one():
             return toy(x, sigma, cond)
 
         one = whole_gradient(objective, toy, batch, 100)
-        two = whole_gradient(objective, toy, batch, 100, in_pieces(counted, 1))
+        two = whole_gradient(objective, toy, batch, 100, checkpointed(counted, 1))
         torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-13)
         # Every row forward without a graph, then alone again on the way back.
-        assert sizes == [1] * (2 * len(batch) * batch.draws)
+        assert sizes == [1] * (2 * len(batch) * batch.forwards)
 
 
 def test_a_step_raises_what_it_should():
@@ -75,22 +75,21 @@ def test_a_step_raises_what_it_should():
             for p, g in zip(toy.parameters(), step, strict=True):
                 p -= 1e-3 * g / torch.cat(step).norm()
         change = (errors(toy) - before).view(2, -1)
-        worth = torch.tensor(REWARD).double().view(2, -1)
-        worth = worth - worth.mean(1, keepdim=True)
-        assert (worth * change).sum() < 0
+        centered = torch.tensor(REWARD).double().view(2, -1)
+        centered = centered - centered.mean(1, keepdim=True)
+        assert (centered * change).sum() < 0
 
 
 def written_out(name, toy, batch, reference, old):
     """The mean loss of an objective of `OBJECTIVES` from velocities at its points."""
     objective = OBJECTIVES[name]()
-    errors = getattr(objective, "errors", None)
-    points = (errors or objective).draws(batch)
+    points = objective.noising(batch)
     v, v_ref, v_old = (points.velocity(net) for net in (toy, reference, old))
     v_ref, v_old = v_ref.detach(), v_old.detach()
     pull, pull_old = ((v - other).square().mean() for other in (v_ref, v_old))
     signal, group, reward = batch.signal, batch.group, batch.reward
     if name in ("awm", "nft"):
-        signal = signal.repeat_interleave(points.draws)
+        signal = signal.repeat_interleave(points.count)
     if name == "awm":
         now, before = (
             LIKELIHOODS["ghuber"]((u - points.target).square().mean(1), points.sigma)
@@ -100,9 +99,9 @@ def written_out(name, toy, batch, reference, old):
     if name == "nft":
         at = (points.x, points.x0, points.sigma)
         return nft_loss(v, v_old, *at, signal, 0.5, 5.0).mean() + 0.1 * pull
-    weight = points.sigma.new_ones(()) if errors is None else errors.weighting(points.sigma)
+    weight = WEIGHTINGS[getattr(objective, "weighting", "uniform")](points.sigma)
     error, anchor = (
-        (weight * (u - points.target).square().mean(1)).view(-1, points.draws).mean(1)
+        (weight * (u - points.target).square().mean(1)).view(-1, points.count).mean(1)
         for u in (v, v_ref)
     )
     s, won, lost = 3.0 * (anchor - error), signal > 0, signal < 0
@@ -146,10 +145,8 @@ def toy_copy(toy):
 @torch.no_grad()
 def errors(toy):
     """(8,) of all images at many points."""
-    everything = LAIR(
-        errors=anchored(), advantages=Advantages(), implicit_beta=1.0, kappa=1.0
-    ).prepare(images())
-    points = draws(64)(everything)
+    everything = LAIR(**compared(), advantage=Advantages(), kappa=1.0).prepare(images())
+    points = noising(64)(everything)
     return points.error(points.velocity(toy)).mean(1).double()
 
 
@@ -161,13 +158,13 @@ def at_the_reference(objective, rollout=None):
 
 
 def test_values_at_the_reference_are_those_of_no_knowledge():
-    pair = DPO(errors=anchored(), implicit_beta=5.0)
+    pair = DPO(**compared(implicit_beta=5.0))
     assert at_the_reference(pair)[0] == pytest.approx(math.log(2))
-    whole_list = GDRO(errors=anchored(), implicit_beta=5.0, tau=0.1, top1_coef=0.0)
+    whole_list = GDRO(**compared(implicit_beta=5.0), tau=0.1, top1_coef=0.0)
     assert at_the_reference(whole_list)[0] == pytest.approx(math.log(math.factorial(4)))
-    group = DGPO(errors=anchored(), advantages=Advantages(), implicit_beta=5.0)
+    group = DGPO(**compared(implicit_beta=5.0), advantage=Advantages())
     assert at_the_reference(group)[0] == pytest.approx(math.log(2))
-    likes = KTO(errors=anchored(), implicit_beta=5.0, utility=sigmoid_utility)
+    likes = KTO(**compared(implicit_beta=5.0))
     assert at_the_reference(likes)[0] == pytest.approx(0.5)
     assert at_the_reference(OBJECTIVES["awm"]())[1]["policy/clip_share"] == 0
     for name in ("gdro", "dgpo", "lair"):
@@ -175,26 +172,26 @@ def test_values_at_the_reference_are_those_of_no_knowledge():
 
 
 def test_images_that_are_not_liked_may_weigh_more():
-    weighted = KTO(errors=anchored(), implicit_beta=5.0, dislike_weight=3.0)
+    weighted = KTO(**compared(implicit_beta=5.0), dislike_weight=3.0)
     liked = weighted.prepare(images()).signal > 0
     assert liked.any() and not liked.all()
-    above = KTO(errors=anchored(), implicit_beta=5.0, like_above=0.5).prepare(images()).signal
+    above = KTO(**compared(implicit_beta=5.0), like_above=0.5).prepare(images()).signal
     assert above.tolist() == [1 if r > 0.5 else -1 for r in REWARD]
     expected = torch.where(liked, 0.5, 1.5).mean()  # half of the weight at the reference
     assert at_the_reference(weighted)[0] == pytest.approx(float(expected))
 
 
 def test_a_moving_anchor_is_the_old_policy_and_draws():
-    old = OldPolicy(keep=renewed(3), samples=True)
-    objective = DPO(errors=anchored(anchor=old), implicit_beta=5.0)
+    old = OldPolicy(decay=renewed(3), samples=True)
+    objective = DPO(**compared(anchor=old, implicit_beta=5.0))
     assert objective.needs.old is old and not objective.needs.reference
-    assert [old.keep(i) for i in range(5)] == [0, 1, 1, 0, 1]
+    assert [old.decay(i) for i in range(5)] == [0, 1, 1, 0, 1]
     assert at_the_reference(objective)[0] == pytest.approx(math.log(2))
 
 
 def test_tied_prompts_are_dropped_and_counted():
     free = AWM(
-        draws=draws(), advantages=Advantages(), likelihood=LIKELIHOODS["t"], old=SNAPSHOT, clip=0.5
+        noising=noising(), advantage=Advantages(), likelihood="t", old_decay=SNAPSHOT, clip=0.5
     )  # without the pull to the base
     assert not free.needs.reference
     assert set(free.prepare(images((0.5,) * 4 + REWARD[4:])).group.tolist()) == {1}
@@ -213,7 +210,7 @@ def test_tied_prompts_stay_where_they_hold_the_policy():
         assert len(batch) == 8
         toy = Toy()
         loss, _ = loss_of(objective, toy, batch, reference=toy_copy(toy), old=toy_copy(toy))
-        if name == "gdro":  # ties in the order of the lots: the soft targets are all alike
+        if name == "gdro":  # whatever the order of ties, the soft targets are all alike
             assert gradient(loss, toy).abs().max() < 1e-6
         if name == "lair":
             assert gradient(loss, toy).abs().max() < 1e-12
@@ -251,7 +248,7 @@ def test_gdpo_learns_from_images_that_a_part_of_the_rewards_could_score():
         weights=torch.ones(2),
     )
     objectives = [
-        NFT(draws=draws(), advantages=Advantages(rewards=how), old=SNAPSHOT, nft_mix=0.5)
+        NFT(noising=noising(), advantage=Advantages(rewards=how), old_decay=SNAPSHOT, nft_mix=0.5)
         for how in ("sum", "gdpo")
     ]
     assert not any(o.needs.reference for o in objectives)  # without the pull to it

@@ -23,6 +23,7 @@ from toy_policy import (
 )
 
 from flowrl.functional.sde import KERNELS
+from flowrl.objectives.base import Models
 from flowrl.objectives.grpo import GRPO
 from flowrl.objectives.tree_credit import TreeCredit
 from flowrl.trajectory import Transitions
@@ -150,11 +151,9 @@ def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge():
                 seen.append(len(x))
                 return toy(x, sigma, cond)
 
+            models = Models(policy=counted, reference=reference, old=no_network)
             losses = [
-                grpo(kernel, kl_coef=kl_coef).loss(
-                    counted, b, reference=reference, old=no_network, generator=torch.Generator()
-                )[0]
-                for b in (batch, per_edge(batch))
+                grpo(kernel, kl_coef=kl_coef).loss(models, b)[0] for b in (batch, per_edge(batch))
             ]
             assert seen == [len(batch.x), len(batch)]
             first, second = (gradient(loss, toy) for loss in losses)

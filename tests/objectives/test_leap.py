@@ -12,18 +12,18 @@ from toy_chains import (
     gradient,
     loss_of,
     only,
+    reward_of,
     straight_through,
     velocity,
-    worth,
 )
 
-from flowrl.objectives.reward_backprop.base import RewardBackprop, even_supports, lagrange_weights
-from flowrl.objectives.reward_backprop.flowbp import drawn_pairs
-from flowrl.objectives.reward_backprop.leap_align import DirichletPairs, Leaps
-
-
-def leaps(pairs=drawn_pairs, **options) -> Leaps:
-    return Leaps(ascent=RewardBackprop(), pairs=pairs, **options)
+from flowrl.objectives.reward_backprop.base import uniform_pairs
+from flowrl.objectives.reward_backprop.leap_align import (
+    FlowBPLagrange,
+    LeapAlign,
+    even_supports,
+    lagrange_weights,
+)
 
 
 def leap(toy, own, start, end, x, objective):
@@ -58,7 +58,7 @@ def written_out(toy, batch, objective):
         second = (x_0 - own.x[:, -1]).abs().mean().detach()
         x_0 = straight_through(x_0, own.x[:, -1])
         weight = 1 / (first.clamp(min=floor) + second.clamp(min=floor))
-        losses.append(-weight * worth(x_0, own.prompt))
+        losses.append(-weight * reward_of(x_0, own.prompt))
     return torch.cat(losses).mean()
 
 
@@ -67,7 +67,7 @@ def test_leaps_are_autograd_through_two_predicted_states():
         for order in [{}, {"supports": 3}, {"supports": 3, "active": 2, "support_coef": 0.25}]:
             toy = Toy()
             batch = chains(toy)
-            objective = leaps(nested_coef=nested_coef, **order)
+            objective = LeapAlign(nested_coef=nested_coef, **order)
             loss, _ = loss_of(objective, toy, batch)
             expected = written_out(toy, batch, objective)
             assert_same(loss.detach(), expected.detach())
@@ -82,7 +82,7 @@ def test_leaps_over_two_steps_are_full_back_propagation():
     whole = gradient(full(toy, batch), toy)
     linear = gradient(full(toy, batch, jacobians=False), toy)
     for nested_coef, expected in ((1.0, whole), (0.0, linear), (0.3, 0.3 * whole + 0.7 * linear)):
-        loss, metrics = loss_of(leaps(nested_coef=nested_coef, **options), toy, batch)
+        loss, metrics = loss_of(LeapAlign(nested_coef=nested_coef, **options), toy, batch)
         assert_same(gradient(loss, toy), expected)
         assert metrics["path/leap_distance"].item() == pytest.approx(0, abs=1e-12)
         assert metrics["path/leap_weight"].item() == pytest.approx(1)
@@ -90,7 +90,12 @@ def test_leaps_over_two_steps_are_full_back_propagation():
 
 def test_forwards_are_those_of_short_leaps_too():
     batch = chains(Toy())
-    objective = leaps(pairs=lambda b: (b.rows * 0, b.rows * 0 + 1), supports=3, active=2)
+
+    class FirstStep(LeapAlign):
+        def pairs(self, batch):
+            return batch.rows * 0, batch.rows * 0 + 1
+
+    objective = FirstStep(supports=3, active=2)
     seen = []
 
     def counted(x, sigma, cond):
@@ -103,7 +108,7 @@ def test_forwards_are_those_of_short_leaps_too():
 
 def test_drawn_pairs_are_all_pairs_alike():
     batch = chains(Toy(), steps=3, count=1500)
-    k, j = drawn_pairs(batch)
+    k, j = uniform_pairs(batch)
     pairs = list(zip(k.tolist(), j.tolist(), strict=True))
     for pair in ((0, 1), (0, 2), (1, 2)):
         assert pairs.count(pair) / 1500 == pytest.approx(1 / 3, abs=0.05)
@@ -111,7 +116,7 @@ def test_drawn_pairs_are_all_pairs_alike():
 
 def test_dirichlet_pairs_are_steps_in_order():
     for steps in [2, 3, 5, 25]:
-        law = DirichletPairs()
+        law = FlowBPLagrange()
         pairs = [law.pair(seed, steps) for seed in range(300)]
         assert all(0 <= k < j < steps for k, j in pairs)
         assert all(steps - j <= max(1, 0.4 * steps) for _, j in pairs)
@@ -127,5 +132,5 @@ def test_the_reward_is_asked_at_the_rollouts_own_images():
         asked.append(x0)
         return field(x0, prompt)
 
-    loss_of(leaps(), Toy(seed=1), batch, reward=seen)
+    loss_of(LeapAlign(), Toy(seed=1), batch, reward=seen)
     assert torch.equal(asked[0], batch.x[:, T])

@@ -8,8 +8,8 @@ import torch
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
-from flowrl.objectives.batches import Trajectories, paths
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.objectives.batches import Trajectories
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Conditioning, Rollout
 from flowrl.trees.plan import Step, TreePlan
 
@@ -29,9 +29,9 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
         return torch.randn(len(prompt), D, generator=generator)
 
     schedule = Schedule(
-        sigmas=torch.linspace(1, 0, STEPS + 1), kernel=KERNELS["flow_sde"], level=0.7
+        sigmas=torch.linspace(1, 0, STEPS + 1), kernel=KERNELS["flow_sde"], noise_level=0.7
     )
-    tree = grow(velocity, noise().to(dtype), prompt, plan, schedule, noise)
+    tree = sample_tree(velocity, noise().to(dtype), prompt, plan, schedule, noise)
     leaves = len(prompt) * len(tree.leaf)
     return Rollout(
         tree=tree, cond=Conditioning(tensors={"c": torch.eye(PROMPTS)}), prompts=("a", "b", "c"),
@@ -45,7 +45,7 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
 
 def test_a_chain_holds_its_states_and_velocities_in_32_bits():
     # A chain holds all states and the velocities between them.
-    batch = paths(rollout())
+    batch = Trajectories.from_rollout(rollout())
     assert batch.x.shape == (PROMPTS * GROUP, STEPS + 1, D) and batch.steps == STEPS
     assert torch.equal(batch.x0, batch.x[:, -1]) and batch.seed == 5
     row, step = torch.tensor([0, 3, 5]), torch.tensor([0, 3, 2])
@@ -55,7 +55,7 @@ def test_a_chain_holds_its_states_and_velocities_in_32_bits():
     assert torch.equal(batch.sigma(step), torch.tensor([1.0, 0.25, 0.5]))
     assert torch.equal(batch.dt, torch.full((STEPS,), -0.25))
     # States of 16 bits are widened when they are used.
-    batch = paths(rollout(dtype=torch.bfloat16))
+    batch = Trajectories.from_rollout(rollout(dtype=torch.bfloat16))
     row = torch.tensor([0])
     assert batch.x.dtype == torch.bfloat16
     assert {batch.x0.dtype, batch.at(row, row).dtype, batch.velocity(row, row).dtype} == {
@@ -67,7 +67,7 @@ def test_images_without_a_reward_and_of_other_processes_are_left_out():
     whole = rollout()
     reward = whole.reward.clone()
     reward[[1, 4]] = math.nan
-    batch = paths(replace(whole, reward=reward, valid=reward.isfinite()))
+    batch = Trajectories.from_rollout(replace(whole, reward=reward, valid=reward.isfinite()))
     assert batch.image.tolist() == [0, 2, 3, 5] and batch.group.tolist() == [0, 1, 1, 2]
     assert batch.metrics()["path/invalid"].item() == pytest.approx(1 / 3)
     assert batch.metrics()["path/chains"].item() == 4
@@ -75,20 +75,22 @@ def test_images_without_a_reward_and_of_other_processes_are_left_out():
     whole = rollout()
     own = torch.tensor([4, 1])
     t = whole.tree
-    part = paths(replace(whole, tree=replace(t, x=t.x[own], prompt=t.prompt[own]), trees=own))
+    part = Trajectories.from_rollout(
+        replace(whole, tree=replace(t, x=t.x[own], prompt=t.prompt[own]), trees=own)
+    )
     assert part.image.tolist() == [1, 4] and part.group.tolist() == [0, 2]
     assert torch.equal(part.x, whole.tree.x[[1, 4]]) and part.prompt.tolist() == [0, 2]
 
 
 def test_chunks_hold_whole_chains_and_updates_whole_groups():
-    batch = paths(rollout()).costing(torch.tensor([1, 2, 2, 5, 1, 1]))
+    batch = Trajectories.from_rollout(rollout()).with_forwards(torch.tensor([1, 2, 2, 5, 1, 1]))
     sizes = [chunk.image.tolist() for chunk in batch.chunks(3)]
     assert sizes == [[0, 1], [2], [3], [4, 5]]
     assert batch.metrics()["tree/train_forwards"].item() == 12
     assert [len(c) for c in batch.chunks(100)] == [6]
     assert list(batch.take(batch.rows[:0]).chunks(3)) == []
     # Updates deal whole groups.
-    parts = paths(rollout()).updates(2)
+    parts = Trajectories.from_rollout(rollout()).updates(2)
     assert [p.group.tolist() for p in parts] == [[0, 0, 2, 2], [1, 1]]
     assert all(isinstance(p, Trajectories) and p.seed == 5 for p in parts)
 
@@ -99,4 +101,4 @@ def test_noise_and_branches_are_refused():
         TreePlan(1, (Step(branch=2, noise=True), *[Step()] * (STEPS - 1))),
     ]:
         with pytest.raises(UserError, match="set rollout.tree to {kind: ode}"):
-            paths(rollout(plan))
+            Trajectories.from_rollout(rollout(plan))

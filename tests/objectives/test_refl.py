@@ -1,23 +1,23 @@
 """ReFL and DRaFT-LV against plain autograd, and in a world where their means are known."""
 
 import torch
-from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, velocity, worth
+from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, reward_of, velocity
 
 from flowrl.objectives.noising import noised
-from flowrl.objectives.reward_backprop.base import RewardBackprop, fresh_noise
+from flowrl.objectives.reward_backprop.base import fresh_noise
 from flowrl.objectives.reward_backprop.refl import DRaFTLV, ReFL
 
 
 def test_refl_is_the_gradient_of_the_reward_of_one_prediction():
     for window in [0.2, 0.6, 1.0]:
-        toy, objective = Toy(), ReFL(ascent=RewardBackprop(), window=window)
+        toy, objective = Toy(), ReFL(window=window)
         batch = chains(toy)
         parts, values = [], []
         for n, i in enumerate(objective.step(batch).tolist()):
             assert T - round(window * T) <= i < T
             own = only(batch, n)
             x0 = own.x[:, i] - own.sigmas[i] * velocity(toy, own, own.x[:, i], i)
-            loss = -worth(x0, own.prompt).mean()
+            loss = -reward_of(x0, own.prompt).mean()
             parts.append(gradient(loss, toy))
             values.append(loss.detach())
         loss, metrics = loss_of(objective, toy, batch)
@@ -27,7 +27,7 @@ def test_refl_is_the_gradient_of_the_reward_of_one_prediction():
 
 
 def test_refl_draws_every_late_step():
-    objective = ReFL(ascent=RewardBackprop(), window=0.6)
+    objective = ReFL(window=0.6)
     steps = objective.step(chains(Toy(), count=400))
     counts = steps.bincount(minlength=T).double() / 400
     torch.testing.assert_close(
@@ -36,14 +36,14 @@ def test_refl_draws_every_late_step():
 
 
 def test_draft_lv_is_the_mean_gradient_over_its_copies():
-    toy, objective = Toy(), DRaFTLV(ascent=RewardBackprop(), copies=3)
+    toy, objective = Toy(), DRaFTLV(copies=3)
     batch = chains(toy)
     noise = fresh_noise(batch, "copy", 3).view(len(batch), 3, -1)
     t = batch.sigmas[T - 1].expand(len(batch))
     losses = []
     for copy in noise.unbind(1):
         x = noised(batch.x[:, -1], copy, t)
-        losses.append(-worth(x - t[:, None] * velocity(toy, batch, x, T - 1), batch.prompt))
+        losses.append(-reward_of(x - t[:, None] * velocity(toy, batch, x, T - 1), batch.prompt))
     assert_same(
         gradient(loss_of(objective, toy, batch)[0], toy), gradient(torch.cat(losses).mean(), toy)
     )

@@ -5,17 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.objective import (
-    build_align_prop,
-    build_draft,
-    build_draft_lv,
-    build_flowbp_bridge,
-    build_flowbp_lagrange,
-    build_flowbp_sparse,
-    build_leap_align,
-    build_refl,
-    build_srpo,
-)
 from flowrl.config.objectives import (
     AlignPropOptions,
     DRaFTLVOptions,
@@ -28,24 +17,22 @@ from flowrl.config.objectives import (
     SRPOOptions,
     UniformTruncationOptions,
 )
+from flowrl.objectives.base import Models
 from flowrl.objectives.reward_backprop.decoder import RewardGradient
-from flowrl.sampling.rollout import Stopwatch
+from flowrl.sampling.rollout import Timer
 
 OBJECTIVES = {
-    "refl": (build_refl, ReFLOptions()),
-    "draft": (build_draft, DRaFTOptions(steps=2)),
-    "draft_lv": (build_draft_lv, DRaFTLVOptions()),
-    "align_prop": (build_align_prop, AlignPropOptions()),
-    "align_prop_uniform": (
-        build_align_prop,
-        AlignPropOptions(truncation=UniformTruncationOptions()),
-    ),
-    "srpo": (build_srpo, SRPOOptions()),
-    "leap_align": (build_leap_align, LeapAlignOptions()),
-    "flowbp_sparse": (build_flowbp_sparse, FlowBPSparseOptions(steps=2)),
-    "drtune": (build_flowbp_sparse, FlowBPSparseOptions(steps=2, spacing="even", gain_coef=0)),
-    "flowbp_bridge": (build_flowbp_bridge, FlowBPBridgeOptions(steps=3, kl_coef=1e-3)),
-    "flowbp_lagrange": (build_flowbp_lagrange, FlowBPLagrangeOptions(hinge=5.0)),
+    "refl": ReFLOptions(),
+    "draft": DRaFTOptions(steps=2),
+    "draft_lv": DRaFTLVOptions(),
+    "align_prop": AlignPropOptions(),
+    "align_prop_uniform": AlignPropOptions(truncation=UniformTruncationOptions()),
+    "srpo": SRPOOptions(),
+    "leap_align": LeapAlignOptions(),
+    "flowbp_sparse": FlowBPSparseOptions(steps=2),
+    "drtune": FlowBPSparseOptions(steps=2, spacing="even", gain_coef=0),
+    "flowbp_bridge": FlowBPBridgeOptions(steps=3, kl_coef=1e-3),
+    "flowbp_lagrange": FlowBPLagrangeOptions(hinge=5.0),
 }
 
 
@@ -63,11 +50,16 @@ def ascend(make_learner):
         learner = make_learner(
             rewards={"cyan": Cyan()},
             objective={"kind": "rwr"},
-            rollout={"tree": {"kind": "ode"}, "prompts": 2, "group_size": 2, "steps": steps},
+            rollout={
+                "tree": {"kind": "ode"},
+                "prompts_per_iteration": 2,
+                "group_size": 2,
+                "num_inference_steps": steps,
+            },
             **changes,
         )
         reward = RewardGradient(learner.policy.backbone, learner.specs, 4)
-        return replace(learner, objective=objective, reward=reward)
+        return replace(learner, objective=objective, reward_gradient=reward)
 
     return make
 
@@ -79,23 +71,22 @@ QUICK = {"srpo", "flowbp_bridge"}  # a renoised image; a chain with the pull to 
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OBJECTIVES]
 )
 def test_a_few_steps_raise_the_reward_of_the_same_prompts(ascend, name):
-    build, section = OBJECTIVES[name]
     # Leaps of higher order extrapolate: over a few long steps weights may have the other sign.
     steps = 10 if name == "flowbp_lagrange" else 4
-    learner = ascend(build(section), steps, optim={"lr": 5e-3, "micro_batch": 3})
+    learner = ascend(OBJECTIVES[name].build(), steps, optim={"lr": 5e-3, "micro_batch": 3})
     rewards = []
     for _ in range(2):  # the same prompts and noise each time
         rollout, metrics = learner.iterate(0)
         rewards.append(rollout.reward.mean().item())
         assert metrics["path/dropped"] == 0 and metrics["grad/norm"] > 0
-    rewards.append(learner.source.collect(0, Stopwatch()).reward.mean().item())
+    rewards.append(learner.source.collect(0, Timer()).reward.mean().item())
     assert rewards[2] > rewards[1] > rewards[0]
     assert all(p.grad is None for p in learner.policy.backbone.pipeline.vae.parameters())
 
 
 def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
     """Against finite differences of the policy's weights, the sampler and the decoder between."""
-    learner = ascend(build_draft(DRaFTOptions(steps=4)), optim={"micro_batch": 16})
+    learner = ascend(DRaFTOptions(steps=4).build(), optim={"micro_batch": 16})
     parameters = learner.policy.parameters()
     generator = torch.Generator().manual_seed(0)
     for p in parameters:  # away from the fresh adapter, whose first factor has no gradient
@@ -105,19 +96,14 @@ def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
     def drawn(along, step):
         for p, start, towards in zip(parameters, before, along, strict=True):
             p.data = start + step * towards
-        return learner.source.collect(0, Stopwatch())
+        return learner.source.collect(0, Timer())
 
     still = [torch.zeros_like(p) for p in parameters]
     rollout = drawn(still, 0)
-    assert learner.reward is not None
-    loss, _ = learner.objective.loss(
-        learner.policy.velocity,
-        learner.objective.prepare(rollout),
-        reference=learner.policy.reference,
-        old=learner.policy.old,
-        generator=generator,
-        reward=learner.reward(rollout),
+    models = Models(
+        policy=learner.policy.velocity, reward_gradient=learner.reward_gradient(rollout)
     )
+    loss, _ = learner.objective.loss(models, learner.objective.prepare(rollout))
     slope = torch.autograd.grad(loss, parameters)
     norm = torch.stack([g.square().sum() for g in slope]).sum().sqrt()
     along = [g / norm for g in slope]
@@ -128,5 +114,7 @@ def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
 
 def learner_reward(learner, rollout):
     """Mean of the reward that is not rounded to 8 bits."""
-    values, _ = learner.reward(rollout)(rollout.tree.leaves(), rollout.tree.prompt_of_leaves())
+    values, _ = learner.reward_gradient(rollout)(
+        rollout.tree.leaves(), rollout.tree.prompt_of_leaves()
+    )
     return values.mean()

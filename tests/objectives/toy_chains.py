@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.noise import noise_seed
+from flowrl.objectives.base import Models
 from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import tangent
 from flowrl.trajectory import Conditioning
@@ -57,19 +58,19 @@ def chains(toy, steps: int = T, count: int = N, forwards=1, sigmas=None) -> Traj
         seed=noise_seed(seed=0, iteration=0, prompt="", root=0, step=0, role="learn"),
         left_out={},
     )
-    return batch.costing(forwards)
+    return batch.with_forwards(forwards)
 
 
-def worth(x0, prompt, words=""):
+def reward_of(x0, prompt, words=""):
     """A reward with curvature that depends on prompt and words. (n, D) -> (n,)"""
     return torch.sin(x0 + prompt[:, None]).sum(1) + len(words) * x0.square().sum(1) / 50
 
 
 def field(x0, prompt, words=""):
-    """`worth` as a reward field."""
+    """`reward_of` as a reward field."""
     with torch.enable_grad():
         x = x0.detach().requires_grad_()
-        r = worth(x, prompt, words)
+        r = reward_of(x, prompt, words)
         (gradient,) = torch.autograd.grad(r.sum(), x)
     return r.detach(), gradient
 
@@ -79,9 +80,8 @@ def no_network(x, sigma, cond):
 
 
 def loss_of(objective, toy, batch, *, reward=field, reference=no_network):
-    loss, metrics = objective.loss(
-        toy, batch, reference=reference, old=no_network, generator=torch.Generator(), reward=reward
-    )
+    models = Models(policy=toy, reference=reference, old=no_network, reward_gradient=reward)
+    loss, metrics = objective.loss(models, batch)
     assert not any(m.requires_grad for m in metrics.values())
     return loss, metrics
 
@@ -104,7 +104,7 @@ def full(toy, batch, first: int = 0, jacobians: bool = True):
     for i in range(first, batch.steps):
         seen = x if jacobians else x.detach()
         x = x + (batch.sigmas[i + 1] - batch.sigmas[i]) * velocity(toy, batch, seen, i)
-    return -worth(x, batch.prompt).mean()
+    return -reward_of(x, batch.prompt).mean()
 
 
 def only(batch: Trajectories, row: int) -> Trajectories:

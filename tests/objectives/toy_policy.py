@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from flowrl.functional.sde import KERNELS
-from flowrl.sampling.sampler import Schedule, grow
+from flowrl.objectives.base import Models
+from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.trajectory import Conditioning, Rollout, Transitions, transitions
 from flowrl.trees.plan import Step, TreePlan
 
@@ -53,13 +54,13 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
 
     sigmas = torch.linspace(1, 0, T + 1).double()
     schedule = Schedule(
-        sigmas=sigmas, kernel=KERNELS[kernel], level=1.0 if kernel == "renoise" else 0.6
+        sigmas=sigmas, kernel=KERNELS[kernel], noise_level=1.0 if kernel == "renoise" else 0.6
     )
 
     def velocity(x, sigma, prompt):
         return toy(x, sigma.expand(len(x)), cond().take(prompt))
 
-    tree = grow(velocity, noise(), prompt, plan, schedule, noise)
+    tree = sample_tree(velocity, noise(), prompt, plan, schedule, noise)
     # The sampler computes in fp32; the toy's means are wanted to the last digit of fp64.
     before = tree.parent[tree.edge]
     x = tree.x[:, before].flatten(0, 1)
@@ -98,9 +99,8 @@ def every_edge(rollout: Rollout) -> Transitions:
 
 def loss_of(objective, toy, batch, reference=no_network):
     # fp32 is the dtype of velocities in training; the toy stays in float64 to compare gradients.
-    loss, metrics = objective.loss(
-        toy, batch, reference=reference, old=no_network, generator=torch.Generator()
-    )
+    models = Models(policy=toy, reference=reference, old=no_network)
+    loss, metrics = objective.loss(models, batch)
     assert not any(m.requires_grad for m in metrics.values())
     return loss, metrics
 

@@ -1,24 +1,22 @@
-"""What all objectives share that follow the reward's gradient: velocities, the loss, the lots."""
+"""What objectives share that follow the reward's gradient: the loss, velocities, random numbers."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from flowrl.backbones.base import VelocityField
 from flowrl.functional.gaussian import velocity_kl
 from flowrl.functional.noise import keyed_noise, keyed_uniform, noise_seed
-from flowrl.functional.sde import lift
-from flowrl.objectives.base import Needs
-from flowrl.objectives.batches import Trajectories, widened
-from flowrl.trajectory import Conditioning, Metrics
-
-# --- Reward back-propagation: which velocities the gradient reaches, and with what weight ------
+from flowrl.objectives.base import Models, Needs, recomputed
+from flowrl.objectives.batches import Trajectories, at_least_fp32
+from flowrl.objectives.noising import without_replacement
+from flowrl.trajectory import Metrics, Rollout
 
 
 def tangent(value: Tensor) -> Tensor:
-    """Zeros with the gradient of `value`. Same shape.
+    """Return zeros with the gradient of `value`. Same shape.
 
     Added to a known state it is straight-through: the state to the last bit, that gradient.
     """
@@ -26,69 +24,15 @@ def tangent(value: Tensor) -> Tensor:
 
 
 def reward_loss(reward: Tensor, hinge: float | None) -> Tensor:
-    """-r, or relu(hinge - r): what is minimised. (B,)"""
+    """Return -r, or relu(hinge - r). (B,)"""
     return -reward if hinge is None else (hinge - reward).relu()
 
 
 def reward_slope(reward: Tensor, hinge: float | None) -> Tensor:
-    """Derivative of `reward_loss`: -1, and 0 where the reward is at its hinge or above. (B,)"""
+    """Return the derivative of `reward_loss`: -1, or 0 where the reward reaches its hinge. (B,)"""
     if hinge is None:
         return -torch.ones_like(reward)
     return -(reward < hinge).to(reward.dtype)
-
-
-def sparse_gain(length: Tensor, active: Tensor, gain_coef: float) -> Tensor:
-    """1 + gain_coef (sum |dt| / sum over active |dt| - 1) of FlowBP-Sparse (2606.11075). (B,)
-
-    length: (T,), the steps' |dt|; active: (B, K) long, the steps that the gradient reaches. At 1
-    they stand for the whole chain, at 0 for themselves.
-    """
-    return 1 + gain_coef * (length.sum() / length[active].sum(1) - 1)
-
-
-def weighted_choice(u: Tensor, weight: Tensor, count: int) -> Tensor:
-    """`count` different numbers below M, ascending, as if drawn one by one with these weights.
-
-    u: (B, M) uniform in [0, 1); weight: (M,) > 0. The largest of u^(1 / weight) follow that law
-    (Efraimidis and Spirakis 2006). (B, count) long
-    """
-    keys = u.double().log() / weight.to(u.device, torch.float64)
-    return keys.topk(count, dim=1).indices.sort(1).values
-
-
-def lagrange_weights(support: Tensor, start: Tensor, end: Tensor) -> Tensor:
-    """Integrals from `start` to `end` of the Lagrange polynomials through `support`. (S,) fp64
-
-    support: (S,) different times; start, end: (). Weights for velocities at these times, exact
-    where the velocity is a polynomial in time of degree < S along the path; their sum is
-    end - start. With S = 1 this is Euler's step.
-    """
-    at, low, high = support.double(), start.double(), end.double()
-    middle = (low + high) / 2  # small numbers to small powers
-    at, low, high = at - middle, low - middle, high - middle
-    power = torch.arange(1, len(at) + 1, dtype=torch.float64, device=at.device)
-    moments = (high**power - low**power) / power
-    return torch.linalg.solve(at[None] ** (power - 1)[:, None], moments)
-
-
-def even_supports(start: int, end: int, count: int) -> list[int]:
-    """At most `count` of the steps start, ..., end - 1, evenly spread, the first always in it."""
-    count = min(count, end - start)
-    if count == 1:
-        return [start]
-    return [start + round(i * (end - 1 - start) / (count - 1)) for i in range(count)]
-
-
-def clean_given_noise(x: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """The clean latent of x = (1 - sigma) x0 + sigma noise, whose noise is known; sigma < 1.
-
-    SRPO (2509.06942) takes x one step from another sigma s by the network's velocity: an error of
-    that velocity comes out |sigma - s| / (1 - sigma) times as large. (B, *latent)
-    """
-    return (x - lift(sigma, x) * noise) / lift(1 - sigma, x)
-
-
-# --- What all objectives share that follow the reward's gradient -------------------------------
 
 
 class Velocities:
@@ -99,26 +43,25 @@ class Velocities:
         self._distance = self._points = batch.dt.new_zeros(len(batch))
 
     def __call__(self, x: Tensor, sigma: Tensor, row: Tensor) -> Tensor:
-        """At x (n, *latent) and sigma (n,), of chains `row` (n,) long; at least fp32."""
+        """Return velocities at x (n, *latent), sigma (n,), of chains `row` (n,), at least fp32."""
         cond = self.batch.cond.take(self.batch.prompt[row])
-        v = widened(self.policy(x, sigma, cond))
+        v = at_least_fp32(self.policy(x, sigma, cond))
         if self.reference is not None:
-            apart = velocity_kl(v, widened(self.reference(x, sigma, cond)))
+            apart = velocity_kl(v, at_least_fp32(self.reference(x, sigma, cond)))
             self._distance = self._distance.index_add(0, row, apart.to(self._distance))
             self._points = self._points.index_add(0, row, torch.ones_like(self._points[row]))
         return v
 
-    def pull(self) -> Tensor:
-        """Squared distance from the reference, averaged over each chain's points, then chains."""
+    def kl(self) -> Tensor:
+        """Return the squared distance from the reference, a mean over chains of their means. ()"""
         return (self._distance / self._points.clamp(min=1)).mean()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RewardBackprop:
-    """The loss -r, or relu(hinge - r), of images, and the pull to the base model.
+    """Base of objectives that follow the reward's gradient; see the options of the same names.
 
-    hinge: the reward beyond which an image is good enough. kl_coef: weight of the mean squared
-    distance of velocities from the reference's, wherever the gradient reaches them.
+    A subclass computes the tangent of each image's clean latent, and calls `surrogate`.
     """
 
     hinge: float | None = None
@@ -128,12 +71,23 @@ class RewardBackprop:
     def needs(self) -> Needs:
         return Needs(states="path", reference=self.kl_coef > 0, reward_grad=True)
 
-    def velocities(
-        self, policy: VelocityField, reference: VelocityField, batch: Trajectories
-    ) -> Velocities:
-        return Velocities(policy, batch, reference if self.kl_coef > 0 else None)
+    def prepare(self, rollout: Rollout) -> Trajectories:
+        return Trajectories.from_rollout(rollout)
 
-    def loss(
+    def velocities(
+        self, models: Models, batch: Trajectories, *, recompute: bool = False
+    ) -> Velocities:
+        """Return the policy along the chains.
+
+        recompute: keep no activations, for losses that ask for the reward at what the network
+        predicts now: its activations and the reward's never share the memory.
+        """
+        policy = models.policy
+        if recompute:
+            policy = functools.partial(recomputed, policy)
+        return Velocities(policy, batch, models.reference if self.kl_coef > 0 else None)
+
+    def surrogate(
         self,
         moved: Tensor,
         reward: Tensor,
@@ -141,11 +95,14 @@ class RewardBackprop:
         velocities: Velocities,
         weight: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """Mean over images of weight * loss, and metrics.
+        """Return the mean over images of weight * (-r or relu(hinge - r)), and metrics.
 
-        moved: (n, *latent), a tangent: zeros with the gradient of each image's clean latent.
-        reward, gradient: (n,), like moved, at that latent. weight: (n,) without gradient, or 1.
         Images without a finite reward or gradient count 0, and their share is a metric.
+
+        Args:
+            moved: (n, *latent), a tangent: zeros with the gradient of each image's clean latent.
+            reward, gradient: (n,) and (n, *latent), at that latent.
+            weight: (n,) without gradient, or 1.
         """
         good = reward.isfinite() & gradient.flatten(1).isfinite().all(1)
         reward = torch.where(good, reward, 0).to(moved)
@@ -162,31 +119,16 @@ class RewardBackprop:
             metrics["path/reward"] = reward[good].mean()
             metrics["path/gradient_norm"] = up[good].square().flatten(1).mean(1).sqrt().mean()
         if self.kl_coef > 0:
-            pull = velocities.pull()
-            loss, metrics["policy/kl"] = loss + self.kl_coef * pull, pull.detach()
+            kl = velocities.kl()
+            loss, metrics["policy/kl"] = loss + self.kl_coef * kl, kl.detach()
         return loss, metrics
 
 
-def no_reward(x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
-    """Stands where no reward was given."""
-    raise ValueError("this objective needs the reward's gradient: give its loss `reward=`")
-
-
-def later(field: VelocityField) -> VelocityField:
-    """The same field, computed once more on the way back.
-
-    For losses whose reward is taken at what the network says now: its activations are not kept
-    while the reward has a graph of its own, so that the two never share the memory.
-    """
-
-    def field_later(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        return checkpoint(field, x, sigma, cond, use_reentrant=False, preserve_rng_state=False)  # type: ignore[return-value]
-
-    return field_later
+# --- Random numbers: functions of the batch's seed, the image's number and their role ----------
 
 
 def seeds(batch: Trajectories, role: str, copies: int = 1) -> list[int]:
-    """One for each image and copy, image by image: of its number and the batch's seed."""
+    """Return a seed for each image and copy, image by image."""
     return [
         noise_seed(seed=batch.seed, iteration=0, prompt="path", root=image, step=copy, role=role)
         for image in batch.image.tolist()
@@ -195,11 +137,18 @@ def seeds(batch: Trajectories, role: str, copies: int = 1) -> list[int]:
 
 
 def chances(batch: Trajectories, role: str, count: int) -> Tensor:
-    """(N, count), uniform in [0, 1)."""
+    """Return numbers uniform in [0, 1). (N, count)"""
     return keyed_uniform(seeds(batch, role), (count,)).to(batch.x.device)
 
 
 def fresh_noise(batch: Trajectories, role: str, copies: int = 1) -> Tensor:
-    """(N * copies, *latent), standard normal."""
+    """Return standard normal noise. (N * copies, *latent)"""
     noise = keyed_noise(seeds(batch, role, copies), batch.x.shape[2:], device=batch.x.device)
     return noise.to(batch.dt.dtype)
+
+
+def uniform_pairs(batch: Trajectories) -> tuple[Tensor, Tensor]:
+    """Return two different steps k < j of each chain, every pair alike. (N,), (N,) long"""
+    numbers = torch.arange(batch.steps, device=batch.x.device)
+    pair = without_replacement(chances(batch, "pair", 2), numbers).sort(1).values
+    return pair[:, 0], pair[:, 1]

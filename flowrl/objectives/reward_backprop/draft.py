@@ -1,78 +1,42 @@
 """Back-propagation through the last steps: DRaFT-K (2309.17400) and AlignProp (2310.03739)."""
 
-import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
-from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Trajectories, paths
-from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, no_reward, tangent
+from flowrl.objectives.base import Models
+from flowrl.objectives.batches import Trajectories
+from flowrl.objectives.reward_backprop.base import RewardBackprop, chances, tangent
 from flowrl.trajectory import Metrics, Rollout
 
-# (u (N,) uniform in [0, 1), T) -> how many of its last steps each chain is followed, (N,) in [1, T]
-Depth = Callable[[Tensor, int], Tensor]
+# (u (N,) uniform in [0, 1), T) -> how many last steps of each chain get a gradient, (N,) in [1, T]
+Truncation = Callable[[Tensor, int], Tensor]
 
 
-def fixed(steps: int) -> Depth:
-    """The same for every chain; DRaFT-K."""
-    return functools.partial(_fixed, at=steps)
-
-
-def uniform() -> Depth:
-    """Every number of steps alike; AlignProp's first form."""
-    return _uniform
-
-
-def gaussian(mean: float, std: float) -> Depth:
-    """A normal share of the steps, rounded; AlignProp's second form."""
-    return functools.partial(_gaussian, mean=mean, std=std)
-
-
-def _fixed(u: Tensor, steps: int, *, at: int) -> Tensor:
-    return torch.full_like(u, min(at, steps)).long()
-
-
-def _uniform(u: Tensor, steps: int) -> Tensor:
-    return (u * steps).long().clamp(max=steps - 1) + 1
-
-
-def _gaussian(u: Tensor, steps: int, *, mean: float, std: float) -> Tensor:
-    normal = torch.special.ndtri(u.double().clamp(min=1e-12))
-    return ((mean + std * normal) * steps).round().clamp(1, steps).long()
-
-
-class DRaFT:
-    """The last steps of each chain with all their Jacobians, from a state without gradient.
+@dataclass(frozen=True, kw_only=True)
+class LastSteps(RewardBackprop):
+    """Base of DRaFT and AlignProp: the last steps of each chain with all their Jacobians.
 
     Values stay those of the rollout, to the last bit: each state is straight-through.
     """
 
-    def __init__(self, *, ascent: RewardBackprop, depth: Depth):
-        self.ascent, self.depth, self.needs = ascent, depth, ascent.needs
-
-    def prepare(self, rollout: Rollout) -> Trajectories:
-        batch = paths(rollout)
-        return batch.costing(self.depths(batch))
+    def truncate(self, u: Tensor, steps: int) -> Tensor:
+        """Return how many of its last steps each chain is followed back. (N,) long"""
+        raise NotImplementedError
 
     def depths(self, batch: Trajectories) -> Tensor:
         """(N,) long."""
-        return self.depth(chances(batch, "depth", 1)[:, 0], batch.steps)
+        return self.truncate(chances(batch, "depth", 1)[:, 0], batch.steps)
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Trajectories,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-        reward: RewardField = no_reward,
-    ) -> tuple[Tensor, Metrics]:
-        r, gradient = reward(batch.x0, batch.prompt)
-        velocities = self.ascent.velocities(policy, reference, batch)
+    def prepare(self, rollout: Rollout) -> Trajectories:
+        batch = Trajectories.from_rollout(rollout)
+        return batch.with_forwards(self.depths(batch))
+
+    def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
+        reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
+        velocities = self.velocities(models, batch)
         first = batch.steps - self.depths(batch)
         moved = torch.zeros_like(batch.x0)
         for i in range(int(first.min()), batch.steps):
@@ -80,4 +44,35 @@ class DRaFT:
             step = torch.full_like(row, i)
             v = velocities(batch.at(row, step) + moved[row], batch.sigma(step), row)
             moved = moved.index_add(0, row, batch.dt[i] * tangent(v))
-        return self.ascent.loss(moved, r, gradient, velocities)
+        return self.surrogate(moved, reward, gradient, velocities)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRaFT(LastSteps):
+    """The same number of steps for every chain."""
+
+    steps: int = 1
+
+    def truncate(self, u: Tensor, steps: int) -> Tensor:
+        return torch.full_like(u, min(self.steps, steps)).long()
+
+
+def uniform_truncation(u: Tensor, steps: int) -> Tensor:
+    """Return every number of steps alike; AlignProp's first form."""
+    return (u * steps).long().clamp(max=steps - 1) + 1
+
+
+def gaussian_truncation(u: Tensor, steps: int, *, mean: float, std: float) -> Tensor:
+    """Return a normal share of the steps, rounded; AlignProp's second form."""
+    normal = torch.special.ndtri(u.double().clamp(min=1e-12))
+    return ((mean + std * normal) * steps).round().clamp(1, steps).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlignProp(LastSteps):
+    """A random number of steps, new for each chain."""
+
+    truncation: Truncation
+
+    def truncate(self, u: Tensor, steps: int) -> Tensor:
+        return self.truncation(u, steps)

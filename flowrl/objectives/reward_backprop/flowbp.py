@@ -1,53 +1,42 @@
 """FlowBP (2606.11075) with Euler weights: a few steps, or a few on both sides of a bridge."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.sde import lift
-from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Trajectories, paths
-from flowrl.objectives.noising import from_schedule
+from flowrl.objectives.base import Models
+from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import (
     RewardBackprop,
     Velocities,
     chances,
-    no_reward,
-    sparse_gain,
     tangent,
-    weighted_choice,
+    uniform_pairs,
 )
 from flowrl.trajectory import Metrics, Rollout
 
 
-class Sparse:
+@dataclass(frozen=True, kw_only=True)
+class FlowBPSparse(RewardBackprop):
     """A few steps of each chain, each at its known state: no Jacobians.
 
-    steps: how many. spacing: drawn with weights (i + 1)^bias, step 0 being the noisiest, or
-    "even", in equal strides from a random start, as DRTune (2405.00760) takes them. gain_coef: how
-    far these steps stand for the whole chain.
+    See the options of the same names; spacing "even" is DRTune's (2405.00760).
     """
 
-    def __init__(
-        self,
-        *,
-        ascent: RewardBackprop,
-        steps: int = 4,
-        spacing: Literal["late", "even"] = "late",
-        bias: float = 1.0,
-        gain_coef: float = 0.5,
-    ):
-        self.ascent, self.steps, self.spacing = ascent, steps, spacing
-        self.bias, self.gain_coef, self.needs = bias, gain_coef, ascent.needs
+    steps: int = 4
+    spacing: Literal["late", "even"] = "late"
+    bias: float = 1.0
+    gain_coef: float = 0.5
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        batch = paths(rollout)
-        return batch.costing(min(self.steps, batch.steps))
+        batch = Trajectories.from_rollout(rollout)
+        return batch.with_forwards(min(self.steps, batch.steps))
 
     def active(self, batch: Trajectories) -> Tensor:
-        """(N, K) long, ascending."""
+        """Return the steps that the gradient reaches, ascending. (N, K) long"""
         total, count = batch.steps, min(self.steps, batch.steps)
         if self.spacing == "late":
             return late_steps(chances(batch, "steps", total), count, self.bias)
@@ -56,54 +45,41 @@ class Sparse:
         start = (chances(batch, "steps", 1) * starts).long().clamp(max=starts - 1)
         return start + stride * torch.arange(count, device=start.device)
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Trajectories,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-        reward: RewardField = no_reward,
-    ) -> tuple[Tensor, Metrics]:
-        r, gradient = reward(batch.x0, batch.prompt)
-        velocities = self.ascent.velocities(policy, reference, batch)
+    def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
+        reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
+        velocities = self.velocities(models, batch)
         active = self.active(batch)
         gain = sparse_gain(batch.dt.abs(), active, self.gain_coef)
         row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
         moved = euler(velocities, batch, row, step, gain, torch.zeros_like(batch.x0))
-        return self.ascent.loss(moved, r, gradient, velocities)
+        return self.surrogate(moved, reward, gradient, velocities)
 
 
-class Bridge:
+@dataclass(frozen=True, kw_only=True)
+class FlowBPBridge(RewardBackprop):
     """A few steps before and after a state x_j, whose own velocity sees the steps before it.
 
-    steps: of both sides together, shared out by their lengths, step j always among them. bias,
-    gain_coef: as for Sparse. nested_coef: how much of the Jacobian at j is kept; 0 makes it
-    linear. j is the later of two different steps drawn by lot.
+    steps: of both sides together, shared out by their lengths, step j always among them.
+    nested_coef: how much of the Jacobian at j is kept; 0 makes the loss linear. j is the second of
+    two different random steps.
     """
 
-    def __init__(
-        self,
-        *,
-        ascent: RewardBackprop,
-        steps: int = 5,
-        bias: float = 4.0,
-        gain_coef: float = 0.0,
-        nested_coef: float = 0.5,
-    ):
-        if steps < 2:
-            raise ValueError(f"a bridge needs at least 2 steps, one on either side, got {steps}")
-        self.ascent, self.steps, self.bias = ascent, steps, bias
-        self.gain_coef, self.nested_coef, self.needs = gain_coef, nested_coef, ascent.needs
+    steps: int = 5
+    bias: float = 4.0
+    gain_coef: float = 0.0
+    nested_coef: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ValueError(f"a bridge needs at least 2 steps, one on either side: {self.steps}")
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        batch = paths(rollout)
-        return batch.costing(min(self.steps, batch.steps))
+        batch = Trajectories.from_rollout(rollout)
+        return batch.with_forwards(min(self.steps, batch.steps))
 
     def active(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
-        """j (N,) long; and the steps of both sides (N, K) long, ascending, j among them."""
-        j = drawn_pairs(batch)[1]
+        """Return j (N,) long, and the steps of both sides (N, K) long, ascending, with j."""
+        j = uniform_pairs(batch)[1]
         before, after = (chances(batch, role, batch.steps) for role in ("before", "after"))
         rows = [
             torch.cat(
@@ -118,18 +94,9 @@ class Bridge:
         ]
         return j, torch.stack(rows) if rows else j.new_zeros(0, 1)
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Trajectories,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-        reward: RewardField = no_reward,
-    ) -> tuple[Tensor, Metrics]:
-        r, gradient = reward(batch.x0, batch.prompt)
-        velocities = self.ascent.velocities(policy, reference, batch)
+    def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
+        reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
+        velocities = self.velocities(models, batch)
         j, active = self.active(batch)
         gain = sparse_gain(batch.dt.abs(), active, self.gain_coef)
         row, step = batch.rows.repeat_interleave(active.shape[1]), active.flatten()
@@ -138,7 +105,7 @@ class Bridge:
         at_j = (step == j[row])[~early]
         seen = lift(self.nested_coef * at_j.to(moved), moved) * moved[row[~early]]
         moved = euler(velocities, batch, row[~early], step[~early], gain, moved, seen)
-        return self.ascent.loss(moved, r, gradient, velocities)
+        return self.surrogate(moved, reward, gradient, velocities)
 
 
 def euler(
@@ -150,9 +117,9 @@ def euler(
     moved: Tensor,
     seen: Tensor | None = None,
 ) -> Tensor:
-    """`moved` (N, *latent) plus gain * dt * velocity at `step` of chains `row`, both (n,) long.
+    """Return the tangent `moved` plus gain * dt * velocity at `step` of chains `row`.
 
-    A tangent, see `reward_backprop.backprop`. gain: (N,). seen: (n, *latent), tangents that go
+    row, step: (n,) long. gain: (N,). moved: (N, *latent). seen: (n, *latent), tangents that go
     into the velocities' inputs.
     """
     x = batch.at(row, step)
@@ -160,21 +127,33 @@ def euler(
     return moved.index_add(0, row, lift(gain[row] * batch.dt[step], v) * tangent(v))
 
 
+def sparse_gain(length: Tensor, active: Tensor, gain_coef: float) -> Tensor:
+    """Return 1 + gain_coef (sum |dt| / sum over active |dt| - 1) of FlowBP-Sparse. (B,)
+
+    length: (T,), the steps' |dt|; active: (B, K) long, the steps that the gradient reaches. At 1
+    they stand for the whole chain, at 0 for themselves.
+    """
+    return 1 + gain_coef * (length.sum() / length[active].sum(1) - 1)
+
+
 def late_steps(u: Tensor, count: int, bias: float) -> Tensor:
-    """`count` of M steps, drawn with weights (i + 1)^bias, ascending. u: (N, M); (N, count) long"""
+    """Sample `count` of M steps with weights (i + 1)^bias, ascending. u: (N, M); (N, count) long"""
     weight = (torch.arange(u.shape[1], device=u.device) + 1).double() ** bias
     return weighted_choice(u, weight, count)
 
 
-def drawn_pairs(batch: Trajectories) -> tuple[Tensor, Tensor]:
-    """Two different steps k < j of each chain, every pair alike. (N,), (N,) long"""
-    numbers = torch.arange(batch.steps, device=batch.x.device)
-    pair = from_schedule(chances(batch, "pair", 2), numbers).sort(1).values
-    return pair[:, 0], pair[:, 1]
+def weighted_choice(u: Tensor, weight: Tensor, count: int) -> Tensor:
+    """Return `count` different numbers below M, ascending, as if taken one by one by weight.
+
+    u: (B, M) uniform in [0, 1); weight: (M,) > 0. The largest of u^(1 / weight) follow that law
+    (Efraimidis and Spirakis 2006). (B, count) long
+    """
+    keys = u.double().log() / weight.to(u.device, torch.float64)
+    return keys.topk(count, dim=1).indices.sort(1).values
 
 
 def shared_out(count: int, before: int, total: int) -> tuple[int, int]:
-    """How many of `count` <= total steps lie before step `before`, and how many from it on.
+    """Return how many of `count` <= total steps lie before step `before`, and how many from it on.
 
     In proportion to the lengths, at least one on either side and no more than there are.
     """

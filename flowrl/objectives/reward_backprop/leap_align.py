@@ -1,127 +1,61 @@
 """Two leaps to the clean latent: LeapAlign, and FlowBP-Lagrange (2606.11075) with more supports."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import VelocityField
 from flowrl.functional.sde import lift
-from flowrl.objectives.base import RewardField
-from flowrl.objectives.batches import Trajectories, paths
+from flowrl.objectives.base import Models
+from flowrl.objectives.batches import Trajectories
 from flowrl.objectives.reward_backprop.base import (
     RewardBackprop,
     Velocities,
-    even_supports,
-    lagrange_weights,
-    no_reward,
     seeds,
     tangent,
+    uniform_pairs,
 )
 from flowrl.trajectory import Metrics, Rollout
 
-Pairs = Callable[
-    [Trajectories], tuple[Tensor, Tensor]
-]  # -> steps k < j of each chain, (N,), (N,) long
 
+@dataclass(frozen=True, kw_only=True)
+class LeapAlign(RewardBackprop):
+    """From x_k to x_j and from x_j to the clean latent, in one leap each; k < j are random.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DirichletPairs:
-    """Steps k < j that cut a chain in three, by a Dirichlet law with these concentrations.
-
-    before, between, after: of the steps before k, from k to j, and from j on; `after` takes at
-    most `latest` of all steps.
+    nested_coef: how much of the second leap's Jacobian is kept; 0 makes the loss linear. Values
+    are the rollout's, at x_j and at the end. Each image's loss is divided by the sum of its leaps'
+    mean absolute distances from the true states, none smaller than distance_floor.
     """
 
-    before: float = 2.0
-    between: float = 6.0
-    after: float = 2.5
-    latest: float = 0.4
+    nested_coef: float = 0.3
+    distance_floor: float = 0.1
+    # Velocities that a leap integrates, how many of them from its start get a gradient, and the
+    # share of it that those after the first keep: here one Euler step.
+    supports: int = 1
+    active: int = 1
+    support_coef: float = 1.0
 
-    def __call__(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
-        pairs = torch.tensor(
-            [self.pair(seed, batch.steps) for seed in seeds(batch, "pair")], dtype=torch.long
-        ).view(-1, 2)
-        k, j = pairs.to(batch.x.device).unbind(1)
-        return k, j
-
-    def pair(self, seed: int, steps: int) -> tuple[int, int]:
-        law = (self.before, self.between, self.after)
-        _, between, after = np.random.default_rng(seed).dirichlet(law)
-        most = min(max(1, int(self.latest * steps)), steps - 1)
-        late = min(max(1, round(after * steps)), most)
-        middle = min(max(1, round(between * steps)), steps - late)
-        return steps - late - middle, steps - late
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Supports:
-    """Velocities that make a leap, n of them: step `step` of chain `row` with a weight.
-
-    coef: (n,), how much of its gradient is kept; those with 0 are taken from the rollout.
-    """
-
-    row: Tensor
-    step: Tensor
-    weight: Tensor
-    coef: Tensor
-
-
-class Leaps:
-    """From x_k to x_j and from x_j to the clean latent, in one leap each.
-
-    supports: velocities that a leap integrates, at evenly spread steps of it, by Lagrange's
-    polynomials; 1 is Euler's step, and LeapAlign. They extrapolate to the leap's end, so that over
-    a few long steps a weight may have the other sign: give chains about 10 steps or more.
-    active: of these, how many at its beginning get a gradient; those after the first get
-    support_coef of it. nested_coef: how much of the second leap's Jacobian is kept; 0 makes the
-    loss linear.
-    Values are the rollout's, at x_j and at the end. Each image's loss is divided by the sum of
-    its leaps' mean absolute distances from the true states, none smaller than distance_floor.
-    """
-
-    def __init__(
-        self,
-        *,
-        ascent: RewardBackprop,
-        pairs: Pairs,
-        nested_coef: float = 0.3,
-        distance_floor: float = 0.1,
-        supports: int = 1,
-        active: int = 1,
-        support_coef: float = 1.0,
-    ):
-        self.ascent, self.pairs, self.needs = ascent, pairs, ascent.needs
-        self.nested_coef, self.distance_floor = nested_coef, distance_floor
-        self.supports, self.active, self.support_coef = supports, active, support_coef
+    def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
+        """Return the steps k < j of each chain. (N,), (N,) long"""
+        return uniform_pairs(batch)
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        batch = paths(rollout)
+        batch = Trajectories.from_rollout(rollout)
         k, j = self.pairs(batch)
         most = min(self.active, self.supports)
-        return batch.costing((j - k).clamp(max=most) + (batch.steps - j).clamp(max=most))
+        return batch.with_forwards((j - k).clamp(max=most) + (batch.steps - j).clamp(max=most))
 
-    def loss(
-        self,
-        policy: VelocityField,
-        batch: Trajectories,
-        *,
-        reference: VelocityField,
-        old: VelocityField,
-        generator: torch.Generator,
-        reward: RewardField = no_reward,
-    ) -> tuple[Tensor, Metrics]:
-        r, gradient = reward(batch.x0, batch.prompt)
-        velocities = self.ascent.velocities(policy, reference, batch)
+    def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
+        reward, gradient = models.reward_gradient(batch.x0, batch.prompt)
+        velocities = self.velocities(models, batch)
         k, j = self.pairs(batch)
         end = torch.full_like(j, batch.steps)
         moved, first = self.leap(velocities, batch, k, j, torch.zeros_like(batch.x0))
         moved, second = self.leap(velocities, batch, j, end, moved)
         floor = self.distance_floor
         weight = 1 / (first.clamp(min=floor) + second.clamp(min=floor))
-        loss, metrics = self.ascent.loss(moved, r, gradient, velocities, weight)
+        loss, metrics = self.surrogate(moved, reward, gradient, velocities, weight)
         return loss, metrics | {
             "path/leap_distance": (first + second).mean() / 2,
             "path/leap_weight": weight.mean(),
@@ -130,9 +64,10 @@ class Leaps:
     def leap(
         self, velocities: Velocities, batch: Trajectories, start: Tensor, end: Tensor, moved: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The tangent at step `end`, from `moved` at step `start`; and the distance. (N,) long
+        """Return the tangent at step `end`, and the leap's distance from the true state.
 
-        `moved` itself goes on whole, and nested_coef of it into the first velocity.
+        start, end: (N,) long. moved: the tangent at step `start`, which goes on whole, and
+        nested_coef of it into the first velocity.
         """
         s = self._supports(batch, start, end)
         live = s.coef != 0
@@ -146,7 +81,7 @@ class Leaps:
         distance = (batch.at(batch.rows, end) - landed).abs().flatten(1).mean(1)
         return moved.index_add(0, row, lift((s.weight * s.coef)[live], v) * tangent(v)), distance
 
-    def _supports(self, batch: Trajectories, start: Tensor, end: Tensor) -> _Supports:
+    def _supports(self, batch: Trajectories, start: Tensor, end: Tensor) -> "_Supports":
         sigmas = batch.sigmas.cpu()
         rows: list[tuple[int, int, float, float]] = []
         for row, (a, b) in enumerate(zip(start.tolist(), end.tolist(), strict=True)):
@@ -162,3 +97,68 @@ class Leaps:
             weight=torch.tensor(weight, dtype=torch.float64, device=like.device).to(like),
             coef=torch.tensor(coef, dtype=torch.float64, device=like.device).to(like),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Supports:
+    """The n velocities that make the leaps."""
+
+    row: Tensor  # (n,) long, the chain
+    step: Tensor  # (n,) long
+    weight: Tensor  # (n,)
+    coef: Tensor  # (n,), how much of the gradient is kept; at 0 the rollout's velocity is taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowBPLagrange(LeapAlign):
+    """Leaps of higher order, by Lagrange's polynomials through evenly spread steps.
+
+    They extrapolate to the leap's end, so that over a few long steps a weight may have the other
+    sign: give chains about 10 steps or more.
+    """
+
+    supports: int = 3
+    active: int = 2
+    support_coef: float = 0.25
+    nested_coef: float = 0.1
+    distance_floor: float = 0.2
+    concentration: tuple[float, float, float] = (2.0, 6.0, 2.5)
+    latest: float = 0.4
+
+    def pairs(self, batch: Trajectories) -> tuple[Tensor, Tensor]:
+        pairs = torch.tensor(
+            [self.pair(seed, batch.steps) for seed in seeds(batch, "pair")], dtype=torch.long
+        ).view(-1, 2)
+        k, j = pairs.to(batch.x.device).unbind(1)
+        return k, j
+
+    def pair(self, seed: int, steps: int) -> tuple[int, int]:
+        """Cut a chain in three by a Dirichlet law: before k, from k to j, and from j on."""
+        _, between, after = np.random.default_rng(seed).dirichlet(self.concentration)
+        most = min(max(1, int(self.latest * steps)), steps - 1)
+        late = min(max(1, round(after * steps)), most)
+        middle = min(max(1, round(between * steps)), steps - late)
+        return steps - late - middle, steps - late
+
+
+def lagrange_weights(support: Tensor, start: Tensor, end: Tensor) -> Tensor:
+    """Return the integrals from `start` to `end` of the Lagrange polynomials through `support`.
+
+    support: (S,) different times; start, end: (). -> (S,) fp64, weights for velocities at these
+    times, exact where the velocity is a polynomial in time of degree < S along the path; their sum
+    is end - start. With S = 1 this is Euler's step.
+    """
+    at, low, high = support.double(), start.double(), end.double()
+    middle = (low + high) / 2  # small numbers to small powers
+    at, low, high = at - middle, low - middle, high - middle
+    power = torch.arange(1, len(at) + 1, dtype=torch.float64, device=at.device)
+    moments = (high**power - low**power) / power
+    return torch.linalg.solve(at[None] ** (power - 1)[:, None], moments)
+
+
+def even_supports(start: int, end: int, count: int) -> list[int]:
+    """Return at most `count` of the steps start, ..., end - 1, evenly spread from the first."""
+    count = min(count, end - start)
+    if count == 1:
+        return [start]
+    return [start + round(i * (end - 1 - start) / (count - 1)) for i in range(count)]
