@@ -1,7 +1,6 @@
-"""Known scores of rewards, to see that another machine or version computes the same.
+"""Reference scores of rewards, to see that another machine or version computes the same.
 
-A golden value is a score that was measured with the real weights on the images that
-`flowrl reward-check` uses. Nothing else is written down as one.
+A reference score was measured with the real weights on the images that `flowrl reward-check` uses.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import CheckResult, UserError
-from flowrl.scoring.check import failure, trials_of
+from flowrl.scoring.check import failure_result, trials_of
 from flowrl.scoring.executors.base import RewardFailure, ask, to_levels
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
@@ -29,28 +28,29 @@ REMEDY = (
     "right."
 )
 
-Entry = Mapping[str, Any]  # version, trials of {prompt, images, scores}; tolerance, made_with
+# A reward's reference scores: version, trials of {prompt, images, scores}; tolerance, made_with
+Entry = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceComparison:
-    """What became of one reward; `measured` is an entry for the golden file, None without one."""
+    """A reward's scores here against its reference scores."""
 
-    finding: CheckResult
-    measured: Entry | None = None
+    result: CheckResult
+    measured: Entry | None = None  # None when it could not be asked
 
 
-def compare_all(names: list[str], golden: Mapping[str, Entry]) -> list[ReferenceComparison]:
-    """Ask the named rewards and compare; with no names those that have golden values.
+def compare_all(names: list[str], references: Mapping[str, Entry]) -> list[ReferenceComparison]:
+    """Ask the named rewards and compare; with no names those that have reference scores.
 
-    A reward without a golden value is "missing", never "ok"; one that cannot be asked here too.
-    With no names the other built-in rewards are listed as missing, and not asked.
+    A reward without reference scores, or that cannot be asked, is "missing", never "ok". With no
+    names the other built-in rewards are listed as missing and not asked.
     """
-    compared = [compare_one(name, golden.get(name)) for name in names or golden]
-    rest = [] if names else [name for name in BUILT_IN if name not in golden]
+    compared = [compare_one(name, references.get(name)) for name in names or references]
+    rest = [] if names else [name for name in BUILT_IN if name not in references]
     return compared + [
         ReferenceComparison(
-            finding=CheckResult(topic=name, state="missing", detail="no golden value yet")
+            result=CheckResult(topic=name, state="missing", detail="no reference score yet")
         )
         for name in rest
     ]
@@ -61,12 +61,12 @@ def compare_one(name: str, entry: Entry | None) -> ReferenceComparison:
     try:
         measured = measure(name)
     except (UserError, ValueError) as error:
-        return ReferenceComparison(finding=failure(name, error))
-    return ReferenceComparison(finding=_judge(name, measured, entry), measured=measured)
+        return ReferenceComparison(result=failure_result(name, error))
+    return ReferenceComparison(result=_judge(name, measured, entry), measured=measured)
 
 
 def measure(name: str) -> Entry:
-    """The scores of a reward with its default arguments on its fixtures, or on plain images.
+    """Return the scores of a reward with its default arguments on its fixtures, or on plain images.
 
     Raises UserError when it cannot be asked or leaves an image without a score.
     """
@@ -94,7 +94,7 @@ def measure(name: str) -> Entry:
 
 
 def recorded(measured: Entry, share: float = SHARE) -> Entry:
-    """An entry for the golden file: what was measured, how near others must come, and by what."""
+    """Return an entry for the file: what was measured, how near others must come, and by what."""
     largest = max(abs(score) for row in measured["trials"] for score in row["scores"])
     made_with = {package: found for package in PACKAGES if (found := _installed(package))}
     return {
@@ -105,8 +105,8 @@ def recorded(measured: Entry, share: float = SHARE) -> Entry:
     }
 
 
-def read_golden(path: Path = PATH) -> dict[str, Entry]:
-    """The entries of a golden file by reward; none when there is no file. Raises UserError."""
+def read_references(path: Path = PATH) -> dict[str, Entry]:
+    """Return the entries of a file by reward; none when there is no file. Raises UserError."""
     if not path.exists():
         return {}
     try:
@@ -115,8 +115,8 @@ def read_golden(path: Path = PATH) -> dict[str, Entry]:
             _check(entry)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
-            f"{path} is no golden file ({type(error).__name__}: {error}): expected JSON as "
-            "flowrl golden NAME --write --file JSON makes it"
+            f"{path} is no file of reference scores ({type(error).__name__}: {error}): expected "
+            "JSON as flowrl golden NAME --write --file JSON makes it"
         ) from error
     return found
 
@@ -132,36 +132,38 @@ def _check(entry: Entry) -> None:
         raise TypeError("a version is no text")
 
 
-def write_golden(path: Path, entries: Mapping[str, Entry]) -> None:
+def write_references(path: Path, entries: Mapping[str, Entry]) -> None:
     """Write all entries, atomically, by name."""
     write_text(path, json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
 
 
 def _judge(name: str, measured: Entry, entry: Entry | None) -> CheckResult:
     if entry is None:
-        return _without(name, "no golden value yet, so nothing was compared")
+        return _without(name, "no reference score yet, so nothing was compared")
     for key, what in (("version", "of another version"), ("images", "of other images")):
         here, there = _parts(measured, key), _parts(entry, key)
         if here != there:
             return _without(
-                name, f"no golden value yet: the one there is {what} ({there[0]}, not {here[0]})"
+                name, f"no reference score yet: the one there is {what} ({there[0]}, not {here[0]})"
             )
     pairs = [
-        (row["prompt"], score, golden)
+        (row["prompt"], score, reference)
         for row, known in zip(measured["trials"], entry["trials"], strict=True)
-        for score, golden in zip(row["scores"], known["scores"], strict=True)
+        for score, reference in zip(row["scores"], known["scores"], strict=True)
     ]
-    prompt, score, golden = max(pairs, key=lambda pair: _gap(*pair[1:]))
-    if _gap(score, golden) > entry["tolerance"]:
-        detail = f"{score:.6g} for {prompt!r}, expected {golden:.6g} within {entry['tolerance']:g}"
+    prompt, score, reference = max(pairs, key=lambda pair: _gap(*pair[1:]))
+    if _gap(score, reference) > entry["tolerance"]:
+        detail = (
+            f"{score:.6g} for {prompt!r}, expected {reference:.6g} within {entry['tolerance']:g}"
+        )
         made = ", ".join(f"{k} {v}" for k, v in entry.get("made_with", {}).items())
         return CheckResult(
             topic=name,
             state="problem",
             detail=detail,
-            remedy=f"The golden value was made with {made}: look for what differs here.",
+            remedy=f"The reference score was made with {made}: look for what differs here.",
         )
-    detail = f"{len(pairs)} scores agree, the largest difference is {_gap(score, golden):.2g}"
+    detail = f"{len(pairs)} scores agree, the largest difference is {_gap(score, reference):.2g}"
     return CheckResult(topic=name, state="ok", detail=detail)
 
 
@@ -171,8 +173,8 @@ def _parts(entry: Entry, key: str) -> list[str]:
     return [f"{row['images']} with {row['prompt']!r}" for row in entry["trials"]]
 
 
-def _gap(score: float, golden: float) -> float:
-    gap = abs(score - golden)
+def _gap(score: float, reference: float) -> float:
+    gap = abs(score - reference)
     return gap if math.isfinite(gap) else math.inf
 
 

@@ -1,6 +1,8 @@
-"""Rewards behind HTTP: the remote end of `scoring.executors.http`. See docs/reward-servers.md.
+"""Rewards behind HTTP: the server's side of docs/reward-servers.md.
 
-A score is the same number as in process, since the same executors ask the reward.
+`make_app` has the addresses. `/v1/info` and `/v1/score` ask for the token (`check_token`) before
+they read anything else; `/healthz` asks for none. A score is the same number as in process, since
+the same executors ask the reward.
 """
 
 import asyncio
@@ -44,18 +46,293 @@ from flowrl.scoring.spec import RewardSpec
 if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import FormData
-    from starlette.requests import Request as Asked
+    from starlette.requests import Request
 
 
-# --- The body of a question to a reward server: read up to a limit, checked, taken apart -------
-
+MAX_BODY = 64 * 2**20  # bytes
+MAX_BATCH = 64  # images of a request
 MAX_PARTS = 1000
 MAX_UPLOADS = 8  # bodies that are read at a time; each is held in memory
 UPLOADING = 120.0  # seconds that one may take
+MAX_WAITING = 64  # questions at a time; further ones are told to come back
+REMEMBERED = 256  # answers kept for a client that asks again because the first one got lost
+CLOSING = 20.0  # seconds that rewards get to end; a pool may need 15
+
+Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
+
+
+def make_app(
+    rewards: Rewards,
+    *,
+    token: str | None = None,
+    max_body: int = MAX_BODY,
+    max_batch: int = MAX_BATCH,
+    codecs: Sequence[Codec] = LOSSLESS,
+) -> "FastAPI":
+    """Return the ASGI application that serves `rewards`: specs, or callables by name.
+
+    A spec's executor asks its reward, by default one thread of its own; the application closes it
+    when it ends. max_body: bytes of a request.
+
+    Raises:
+        UserError: without rewards, and for a token that no header can hold.
+    """
+    from fastapi import Depends, FastAPI, Request
+    from starlette.responses import Response as Raw
+
+    if token and not is_sendable(token):
+        raise UserError(f"the server's token {TOKEN_RULE}")
+    service = ScoringService(rewards, max_batch=max_batch, codecs=codecs)
+    uploads = Uploads()
+
+    async def authorised(asked: Request) -> None:
+        check_token(token, asked.headers.get("authorization"))
+
+    @asynccontextmanager
+    async def life(_: FastAPI):
+        yield
+        await service.close()
+
+    app = FastAPI(title="flowrl rewards", lifespan=life, openapi_url=None)
+    app.state.service = service
+    _answer_errors_in_json(app)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, str]:
+        return {"status": "ready"}
+
+    @app.get("/v1/info", dependencies=[Depends(authorised)])
+    async def info() -> Info:
+        return service.info(max_body)
+
+    @app.post("/v1/score", dependencies=[Depends(authorised)])
+    async def score(asked: Request) -> Raw:
+        request, blobs = await uploads.read(asked, max_body)
+        answer = await service.answer(request, blobs)
+        return Raw(answer.model_dump_json(), media_type="application/json")
+
+    return app
+
+
+def check_token(token: str | None, given: str | None) -> None:
+    """Raise Refused unless `given` is the Authorization header that the server's token asks for."""
+    if token and not hmac.compare_digest((given or "").encode(), f"Bearer {token}".encode()):
+        raise Refused(401, "this server asks for its token, as Authorization: Bearer TOKEN")
+
+
+def warm_up(spec: RewardSpec) -> bool:
+    """Load a reward's model before anyone waits for it, by scoring its first fixture.
+
+    Plain images stand in for an empty list of fixtures. Returns whether it was asked: a reward
+    without `fixtures`, or that applies to no prompt tried, loads at the first question.
+
+    Raises:
+        UserError: when it has no score.
+    """
+    if not hasattr(spec.reward, "fixtures") or spec.executor is None:
+        return False
+    trials = trials_of(spec, spec.reward, ())
+    if not trials:
+        return False
+    first, count = trials[0], len(trials[0].images)
+    asked = [first.prompt] * count, [dict(first.metadata) for _ in range(count)]
+    answer = spec.executor.submit(first.images, *asked).result()
+    for row, reason in answer.reasons.items():
+        if first.says:
+            raise UserError(f"reward {spec.name!r} cannot score its own fixture {row}: {reason}")
+        if len(answer.reasons) == count:
+            raise UserError(f"reward {spec.name!r} cannot score a plain image: {reason}")
+    return True
+
+
+class ScoringService:
+    """The rewards of a server, their executors, and the answers of late."""
+
+    def __init__(self, rewards: Rewards, *, max_batch: int, codecs: Sequence[Codec]):
+        if isinstance(rewards, Mapping):
+            rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
+        self.specs = {spec.name: spec for spec in rewards}
+        if not rewards or len(self.specs) < len(rewards):
+            raise UserError("a reward server needs rewards of different names")
+        self.executors: dict[str, Executor] = {
+            s.name: s.executor or InlineExecutor(s.reward, s.name, background=True) for s in rewards
+        }
+        self.hangs: list[str] = []
+        self._turns = {name: Lock() for name in self.specs}
+        self.max_batch, self.codecs = max_batch, codecs
+        self._jobs: OrderedDict[str, tuple[bytes, asyncio.Task[Response]]] = OrderedDict()
+
+    def info(self, max_body: int) -> Info:
+        return Info(
+            protocol=PROTOCOL,
+            rewards=[_describe(spec.name, spec.reward) for spec in self.specs.values()],
+            codecs=list(self.codecs),
+            forms=["multipart", "json"],
+            max_batch=self.max_batch,
+            max_body=max_body,
+        )
+
+    async def answer(self, request: ScoreRequest, blobs: list[bytes]) -> Response:
+        """Score images, once for every key: who asks again waits for the first answer."""
+        spec = self._check(request)
+        digest = _digest(request, blobs)
+        known, job = self._jobs.get(request.key, (digest, None))
+        if known != digest:
+            raise Refused(
+                409, f"the key {request.key!r} stood for another question; take a new one"
+            )
+        if job is None:
+            if sum(not task.done() for _, task in self._jobs.values()) >= MAX_WAITING:
+                raise Refused(503, f"{MAX_WAITING} questions are waiting; ask later", retry_after=1)
+            job = asyncio.ensure_future(self._score(spec, request, blobs))
+            self._jobs[request.key] = (digest, job)
+            job.add_done_callback(lambda done: self._forget(request.key, done))
+        return await asyncio.shield(job)
+
+    async def close(self) -> None:
+        """End all rewards; `hangs` names those that do not end in time."""
+        # Not asyncio's threads: a process that ends would wait for them without limit.
+        ends = {n: Thread(target=e.close, daemon=True) for n, e in self.executors.items()}
+        for thread in ends.values():
+            thread.start()
+        limit = time.monotonic() + CLOSING
+        while any(t.is_alive() for t in ends.values()) and time.monotonic() < limit:
+            await asyncio.sleep(0.02)
+        self.hangs = [name for name, thread in ends.items() if thread.is_alive()]
+
+    def _check(self, request: ScoreRequest) -> RewardSpec:
+        spec = self.specs.get(request.reward)
+        if spec is None:
+            known = ", ".join(self.specs)
+            raise Refused(404, f"there is no reward {request.reward!r} here; there is {known}")
+        count = len(request.items)
+        if count > self.max_batch:
+            raise Refused(413, f"{count} items in one request; at most {self.max_batch} are taken")
+        if request.codec not in self.codecs:
+            known = ", ".join(self.codecs)
+            raise Refused(422, f"codec {request.codec!r} is not accepted here; use one of {known}")
+        if spec.whole_groups and (count < 2 or len({item.prompt for item in request.items}) > 1):
+            raise Refused(
+                422, f"reward {spec.name!r} compares groups: send 2 or more images of one prompt"
+            )
+        return spec
+
+    async def _score(self, spec: RewardSpec, request: ScoreRequest, blobs: list[bytes]) -> Response:
+        try:
+            images = await asyncio.to_thread(_images, request, blobs)
+        except ValueError as error:
+            raise Refused(422, str(error)) from error
+        why = await asyncio.to_thread(self._misfits, spec, request.items)
+        if spec.whole_groups and 0 in why:
+            why = dict.fromkeys(range(len(request.items)), why[0])
+        rows = [row for row in range(len(request.items)) if row not in why]
+        scores: dict[int, float] = {}
+        if rows:
+            answer = await self._ask(spec, images[rows], [request.items[row] for row in rows])
+            scores = dict(zip(rows, answer.scores.tolist(), strict=True))
+            why |= {rows[row]: text for row, text in answer.reasons.items()}
+        results = [
+            Result(id=item.id, score=scores.get(row), error=why.get(row))
+            for row, item in enumerate(request.items)
+        ]
+        return Response(
+            protocol=PROTOCOL,
+            reward=spec.name,
+            version=_version(spec.reward),
+            key=request.key,
+            results=results,
+        )
+
+    def _misfits(self, spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
+        """Return by row why the reward cannot judge it. This may take time, to read a file."""
+        with self._turns[spec.name]:
+            reasons = ((row, _misfit(spec, item)) for row, item in enumerate(items))
+            return {row: text for row, text in reasons if text is not None}
+
+    async def _ask(self, spec: RewardSpec, images: Tensor, items: list[Item]) -> Answer:
+        prompts, metadata = [item.prompt for item in items], [item.metadata for item in items]
+
+        def submit():
+            with self._turns[spec.name]:  # an executor that works at once must work alone
+                return self.executors[spec.name].submit(images, prompts, metadata)
+
+        try:
+            return await asyncio.wrap_future(await asyncio.to_thread(submit))
+        except RewardFailure as error:  # no further try would mend it: 4xx, not 5xx
+            raise Refused(424, str(error)) from error
+
+    def _forget(self, key: str, done: "asyncio.Task[Response]") -> None:
+        """Failures are not remembered, and of the others the latest."""
+        if done.cancelled() or done.exception():
+            self._jobs.pop(key, None)
+        finished = [key for key, (_, task) in self._jobs.items() if task.done()]
+        for old in finished[: max(0, len(finished) - REMEMBERED)]:
+            del self._jobs[old]
+
+
+def _misfit(spec: RewardSpec, item: Item) -> str | None:
+    """Return why a reward cannot judge an item; None if it can."""
+    needed = getattr(spec.reward, "required_metadata", ())
+    if missing := [key for key in needed if key not in item.metadata]:
+        return f"the metadata lack {', '.join(missing)}"
+    check = getattr(spec.reward, "check", None)
+    try:
+        if not spec.applies(item.prompt, item.metadata):
+            return (
+                "the reward does not apply to this prompt: name the prompts it is for with "
+                "applies_to in the recipe"
+            )
+        if check is not None:
+            check(item.prompt, item.metadata)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _images(request: ScoreRequest, blobs: list[bytes]) -> Tensor:
+    """Return images (B, 3, H, W) float32 in [0, 1]. Raises ValueError naming the bad one."""
+    images: list[np.ndarray] = []
+    left = MAX_PIXELS
+    for item, blob in zip(request.items, blobs, strict=True):
+        try:
+            image = decode(blob, request.codec, max_pixels=left)
+        except ValueError as error:
+            raise ValueError(f"the image of item {item.id!r} {error}") from error
+        if images and image.shape != images[0].shape:
+            sizes = f"{images[0].shape[:2]} and {image.shape[:2]}"
+            raise ValueError(f"images of sizes {sizes} in one request; send one size at a time")
+        left -= image.shape[0] * image.shape[1]
+        images.append(image)
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
+
+
+def _digest(request: ScoreRequest, blobs: list[bytes]) -> bytes:
+    digest = hashlib.sha256(
+        request.model_dump_json(exclude={"items": {"__all__": {"image"}}}).encode()
+    )
+    for blob in blobs:
+        digest.update(hashlib.sha256(blob).digest())
+    return digest.digest()
+
+
+def _describe(name: str, reward: Reward) -> RewardInfo:
+    low, high = getattr(reward, "bounds", None) or (None, None)
+    return RewardInfo(
+        name=name,
+        version=_version(reward),
+        scope=getattr(reward, "scope", "sample"),
+        bounds=(low, high),
+        required_metadata=list(getattr(reward, "required_metadata", ())),
+        deterministic=bool(getattr(reward, "deterministic", True)),
+    )
+
+
+def _version(reward: Reward) -> str:
+    return str(getattr(reward, "version", None) or "")
 
 
 class Refused(Exception):
-    """What the client did wrong, as an HTTP status and a sentence."""
+    """A refusal of a request, as an HTTP status and a sentence."""
 
     def __init__(self, status: int, sentence: str, *, retry_after: int | None = None):
         super().__init__(sentence)
@@ -68,8 +345,8 @@ class Uploads:
     def __init__(self):
         self._reading = 0
 
-    async def read(self, asked: "Asked", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
-        """As `read_request`; raises Refused also for one too many and one that takes too long."""
+    async def read(self, asked: "Request", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
+        """Read a request; raises Refused also for one too many and one that takes too long."""
         if self._reading >= MAX_UPLOADS:
             raise Refused(503, f"{MAX_UPLOADS} uploads are being read; ask later", retry_after=1)
         self._reading += 1
@@ -82,8 +359,8 @@ class Uploads:
             self._reading -= 1
 
 
-async def read_request(asked: "Asked", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
-    """The question and the bytes of its images, one for each item.
+async def read_request(asked: "Request", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
+    """Return the request and the bytes of its images, one for each item.
 
     Raises Refused for a body of more than max_body bytes or another form than the protocol's two.
     """
@@ -99,7 +376,7 @@ async def read_request(asked: "Asked", max_body: int) -> tuple[ScoreRequest, lis
     )
 
 
-async def _limited(asked: "Asked", max_body: int) -> AsyncGenerator[bytes, None]:
+async def _limited(asked: "Request", max_body: int) -> AsyncGenerator[bytes, None]:
     size = 0
     async for chunk in asked.stream():
         size += len(chunk)
@@ -111,7 +388,7 @@ async def _limited(asked: "Asked", max_body: int) -> AsyncGenerator[bytes, None]
 
 
 async def _read_parts(
-    asked: "Asked", body: AsyncGenerator[bytes, None], max_body: int
+    asked: "Request", body: AsyncGenerator[bytes, None], max_body: int
 ) -> tuple[ScoreRequest, list[bytes]]:
     from python_multipart.exceptions import FormParserError
     from starlette.formparsers import MultiPartException, MultiPartParser
@@ -162,263 +439,6 @@ def _unpacked(name: str, text: str | None) -> bytes:
         raise Refused(422, f"the image of item {name!r} is no base64: {error}") from error
 
 
-# --- A reward server without its HTTP: questions in, scores out, each asked once ---------------
-
-MAX_WAITING = 64  # questions at a time; further ones are told to come back
-REMEMBERED = 256  # answers kept for a client that asks again because the first one got lost
-CLOSING = 20.0  # seconds that rewards get to end; a pool may need 15
-
-Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
-
-
-class ScoringService:
-    """What the server knows: the rewards, who asks them, and the answers of late."""
-
-    def __init__(
-        self, rewards: Rewards, *, token: str | None, max_batch: int, codecs: Sequence[Codec]
-    ):
-        if isinstance(rewards, Mapping):
-            rewards = [RewardSpec(name=name, reward=r) for name, r in rewards.items()]
-        if token and not is_sendable(token):
-            raise UserError(f"the server's token {TOKEN_RULE}")
-        self.specs = {spec.name: spec for spec in rewards}
-        if not rewards or len(self.specs) < len(rewards):
-            raise UserError("a reward server needs rewards of different names")
-        self.executors: dict[str, Executor] = {
-            s.name: s.executor or InlineExecutor(s.reward, s.name, background=True) for s in rewards
-        }
-        self.hangs: list[str] = []
-        self._turns = {name: Lock() for name in self.specs}
-        self.token, self.max_batch, self.codecs = token, max_batch, codecs
-        self._jobs: OrderedDict[str, tuple[bytes, asyncio.Task[Response]]] = OrderedDict()
-
-    def check_token(self, given: str | None) -> None:
-        """Raises Refused unless `given` is the Authorization header that is asked for."""
-        wanted = f"Bearer {self.token}"
-        if self.token and not hmac.compare_digest((given or "").encode(), wanted.encode()):
-            raise Refused(401, "this server asks for its token, as Authorization: Bearer TOKEN")
-
-    async def answer(self, request: ScoreRequest, blobs: list[bytes]) -> Response:
-        """Scores, once for every key: who asks again waits for the answer that is being made."""
-        spec = self._check(request)
-        digest = _digest(request, blobs)
-        known, job = self._jobs.get(request.key, (digest, None))
-        if known != digest:
-            raise Refused(
-                409, f"the key {request.key!r} stood for another question; take a new one"
-            )
-        if job is None:
-            if sum(not task.done() for _, task in self._jobs.values()) >= MAX_WAITING:
-                raise Refused(503, f"{MAX_WAITING} questions are waiting; ask later", retry_after=1)
-            job = asyncio.ensure_future(self._score(spec, request, blobs))
-            self._jobs[request.key] = (digest, job)
-            job.add_done_callback(lambda done: self._forget(request.key, done))
-        return await asyncio.shield(job)
-
-    async def close(self) -> None:
-        """Ends all rewards; those that do not end in time are named in `hangs`."""
-        # Not asyncio's threads: a process that ends would wait for them without limit.
-        ends = {n: Thread(target=e.close, daemon=True) for n, e in self.executors.items()}
-        for thread in ends.values():
-            thread.start()
-        limit = time.monotonic() + CLOSING
-        while any(t.is_alive() for t in ends.values()) and time.monotonic() < limit:
-            await asyncio.sleep(0.02)
-        self.hangs = [name for name, thread in ends.items() if thread.is_alive()]
-
-    def _check(self, request: ScoreRequest) -> RewardSpec:
-        spec = self.specs.get(request.reward)
-        if spec is None:
-            known = ", ".join(self.specs)
-            raise Refused(404, f"there is no reward {request.reward!r} here; there is {known}")
-        count = len(request.items)
-        if count > self.max_batch:
-            raise Refused(413, f"{count} items in one request; at most {self.max_batch} are taken")
-        if request.codec not in self.codecs:
-            known = ", ".join(self.codecs)
-            raise Refused(422, f"codec {request.codec!r} is not accepted here; use one of {known}")
-        if spec.whole_groups and (count < 2 or len({item.prompt for item in request.items}) > 1):
-            raise Refused(
-                422, f"reward {spec.name!r} compares groups: send 2 or more images of one prompt"
-            )
-        return spec
-
-    async def _score(self, spec: RewardSpec, request: ScoreRequest, blobs: list[bytes]) -> Response:
-        try:
-            images = await asyncio.to_thread(_images, request, blobs)
-        except ValueError as error:
-            raise Refused(422, str(error)) from error
-        why = await asyncio.to_thread(self._misfits, spec, request.items)
-        if spec.whole_groups and 0 in why:
-            why = dict.fromkeys(range(len(request.items)), why[0])
-        rows = [row for row in range(len(request.items)) if row not in why]
-        scores: dict[int, float] = {}
-        if rows:
-            answer = await self._ask(spec, images[rows], [request.items[row] for row in rows])
-            scores = dict(zip(rows, answer.scores.tolist(), strict=True))
-            why |= {rows[row]: text for row, text in answer.reasons.items()}
-        results = [
-            Result(id=item.id, score=scores.get(row), error=why.get(row))
-            for row, item in enumerate(request.items)
-        ]
-        return Response(
-            protocol=PROTOCOL,
-            reward=spec.name,
-            version=version_of(spec.reward),
-            key=request.key,
-            results=results,
-        )
-
-    def _misfits(self, spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
-        """By row, why the reward cannot judge it. To look may take time, a file for one."""
-        with self._turns[spec.name]:
-            told = ((row, _misfit(spec, item)) for row, item in enumerate(items))
-            return {row: text for row, text in told if text is not None}
-
-    async def _ask(self, spec: RewardSpec, images: Tensor, items: list[Item]) -> Answer:
-        prompts, metadata = [item.prompt for item in items], [item.metadata for item in items]
-
-        def submit():
-            with self._turns[spec.name]:  # an executor that works at once must work alone
-                return self.executors[spec.name].submit(images, prompts, metadata)
-
-        try:
-            return await asyncio.wrap_future(await asyncio.to_thread(submit))
-        except RewardFailure as error:  # no further try would mend it: 4xx, not 5xx
-            raise Refused(424, str(error)) from error
-
-    def _forget(self, key: str, done: "asyncio.Task[Response]") -> None:
-        """Failures are not remembered, and of the others the latest."""
-        if done.cancelled() or done.exception():
-            self._jobs.pop(key, None)
-        finished = [key for key, (_, task) in self._jobs.items() if task.done()]
-        for old in finished[: max(0, len(finished) - REMEMBERED)]:
-            del self._jobs[old]
-
-
-def _misfit(spec: RewardSpec, item: Item) -> str | None:
-    """Why a reward cannot judge an item, if so."""
-    needed = getattr(spec.reward, "required_metadata", ())
-    if missing := [key for key in needed if key not in item.metadata]:
-        return f"the metadata lack {', '.join(missing)}"
-    check = getattr(spec.reward, "check", None)
-    try:
-        if not spec.applies(item.prompt, item.metadata):
-            return (
-                "the reward does not apply to this prompt: name the prompts it is for with "
-                "applies_to in the recipe"
-            )
-        if check is not None:
-            check(item.prompt, item.metadata)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _images(request: ScoreRequest, blobs: list[bytes]) -> Tensor:
-    """The images, (B, 3, H, W) float32 in [0, 1]. Raises ValueError naming the bad one."""
-    images: list[np.ndarray] = []
-    left = MAX_PIXELS
-    for item, blob in zip(request.items, blobs, strict=True):
-        try:
-            image = decode(blob, request.codec, max_pixels=left)
-        except ValueError as error:
-            raise ValueError(f"the image of item {item.id!r} {error}") from error
-        if images and image.shape != images[0].shape:
-            sizes = f"{images[0].shape[:2]} and {image.shape[:2]}"
-            raise ValueError(f"images of sizes {sizes} in one request; send one size at a time")
-        left -= image.shape[0] * image.shape[1]
-        images.append(image)
-    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).float() / 255
-
-
-def _digest(request: ScoreRequest, blobs: list[bytes]) -> bytes:
-    digest = hashlib.sha256(
-        request.model_dump_json(exclude={"items": {"__all__": {"image"}}}).encode()
-    )
-    for blob in blobs:
-        digest.update(hashlib.sha256(blob).digest())
-    return digest.digest()
-
-
-def version_of(reward: Reward) -> str:
-    return str(getattr(reward, "version", None) or "")
-
-
-# --- Rewards behind HTTP -----------------------------------------------------------------------
-
-MAX_BODY = 64 * 2**20
-MAX_BATCH = 64
-
-
-def make_app(
-    rewards: Rewards,
-    *,
-    token: str | None = None,
-    max_body: int = MAX_BODY,
-    max_batch: int = MAX_BATCH,
-    codecs: Sequence[Codec] = LOSSLESS,
-) -> "FastAPI":
-    """The ASGI application that serves `rewards`: specs, or callables by name.
-
-    A spec's executor asks its reward, by default one thread of its own; the application closes it
-    when it ends. max_body: bytes of a request. Raises UserError without rewards, and for a token
-    that no header can hold.
-    """
-    from fastapi import FastAPI
-    from fastapi import Request as Asked
-    from starlette.responses import Response as Raw
-
-    service = ScoringService(rewards, token=token, max_batch=max_batch, codecs=codecs)
-
-    @asynccontextmanager
-    async def life(_: FastAPI):
-        yield
-        await service.close()
-
-    app = FastAPI(title="flowrl rewards", lifespan=life, openapi_url=None)
-    app.state.service, uploads = service, Uploads()
-    _answer_errors_in_json(app)
-
-    @app.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        return {"status": "ready"}
-
-    @app.get("/v1/info")
-    async def info(asked: Asked) -> Info:
-        service.check_token(asked.headers.get("authorization"))
-        return Info(
-            protocol=PROTOCOL,
-            rewards=[describe(spec.name, spec.reward) for spec in service.specs.values()],
-            codecs=list(service.codecs),
-            forms=["multipart", "json"],
-            max_batch=service.max_batch,
-            max_body=max_body,
-        )
-
-    @app.post("/v1/score")
-    async def score(asked: Asked) -> Raw:
-        service.check_token(asked.headers.get("authorization"))
-        request, blobs = await uploads.read(asked, max_body)
-        answer = await service.answer(request, blobs)
-        return Raw(answer.model_dump_json(), media_type="application/json")
-
-    return app
-
-
-def describe(name: str, reward: Reward) -> RewardInfo:
-    """What a reward says of itself, for /v1/info."""
-    low, high = getattr(reward, "bounds", None) or (None, None)
-    return RewardInfo(
-        name=name,
-        version=version_of(reward),
-        scope=getattr(reward, "scope", "sample"),
-        bounds=(low, high),
-        required_metadata=list(getattr(reward, "required_metadata", ())),
-        deterministic=bool(getattr(reward, "deterministic", True)),
-    )
-
-
 def _answer_errors_in_json(app: "FastAPI") -> None:
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
@@ -438,29 +458,3 @@ def _answer_errors_in_json(app: "FastAPI") -> None:
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(Exception, unexpected)
-
-
-# --- Rewards load when they are first asked: before anyone waits for them ----------------------
-
-
-def warm_up(spec: RewardSpec) -> bool:
-    """Have a reward load its model, by scoring the first of its fixtures; where these are none,
-    plain images with a prompt that it applies to. -> whether it was asked: one without
-    `fixtures`, or with nothing to say to any prompt tried, loads at the first question.
-
-    Raises UserError when it cannot.
-    """
-    if not hasattr(spec.reward, "fixtures") or spec.executor is None:
-        return False
-    trials = trials_of(spec, spec.reward, ())
-    if not trials:
-        return False
-    first, count = trials[0], len(trials[0].images)
-    asked = [first.prompt] * count, [dict(first.metadata) for _ in range(count)]
-    answer = spec.executor.submit(first.images, *asked).result()
-    for row, reason in answer.reasons.items():
-        if first.says:
-            raise UserError(f"reward {spec.name!r} cannot score its own fixture {row}: {reason}")
-        if len(answer.reasons) == count:
-            raise UserError(f"reward {spec.name!r} cannot score a plain image: {reason}")
-    return True

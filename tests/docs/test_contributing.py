@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.backbones.base import members
+from flowrl.backbones.base import backbone_members
 from flowrl.build.backbone import backbone_class
 from flowrl.config import load_config
 from flowrl.config.load import sort_arguments
@@ -44,7 +44,7 @@ def test_the_reward_of_the_guide_is_found_by_its_path_and_prefers_edges(here):
     images[1, :, ::2] = 1
     result = score([spec], images, ["", ""], [{}, {}])
     assert result.scores[:, 0].tolist() == pytest.approx([0, 1])
-    (finding,) = check_named("my_rewards:sharpness").findings
+    (finding,) = check_named("my_rewards:sharpness").results
     assert finding.state == "ok" and finding.detail.startswith("1 fixture right, repeatable")
     commands = re.findall(r"^flowrl train quickstart .*reward.*$", TEXT, re.MULTILINE)
     assert len(commands) == 2
@@ -121,4 +121,4 @@ def test_the_guide_says_what_every_member_of_a_backbone_is():
     section = TEXT.split("## A backbone")[1]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
     named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == {*members(), "layer_rules"}
+    assert named == {*backbone_members(), "layer_rules"}

@@ -10,12 +10,12 @@ from flowrl.scoring.golden import (
     compare_all,
     compare_one,
     measure,
-    read_golden,
+    read_references,
     recorded,
-    write_golden,
+    write_references,
 )
 
-SHIPPED = read_golden(golden.PATH)
+SHIPPED = read_references(golden.PATH)
 MINE = """
 import math, torch
 
@@ -50,7 +50,7 @@ NAME = "golden_mine:Mine"
 
 
 def state(entry):
-    return compare_one(NAME, entry).finding.state
+    return compare_one(NAME, entry).result.state
 
 
 def test_scores_agree_within_a_share_of_the_largest(mine):
@@ -60,7 +60,7 @@ def test_scores_agree_within_a_share_of_the_largest(mine):
     mine.shift = 0.9 * entry["tolerance"]
     assert state(entry) == "ok"
     mine.shift = 1.1 * entry["tolerance"]
-    found = compare_one(NAME, entry).finding
+    found = compare_one(NAME, entry).result
     assert found.state == "problem"
     assert "expected" in found.detail and "torch" in found.remedy
     # The tolerance is a share of the largest score.
@@ -77,28 +77,28 @@ def test_what_was_not_measured_is_never_compared(mine):
         entry | {"trials": [row | {"images": "0" * 16} for row in entry["trials"]]},
         entry | {"trials": entry["trials"][:-1]},
     ):
-        found = compare_one(NAME, changed).finding
-        assert found.state == "missing" and "no golden value yet" in found.detail
-    listed = {c.finding.topic: c for c in compare_all([], {})}
-    assert listed["ocr"].finding.state == "missing" and listed["ocr"].measured is None
+        found = compare_one(NAME, changed).result
+        assert found.state == "missing" and "no reference score yet" in found.detail
+    listed = {c.result.topic: c for c in compare_all([], {})}
+    assert listed["ocr"].result.state == "missing" and listed["ocr"].measured is None
     # A reward that gives no score is not compared.
     entry = recorded(measure(NAME))
     for name in ("golden_mine:Mute", "golden_mine:Absent", "no_such_reward"):
         compared = compare_one(name, entry)
-        assert compared.measured is None and compared.finding.state != "ok"
-    assert compare_one("golden_mine:Absent", entry).finding.state == "missing"
+        assert compared.measured is None and compared.result.state != "ok"
+    assert compare_one("golden_mine:Absent", entry).result.state == "missing"
 
 
 def test_a_file_keeps_its_entries_and_a_damaged_one_is_named(mine, tmp_path):
     path = tmp_path / "golden.json"
-    assert read_golden(path) == {}
+    assert read_references(path) == {}
     entries = {NAME: recorded(measure(NAME))}
-    write_golden(path, entries)
-    assert read_golden(path) == entries and compare_all([], entries)[0].finding.state == "ok"
+    write_references(path, entries)
+    assert read_references(path) == entries and compare_all([], entries)[0].result.state == "ok"
     for text in ("{", "[1]", json.dumps({"a": {"version": "1"}})):
         path.write_text(text)
-        with pytest.raises(UserError, match="golden.json is no golden file"):
-            read_golden(path)
+        with pytest.raises(UserError, match="golden.json is no file of reference scores"):
+            read_references(path)
 
 
 def test_every_reward_without_weights_has_a_shipped_value_that_holds_here():
@@ -110,7 +110,7 @@ def test_every_reward_without_weights_has_a_shipped_value_that_holds_here():
         made_with = entry["made_with"]
         if name == "ocr" and any(version(p) != made_with[p] for p in ("rapidocr", "pillow")):
             continue  # the words are drawn by another Pillow, or read by another engine
-        found = compare_one(name, entry).finding
+        found = compare_one(name, entry).result
         assert found.state == "ok", found
 
 
@@ -119,7 +119,7 @@ def test_the_command_records_compares_and_never_passes_the_rest(mine, tmp_path, 
     path = tmp_path / "golden.json"
     with pytest.raises(UserError, match="There is no file"):
         command([NAME], file=path)
-    write_golden(path, {})
+    write_references(path, {})
     with pytest.raises(UserError, match=f"were not compared: {NAME}"):
         command([NAME], file=path)
     with pytest.raises(UserError, match="were not compared: golden_mine:Absent"):
@@ -127,7 +127,7 @@ def test_the_command_records_compares_and_never_passes_the_rest(mine, tmp_path, 
     for words in ({"file": path}, {"names": [NAME]}):
         with pytest.raises(UserError, match="--write records .* that --file names: give both"):
             command(write=True, **words)
-    assert read_golden(path) == {}
+    assert read_references(path) == {}
     # The command records then compares and fails on a difference.
     path = tmp_path / "golden.json"
     command([NAME], write=True, file=path, tolerance=0.01)

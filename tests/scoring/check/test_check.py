@@ -9,7 +9,7 @@ import torch
 from flowrl_rewards.fixtures import blank, fixture, square
 
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.check import check_reward, preflight
+from flowrl.scoring.check import check_before_training, check_reward
 from flowrl.scoring.executors.base import InlineExecutor, RewardFailure
 from flowrl.scoring.spec import RewardSpec, load_reward
 
@@ -59,7 +59,7 @@ class Redness:
 
 def found(fault: str, **changes):
     spec = RewardSpec(name="redness", reward=Redness(fault), **changes)
-    return check_reward(spec).findings
+    return check_reward(spec).results
 
 
 def test_a_planted_fault_is_a_problem_in_one_sentence():
@@ -125,7 +125,7 @@ def test_groups_are_asked_for_whole_and_may_have_more_images_than_the_two_compar
             return [fixture("light above dark", light, dark, others=[dark, dark])]
 
     for reward, prompts in ((Ranks(), PROMPTS), (Odd(), ())):
-        (finding,) = check_reward(RewardSpec(name="ranks", reward=reward), prompts).findings
+        (finding,) = check_reward(RewardSpec(name="ranks", reward=reward), prompts).results
         assert finding.state == "ok", finding
         assert {size for size, _ in reward.asked} == {4} == {n * 4 for _, n in reward.asked}
         assert prompts == () or len(reward.asked) == 4
@@ -139,7 +139,7 @@ def test_a_fixture_with_wrong_parts_is_a_sentence():
 
     whole = fixture("x", square("red", 8), square("blue", 8))
     for entry in ({"says": "x"}, whole | {"better": torch.ones(3, 8, 9)}, whole | {"worse": "a"}):
-        (finding,) = check_reward(RewardSpec(name="wrong", reward=Wrong(entry))).findings
+        (finding,) = check_reward(RewardSpec(name="wrong", reward=Wrong(entry))).results
         assert finding.state == "problem" and "without the right parts" in finding.detail
 
 
@@ -165,7 +165,7 @@ def test_what_is_not_there_is_told_apart_from_what_is_wrong():
         (RuntimeError("operator torchvision::nms does not exist"), "problem", "Mend"),
     ):
         spec = RewardSpec(name="x", reward=raising(error))
-        (finding,) = check_reward(spec, PROMPTS).findings
+        (finding,) = check_reward(spec, PROMPTS).results
         assert finding.state == state and remedy in finding.remedy, error
 
 
@@ -177,7 +177,7 @@ def test_a_function_without_fixtures_gets_plain_images_of_the_runs_prompts_and_s
         return [1.0] * len(images)
 
     # The same score for all images is a warning that stops nothing.
-    (finding,) = preflight([RewardSpec(name="bare", reward=bare)], PROMPTS, (48, 64))
+    (finding,) = check_before_training([RewardSpec(name="bare", reward=bare)], PROMPTS, (48, 64))
     assert finding.state == "warning" and "fixtures()" in finding.remedy
     assert "8 plain images" in finding.detail
     assert seen == {("a red square", 3, 48, 64), ("a cat", 3, 48, 64)}
@@ -190,7 +190,7 @@ def test_random_generators_are_left_as_they_were():
         return [torch.rand(1).item() + np.random.rand() + random.random()] * len(images)
 
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    preflight([RewardSpec(name="draws", reward=draws)], PROMPTS)
+    check_before_training([RewardSpec(name="draws", reward=draws)], PROMPTS)
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert np.random.get_state()[1].tolist() == before[2]
 
@@ -199,10 +199,12 @@ def test_before_training_a_trained_reward_that_is_wrong_or_lacks_something_stops
     swapped, lacking = Redness("swapped"), raising(MISSING)
     for reward, says in ((swapped, "'x' .*red scores above"), (lacking, "'x' .*cannot run")):
         with pytest.raises(RewardFailure, match=says):
-            preflight([RewardSpec(name="x", reward=reward)], PROMPTS)
+            check_before_training([RewardSpec(name="x", reward=reward)], PROMPTS)
     for part in ({"held_out": True}, {"weight": 0.0}):
         watched = RewardSpec(name="swapped", reward=swapped, **part)
-        findings = preflight([RewardSpec(name="fine", reward=Redness()), watched], PROMPTS)
+        findings = check_before_training(
+            [RewardSpec(name="fine", reward=Redness()), watched], PROMPTS
+        )
         states = {finding.topic: finding.state for finding in findings}
         assert states == {"fine": "ok", "swapped": "problem"}
 
@@ -219,11 +221,11 @@ def test_before_training_the_rewards_own_executor_is_asked():
         raise AssertionError("asked without its executor")
 
     executor = Watched(Redness(), "redness")
-    preflight([RewardSpec(name="redness", reward=refuse, executor=executor)], PROMPTS)
+    check_before_training([RewardSpec(name="redness", reward=refuse, executor=executor)], PROMPTS)
     assert sum(asked) == 8 + 8
 
 
 def test_a_reward_with_nothing_to_say_to_the_prompts_is_not_asked():
     spec = RewardSpec(name="ocr", reward=load_reward("ocr"))
-    assert preflight([spec], PROMPTS) == []
-    assert preflight([spec], []) == []
+    assert check_before_training([spec], PROMPTS) == []
+    assert check_before_training([spec], []) == []

@@ -41,8 +41,8 @@ def test_every_built_in_reward_that_needs_nothing_passes_and_the_others_lack_som
     assert sorted((*OFFLINE, *LACKING)) == sorted(BUILT_IN)
     for name in OFFLINE:
         checked = check_named(name)
-        assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
-        assert "right" in checked.findings[0].detail, name  # it has fixtures
+        assert [finding.state for finding in checked.results] == ["ok"], checked.results
+        assert "right" in checked.results[0].detail, name  # it has fixtures
         assert checked.version and checked.latency > 0, name
 
 
@@ -52,7 +52,7 @@ def test_every_other_built_in_reward_says_in_one_line_what_is_missing(tmp_path, 
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         for package in ("ImageReward", "hpsv3"):
             monkeypatch.setitem(sys.modules, package, None)
-        (finding,) = check_named(name).findings
+        (finding,) = check_named(name).results
         assert finding.state == "missing" and LACKING[name] in finding.detail, finding
         assert "\n" not in finding.detail
 
@@ -63,21 +63,21 @@ def test_a_reward_that_cannot_be_made_is_a_problem():
         ("nothing", None, "unknown reward 'nothing'"),
         ("nothing:Here", None, "No module named 'nothing'"),
     ]:
-        (finding,) = check_named(name, args).findings
+        (finding,) = check_named(name, args).results
         assert finding.state == "problem" and says in finding.detail
 
 
 def test_arguments_that_a_reward_must_have_are_named(tmp_path, monkeypatch):
     (tmp_path / "needy_reward.py").write_text("class Needy:\n    def __init__(self, model): ...\n")
     monkeypatch.chdir(tmp_path)
-    (finding,) = check_named("needy_reward:Needy").findings
+    (finding,) = check_named("needy_reward:Needy").results
     assert finding.state == "missing" and "'model'" in finding.detail
     assert finding.remedy == "flowrl reward-check needy_reward:Needy --args '{model: VALUE}'"
 
 
 def test_a_judge_without_a_server_shows_the_argument_that_it_needs():
     for name in ["vlm_judge", "vlm_questions", "unified_reward", "pairwise"]:
-        (finding,) = check_named(name).findings
+        (finding,) = check_named(name).results
         assert finding.state == "missing"
         words = shlex.split(finding.remedy)
         assert words[:4] == ["flowrl", "reward-check", name, "--args"]
@@ -89,7 +89,7 @@ def test_a_reward_without_its_package_is_missing_and_not_wrong(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
     judge = {"server": {"model": "m"}}
     for name, args, says in (("vlm_judge", judge, "pip install"), ("ocr", None, "rapidfuzz")):
-        (finding,) = check_named(name, args).findings
+        (finding,) = check_named(name, args).results
         assert finding.state == "missing" and says in finding.detail
 
 
@@ -106,7 +106,7 @@ def test_what_ones_own_module_lacks_is_told_apart_from_what_is_wrong_in_it(tmp_p
     for number, (text, _, _) in enumerate(cases):
         (tmp_path / f"half_made{number}.py").write_text(text)
     for number, (text, state, says) in enumerate(cases):
-        (finding,) = check_named(f"half_made{number}:mine").findings
+        (finding,) = check_named(f"half_made{number}:mine").results
         assert finding.state == state and says in finding.detail, text
 
 
@@ -124,11 +124,11 @@ def url():
 
 def test_a_served_reward_is_asked_with_the_fixtures_of_the_one_here_if_it_is_known(url):
     checked = check_named("ocr", {"mode": "strict"}, urls=[url])
-    assert [finding.state for finding in checked.findings] == ["ok"], checked.findings
-    assert "fixtures right" in checked.findings[0].detail
-    findings = check_named("ocr", urls=[url]).findings
+    assert [finding.state for finding in checked.results] == ["ok"], checked.results
+    assert "fixtures right" in checked.results[0].detail
+    findings = check_named("ocr", urls=[url]).results
     assert any("the server's version is 'ocr" in finding.detail for finding in findings)
-    (finding,) = check_named("bright", urls=[url]).findings
+    (finding,) = check_named("bright", urls=[url]).results
     assert finding.state == "ok" and "plain images" in finding.detail
 
 
@@ -136,5 +136,5 @@ def test_no_server_is_missing_within_its_deadline():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: connections are refused
         address = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        (finding,) = check_named("ocr", urls=[address], deadline=1.0).findings
+        (finding,) = check_named("ocr", urls=[address], deadline=1.0).results
     assert finding.state == "missing" and "cannot be reached" in finding.detail

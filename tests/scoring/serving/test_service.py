@@ -50,7 +50,7 @@ def question(key: str) -> ScoreRequest:
 
 def test_prompts_are_checked_one_after_the_other_while_the_server_goes_on():
     reward = Checks()
-    made = service.ScoringService({"a": reward}, token=None, max_batch=1, codecs=LOSSLESS)
+    made = service.ScoringService({"a": reward}, max_batch=1, codecs=LOSSLESS)
     png = encode(IMAGES[0].permute(1, 2, 0).byte().numpy(), "png")
 
     async def ask():
@@ -76,7 +76,7 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):
 
     reward = InlineExecutor(hanging, "hangs", background=True)
     spec = RewardSpec(name="hangs", reward=reward.reward, executor=reward)
-    made = service.ScoringService([spec], token=None, max_batch=1, codecs=LOSSLESS)
+    made = service.ScoringService([spec], max_batch=1, codecs=LOSSLESS)
     reward.submit(IMAGES, [""], [{}])
     assert asked.wait(10)  # one that had not begun would only be called off
 
