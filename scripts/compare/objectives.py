@@ -18,11 +18,19 @@ from pathlib import Path
 import flowrl
 from flowrl.api import collect
 from flowrl.config import Config
-from flowrl.training.checkpoint import CONFIG, claim
+from flowrl.training.checkpoint import claim
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.compare.outcomes import outcome, table
-from scripts.compare.runs import Run, markdown, mean_curve, write_charts, write_table
+from scripts.compare.runs import (
+    Run,
+    finished,
+    markdown,
+    mean_curve,
+    train,
+    write_charts,
+    write_table,
+)
 
 SPENT = "spent.json"  # beside an offline data set: what collecting it cost
 GOAL = "Flow-GRPO"
@@ -287,8 +295,8 @@ def main() -> None:
     chosen = [m for m in METHODS if not options.page and m.name in (options.only or names())]
     for seed in range(max(m.seeds for m in METHODS)):  # a disturbed hour disturbs all alike
         for method in chosen:
-            if seed < method.seeds:
-                train(method, seed, options.runs)
+            if seed < method.seeds and not ended(method, seed, options.runs):
+                train(learning(method, seed, options.runs))
     write_page(options.runs, options.output, options.machine)
 
 
@@ -310,32 +318,23 @@ def configuration(family: Family, seed: int, folder: Path, *changes: str) -> Con
     return flowrl.load_config("quickstart", [*SHARED, *family.changes, *own, *changes])
 
 
-def train(method: Method, seed: int, runs: Path) -> None:
-    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
-    folder = folder_of(method, seed, runs)
-    if finished(method, folder):
-        return
+def learning(method: Method, seed: int, runs: Path) -> Config:
+    """Return a method's configuration, after collecting the data set that it learns from."""
+    family = FAMILIES[method.family]
     changes = [
         *method.changes,
         f"run.iterations={method.iterations}",
         f"evaluation.every={method.evaluate_every}",
     ]
-    family = FAMILIES[method.family]
     if method.store is not None:
         store = store_of(method.store, seed, runs)
         collect_groups(method.store, family, seed, store)
         changes.append(f"rollout.store.path={store}")
-    resume = "latest" if (folder / CONFIG).exists() else None
-    flowrl.align(configuration(family, seed, folder, *changes), resume=resume)
-    if not finished(method, folder):
-        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
+    return configuration(family, seed, folder_of(method, seed, runs), *changes)
 
 
-def finished(method: Method, folder: Path) -> bool:
-    done = read_metrics(folder)
-    return (
-        bool(done) and done[-1]["step"] == method.iterations and "eval/geneval_strict" in done[-1]
-    )
+def ended(method: Method, seed: int, runs: Path) -> bool:
+    return finished(folder_of(method, seed, runs), method.iterations)
 
 
 def collect_groups(stored: Stored, family: Family, seed: int, folder: Path) -> None:
@@ -364,7 +363,7 @@ def write_page(runs: Path, output: Path, machine: str) -> None:
     """Tables, charts and data of all methods whose runs are finished."""
     done: dict[str, list[Run]] = {}
     for method in METHODS:
-        seeds = [s for s in range(method.seeds) if finished(method, folder_of(method, s, runs))]
+        seeds = [s for s in range(method.seeds) if ended(method, s, runs)]
         if len(seeds) == method.seeds:
             done[method.name] = [read_run(method, s, runs) for s in seeds]
     every = [run for found in done.values() for run in found]

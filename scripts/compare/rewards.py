@@ -15,12 +15,12 @@ from pathlib import Path
 
 import flowrl
 from flowrl.api import table
-from flowrl.training.checkpoint import CONFIG
+from flowrl.config import Config
 from flowrl.training.evaluate import Evaluation, compare
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import draw_curves
-from scripts.compare.runs import Run, markdown, points, write_table
+from scripts.compare.runs import Run, finished, markdown, points, train, write_table
 
 SHARED = ["run.threads=1", "run.trackers=[]", "run.sample_every=0"]
 
@@ -76,30 +76,17 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="train nothing")
     options = parser.parse_args()
     for shown in () if options.page else RUNS:
-        train(shown, options.runs / shown.preset)
+        train(configuration(shown, options.runs))
     write_page(options.runs, options.output, options.machine)
 
 
-def train(shown: Shown, folder: Path) -> None:
-    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
-    if ended(shown, folder):
-        return
-    config = flowrl.load_config(shown.preset, [*SHARED, f"run.output_dir={folder}"])
-    flowrl.align(config, resume="latest" if (folder / CONFIG).exists() else None)
-    if not ended(shown, folder):
-        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
-
-
-def ended(shown: Shown, folder: Path) -> bool:
-    """Whether the last iteration was evaluated."""
-    evaluated = points(Run(method="", seed=0, metrics=read_metrics(folder)))
-    iterations = flowrl.load_config(shown.preset).run.iterations
-    return bool(evaluated) and evaluated[-1].step == iterations
+def configuration(shown: Shown, runs: Path) -> Config:
+    return flowrl.load_config(shown.preset, [*SHARED, f"run.output_dir={runs / shown.preset}"])
 
 
 def write_page(runs: Path, output: Path, machine: str) -> None:
-    """Of all presets whose runs have ended."""
-    done = [s for s in RUNS if ended(s, runs / s.preset)]
+    """Write the page of all presets whose runs have ended."""
+    done = [s for s in RUNS if finished(runs / s.preset, configuration(s, runs).run.iterations)]
     parts = [INTRODUCTION.format(machine=machine)]
     every = []
     for shown in done:

@@ -8,6 +8,10 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+import flowrl
+from flowrl.config import Config
+from flowrl.training.checkpoint import CONFIG
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import draw_comparison
 
@@ -51,6 +55,22 @@ AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
     ),
     "images": ("thousand images sampled to learn from", lambda p: p.images / 1e3),
 }
+
+
+def train(config: Config) -> None:
+    """Train to the end, from where an earlier call was stopped; leave a finished run alone."""
+    folder, iterations = Path(config.run.output_dir), config.run.iterations
+    if finished(folder, iterations):
+        return
+    flowrl.align(config, resume="latest" if (folder / CONFIG).exists() else None)
+    if not finished(folder, iterations):
+        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
+
+
+def finished(folder: Path, iterations: int) -> bool:
+    """Return whether the run's last iteration was evaluated."""
+    evaluated = points(Run(method="", seed=0, metrics=read_metrics(folder)))
+    return bool(evaluated) and evaluated[-1].step == iterations
 
 
 def points(run: Run) -> list[Point]:

@@ -21,11 +21,19 @@ from flowrl.api import audit
 from flowrl.config import Config
 from flowrl.functional.groups import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, AuditReport
-from flowrl.training.checkpoint import CONFIG
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.compare.outcomes import differences, outcome, table
-from scripts.compare.runs import TIMES, Run, markdown, mean_curve, points, write_charts, write_table
+from scripts.compare.runs import (
+    TIMES,
+    Run,
+    finished,
+    markdown,
+    mean_curve,
+    train,
+    write_charts,
+    write_table,
+)
 
 PRESET = "tiny-sd3-solrl-geneval"
 SEEDS = (0, 1, 2)
@@ -77,10 +85,8 @@ class Place:
         return flowrl.load_config(PRESET, [*SHARED, *self.changes, *arm.changes, *own])
 
     def ended(self, arm: Arm, seed: int) -> bool:
-        """Whether the last iteration was evaluated."""
-        evaluated = points(self.read(arm, seed))
         iterations = self.configuration(arm, seed).run.iterations
-        return bool(evaluated) and evaluated[-1].step == iterations
+        return finished(self.folder(arm, seed), iterations)
 
     def read(self, arm: Arm, seed: int) -> Run:
         return Run(method=arm.name, seed=seed, metrics=read_metrics(self.folder(arm, seed)))
@@ -104,19 +110,8 @@ def main() -> None:
     for seed in SEEDS:  # outermost, so that a disturbed hour disturbs all arms alike
         for arm in () if options.page else (*ARMS, *MORE):
             if arm.name in wanted:
-                train(place, arm, seed)
+                train(place.configuration(arm, seed))
     write_page(place, options.output, options.machine)
-
-
-def train(place: Place, arm: Arm, seed: int) -> None:
-    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
-    if place.ended(arm, seed):
-        return
-    folder = place.folder(arm, seed)
-    resume = "latest" if (folder / CONFIG).exists() else None
-    flowrl.align(place.configuration(arm, seed), resume=resume)
-    if not place.ended(arm, seed):
-        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
 
 
 def audit_base(place: Place) -> list[dict]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flowrl
+from flowrl.config import Config
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
-from scripts.compare.runs import SHARE, Run, markdown, rows, write_charts, write_table
+from scripts.compare.runs import SHARE, Run, markdown, rows, train, write_charts, write_table
 
 SEEDS = (0, 1, 2)
 CARD = """# Trees against chains
@@ -101,30 +102,21 @@ def main() -> None:
         for method in METHODS:
             name = method.name.replace(", ", "-").replace(" ", "-").lower()
             folder = options.runs / f"{name}-{seed}"
-            train(method, seed, folder)
+            train(configuration(method, seed, folder))
             runs.append(Run(method=method.name, seed=seed, metrics=read_metrics(folder)))
     write_table(options.output / "curves.csv", runs)
     write_charts(options.output, runs, "eval/geneval_strict", axes=("wall-time", "forwards"))
     write_text(options.output / "README.md", card(runs, options.machine))
 
 
-def train(method: Method, seed: int, folder: Path) -> None:
-    """Train to the end, from where an earlier call was stopped; a finished run is left alone."""
-    done = read_metrics(folder)
-    if done and done[-1]["step"] == method.iterations and "eval/geneval" in done[-1]:
-        return
-    config = flowrl.load_config(
-        "quickstart",
-        [
-            *SHARED,
-            *method.changes,
-            f"run.seed={seed}",
-            f"run.output_dir={folder}",
-            f"run.iterations={method.iterations}",
-            f"evaluation.every={method.evaluate_every}",
-        ],
-    )
-    flowrl.align(config, resume="latest" if done else None)
+def configuration(method: Method, seed: int, folder: Path) -> Config:
+    own = [
+        f"run.seed={seed}",
+        f"run.output_dir={folder}",
+        f"run.iterations={method.iterations}",
+        f"evaluation.every={method.evaluate_every}",
+    ]
+    return flowrl.load_config("quickstart", [*SHARED, *method.changes, *own])
 
 
 def card(runs: list[Run], machine: str) -> str:
