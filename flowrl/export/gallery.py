@@ -12,7 +12,7 @@ from PIL import Image
 
 from flowrl.training.evaluate import EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import GREEN, GREY, RED, SMALL, Color, Stack, data_url, png, sheet
+from flowrl.utils.images import GREEN, GREY, RED, SMALL, Color, Stack, data_url, image_grid, png
 from flowrl.utils.templates import known, number, render, signed
 
 Score = float | None
@@ -99,7 +99,7 @@ def gallery_grid(
         )
         for row in rows
     ]
-    return sheet(stacks, heading=heading, rows=columns, across=across)
+    return image_grid(stacks, heading=heading, rows=columns, across=across)
 
 
 def summary_line(row: EvaluationComparison) -> str:

@@ -1,4 +1,4 @@
-"""Prompts: what they are, which are read, and which an iteration of training gets."""
+"""Prompts: the record, how they are loaded, and which ones an iteration of training gets."""
 
 import functools
 import json
@@ -18,36 +18,30 @@ OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all others are met
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """One prompt. `uid` depends on the content alone, so noise keyed by it survives reordering.
-
-    metadata: whatever rewards need, in GenEval's names: tag, include, exclude, ocr_text.
-    paraphrases: other wordings of the text; they are no part of the uid. wording: the one that the
-    network reads in place of the text, which rewards are given in any case; None is the text.
-    """
+    """One prompt. `uid` depends on the content alone, so noise keyed by it survives reordering."""
 
     uid: str
-    text: str
+    text: str  # what rewards are given
     negative: str | None = None
-    metadata: dict = field(default_factory=dict)
-    paraphrases: tuple[str, ...] = ()
-    wording: str | None = None
+    metadata: dict = field(default_factory=dict)  # for rewards: tag, include, exclude, ocr_text
+    paraphrases: tuple[str, ...] = ()  # other wordings, no part of the uid
+    wording: str | None = None  # the paraphrase that text encoders get; None is the text
 
     @property
     def read(self) -> str:
-        """What the text encoders are given."""
+        """The text for the text encoders."""
         return self.text if self.wording is None else self.wording
 
 
 def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
-    """The prompts of a .txt file (one a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
+    """Load a .txt file (one prompt a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
 
     A JSONL row has "prompt" (or "text") and may have "negative" and "paraphrases", a list of
-    texts; its other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN" or a
-    local .parquet or .arrow file or folder, see `prompt_datasets`. KIND is one of the tiny
-    world's kinds, "geneval" (its six object kinds) or "all"; SPLIT is train or test; kinds take
-    turns, so a limit keeps some of each. A prompt that occurs several times keeps its place and
-    gets a uid of its own each time.
-    Raises UserError for a missing, malformed or empty source.
+    texts; its other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a
+    local .parquet or .arrow file or folder, see `sources.read_dataset`. KIND is one of the tiny
+    world's kinds, "geneval" (its six object kinds) or "all"; kinds alternate, so a limit keeps
+    some of each. A prompt that occurs several times gets another uid each time. Raises UserError
+    for a missing, malformed or empty source.
     """
     seen: Counter[str] = Counter()
     records = [_record(row, seen) for row in islice(read_rows(source), limit)]
@@ -57,7 +51,7 @@ def load_prompts(source: str | Path, *, limit: int | None = None) -> list[Prompt
 
 
 def prompt_uid(text: str, negative: str | None, metadata: dict, occurrence: int = 0) -> str:
-    """16 hex digits that identify a prompt by its content, the same on every machine."""
+    """Return 16 hex digits that identify a prompt by its content, the same on every machine."""
     content = [text, negative, metadata, occurrence]
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return blake2b(canonical.encode(), digest_size=8).hexdigest()
@@ -79,10 +73,10 @@ def _record(row: dict, seen: Counter[str]) -> PromptRecord:
 
 
 def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:
-    """The prompt in the words of one of its paraphrases, which it must have; uid and text stay.
+    """Return the prompt worded as one of its paraphrases; uid and text stay.
 
-    Turns 0, 1, ... go through seeded shuffles of the paraphrases, so that none comes twice before
-    all came once; a function of seed, iteration, uid and turn alone.
+    Turns 0, 1, ... go through seeded shuffles of the paraphrases, so none repeats before all came;
+    a function of seed, iteration, uid and turn alone.
     """
     lap, place = divmod(turn, len(record.paraphrases))
     key = f"{seed}/{iteration}/{record.uid}/{lap}"
@@ -91,7 +85,7 @@ def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> P
 
 
 def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str) -> None:
-    """Raises UserError when `option` asks for paraphrases, and no prompt of `source` has any."""
+    """Raise UserError when `option` asks for paraphrases and no prompt of `source` has any."""
     if not any(prompt.paraphrases for prompt in prompts):
         raise UserError(
             f"{option} is set, but none of the {len(prompts)} prompts of {source} has paraphrases: "
@@ -101,11 +95,11 @@ def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str)
 
 
 class PromptSampler:
-    """Which prompts an iteration trains on; a function of the iteration number alone.
+    """Chooses the prompts of an iteration, as a function of the iteration number alone.
 
     Prompts come in seeded shuffles, one an epoch, `per_iteration` at a time. With `balance`, the
-    name of a metadata key, its values take turns, each with epochs of its own, so that rare
-    kinds are seen as often as common ones. An iteration has no prompt twice unless it must.
+    name of a metadata key, its values alternate, each with its own epochs, so rare kinds are seen
+    as often as common ones. An iteration has no prompt twice unless it must.
     """
 
     def __init__(
@@ -133,7 +127,7 @@ class PromptSampler:
         self.kinds = dict(sorted(kinds.items()))
 
     def at(self, iteration: int) -> list[PromptRecord]:
-        """The `per_iteration` prompts of one iteration, kinds in turn."""
+        """Return the `per_iteration` prompts of one iteration, kinds alternating."""
         first, count = iteration * self.per_iteration, len(self.kinds)
         streams = [
             self._stream(kind, -(-(first - i) // count)) for i, kind in enumerate(self.kinds)
@@ -141,7 +135,7 @@ class PromptSampler:
         return [next(streams[turn % count]) for turn in range(first, first + self.per_iteration)]
 
     def _stream(self, kind: str, start: int) -> Iterator[PromptRecord]:
-        """The prompts of one kind from its `start`-th on; none twice until all were given."""
+        """Yield the prompts of one kind from its `start`-th on; none twice until all were given."""
         records = self.kinds[kind]
         given: set[int] = set()
         position = start

@@ -155,9 +155,11 @@ def _open(place: str, split: str, cache: str) -> Any:
     name, bracket, rest = split.partition("[")
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         found = datasets.load_from_disk(place)
-        splits = found if isinstance(found, dict) else {"train": found}
+        splits: dict[Any, Any] = found if isinstance(found, dict) else {"train": found}
         if name not in splits:
-            raise ValueError(f"Unknown split {name!r}. Available splits: {', '.join(splits)}")
+            raise ValueError(
+                f"Unknown split {name!r}. Available splits: {', '.join(map(str, splits))}"
+            )
         table = splits[name]
         cut = datasets.ReadInstruction.from_spec(f"{name}{bracket}{rest}")
         (part,) = cut.to_absolute({name: len(table)})

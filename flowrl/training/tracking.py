@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.images import Stack, png, sheet, to_pil
+from flowrl.utils.images import Stack, image_grid, png, to_pil
 from flowrl.utils.templates import known
 
 FILE = "metrics.jsonl"
@@ -157,7 +157,7 @@ class Report:
             Stack(caption=caption, images=[image])
             for image, caption in zip(to_pil(images), captions, strict=True)
         ]
-        grid = sheet(columns)
+        grid = image_grid(columns)
         path = self.folder / "samples" / f"step-{step:06d}.png"
         write_bytes(path, png(grid))
         for tracker in self._trackers:

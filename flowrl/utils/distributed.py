@@ -1,4 +1,4 @@
-"""accelerate behind one small class: processes, precision, gradients. Nothing else imports it."""
+"""accelerate behind one class: processes, precision, gradients. Nothing else imports it."""
 
 import json
 import os
@@ -14,11 +14,11 @@ from flowrl.errors import UserError
 class Runtime:
     """One training process among `world_size`, launched by accelerate, torchrun or alone.
 
-    The adapter's gradients are megabytes, so they are summed by hand in one call per update
-    instead of wrapping the network: the same arithmetic as DistributedDataParallel, and adapters
-    can be switched and merged freely. Raises UserError when the device is not there, when this
-    process already computes in another precision, and when the launcher asks for its own
-    gradient accumulation, which would divide the loss a second time.
+    The adapter's gradients are small, so one call an update sums them instead of wrapping the
+    network: the same arithmetic as DistributedDataParallel, and adapters can be switched and
+    merged freely. Raises UserError when the device is missing, when this process already computes
+    in another precision, and when the launcher asks for its own gradient accumulation, which
+    would divide the loss a second time.
     """
 
     def __init__(self, *, device: str = "auto", mixed_precision: str = "no"):
@@ -58,15 +58,15 @@ class Runtime:
         return self.accelerator.prepare_optimizer(optimizer, device_placement=False)
 
     def share(self, total: int, unit: int = 1) -> Tensor:
-        """This process's rows of `total`: (n,) long, consecutive, all processes nearly equal.
+        """Return this process's rows of `total`, (n,) long: consecutive, nearly equal shares.
 
-        Rows are dealt in whole runs of `unit`, which divides `total`.
+        Rows are shared in whole runs of `unit`, which divides `total`.
         """
         runs = torch.arange(total).view(-1, unit)
         return runs.tensor_split(self.world_size)[self.rank].flatten()
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all processes in order, where `rows` was; their numbers may differ."""
+        """Return the rows of all processes in order, on the device of `rows`; counts may differ."""
         if self.world_size == 1:
             return rows
         count = torch.tensor([len(rows)], device=self.device)
@@ -78,20 +78,20 @@ class Runtime:
         kept = [p[:n] for p, n in zip(parts.split(max(counts)), counts, strict=True)]
         return torch.cat(kept).to(device=rows.device, dtype=rows.dtype)
 
-    def merge(self, notes: dict[str, str]) -> dict[str, str]:
-        """The notes of all processes under their names; sent as JSON, since nothing unpickles."""
+    def merge(self, texts: dict[str, str]) -> dict[str, str]:
+        """Return the texts of all processes by name, sent as JSON: nothing is unpickled."""
         if self.world_size == 1:
-            return notes
-        line = torch.frombuffer(bytearray((json.dumps(notes) + "\n").encode()), dtype=torch.uint8)
+            return texts
+        line = torch.frombuffer(bytearray((json.dumps(texts) + "\n").encode()), dtype=torch.uint8)
         lines = bytes(self.gather(line).tolist()).decode().splitlines()
         return {name: text for line in lines for name, text in json.loads(line).items()}
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around what may fail on one process alone, and asks nothing of the others.
+        """Raise a UserError of one process on all of them, after the block.
 
-        A UserError there is raised on all after the block, with one message: that of the first
-        process that has one. A process that raised alone would leave the others waiting for it.
+        A process that raised alone would leave the others waiting. The message is that of the
+        first process that has one. The block must not communicate.
         """
         failure = None
         try:
@@ -110,14 +110,14 @@ class Runtime:
         return self.accelerator.gather(tensor)  # type: ignore[return-value]
 
     def sum(self, value: float) -> float:
-        """Sum of one number over processes."""
+        """Return the sum of one number over processes."""
         if self.world_size == 1:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         return self.accelerator.reduce(total, "sum").item()  # type: ignore[union-attr]
 
     def any(self, flag: bool) -> bool:
-        """True on every process if it is on one: so that all stop together."""
+        """Return True on every process if it is on one, so that all stop together."""
         return self.sum(float(flag)) > 0
 
     @property
@@ -146,12 +146,12 @@ class Runtime:
             p.grad = part.view_as(p)
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-        """Shorten the gradient to `max_norm`; returns its norm before."""
+        """Clip the gradient to `max_norm`; return its norm before."""
         norm = self.accelerator.clip_grad_norm_(parameters, max_norm)
         return float(norm) if norm is not None else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """The fp16 gradient scaler's state; empty in other precisions."""
+        """Return the fp16 gradient scaler's state; empty in other precisions."""
         scaler = self.accelerator.scaler
         return scaler.state_dict() if scaler is not None else {}
 

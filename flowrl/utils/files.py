@@ -1,4 +1,4 @@
-"""Files that survive a crash: atomic writes, and nested state as safetensors without pickle."""
+"""Atomic writes, and nested state as safetensors without pickle."""
 
 import contextlib
 import json
@@ -17,10 +17,10 @@ _INT_KEYS = "__int_keys__"
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`; renamed over it, synced to disk, when the block succeeds.
+    """Yield a temporary file beside `path`; rename it over `path` when the block succeeds.
 
-    A reader sees the old file or the new one, never a part. The temporary file is removed when
-    the block raises.
+    A reader sees the old file or the new one, never a part. Synced to disk; removed when the block
+    raises.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it outlives a power cut."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -70,8 +70,8 @@ def write_text(path: Path, text: str) -> None:
 def save_state(path: Path, state: Any) -> None:
     """Write nested dicts and lists of tensors, numbers, strings and None, atomically.
 
-    Tensors go to safetensors, everything else into its JSON header, so that reading it back
-    runs no code. Raises TypeError for anything else.
+    Tensors go to safetensors, everything else into its JSON header, so reading runs no code.
+    Raises TypeError for other types.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(state, tensors)
@@ -79,7 +79,7 @@ def save_state(path: Path, state: Any) -> None:
 
 
 def load_state(path: Path) -> Any:
-    """The state that `save_state` wrote, with the tensors on the CPU."""
+    """Return the state that `save_state` wrote, with the tensors on the CPU."""
     data = Path(path).read_bytes()
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return _unflatten(json.loads(header["__metadata__"]["state"]), load(data))

@@ -1,4 +1,4 @@
-"""Images for people: from tensors, as data URLs, and laid out on sheets with captions."""
+"""Convert images from and to tensors, PNG and data URLs, and lay them out in captioned grids."""
 
 import base64
 import io
@@ -18,19 +18,17 @@ GREY: Color = (101, 109, 118)
 GREEN: Color = (26, 127, 55)
 RED: Color = (207, 34, 46)
 
-SMALL = 256  # pixels: up to this side an image is enlarged with hard edges, not blurred
+SMALL = 256  # pixels: images up to this side are enlarged with hard edges, not blurred
 PAD = 12  # pixels between cells
-TEXT, NOTE = 15, 13  # pixels, text sizes on sheets
+TEXT, NOTE = 15, 13  # pixels, text sizes
 LINE = 20  # pixels, distance of text lines
 CAPTION_LINES = 3
-PLAIN = str.maketrans(
-    {"→": "->", "–": "-", "—": "-", "−": "-"}
-)  # signs that Pillow's typeface lacks
+PLAIN = str.maketrans({"→": "->", "–": "-", "—": "-", "−": "-"})  # Pillow's typeface lacks these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """One column of a sheet: a caption, images under each other, then short notes."""
+    """One column of a grid: a caption, images below each other, then short notes."""
 
     caption: str
     images: Sequence[Image.Image]
@@ -38,20 +36,20 @@ class Stack:
 
 
 def to_pil(images: Tensor) -> list[Image.Image]:
-    """(B, 3, H, W) float in [0, 1] -> B RGB images, rounded to the nearest of 256 levels."""
+    """Convert (B, 3, H, W) float in [0, 1] to B RGB images, rounded to 256 levels."""
     levels = (images.detach().float().nan_to_num(0).clamp(0, 1) * 255).round()
     rows = levels.byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
     return [Image.fromarray(row) for row in rows]
 
 
 def to_tensor(images: Sequence[Image.Image]) -> Tensor:
-    """B images of one size -> (B, 3, H, W) float32 in [0, 1]."""
+    """Convert B images of one size to (B, 3, H, W) float32 in [0, 1]."""
     rows = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
 
 
 def data_url(image: Image.Image) -> str:
-    """The image as a lossless `data:` URL: WebP, or PNG where Pillow was built without it."""
+    """Return the image as a lossless `data:` URL: WebP, or PNG where Pillow lacks it."""
     webp = features.check("webp") and max(image.size) <= 16383  # the format's own limit
     buffer = io.BytesIO()
     if webp:
@@ -69,7 +67,7 @@ def png(image: Image.Image) -> bytes:
 
 
 def fit(image: Image.Image, side: int) -> Image.Image:
-    """The image within a box of `side` pixels: enlarged by a whole factor, or reduced."""
+    """Resize the image into a box of `side` pixels: by a whole factor if enlarged."""
     longest = max(image.size)
     if longest <= side:
         factor = side // longest
@@ -83,12 +81,12 @@ def fit(image: Image.Image, side: int) -> Image.Image:
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    """Pillow's own typeface, so that a sheet looks the same on every machine."""
+    """Return Pillow's own typeface, so that a grid looks the same on every machine."""
     return ImageFont.load_default(size)
 
 
 def wrap(text: str, width: int, *, size: int = TEXT, lines: int = CAPTION_LINES) -> list[str]:
-    """`text` in at most `lines` lines of `width` pixels; what does not fit ends in an ellipsis."""
+    """Break `text` into at most `lines` lines of `width` pixels, with an ellipsis if cut."""
     face = font(size)
     found, rest = [], " ".join(text.split()).translate(PLAIN)
     while rest and len(found) < lines:
@@ -105,7 +103,7 @@ def wrap(text: str, width: int, *, size: int = TEXT, lines: int = CAPTION_LINES)
 def _fitting(
     text: str, width: int, face: ImageFont.FreeTypeFont | ImageFont.ImageFont, *, by_letter: bool
 ) -> int:
-    """How many letters of `text` fit; whole words unless the first word alone is too long."""
+    """Return how many letters fit; whole words unless the first word alone is too long."""
     if face.getlength(text) <= width:
         return len(text)
     # Bisect on a prefix that cannot be far longer than the line: prompts may have many pages.
@@ -120,7 +118,7 @@ def _fitting(
     return low if by_letter or space <= 0 else space
 
 
-def sheet(
+def image_grid(
     stacks: Sequence[Stack],
     *,
     heading: Sequence[str] = (),
@@ -128,13 +126,14 @@ def sheet(
     across: int = 8,
     side: int | None = None,
 ) -> Image.Image:
-    """Stacks side by side, `across` in a line, lines under each other, a heading above.
+    """Lay out columns side by side, `across` in a band, with a heading above.
 
-    `rows` names the rows of images in the left margin. `side` is an image's box in pixels;
-    by default at least 192 and at most 320, and between them the images' own size.
+    Args:
+        rows: names of the rows of images, shown in the left margin.
+        side: an image's box in pixels; by default the images' own size within [192, 320].
     """
     if not stacks:
-        raise ValueError("a sheet needs at least one image, got none")
+        raise ValueError("a grid needs at least one image, got none")
     side = side or min(320, max(192, *(max(p.size) for s in stacks for p in s.images)))
     margin = PAD + max((round(font(TEXT).getlength(row)) + PAD for row in rows), default=0)
     width = margin + min(across, len(stacks)) * (side + PAD)

@@ -1,4 +1,4 @@
-"""People's own components: a callable by its import path."""
+"""Load a user's own component by its import path."""
 
 import importlib
 import os
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def load_callable(target: str) -> Callable[..., Any]:
-    """`module:attribute` -> the attribute. Raises LookupError that says what was found, and where.
+    """Return the attribute of `module:attribute`, searched last in the working directory.
 
-    Modules are looked for where Python does, and last in the working directory.
+    Raises LookupError that says what was found, and where.
     """
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):

@@ -146,10 +146,12 @@ def _smoothed(axes: "Axes", points: Points, theme: Theme) -> None:
 
 
 def _line(axes: "Axes", points: Points, color: str, band: Band | None = None, **style: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     xs, ys = zip(*points, strict=True)
     axes.plot(xs, ys, color=color, linewidth=1.8, markersize=4, **style)
     if all(float(x).is_integer() for x in xs):
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if band is not None:
         low, high = zip(*band, strict=True)
         axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)

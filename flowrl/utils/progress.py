@@ -1,4 +1,4 @@
-"""How far a long job is: a live bar on a terminal, now and then a plain line elsewhere."""
+"""Progress of a long job: a live bar on a terminal, an occasional plain line elsewhere."""
 
 import time
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from flowrl.utils.templates import number
 
 
 class Steps:
-    """Counts the steps of a job for the reader; a context manager.
+    """Shows the steps of a job; a context manager. `start` steps are done already.
 
-    `start` steps are done already (a resumed run). Without a terminal a line is printed for the
-    first and the last step, and every `every` seconds between them.
+    Without a terminal it prints a line for the first and the last step, and every `every` seconds
+    between them.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Steps:
     ):
         self.console = console or Console()
         self._what, self._total, self._done, self._start = what, total, start, start
-        self._every, self._began, self._said = every, time.monotonic(), float("-inf")
+        self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
         self._bar = _bar(self.console) if self.console.is_terminal else None
         self._task = self._bar and self._bar.add_task(what, total=total, completed=start, notes="")
 
     def advance(self, values: Mapping[str, float | None] | None = None) -> None:
-        """One more step is done; `values` (reward, loss, ...) are shown beside it."""
+        """Count one step; show `values` (reward, loss, ...) beside it."""
         self._done += 1
         notes = " ".join(f"{name} {_note(value)}" for name, value in (values or {}).items())
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._done, notes=notes)
             return
         now = time.monotonic()
-        if now - self._said >= self._every or self._done == self._total:
-            self._said = now
+        if now - self._printed >= self._every or self._done == self._total:
+            self._printed = now
             self.console.print(
                 self._line(now, notes), highlight=False, markup=False, soft_wrap=True
             )

@@ -1,4 +1,4 @@
-"""Text from the templates of this package: HTML escaped by jinja2, Markdown by `markdown`."""
+"""Fill in this package's templates: HTML is escaped by jinja2, Markdown by `markdown`."""
 
 import functools
 import math
@@ -13,17 +13,17 @@ _MARKDOWN = str.maketrans(
 
 
 def render(template: str, values: dict[str, Any]) -> str:
-    """The template `flowrl/templates/<template>` filled in; a name it lacks is an error."""
+    """Return `flowrl/templates/<template>` filled in; a missing value is an error."""
     return _environment().get_template(template).render(values)
 
 
 def known(value: float | None) -> float | None:
-    """The number, or None where it is missing, NaN or infinite."""
+    """Return the number, or None where it is missing, NaN or infinite."""
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def number(value: float | None) -> str:
-    """A score for people: three decimals, fewer when large, "n/a" when missing."""
+    """Format a score: three decimals, fewer when large, "n/a" when missing."""
     value = known(value)
     if value is None:
         return "n/a"
@@ -31,7 +31,7 @@ def number(value: float | None) -> str:
 
 
 def signed(value: float | None) -> str:
-    """A change for people: as `number`, always with a sign, a plain 0.000 where nothing moved."""
+    """Format a change like `number`, with a sign unless it is 0.000."""
     text = number(value)
     if known(value) is None or not text.strip("-0."):
         return text.lstrip("-")
@@ -39,12 +39,12 @@ def signed(value: float | None) -> str:
 
 
 def markdown(text: str) -> str:
-    """`text` as itself inside a line of Markdown: none of it is markup, link, cell or HTML tag."""
+    """Escape `text` for a line of Markdown: none of it is markup, link, cell or HTML tag."""
     return " ".join(text.split()).translate(_MARKDOWN)
 
 
 def fenced(text: str, language: str) -> str:
-    """`text` as a block of code, behind a fence longer than any that it holds."""
+    """Return `text` as a block of code, with a fence longer than any in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text.rstrip()}\n{fence}"
 

@@ -83,7 +83,9 @@ def test_every_layer_changes_as_diffusers_changes_it():
         names = layers(state)
         assert len(names) > 30
         for name in names:
-            own = weight_change(state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"], STRENGTH)
+            own = weight_change(
+                state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"], STRENGTH
+            )
             torch.testing.assert_close(found[f"{name}.weight"], own, rtol=1e-5, atol=1e-5, msg=name)
 
 

@@ -7,8 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.backbones.lora_files import weight_change
-from flowrl.backbones.lora_files import FILE, check_header, layers_of, load_lora, merge_lora, read_lora, save_lora
+from flowrl.backbones.lora_files import (
+    FILE,
+    check_header,
+    layers_of,
+    load_lora,
+    merge_lora,
+    read_lora,
+    save_lora,
+    weight_change,
+)
 from flowrl.cli import main
 from flowrl.config import config_yaml
 from flowrl.errors import UserError

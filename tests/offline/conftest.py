@@ -10,6 +10,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def store(tmp_path):
-    from toy_store import plain_scores, write
+    from toy_dataset import plain_scores, write
 
     return write(tmp_path / "store", plain_scores())

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import torch
-from toy_store import GROUPS, SIZE, numbers, plain_scores, read, source, write
+from toy_dataset import GROUPS, SIZE, numbers, plain_scores, read, source, write
 
 from flowrl.offline.source import Caching
 

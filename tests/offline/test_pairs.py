@@ -22,7 +22,9 @@ from flowrl.utils.images import to_tensor
 
 @pytest.fixture(scope="module")
 def config(tiny_config):
-    return tiny_config(rollout={"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2})
+    return tiny_config(
+        rollout={"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 2}
+    )
 
 
 def files(folder: Path) -> dict[str, bytes]:

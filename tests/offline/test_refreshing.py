@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy_store import numbers, plain_scores, read, source, write
+from toy_dataset import numbers, plain_scores, read, source, write
 
 from flowrl.offline.writer import Refresher
 

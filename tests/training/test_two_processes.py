@@ -106,11 +106,11 @@ for place in ("", f"-{runtime.rank}"):
     backbone = learned.policy.backbone
     build_evaluator(case, backbone.pipeline, learned.specs, given, texts)
     needed = all_texts(case, given)
-    texts.free(backbone.pipeline, needed, runtime)
+    texts.encode_and_free(backbone.pipeline, needed, runtime)
     seen[f"texts {len(place)}"] = [
         len(needed),
-        len(texts.of(backbone, 1.0).known),
-        sum(texts.of(backbone, g).has(prompt) for g, prompt in needed),
+        len(texts.get(backbone, 1.0).known),
+        sum(texts.get(backbone, g).has(prompt) for g, prompt in needed),
         encoders_of(backbone.pipeline) == [],
     ]
 seen["any"] = [runtime.any(runtime.rank == 1), runtime.any(False)]

@@ -1,11 +1,11 @@
-"""Prompts in the form of GenEval (Ghosh et al. 2023, arXiv 2310.11513), in wordings of our own."""
+"""Prompts in GenEval's form (Ghosh et al. 2023, arXiv 2310.11513), in our own wordings."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, permutations
 from math import prod
 from typing import Any
 
-from flowrl.prompts.generate.draw import Sets, TemplateKind, draw_sets
+from flowrl.prompts.generate.templates import Sets, TemplateKind, sample_sets
 from flowrl.prompts.generate.words import COCO, COLORS, article, plural
 from flowrl.tiny.world import NUMBERS, one
 
@@ -30,17 +30,17 @@ def geneval_sets(
     ratio: Sequence[int] = RATIO,
     test_ratio: Sequence[int] = TEST_RATIO,
 ) -> Sets:
-    """`count` and `held_out` prompts of the six kinds: rows in GenEval's form.
+    """Return `count` and `held_out` prompts of the six kinds as rows in GenEval's form.
 
-    No combination is in both sets, however it is said: "a cat left of a dog" and "a dog right of
-    a cat" are the same. ratio: parts of the KINDS. Raises UserError when there are not enough.
+    No combination is in both sets in any wording: "a cat left of a dog" and "a dog right of a cat"
+    are the same. ratio: parts of the KINDS. Raises UserError when there are not enough.
     """
     kinds = geneval_kinds(classes)
-    return draw_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio)
+    return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio)
 
 
 def geneval_kinds(classes: Sequence[str]) -> list[TemplateKind]:
-    """The KINDS of prompts about these classes."""
+    """Return the KINDS of prompts about these classes."""
     colorful = [name for name in classes if name not in COLORLESS]
     pairs = list(combinations(classes, 2))
     return [
@@ -60,7 +60,7 @@ def geneval_kinds(classes: Sequence[str]) -> list[TemplateKind]:
 
 
 def _kind(tag: str, sides: int, say: Callable[..., dict], *parts: Sequence[Any]) -> TemplateKind:
-    """All combinations of the parts; sides: ways to say each, besides the prefixes."""
+    """Combine all parts; sides: ways to word each combination, besides the prefixes."""
 
     def make(index: int, wording: int) -> dict:
         chosen = []
@@ -103,7 +103,7 @@ def _colors(side: int, name: str, color: str) -> dict:
 
 
 def _position(side: int, pair: tuple[str, str], axis: tuple[str, str]) -> dict:
-    """pair[0] stands on the first side of pair[1]; or, the same, pair[1] on the other of it."""
+    """Say that pair[0] is on the first side of pair[1], or pair[1] on the other side of pair[0]."""
     (a, b), relation = (pair[::-1], axis[1]) if side else (pair, axis[0])
     text = f"{article(a)} {relation} {article(b)}"
     return {"text": text, "include": [one(b), one(a, position=[relation, 0])]}

@@ -1,11 +1,11 @@
-"""Prompts that ask for a written text, as Flow-GRPO's OCR task does, in wordings of our own."""
+"""Prompts that ask for a written text, as in Flow-GRPO's OCR task, in our own wordings."""
 
 import random
 from collections.abc import Hashable, Sequence
 from math import perm
 
 from flowrl.errors import UserError
-from flowrl.prompts.generate.draw import Sets, TemplateKind, apportion, draw_sets, shuffled
+from flowrl.prompts.generate.templates import Sets, TemplateKind, apportion, sample_sets, shuffled
 from flowrl.prompts.generate.words import WORDS
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
@@ -41,28 +41,28 @@ def ocr_sets(
     ratio: Sequence[int] = RATIO,
     new_words: bool = False,
 ) -> Sets:
-    """`count` and `held_out` prompts with one to four different words, also under "ocr_text".
+    """Return `count` and `held_out` prompts for one to four different words, in "ocr_text", too.
 
-    No text is in both sets, in whatever case or spacing; with new_words, not even a word. ratio:
-    parts of texts of 1, 2, 3 and 4 words. Raises UserError when there are not enough, and for
-    templates without one {} and words that cannot be quoted.
+    No text is in both sets, in any case or spacing; with new_words, no word is. ratio: parts of
+    texts of 1, 2, 3 and 4 words. Raises UserError when there are not enough, and for templates
+    without one {} and words that cannot be quoted.
     """
     _check(words, templates)
     if not new_words:
         kinds = ocr_kinds(words, templates)
-        return draw_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
+        return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
     names = sorted({word.casefold() for word in words})
     random.Random(f"{seed}/words").shuffle(names)
     kept = set(names[: -(-len(names) // HELD_OUT)])
     old = [word for word in words if word.casefold() not in kept]
     new = [word for word in words if word.casefold() in kept]
     taken: set[Hashable] = set()
-    test = _draw(new, templates, held_out, ratio, f"{seed}/test", taken)
-    return _draw(old, templates, count, ratio, f"{seed}/train", taken), test
+    test = _one_set(new, templates, held_out, ratio, f"{seed}/test", taken)
+    return _one_set(old, templates, count, ratio, f"{seed}/train", taken), test
 
 
 def ocr_kinds(words: Sequence[str], templates: Sequence[str]) -> list[TemplateKind]:
-    """Texts of one to four different words; there are none longer than the list."""
+    """Return the kinds of texts with one to four different words."""
     return [_kind(name, n, words, templates) for n, name in enumerate(LENGTHS, start=1)]
 
 
@@ -93,7 +93,7 @@ def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]
     )
 
 
-def _draw(
+def _one_set(
     words: Sequence[str],
     templates: Sequence[str],
     count: int,
@@ -101,10 +101,10 @@ def _draw(
     seed: str,
     taken: set[Hashable],
 ) -> list[dict]:
-    """One set with words of its own."""
+    """Return one set with its own words."""
     counts = apportion(count, LENGTHS, ratio)
     kinds = ocr_kinds(words, templates)
-    rows = [row for kind in kinds for row in kind.draw((counts[kind.name],), seed, taken)[0]]
+    rows = [row for kind in kinds for row in kind.sample((counts[kind.name],), seed, taken)[0]]
     return shuffled(rows, seed)
 
 

@@ -108,7 +108,7 @@ def plain_scores():
 
 def source(store, *, process=None, specs=None, **options):
     backbone = Backbone()
-    given = {"prompts_per_iteration": 3, "group_size": 4, "seed": 0} | options
+    given = {"prompts": 3, "group_size": 4, "seed": 0} | options
     return StoredGroups(
         store,
         backbone=backbone,

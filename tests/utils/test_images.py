@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.utils.images import Stack, data_url, fit, font, sheet, to_pil, wrap
+from flowrl.utils.images import Stack, data_url, fit, font, image_grid, to_pil, wrap
 
 WIDTH = 192
 
@@ -68,9 +68,9 @@ def test_text_says_when_it_is_cut_and_a_sheet_has_a_heading():
     # A sheet needs images and moves them below its heading.
     # A sheet is refused without images.
     with pytest.raises(ValueError, match="at least one image"):
-        sheet([])
+        image_grid([])
     # A heading stands above and moves the images down.
     stack = Stack(caption="", images=[Image.new("RGB", (64, 64), "red")])
-    plain, headed = sheet([stack]), sheet([stack], heading=["one line"])
+    plain, headed = image_grid([stack]), image_grid([stack], heading=["one line"])
     assert headed.width == plain.width and headed.height > plain.height
     assert np.array_equal(np.asarray(headed)[-plain.height + 12 :], np.asarray(plain)[12:])

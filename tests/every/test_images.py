@@ -8,12 +8,9 @@ import torch
 from families import FAMILIES, OTHERS
 from PIL import Image
 
-from flowrl.api import evaluate
-from flowrl.api import sample
-from flowrl.api import gallery
-from flowrl.api import align
+from flowrl.api import align, evaluate, gallery, sample
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import own_call
+from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.build.learner import build_backbone
 from flowrl.config import load_config
 from flowrl.errors import UserError
@@ -39,7 +36,7 @@ def run(request, tiny_config, tmp_path_factory):
     return request.param, config.pipeline.path, folder
 
 
-def sample(path, folder, lora=None, **changes):
+def one_sample(path, folder, lora=None, **changes):
     options: dict[str, Any] = dict(
         negative="", guidance=None, steps=None, seed=0, count=1, max_sequence_length=None,
         output_dir=folder, device="cpu",
@@ -53,14 +50,14 @@ def sample(path, folder, lora=None, **changes):
 def test_samples_galleries_and_evaluations_follow_the_lora(run, tmp_path, load_tiny):
     # Samples have the pipelines own size and follow the lora.
     _, path, folder = run
-    base = sample(path, tmp_path / "base", guidance=1.0)
-    aligned = sample(path, tmp_path / "aligned", lora=str(folder))
+    base = one_sample(path, tmp_path / "base", guidance=1.0)
+    aligned = one_sample(path, tmp_path / "aligned", lora=str(folder))
     assert base.size == aligned.size == (64, 64)
     assert base.tobytes() != aligned.tobytes()
     for strength, same in ((0.0, base), (1.0, aligned)):
-        drawn = sample(path, tmp_path / f"{strength}", lora=str(folder), rlg=strength)
+        drawn = one_sample(path, tmp_path / f"{strength}", lora=str(folder), rlg=strength)
         assert drawn.tobytes() == same.tobytes()
-    assert sample(path, tmp_path / "3", lora=str(folder), rlg=3.0).tobytes() not in (
+    assert one_sample(path, tmp_path / "3", lora=str(folder), rlg=3.0).tobytes() not in (
         base.tobytes(),
         aligned.tobytes(),
     )
@@ -107,7 +104,7 @@ def test_rlg_combines_the_velocities_of_base_and_lora(run, load_tiny):
             max_sequence_length=12,
             generator=torch.Generator().manual_seed(0),
             output_type="latent",
-            **own_call(pipe),
+            **pipeline_call_arguments(pipe),
         ).images
 
     base = latents()
@@ -124,9 +121,9 @@ def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config):
         config = tiny_config(pipeline={"backbone": other})
         message = f"pipeline.backbone is {other}, but .* write pipeline.backbone={family}"
         with pytest.raises(UserError, match=message):
-            build_backbone(config, load_tiny(family=family), guidance=1.0)
+            build_backbone(config.pipeline, load_tiny(family=family), guidance=1.0)
 
 
 def test_a_negative_prompt_is_refused_where_flux_would_ignore_it(tmp_path):
     with pytest.raises(UserError, match="negative prompt is 'dull', but FLUX.1 takes none"):
-        sample("tiny-flux", tmp_path, negative="dull")
+        one_sample("tiny-flux", tmp_path, negative="dull")

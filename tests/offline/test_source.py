@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy_store import GROUPS, SHAPE, SIZE, Process, numbers, plain_scores, read, source, spec
+from toy_dataset import GROUPS, SHAPE, SIZE, Process, numbers, plain_scores, read, source, spec
 
 from flowrl.training.metrics import rollout_metrics
 

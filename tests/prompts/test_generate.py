@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.prompts.generate.draw import apportion, read_list, write_sets
 from flowrl.prompts.generate.geneval import KINDS, RATIO, geneval_sets
 from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
+from flowrl.prompts.generate.templates import apportion, read_list, write_sets
 from flowrl.prompts.generate.words import COCO, WORDS, article, plural
 from flowrl.prompts.records import load_prompts
 

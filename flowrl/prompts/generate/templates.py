@@ -1,4 +1,4 @@
-"""Prompts drawn from combinations of parts, and a held-out set that shares no combination."""
+"""Prompts sampled from combinations of parts, and a held-out set that shares no combination."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import write_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
-LISTED = 2**40  # of more combinations, the same index hardly comes twice
+LISTED = 2**40  # with more combinations, the same index hardly comes twice
 
 NAMES = ("train", "test")
 
@@ -20,26 +20,22 @@ Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateKind:
-    """Prompts of one kind: each of `combinations` can be said in `wordings` ways.
-
-    make: (combination, wording) -> row with its text under "prompt". key: of a combination; two
-    with one key, of whatever kinds, are the same.
-    """
+    """Prompts of one kind: each of `combinations` can be worded in `wordings` ways."""
 
     name: str
     combinations: int
     wordings: int
-    make: Callable[[int, int], dict]
-    key: Callable[[int], Hashable]
+    make: Callable[[int, int], dict]  # (combination, wording) -> row with a text under "prompt"
+    key: Callable[[int], Hashable]  # two combinations with one key, of any kinds, are the same
 
-    def draw(
+    def sample(
         self, counts: Sequence[int], seed: int | str, taken: set[Hashable]
     ) -> list[list[dict]]:
-        """Portions of that many prompts, no combination in two of them; a function of the seed.
+        """Return portions of `counts` prompts without a combination in common, seeded.
 
-        A portion says a combination twice only when it has more prompts than there are. taken:
-        keys that are used already, to which those of this kind are added.
-        Raises UserError when there are not enough.
+        A portion repeats a combination only when it has more prompts than there are. taken: keys
+        that are used already; those of this kind are added. Raises UserError when there are not
+        enough.
         """
         rng = random.Random(f"{seed}/{self.name}")
         shares = self._shares(counts)
@@ -53,7 +49,7 @@ class TemplateKind:
         return portions
 
     def _shares(self, counts: Sequence[int]) -> list[int]:
-        """Combinations for each portion: as many as it has prompts, as far as there are."""
+        """Return how many combinations each portion gets: one a prompt, as far as there are."""
         least = [-(-count // self.wordings) for count in counts]
         spare = self.combinations - sum(least)
         if spare < 0:
@@ -66,7 +62,7 @@ class TemplateKind:
         return shares
 
     def _distinct(self, rng: random.Random, most: int, taken: set[Hashable]) -> Iterator[int]:
-        """Combinations in random order, each once; `most` are looked at."""
+        """Yield combinations in random order, each once; look at `most`."""
         if self.combinations < LISTED:
             indices = rng.sample(range(self.combinations), min(most, self.combinations))
         else:
@@ -94,7 +90,7 @@ class TemplateKind:
         )
 
 
-def draw_sets(
+def sample_sets(
     kinds: Sequence[TemplateKind],
     count: int,
     held_out: int,
@@ -103,7 +99,7 @@ def draw_sets(
     ratio: Sequence[int],
     test_ratio: Sequence[int],
 ) -> Sets:
-    """`count` prompts to train on and `held_out` others, in the ratios of the kinds, shuffled.
+    """Return `count` training prompts and `held_out` others, in the kinds' ratios, shuffled.
 
     Raises UserError when a kind has not enough.
     """
@@ -111,7 +107,7 @@ def draw_sets(
     train = apportion(count, names, ratio)
     test = apportion(held_out, names, test_ratio)
     taken: set[Hashable] = set()
-    portions = [kind.draw((test[kind.name], train[kind.name]), seed, taken) for kind in kinds]
+    portions = [kind.sample((test[kind.name], train[kind.name]), seed, taken) for kind in kinds]
     return (
         shuffled([row for _, rows in portions for row in rows], f"{seed}/train"),
         shuffled([row for rows, _ in portions for row in rows], f"{seed}/test"),
@@ -119,9 +115,9 @@ def draw_sets(
 
 
 def apportion(count: int, names: Sequence[str], ratio: Sequence[int]) -> Mapping[str, int]:
-    """`count` in parts of that ratio, whole numbers that sum to it (largest remainders).
+    """Split `count` in this ratio by largest remainders.
 
-    Raises UserError for a ratio of another length, a negative or only zero parts.
+    Raises UserError for a ratio of another length, with negative or only zero parts.
     """
     if len(ratio) != len(names) or min(ratio) < 0 or not sum(ratio):
         raise UserError(
@@ -141,9 +137,9 @@ def shuffled(rows: list[dict], key: str) -> list[dict]:
 
 
 def write_sets(folder: Path, sets: Sets) -> list[Path]:
-    """train.jsonl and test.jsonl in the folder; an empty set is not written. -> their paths.
+    """Write train.jsonl and test.jsonl, unless empty; return their paths.
 
-    Raises UserError when one is there already.
+    Raises UserError when one exists already.
     """
     files = {folder / f"{name}.jsonl": rows for name, rows in zip(NAMES, sets, strict=True) if rows}
     for path in files:
@@ -155,7 +151,7 @@ def write_sets(folder: Path, sets: Sets) -> list[Path]:
 
 
 def read_list(path: Path) -> list[str]:
-    """The lines of a text file that are not empty, each once. Raises UserError without any."""
+    """Return the non-empty lines of a text file, each once. Raises UserError without any."""
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from toy_store import (
+from toy_dataset import (
     GROUPS,
     SHAPE,
     SIZE,
