@@ -15,24 +15,26 @@ import torch
 from torch import Tensor
 
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import load_pipeline, own_call
+from flowrl.backbones.loading import load_pipeline, pipeline_call_arguments
 from flowrl.backbones.lora_files import load_lora, read_lora
-from flowrl.build.backbone import TextCaches
-from flowrl.build.backbone import prompts_to_encode
-from flowrl.build.backbone import stored_prompts
-from flowrl.build.backbone import with_pipeline_family
-from flowrl.build.backbone import build_pipeline
-from flowrl.build.learner import with_pipeline_name
-from flowrl.build.learner import training_prompts
-from flowrl.build.learner import all_prompts_to_encode
-from flowrl.build.learner import check_evaluations
-from flowrl.build.learner import PRECISION, ProvidedObjects, build_backbone, build_evaluator, build_learner, build_run, evaluation_prompts
+from flowrl.build.backbone import build_pipeline, with_pipeline_family
+from flowrl.build.learner import (
+    PRECISION,
+    ProvidedObjects,
+    all_prompts_to_encode,
+    build_backbone,
+    build_evaluator,
+    build_learner,
+    build_run,
+    check_evaluations,
+    evaluation_prompts,
+    training_prompts,
+    with_pipeline_name,
+)
+from flowrl.build.offline import dataset_metadata
 from flowrl.build.rewards import build_rewards
-from flowrl.build.rollout import RolloutParts
-from flowrl.build.rollout import build_preview_generator
-from flowrl.build.rollout import preview_layers
-from flowrl.build.rollout import dataset_metadata
-from flowrl.build.rollout import plan_at
+from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
+from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
@@ -55,17 +57,16 @@ from flowrl.offline.format import (
     finished_shards,
     open_dataset,
 )
-from flowrl.offline.writer import REWARD, SHARD, write_groups, pairs_digest, read_pairs, write_pairs
+from flowrl.offline.writer import REWARD, SHARD, pairs_digest, read_pairs, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
-from flowrl.quantization.backends import precision_name
-from flowrl.quantization.backends import Resolved, capability_of, resolve
+from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import restore_linear_after
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import score_candidates
-from flowrl.scoring.check import preflight
+from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import ImageFile, ScoredFiles, score_files
 from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
 from flowrl.training.checkpoint import CONFIG, Checkpoints, claim
@@ -128,7 +129,7 @@ def align(
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
                 try_rewards(learner, [*training_prompts(config, given), *held_out])
-            texts.free(pipeline, [*needed, *stored_prompts(config, learner.source)], runtime)
+            texts.encode_and_free(pipeline, [*needed, *stored_prompts(config, learner.source)], runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
                 write_text(folder / CONFIG, config_yaml(config))
@@ -155,7 +156,7 @@ def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
     Raises UserError for a trained reward that does not work.
     """
     size = learner.policy.backbone.image_size()
-    for result in preflight(learner.specs, prompts, size):
+    for result in check_before_training(learner.specs, prompts, size):
         if result.state != "ok":
             LOG.warning("reward %s: %s. %s", result.topic, result.detail, result.remedy)
 
@@ -242,7 +243,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
     where = Runtime(device=device).device
     dtype = "bf16" if where.type == "cuda" else "fp32"
     pipeline = load_pipeline(model, dtype=dtype, device=where, revision=revision)
-    call = own_call(pipeline, negative) | {"negative_prompt": ""} | of_run
+    call = pipeline_call_arguments(pipeline, negative) | {"negative_prompt": ""} | of_run
     call |= {name: value for name, value in asked.items() if value is not None}
     if lora is not None:
         load_lora(pipeline, lora)
@@ -381,7 +382,7 @@ def collect(
     with closing(learner.specs), packed, steps or nullcontext():
         with runtime.together():
             try_rewards(learner, training_prompts(config, given))
-        texts.free(learner.policy.backbone.pipeline, needed, runtime)
+        texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)
         store = write_groups(folder, dataset_metadata(config, sampler), sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
 
@@ -402,7 +403,7 @@ def collect_pairs(
         raise UserError("pairs are encoded by one process: start this without a launcher")
     if pipeline is None:
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
-    backbone = build_backbone(config, pipeline, guidance=1.0)
+    backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
     create_dataset(
         folder,
         DatasetMetadata(

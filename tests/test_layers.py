@@ -64,10 +64,13 @@ MODULES = {module(path): ast.parse(path.read_text()) for path in sources("flowrl
 
 
 class _NoBuild(ast.NodeTransformer):
-    """Drop functions named `build`: an option may import the one class that it makes."""
+    """Drop functions named `build`: an option may import what it makes, also as a type."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         return None if node.name == "build" else self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
 def targets(name: str) -> set[str]:

@@ -97,13 +97,13 @@ class WorkSplit:
         return all(share == 1 for share in self.busy.values())
 
 
-def solve(load: IterationWork, gpus: int) -> WorkSplit:
+def split_work(load: IterationWork, gpus: int) -> WorkSplit:
     """The shares of `gpus` processes, as training deals them; an uneven one is no error.
 
     Raises UserError, with the nearest numbers that work, where a process would have no tree or an
     update a part of a group.
     """
-    check(load, gpus)
+    check_split(load, gpus)
     if load.prompts % load.updates:
         raise UserError(
             f"rollout.prompts_per_iteration is {load.prompts} and optim.updates_per_rollout "
@@ -114,7 +114,7 @@ def solve(load: IterationWork, gpus: int) -> WorkSplit:
     return _solve(load, gpus)
 
 
-def check(load: IterationWork, gpus: int) -> None:
+def check_split(load: IterationWork, gpus: int) -> None:
     """Raises UserError unless every one of `gpus` processes gets work in every iteration."""
     if gpus < 1:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
@@ -256,7 +256,7 @@ def micro_batches(load: IterationWork, groups: list[int]) -> list[int]:
 # --- From options to the work of an iteration, which `flowrl.build.work_split` deals to proce --
 
 
-def build_load(
+def iteration_work(
     config: Config,
     needs: Needs,
     plan: TreePlan,

@@ -1,6 +1,7 @@
 """The options of objectives. `build()` of each makes the object it describes."""
 
 import functools
+import importlib
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -23,25 +24,45 @@ UnitInterval = Annotated[NonNegative, Field(le=1)]
 Share = Annotated[Positive, Field(le=1)]
 
 
-class ObjectiveOptions(Options):
-    """Base of the objectives' options."""
+class ComponentOptions(Options):
+    """Options whose names are the arguments of a component, which is imported when it is built."""
 
+    component: ClassVar[str]  # module:attribute, a class or a function
+
+    def build(self) -> Any:
+        return self._load()(**self.arguments())
+
+    def _load(self) -> Any:
+        module, _, name = self.component.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+class FunctionOptions(ComponentOptions):
+    """Options of a function that is called later, with further arguments."""
+
+    def build(self) -> Any:
+        return functools.partial(self._load(), **self.arguments())
+
+
+class ObjectiveOptions(ComponentOptions):
     states: ClassVar[str] = "endpoints"  # what the objective learns from, see `Needs.states`
 
     def build(self, kernel: str = "flow_sde") -> Any:
         """Return the objective; kernel: rollout.kernel, for objectives on denoising steps."""
-        raise NotImplementedError
+        return super().build()
 
 
 # --- Advantages of images, and credit of denoising steps ---------------------------------------
 
 BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
-SPO = "SPO, arXiv 2406.04314"
+D3S = "D3S, arXiv 2509.22115"
+B2_DIFFU_RL = "B2-DiffuRL, arXiv 2503.11240"
 
 
-class AdvantageOptions(Options):
+class AdvantageOptions(ComponentOptions):
     """From the rewards of a prompt's images to their advantages."""
 
+    component: ClassVar[str] = "flowrl.objectives.advantage:Advantages"
     rewards: Literal["sum", "gdpo"] = option(
         "sum",
         "Several rewards: their weighted sum, or the weighted sum of each reward's distance from "
@@ -67,76 +88,39 @@ class AdvantageOptions(Options):
     )
     clip: Positive = option(5.0, "Largest advantage, either sign.", "Flow-GRPO, DiffusionNFT, AWM")
 
-    def build(self) -> Any:
-        from flowrl.objectives.advantage import Advantages
 
-        return Advantages(**self.arguments())
-
-
-class KeepAllOptions(Options):
-    """Learn from every image."""
-
-    kind: Literal["all"] = option("all", "Nothing is left out.")
-
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import keep_all
-
-        return keep_all
+class KeepAllOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_all"
+    kind: Literal["all"] = option("all", "Learn from every image.")
 
 
-class ParentTop1Options(Options):
-    """Width pruning: learn from the better child of each node of the last split."""
-
+class ParentTop1Options(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_parent_top1"
     kind: Literal["parent_top1"] = option(
-        "parent_top1", "The best image below each node of the last split.", BRANCH_GRPO
+        "parent_top1", "The best below each last split.", BRANCH_GRPO
     )
 
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import keep_parent_top1
 
-        return keep_parent_top1
-
-
-class ExtremeOptions(Options):
-    """Width pruning: learn from a prompt's best and worst images."""
-
-    kind: Literal["extreme"] = option("extreme", "The best and the worst of a prompt.", BRANCH_GRPO)
+class ExtremeOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_extreme"
+    kind: Literal["extreme"] = option("extreme", "A prompt's best and worst images.", BRANCH_GRPO)
     count: Count = option(2, "How many of the best, and as many of the worst.")
 
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import keep_extreme
 
-        return functools.partial(keep_extreme, **self.arguments())
-
-
-class MaxVarianceOptions(Options):
-    """Learn from the images of a prompt whose rewards differ most."""
-
-    kind: Literal["max_variance"] = option(
-        "max_variance", "The images of a prompt with the largest variance.", "D3S, 2509.22115"
-    )
+class MaxVarianceOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_max_variance"
+    kind: Literal["max_variance"] = option("max_variance", "Those that differ most.", D3S)
     count: Count = option(..., "How many images of a prompt are kept.")
 
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import keep_max_variance
 
-        return functools.partial(keep_max_variance, **self.arguments())
-
-
-class B2PairsOptions(Options):
-    """Learn from the best and the worst child of a branch, where they stand out."""
-
+class B2PairsOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_b2_pairs"
     kind: Literal["b2_pairs"] = option(
-        "b2_pairs", "The best and the worst child of each branch.", "B2-DiffuRL, arXiv 2503.11240"
+        "b2_pairs", "Best and worst child, if they stand out.", B2_DIFFU_RL
     )
     threshold: NonNegative = option(
         0.5, "Advantage that a best child needs, and a worst one below 0.", "B2-DiffuRL's code"
     )
-
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import keep_b2_pairs
-
-        return functools.partial(keep_b2_pairs, **self.arguments())
 
 
 Keep = Annotated[
@@ -146,8 +130,9 @@ Keep = Annotated[
 
 
 class CreditOptions(AdvantageOptions):
-    """How much each denoising step is to blame or praise for the images below it."""
+    """From the rewards of images to the advantages of denoising steps."""
 
+    component: ClassVar[str] = "flowrl.objectives.tree_credit:TreeCredit"
     fusion: Literal["uniform", "path", "local"] = option(
         "uniform",
         "A node's value: the mean of the images below it, or weighted by how probable the way to "
@@ -177,14 +162,9 @@ class CreditOptions(AdvantageOptions):
         "What is left out still counts in every comparison.",
     )
 
-    def build(self) -> Any:
-        from flowrl.objectives.tree_credit import TreeCredit
-
-        return TreeCredit(**self.arguments())
-
 
 def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
-    """The comparison that is asked for exists in the trees, and means something."""
+    """Raise ValueError for a comparison that the trees do not have, or that means nothing."""
     if count(plan).leaves == plan.roots:
         for name, value, instead in (
             ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
@@ -212,13 +192,21 @@ def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
 # --- Objectives on the reverse process: they learn from denoising steps -----------------------
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
+SPO = "SPO, arXiv 2406.04314"
 
 
-class GRPOOptions(ObjectiveOptions):
-    """Group-relative policy optimisation with a clipped ratio."""
-
+class StepObjectiveOptions(ObjectiveOptions):
     states: ClassVar[str] = "transitions"
-    kind: Literal["grpo"] = option("grpo", "The objective.", FLOW_GRPO)
+
+    def build(self, kernel: str = "flow_sde") -> Any:
+        from flowrl.functional.sde import KERNELS
+
+        return self._load()(**self.arguments(), kernel=KERNELS[kernel])
+
+
+class GRPOOptions(StepObjectiveOptions):
+    component: ClassVar[str] = "flowrl.objectives.grpo:GRPO"
+    kind: Literal["grpo"] = option("grpo", "Policy optimisation with a clipped ratio.", FLOW_GRPO)
     ratio: Literal["gaussian", "normalised"] = option(
         "gaussian",
         "The ratio that is clipped: of the two Gaussians, whose mean sinks below 1 as the policy "
@@ -259,26 +247,13 @@ class GRPOOptions(ObjectiveOptions):
         CreditOptions(), "From the rewards of images to the advantages of steps."
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.functional.sde import KERNELS
-        from flowrl.objectives.grpo import GRPO
 
-        return GRPO(**self.arguments(), kernel=KERNELS[kernel])
-
-
-class SPOOptions(ObjectiveOptions):
-    """SPO: at every split, the child that leads to better images against the one to worse."""
-
-    states: ClassVar[str] = "transitions"
-    kind: Literal["spo"] = option("spo", "Step-aware preference optimisation.", SPO)
-    logratio_beta: Positive = option(
-        10.0, "Scale of the log-ratio to the base model, averaged over the latent.", f"10 in {SPO}"
-    )
+class SPOOptions(StepObjectiveOptions):
+    component: ClassVar[str] = "flowrl.objectives.spo:SPO"
+    kind: Literal["spo"] = option("spo", "The best against the worst child of each split.", SPO)
+    logratio_beta: Positive = option(10.0, "Scale of the mean log-ratio to the base model.", SPO)
     clip: Annotated[Positive, Field(lt=1)] = option(
-        0.1,
-        "How far the ratio to the base model may be from 1 before a child pulls no further, "
-        "either way.",
-        f"0.1 in {SPO}",
+        0.1, "How far the ratio to the base model may be from 1 before its gradient is cut.", SPO
     )
     min_gap: Annotated[NonNegative, Field(lt=1)] = option(
         0.3,
@@ -300,15 +275,9 @@ class SPOOptions(ObjectiveOptions):
         1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.functional.sde import KERNELS
-        from flowrl.objectives.spo import SPO
-
-        return SPO(**self.arguments(), kernel=KERNELS[kernel])
-
 
 def check_spo(plan: TreePlan) -> None:
-    """Raise ValueError for a tree in which nothing is learned from that has a sibling."""
+    """Raise ValueError for a tree without trained siblings."""
     if not any(move.train and move.branch > 1 for move in plan.moves):
         raise ValueError(
             "objective.kind is spo, which compares the children of one latent, but no step that "
@@ -327,43 +296,32 @@ KTO = "Diffusion-KTO, arXiv 2404.04465"
 DGPO = "DGPO, arXiv 2510.08425"
 LAIR = "Diffusion-LAIR, arXiv 2605.26491"
 ADVANTAGE = "From rewards to advantages."
-NOISING = "At which noise levels images are compared."
+KL = "Weight of the pull to the base model's velocity."
+NOISING = "How images are noised for the loss."
 
 
-class UniformTimesOptions(Options):
+class UniformTimesOptions(ComponentOptions):
+    component: ClassVar[str] = "flowrl.objectives.noising:UniformTimes"
     kind: Literal["uniform"] = option("uniform", "All noise levels alike.")
     shift: Positive = option(1.0, "Moves them towards noise above 1, as a schedule's shift does.")
 
-    def build(self) -> Any:
-        from flowrl.objectives.noising import UniformTimes
 
-        return UniformTimes(**self.arguments())
-
-
-class LogitNormalTimesOptions(Options):
+class LogitNormalTimesOptions(ComponentOptions):
+    component: ClassVar[str] = "flowrl.objectives.noising:LogitNormalTimes"
     kind: Literal["logit_normal"] = option(
         "logit_normal", "The logistic function of a normal number.", "SD3's pretraining"
     )
     mean: Number = option(0.0, "Of the normal number; above 0 means more noise.")
     std: Positive = option(1.0, "Of the normal number.")
 
-    def build(self) -> Any:
-        from flowrl.objectives.noising import LogitNormalTimes
 
-        return LogitNormalTimes(**self.arguments())
-
-
-class ScheduleTimesOptions(Options):
+class ScheduleTimesOptions(ComponentOptions):
+    component: ClassVar[str] = "flowrl.objectives.noising:ScheduleTimes"
     kind: Literal["schedule"] = option("schedule", "The rollout's own noise levels.", NFT)
     fraction: Annotated[Positive, Field(le=1)] = option(
         1.0, "Share of them to choose from, the noisiest first.", "0.9 in AWM's code"
     )
     skip_first: Flag = option(False, "Leave pure noise out.", "AWM's code")
-
-    def build(self) -> Any:
-        from flowrl.objectives.noising import ScheduleTimes
-
-        return ScheduleTimes(**self.arguments())
 
 
 Times = Annotated[
@@ -372,41 +330,35 @@ Times = Annotated[
 ]
 
 
-class NoisingOptions(Options):
-    """Where images are looked at on their way to noise."""
+class NoisingOptions(ComponentOptions):
+    """How clean images are noised to learn from them."""
 
+    component: ClassVar[str] = "flowrl.objectives.noising:Noising"
     count: Count = option(
-        1, "Points for each image, a forward each; averaged before images are compared."
+        1, "Noised versions of each image, a forward each; their errors are averaged."
     )
     share: Literal["group", "image"] = option(
         "group",
         "Whether images of a prompt get the same time and noise, which then cancel when they are "
         "compared, or each image its own.",
     )
-    stratified: Flag = option(
-        False, "One point from each of `count` equal parts of the noise levels."
-    )
+    stratified: Flag = option(False, "One level from each of `count` equal parts.")
     times: Times = option(
         UniformTimesOptions(), "Noise levels; kind: uniform, logit_normal, schedule."
     )
 
-    def build(self) -> Any:
-        from flowrl.objectives.noising import Noising
 
-        return Noising(**self.arguments())
-
-
-def check_noising(draws: NoisingOptions, steps: int, pool: int | None = None) -> None:
+def check_noising(noising: NoisingOptions, steps: int, pool: int | None = None) -> None:
     """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
 
     pool: rollout.store.cache_draws, where errors of the base are kept.
     """
-    if draws.times.kind != "schedule":
+    if noising.times.kind != "schedule":
         return
-    left = int(steps * draws.times.fraction + 1e-9) - draws.times.skip_first
-    name, count = ("objective.noising.count", draws.count)
+    left = int(steps * noising.times.fraction + 1e-9) - noising.times.skip_first
+    name, count = "objective.noising.count", noising.count
     if pool is not None:
-        name, count = ("rollout.store.cache_draws", pool)
+        name, count = "rollout.store.cache_draws", pool
     if count > left:
         raise ValueError(
             f"{name} is {count}, but objective.noising.times leaves {left} of "
@@ -424,7 +376,7 @@ class FixedAnchorOptions(Options):
 
 class MovingAnchorOptions(Options):
     kind: Literal["moving"] = option(
-        "moving", "The policy of some iterations ago, which then also draws the images."
+        "moving", "The policy of some iterations ago; it also samples."
     )
     every: Count = option(
         40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
@@ -449,20 +401,21 @@ class ComparedOptions(ObjectiveOptions):
 
     weighting: Literal["uniform", "elbo", "eps"] = option(
         "uniform",
-        "Weight of a point: uniform, elbo (the one of the likelihood, (1 - t) / t) or eps (the "
+        "Weight of an error: uniform, elbo (the one of the likelihood, (1 - t) / t) or eps (the "
         "noise's error, (1 - t)^2).",
     )
     anchor: Anchor = option(
         FixedAnchorOptions(),
         "What errors are compared with; kind: base, moving. With a moving one the change adds up.",
     )
-    kl_coef: NonNegative = option(0.0, "Weight of the pull to the base model's velocity.")
-    noising: NoisingOptions = option(NoisingOptions(), "Where images are looked at.")
+    kl_coef: NonNegative = option(0.0, KL)
+    noising: NoisingOptions = option(NoisingOptions(), NOISING)
 
 
-class OldDecayOptions(Options):
+class OldDecayOptions(ComponentOptions):
     """How slowly the old policy follows: the share of it that stays at each iteration."""
 
+    component: ClassVar[str] = "flowrl.objectives.nft:old_decay"
     start: Whole = option(0, "Iterations before the share begins to rise.", "75 for OCR in NFT")
     rate: NonNegative | None = option(
         0.001, "How much it rises an iteration; null is to its limit at once.", f"0.001 in {NFT}"
@@ -471,18 +424,14 @@ class OldDecayOptions(Options):
         0.5, "The share at which it stays; 0 is a copy at each iteration.", f"0.5 in {NFT}"
     )
 
-    def build(self) -> Any:
-        from flowrl.objectives.nft import old_decay
-
-        return old_decay(**self.arguments())
-
 
 class NFTOptions(ObjectiveOptions):
-    """DiffusionNFT: towards images with a high reward, away from those with a low one."""
-
-    kind: Literal["nft"] = option("nft", "Negative-aware fine-tuning.", NFT)
+    component: ClassVar[str] = "flowrl.objectives.nft:NFT"
+    kind: Literal["nft"] = option(
+        "nft", "Towards images with a high reward, away from others.", NFT
+    )
     nft_mix: Positive = option(
-        1.0, "How far the policy's part of both velocities goes; smaller is bolder.", f"{NFT}"
+        1.0, "How far the policy's part of both velocities goes; smaller is bolder.", NFT
     )
     pred_space: Literal["x0", "velocity"] = option(
         "x0", "Where errors are measured.", "x0 in DiffusionNFT's code, velocity in its paper"
@@ -493,29 +442,19 @@ class NFTOptions(ObjectiveOptions):
     r_map: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = option(
         "all", "Which advantages count, and how they become a number in [0, 1].", NFT
     )
-    advantage: AdvantageOptions = option(
-        AdvantageOptions(scale="global"), "From rewards to advantages.", NFT
-    )
-    kl_coef: NonNegative = option(1e-4, "Weight of the pull to the base model's velocity.", NFT)
+    advantage: AdvantageOptions = option(AdvantageOptions(scale="global"), ADVANTAGE, NFT)
+    kl_coef: NonNegative = option(1e-4, KL, NFT)
     noising: NoisingOptions = option(
         NoisingOptions(share="image", times=ScheduleTimesOptions(), count=4),
-        "Where images are looked at.",
+        NOISING,
         "9 of the 10 steps in DiffusionNFT's settings",
     )
-    old_decay: OldDecayOptions = option(
-        OldDecayOptions(), "How the policy that draws follows.", NFT
-    )
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.nft import NFT
-
-        return NFT(**self.arguments())
+    old_decay: OldDecayOptions = option(OldDecayOptions(), "How the sampling policy follows.", NFT)
 
 
 class DPOOptions(ComparedOptions):
-    """Diffusion-DPO: the best image of a prompt against the worst, or stored pairs."""
-
-    kind: Literal["dpo"] = option("dpo", "Direct preference optimisation.", DPO)
+    component: ClassVar[str] = "flowrl.objectives.dpo:DPO"
+    kind: Literal["dpo"] = option("dpo", "A prompt's best image against its worst, or pairs.", DPO)
     implicit_beta: Positive = option(
         100.0, IMPLICIT_BETA, "100 in Flow-GRPO's online DPO, 2000 to 5000 for SD1.5"
     )
@@ -524,24 +463,16 @@ class DPOOptions(ComparedOptions):
     )
     noising: NoisingOptions = option(
         NoisingOptions(times=LogitNormalTimesOptions()),
-        "Where images are looked at.",
+        NOISING,
         "Flow-GRPO's code",
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.dpo import DPO
-
-        return DPO(**self.arguments())
-
 
 class GDROOptions(ComparedOptions):
-    """GDRO: the ranking of a group's implicit rewards learns that of its rewards."""
-
-    kind: Literal["gdro"] = option("gdro", "Group-level direct reward optimisation.", GDRO)
+    component: ClassVar[str] = "flowrl.objectives.gdro:GDRO"
+    kind: Literal["gdro"] = option("gdro", "Implicit rewards learn the rewards' ranking.", GDRO)
     implicit_beta: Positive = option(6.0, IMPLICIT_BETA, f"6 for GenEval, 12 for OCR in {GDRO}")
-    tau: NonNegative = option(
-        0.05, "Temperature of the rewards; 0 counts their order alone.", f"{GDRO}"
-    )
+    tau: NonNegative = option(0.05, "Temperature of the rewards; 0 counts their order alone.", GDRO)
     form: Literal["suffixes", "top1"] = option(
         "suffixes",
         "Compare all images, then all but the best, and so on; or all images once, which does "
@@ -552,34 +483,22 @@ class GDROOptions(ComparedOptions):
         1.0, "Weight of the best image's own error.", f"1.0 for GenEval, 0.5 for OCR in {GDRO}"
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.gdro import GDRO
-
-        return GDRO(**self.arguments())
-
 
 class SFTOptions(ObjectiveOptions):
-    """Fine-tuning on each prompt's best images."""
-
-    kind: Literal["sft"] = option("sft", "Fine-tuning on the best images.")
+    component: ClassVar[str] = "flowrl.objectives.sft:SFT"
+    kind: Literal["sft"] = option("sft", "Fine-tuning on each prompt's best images.")
     winners: Literal["all", "one"] = option(
         "all",
-        "All of a prompt's images that share the highest reward, or one of them by lot "
+        "All of a prompt's images that share the highest reward, or a random one "
         "(best-of-n). A prompt whose images are all alike is left out.",
     )
     noising: NoisingOptions = option(
-        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), NOISING
     )
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.sft import SFT
-
-        return SFT(**self.arguments())
 
 
 class RWROptions(ObjectiveOptions):
-    """Reward-weighted regression."""
-
+    component: ClassVar[str] = "flowrl.objectives.sft:RWR"
     kind: Literal["rwr"] = option("rwr", "Reward-weighted regression.", "arXiv 2302.12192")
     rwr_lambda: Positive = option(0.2, "Temperature: an image's weight is exp(reward / it).")
     normalise: Flag = option(
@@ -587,26 +506,20 @@ class RWROptions(ObjectiveOptions):
         "rewards changes nothing."
     )  # fmt: skip
     noising: NoisingOptions = option(
-        NoisingOptions(share="image", times=LogitNormalTimesOptions()), "Where to look."
+        NoisingOptions(share="image", times=LogitNormalTimesOptions()), NOISING
     )
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.sft import RWR
-
-        return RWR(**self.arguments())
 
 
 class AWMOptions(ObjectiveOptions):
-    """AWM: flow matching weighted by advantages, with a clipped ratio."""
-
-    kind: Literal["awm"] = option("awm", "Advantage-weighted matching.", AWM)
+    component: ClassVar[str] = "flowrl.objectives.awm:AWM"
+    kind: Literal["awm"] = option("awm", "Flow matching weighted by advantages.", AWM)
     likelihood: Literal["uniform", "t", "t2", "huber", "ghuber"] = option(
         "ghuber", "How an image's error becomes a log-likelihood.", AWM
     )
     clip: Positive = option(1e-5, "Clip of its ratio to the old policy's.", f"about 1e-5 in {AWM}")
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
+    advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
     advantage_max: Positive = option(1.0, "Advantages are scaled to this bound.", AWM)
-    kl_coef: NonNegative = option(1e-3, "Weight of the pull to the base model's velocity.", AWM)
+    kl_coef: NonNegative = option(1e-3, KL, AWM)
     old_kl_coef: NonNegative = option(
         0.0, "Weight of the pull to the old policy's velocity.", f"1.0, to an average, in {AWM}"
     )
@@ -620,20 +533,14 @@ class AWMOptions(ObjectiveOptions):
             stratified=True,
             times=ScheduleTimesOptions(fraction=0.9, skip_first=True),
         ),
-        "Where to look.",
+        NOISING,
         "6 strata of 14 steps in AWM",
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.awm import AWM
-
-        return AWM(**self.arguments())
-
 
 class KTOOptions(ComparedOptions):
-    """Diffusion-KTO: images that are liked or not, without pairs."""
-
-    kind: Literal["kto"] = option("kto", "Kahneman-Tversky optimisation.", KTO)
+    component: ClassVar[str] = "flowrl.objectives.dpo:KTO"
+    kind: Literal["kto"] = option("kto", "Images that are liked or not, without pairs.", KTO)
     implicit_beta: Positive = option(1000.0, IMPLICIT_BETA, KTO)
     like_above: Number | None = option(
         None, "Reward above which an image is liked; null is the mean of its prompt's images."
@@ -642,20 +549,12 @@ class KTOOptions(ComparedOptions):
     utility: Literal["sigmoid", "log_sigmoid", "risk_seeking"] = option(
         "sigmoid", "The shape of what is gained.", KTO
     )
-    noising: NoisingOptions = option(
-        NoisingOptions(share="image"), "Where images are looked at.", KTO
-    )
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.dpo import KTO
-
-        return KTO(**self.arguments())
+    noising: NoisingOptions = option(NoisingOptions(share="image"), NOISING, KTO)
 
 
 class DGPOOptions(ComparedOptions):
-    """DGPO, which is GDPO-SR: a preference between the two halves of a group."""
-
-    kind: Literal["dgpo"] = option("dgpo", "Direct group preference optimisation.", DGPO)
+    component: ClassVar[str] = "flowrl.objectives.dpo:DGPO"
+    kind: Literal["dgpo"] = option("dgpo", "A preference between the halves of a group.", DGPO)
     implicit_beta: Positive = option(
         100.0,
         IMPLICIT_BETA,
@@ -664,26 +563,15 @@ class DGPOOptions(ComparedOptions):
     form: Literal["logistic", "linear"] = option(
         "logistic", "The loss of the preference, or its first order.", "linear: GDPO-SR, 2603.16769"
     )
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.dpo import DGPO
-
-        return DGPO(**self.arguments())
+    advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
 
 
 class LAIROptions(ComparedOptions):
-    """Diffusion-LAIR: regress implicit rewards on advantages."""
-
-    kind: Literal["lair"] = option("lair", "Listwise regression of implicit rewards.", LAIR)
+    component: ClassVar[str] = "flowrl.objectives.gdro:LAIR"
+    kind: Literal["lair"] = option("lair", "Regress implicit rewards on advantages.", LAIR)
     implicit_beta: Positive = option(100.0, IMPLICIT_BETA, "not published; DPO's")
     kappa: Positive = option(1.0, "The optimum of the implicit reward is advantage / kappa.")
-    advantage: AdvantageOptions = option(AdvantageOptions(), "From rewards to advantages.")
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.gdro import LAIR
-
-        return LAIR(**self.arguments())
+    advantage: AdvantageOptions = option(AdvantageOptions(), ADVANTAGE)
 
 
 # --- Objectives that follow the gradient of a differentiable reward ----------------------------
@@ -695,7 +583,7 @@ SRPO = "SRPO, arXiv 2509.06942"
 FLOWBP = "FlowBP, arXiv 2606.11075"
 
 ACTIVE = "Steps of each chain that the gradient reaches, a forward each."
-BIAS = "Steps are drawn with weights (i + 1)^bias, i = 0 being the noisiest; 0 is all alike."
+BIAS = "Steps are chosen with weights (i + 1)^bias, i = 0 being the noisiest; 0 is all alike."
 GAIN = (
     "How far the steps that are reached stand for all others: their gradient is multiplied by 1 + "
     "this * (length of all steps / their length - 1)."
@@ -726,25 +614,18 @@ class RewardBackpropOptions(ObjectiveOptions):
 
 
 class ReFLOptions(RewardBackpropOptions):
-    """ReFL: the reward of what one late step predicts."""
-
-    kind: Literal["refl"] = option("refl", "Reward feedback learning.", REFL)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:ReFL"
+    kind: Literal["refl"] = option("refl", "The reward of what one late step predicts.", REFL)
     window: Share = option(
         0.25,
-        "Share of the steps, the last ones, of which one is drawn for each image.",
+        "Share of the steps, the last ones, from which each image takes a random one.",
         f"the last 10 of 40 in {REFL}; the last 11 of 25 in FlowBP's comparison",
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.refl import ReFL
-
-        return ReFL(**self.arguments())
-
 
 class DRaFTOptions(RewardBackpropOptions):
-    """DRaFT-K: back-propagation through the last steps."""
-
-    kind: Literal["draft"] = option("draft", "Direct reward fine-tuning.", DRAFT)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:DRaFT"
+    kind: Literal["draft"] = option("draft", "Back-propagation through the last steps.", DRAFT)
     steps: Count = option(
         1,
         "The last steps that the gradient goes back through, one after the other; as many as the "
@@ -752,42 +633,23 @@ class DRaFTOptions(RewardBackpropOptions):
         f"1 to 10 in {DRAFT}",
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.draft import DRaFT
-
-        return DRaFT(**self.arguments())
-
 
 class DRaFTLVOptions(RewardBackpropOptions):
-    """DRaFT-LV: the last step, from several noises."""
-
-    kind: Literal["draft_lv"] = option("draft_lv", "DRaFT of low variance.", DRAFT)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.refl:DRaFTLV"
+    kind: Literal["draft_lv"] = option("draft_lv", "The last step, from several noises.", DRAFT)
     copies: Count = option(2, "Noises for each image, a forward and a reward each.", DRAFT)
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.refl import DRaFTLV
 
-        return DRaFTLV(**self.arguments())
-
-
-class UniformTruncationOptions(Options):
+class UniformTruncationOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:uniform_truncation"
     kind: Literal["uniform"] = option("uniform", "Any number of steps alike.")
 
-    def build(self) -> Any:
-        from flowrl.objectives.reward_backprop.draft import uniform_truncation
 
-        return uniform_truncation
-
-
-class GaussianTruncationOptions(Options):
-    kind: Literal["gaussian"] = option("gaussian", "A normal number, rounded.")
+class GaussianTruncationOptions(FunctionOptions):
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:gaussian_truncation"
+    kind: Literal["gaussian"] = option("gaussian", "A normal share of the steps, rounded.")
     mean: Share = option(0.16, "Share of the steps.", "8 of 50 in AlignProp's code")
     std: Positive = option(0.1, "The same.", "5 of 50 in AlignProp's code")
-
-    def build(self) -> Any:
-        from flowrl.objectives.reward_backprop.draft import gaussian_truncation
-
-        return functools.partial(gaussian_truncation, **self.arguments())
 
 
 Truncation = Annotated[
@@ -796,26 +658,19 @@ Truncation = Annotated[
 
 
 class AlignPropOptions(RewardBackpropOptions):
-    """AlignProp: back-propagation through a random number of last steps."""
-
-    kind: Literal["align_prop"] = option("align_prop", "Randomised truncation.", ALIGNPROP)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.draft:AlignProp"
+    kind: Literal["align_prop"] = option("align_prop", "A random number of last steps.", ALIGNPROP)
     truncation: Truncation = option(
         GaussianTruncationOptions(),
-        "How many last steps the gradient goes back through, drawn for each image; kind: "
+        "How many last steps the gradient goes back through, random for each image; kind: "
         "uniform, gaussian.",
         ALIGNPROP,
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.draft import AlignProp
-
-        return AlignProp(**self.arguments())
-
 
 class SRPOOptions(RewardBackpropOptions):
-    """SRPO: one step with known noise, and a reward relative to other words."""
-
-    kind: Literal["srpo"] = option("srpo", "Semantic relative preference optimisation.", SRPO)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.srpo:SRPO"
+    kind: Literal["srpo"] = option("srpo", "One step with known noise, a relative reward.", SRPO)
     positive_words: str = option(
         "",
         "Put before the prompt for the better of two rewards, such as Realistic photo. Give both "
@@ -842,67 +697,43 @@ class SRPOOptions(RewardBackpropOptions):
         True, "Also learn from the step towards noise, with the roles of the words exchanged.", SRPO
     )
     noise: Literal["initial", "fresh"] = option(
-        "initial", "The noise that the image was drawn from, or another.", "SRPO's code"
+        "initial", "The image's own initial noise, or another.", "SRPO's code"
     )
-
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.srpo import SRPO
-
-        return SRPO(**self.arguments())
 
 
 class LeapAlignOptions(RewardBackpropOptions):
-    """LeapAlign: two leaps between states of the chain."""
-
-    kind: Literal["leap_align"] = option("leap_align", "Two-leap alignment.", FLOWBP)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:LeapAlign"
+    kind: Literal["leap_align"] = option("leap_align", "Two leaps between states.", FLOWBP)
     nested_coef: UnitInterval = option(0.3, NESTED, f"LeapAlign's in {FLOWBP}")
     distance_floor: Positive = option(0.1, FLOOR, f"LeapAlign's in {FLOWBP}")
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.leap_align import LeapAlign
-
-        return LeapAlign(**self.arguments())
-
 
 class FlowBPSparseOptions(RewardBackpropOptions):
-    """FlowBP-Sparse: a few steps, each on its own."""
-
-    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "Sparse Euler surrogate.", FLOWBP)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPSparse"
+    kind: Literal["flowbp_sparse"] = option("flowbp_sparse", "A few steps, each alone.", FLOWBP)
     steps: Count = option(4, ACTIVE, f"4 of 25 in {FLOWBP}; 3 in DRTune, arXiv 2405.00760")
     spacing: Literal["late", "even"] = option(
         "late",
-        "Drawn by bias, or in even strides from a random start; even and gain_coef 0 is DRTune "
+        "Chosen by bias, or in even strides from a random start; even and gain_coef 0 is DRTune "
         "without its early stop.",
         FLOWBP,
     )
     bias: NonNegative = option(1.0, BIAS, FLOWBP)
     gain_coef: UnitInterval = option(0.5, GAIN, FLOWBP)
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.flowbp import FlowBPSparse
-
-        return FlowBPSparse(**self.arguments())
-
 
 class FlowBPBridgeOptions(RewardBackpropOptions):
-    """FlowBP-Bridge: a few steps on both sides of a state that connects them."""
-
-    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "Bridged surrogate.", FLOWBP)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.flowbp:FlowBPBridge"
+    kind: Literal["flowbp_bridge"] = option("flowbp_bridge", "A few steps around a state.", FLOWBP)
     steps: Annotated[Count, Field(ge=2)] = option(5, ACTIVE, f"5 of 25 in {FLOWBP}")
     bias: NonNegative = option(4.0, BIAS, FLOWBP)
     gain_coef: UnitInterval = option(0.0, GAIN, f"0 in the code of {FLOWBP}")
     nested_coef: UnitInterval = option(0.5, NESTED, FLOWBP)
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.flowbp import FlowBPBridge
-
-        return FlowBPBridge(**self.arguments())
-
 
 class FlowBPLagrangeOptions(RewardBackpropOptions):
-    """FlowBP-Lagrange: two leaps of higher order."""
-
-    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Lagrange surrogate.", FLOWBP)
+    component: ClassVar[str] = "flowrl.objectives.reward_backprop.leap_align:FlowBPLagrange"
+    kind: Literal["flowbp_lagrange"] = option("flowbp_lagrange", "Leaps of higher order.", FLOWBP)
     supports: Annotated[Count, Field(le=6)] = option(
         3,
         "Velocities of the chain, at most, that a leap is integrated from; with fewer than about "
@@ -925,18 +756,11 @@ class FlowBPLagrangeOptions(RewardBackpropOptions):
         0.4, "Largest share of the steps that the last leap spans.", "10 of 25 in FlowBP's code"
     )
 
-    def build(self, kernel: str = "flow_sde") -> Any:
-        from flowrl.objectives.reward_backprop.leap_align import FlowBPLagrange
-
-        return FlowBPLagrange(**self.arguments())
-
 
 # --- The objectives by their kind, and how one of your own is named ----------------------------
 
 
 class CustomObjectiveOptions(ObjectiveOptions):
-    """An objective of your own."""
-
     states: ClassVar[str] = "any"
     kind: Literal["custom"] = option("custom", "An objective of your own.")
     target: Text = option(
@@ -968,27 +792,10 @@ def _grpo_unless_named(value: Any) -> Any:
 
 
 Objective = Annotated[
-    GRPOOptions
-    | SPOOptions
-    | NFTOptions
-    | DPOOptions
-    | GDROOptions
-    | LAIROptions
-    | DGPOOptions
-    | KTOOptions
-    | AWMOptions
-    | RWROptions
-    | SFTOptions
-    | ReFLOptions
-    | DRaFTOptions
-    | DRaFTLVOptions
-    | AlignPropOptions
-    | SRPOOptions
-    | LeapAlignOptions
-    | FlowBPSparseOptions
-    | FlowBPBridgeOptions
-    | FlowBPLagrangeOptions
-    | CustomObjectiveOptions,
+    GRPOOptions | SPOOptions | NFTOptions | DPOOptions | GDROOptions | LAIROptions | DGPOOptions
+    | KTOOptions | AWMOptions | RWROptions | SFTOptions | ReFLOptions | DRaFTOptions
+    | DRaFTLVOptions | AlignPropOptions | SRPOOptions | LeapAlignOptions | FlowBPSparseOptions
+    | FlowBPBridgeOptions | FlowBPLagrangeOptions | CustomObjectiveOptions,
     Field(discriminator="kind"),
     BeforeValidator(_grpo_unless_named),
-]
+]  # fmt: skip

@@ -1,7 +1,8 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,7 +22,9 @@ from flowrl.utils.fields import (
     option,
 )
 
-# --- The options of stored groups --------------------------------------------------------------
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import AdamW
 
 
 class StoreOptions(Options):
@@ -51,8 +54,6 @@ class StoreOptions(Options):
                 )
         return self
 
-
-# --- The options of exploring ------------------------------------------------------------------
 
 SOL_RL = "Sol-RL, arXiv 2604.06916"
 Precision = Literal["auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated"]
@@ -134,8 +135,6 @@ class ExploreOptions(Options):
     )
     audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
 
-
-# --- The options of rollouts and optimiser, each with its meaning and source -------------------
 
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
@@ -221,6 +220,12 @@ class RolloutOptions(Options):
         """Whether training samples images, be it to renew an offline data set."""
         return not self.reads_store or (self.store or StoreOptions()).refresh_every is not None
 
+    @property
+    def learning_guidance_scale(self) -> float:
+        """The guidance of training."""
+        own = self.training_guidance_scale
+        return self.guidance_scale if own is None else own
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """What one iteration does. Raises PlanError for what cannot work."""
         whole, pruned = self.whole(iteration, seed), self.depth_pruning
@@ -272,6 +277,11 @@ class OptimOptions(Options):
         "further than this from 0, in nats.",
         "well below the clip: 6.5 nats in Flow-GRPO, 0.5 in its fast recipe",
     )
+
+    def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
+        from torch.optim import AdamW
+
+        return AdamW(parameters, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 
 class EMAOptions(Options):

@@ -1,4 +1,13 @@
-"""From a matrix of scores to one reward an image, and when too many are missing."""
+"""Several rewards as one number an image, and what happens when one of them fails.
+
+`combine` adds up transformed scores by weight, `combine_gdpo` z-scores of each group.
+
+A reward that fails has no score (`scorer.py`), which is NaN and never 0. A trained reward's
+`on_failure` says what that does: "mask" leaves the image out, its combined reward is NaN (under
+GDPO the reward alone counts 0); "raise" stops the run; a number stands in for the score.
+`FailureLimit` then stops a run when too many images have no reward: too large a share of a rollout,
+or some in too many rollouts in a row. Rewards that are held out or have weight 0 stop nothing.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,132 +20,26 @@ from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-# --- Several rewards as one number an image: how weights are shared out, and GDPO -------------
-
-Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory's value
-
-
-def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
-    """(L, K): the weights of the rewards that apply, grown so that their sizes total the same.
-
-    0 where a reward does not apply. An image to which none applies has weights 0.
-    """
-    used = applicable & (weights != 0)
-    own = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
-    growth = weights.abs().sum() / torch.where(own > 0, own, 1)
-    return torch.where(used, weights * growth, 0)
-
-
-def z_scores(scores: Tensor, group: Tensor) -> Tensor:
-    """(score - mean) / std over the known scores of its group, column by column. (L, K) float64
-
-    The population's standard deviation, over images that have this score. 0 where it is below
-    `Z_FLOOR`, where all scores are equal, and where there is no score, so that the known ones of a
-    group sum to 0.
-    """
-    known = scores.isfinite()
-    exact = torch.where(known, scores.double(), 0)
-    names, number = group.unique(return_inverse=True)
-
-    def total(values: Tensor) -> Tensor:
-        """(L, K): of each image's group."""
-        return values.new_zeros(len(names), values.shape[1]).index_add(0, number, values)[number]
-
-    count = total(known.double()).clamp(min=1)
-    away = torch.where(known, exact - total(exact) / count, 0)
-    std = (total(away.square()) / count).sqrt()
-    apart = _range(scores.double(), known, number, len(names)) > 0
-    return torch.where(apart & (std >= Z_FLOOR), away / std.clamp(min=Z_FLOOR), 0)
-
-
-def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:
-    """Each reward as a z-score in its group, then their weighted sum: GDPO (2601.05242).
-
-    (L,) float64 on the CPU. Weights are shared out among the rewards that apply to the prompt. One
-    that applies and failed adds 0, and the others do not grow for it: so every group sums to 0. A
-    image that has none of its scores is NaN. Independent of the unit and zero of each reward.
-    The paper's last step, by the standard deviation of the batch, is `normalise` with scale
-    "global": the batch's mean is 0 already.
-    """
-    scores, group, applicable = scores.detach().cpu(), group.cpu(), applicable.cpu()
-    share = share_weights(applicable, weights.detach().cpu().double())
-    scores = torch.where(share != 0, scores, torch.nan)
-    combined = (share * z_scores(scores, group)).sum(1)
-    return torch.where(scores.isfinite().any(1), combined, torch.nan)
-
-
-def _range(scores: Tensor, known: Tensor, number: Tensor, groups: int) -> Tensor:
-    """Largest minus smallest known score of each image's group; exactly 0 where all are equal."""
-    index = number[:, None].expand_as(scores)
-    ends = [
-        scores.new_full((groups, scores.shape[1]), start)
-        .scatter_reduce(0, index, torch.where(known, scores, start), how)
-        .gather(0, index)
-        for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
-    ]
-    return ends[0] - ends[1]
-
-
-# --- What a reward's scores become before rewards are combined ---------------------------------
-
-
-def affine(scores: Tensor, group: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """scale * score + shift: another unit and another zero."""
-    return scale * scores + shift
-
-
-def clip(
-    scores: Tensor, group: Tensor, *, low: float | None = None, high: float | None = None
-) -> Tensor:
-    """No lower than `low`, no higher than `high`; one of them may be None.
-
-    Beyond the bounds there is no gradient.
-    """
-    return scores.clamp(low, high)
-
-
-def sigmoid(scores: Tensor, group: Tensor, *, center: float = 0.0, scale: float = 1.0) -> Tensor:
-    """1 / (1 + exp(-(score - center) / scale)): in (0, 1), 1/2 at `center`."""
-    return ((scores - center) / scale).sigmoid()
-
-
-def rank(scores: Tensor, group: Tensor) -> Tensor:
-    """Share of the group's other scores that are lower, equal ones counting half: in [0, 1].
-
-    The best of n without ties gets 1, the worst 0, and ties share their mean rank. Scores that are
-    missing count nowhere; the only score of a group gets 1/2. It has no gradient.
-    """
-    found = torch.full_like(scores, torch.nan)
-    known = scores.detach().isfinite().nonzero().flatten()
-    if not len(known):
-        return found
-    rows = group_rows(group[known])
-    table = scores.detach()[known][rows.index]
-    mine, other = table[:, :, None], table[:, None, :]
-    below = (mine > other).to(scores.dtype) + 0.5 * (mine == other)
-    size = rows.mask.sum(1)
-    total = (below * rows.mask[:, None, :]).sum(2) - 0.5  # a score ties with itself
-    share = torch.where(size[:, None] > 1, total / (size[:, None] - 1).clamp(min=1), 0.5)
-    found[known[rows.index[rows.mask]]] = share[rows.mask]
-    return found
-
-
-# --- From a matrix of scores to one reward an image, and when too many are missing ------------
-
 UNKNOWN = "the reward gave no finite number"
+Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory's value
 
 
 def combine(
     specs: Sequence[RewardSpec], result: RewardResult, group: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One reward an image, by each reward's transform, on_failure and weight.
+    """Combine scores into one reward an image, by each reward's transform, on_failure and weight.
 
-    group: (L,) long. -> reward (L,) float32, NaN where invalid; valid (L,) bool; terms (L, K), the
-    scores as they are added up: transformed, stand-ins in their places, NaN where there is none and
-    for rewards that are not trained. `result.scores` stay as they are. Raises RewardFailure for a
-    missing score of a trained reward whose on_failure is "raise".
+    Args:
+        group: (L,) long.
+
+    Returns:
+        The reward (L,) float32, NaN where invalid; valid (L,) bool; the terms of the sum (L, K):
+        transformed scores and stand-ins, NaN where there is none and for rewards not trained.
+
+    Raises:
+        RewardFailure: for a missing score of a trained reward whose on_failure is "raise".
     """
-    lacking(specs, result)
+    lacks_score(specs, result)
     weights = train_weights(specs)
     columns = [
         _term(spec, result, column, group) if weight else torch.full_like(scores, math.nan)
@@ -151,7 +54,7 @@ def combine(
 
 
 def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) -> Tensor:
-    """(L,) what of a reward's scores counts."""
+    """Return (L,) transformed scores of one reward, with stand-ins."""
     scores, applicable = result.scores[:, column], result.applicable[:, column]
     if isinstance(spec.on_failure, int | float):
         missing = applicable & ~result.valid[:, column]
@@ -163,9 +66,9 @@ def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) ->
     return torch.full_like(scores, math.nan).masked_scatter(known, used)
 
 
-def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
-    """(L,) bool: images without a score of a trained reward that applies, which no number stands
-    in for. Raises RewardFailure where such a reward's on_failure is "raise"."""
+def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
+    """Return (L,) bool: images that lack a score of a trained reward that applies, unless a number
+    stands in for it. Raises RewardFailure where such a reward's on_failure is "raise"."""
     missing = result.applicable & ~result.valid
     found = torch.zeros(len(missing), dtype=torch.bool)
     for spec, column in zip(specs, missing.unbind(1), strict=True):
@@ -182,7 +85,7 @@ def lacking(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
 
 
 def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Sum over rewards of weight times score: reward (L,) float32 and valid (L,) bool.
+    """Return the sum of weight times score, (L,) float32, and where it is valid, (L,) bool.
 
     Where some rewards do not apply, the weights of the others grow so that they total the same.
     An image that lacks an applicable score is invalid and its reward NaN: a partial sum would
@@ -196,11 +99,11 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
 
 
 def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
-    """What training raises, of an evaluation's scores (N, K): the weighted sum of each trained
-    reward's mean, transformed; NaN when one of them has no score.
+    """Return the weighted sum of the trained rewards' mean transformed scores (N, K).
 
-    A rank says nothing between evaluations, so scores under one are taken as they are. Rewards that
-    compare the images of a prompt have none there, where each is drawn once, and are left out.
+    NaN when one of them has no score. Ranks do not compare between evaluations, so scores under a
+    rank are taken as they are. Rewards that compare the images of a prompt are left out: an
+    evaluation has one image a prompt.
     """
     total = 0.0
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
@@ -214,14 +117,14 @@ def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
 
 
 def train_weights(specs: Sequence[RewardSpec]) -> list[float]:
-    """The weights to train on: 0 for held-out rewards."""
+    """Return the weights to train on: 0 for held-out rewards."""
     return [0.0 if spec.held_out else spec.weight for spec in specs]
 
 
 def check_invalid(
     valid: Tensor, *, max_invalid_fraction: float, errors: Mapping[str, str] | None = None
 ) -> None:
-    """Raises RewardFailure when more than `max_invalid_fraction` of valid (L,) is False.
+    """Raise RewardFailure when more than `max_invalid_fraction` of valid (L,) is False.
 
     errors: by reward's name, why its scores are missing and of which prompt.
     """
@@ -238,9 +141,9 @@ def check_invalid(
 
 @dataclass(slots=True, kw_only=True)
 class FailureLimit:
-    """When missing scores stop a run: see the options of the same names under `failures`.
+    """Stops a run for missing scores, by the options of the same names under `failures`.
 
-    It remembers how many rollouts in a row lacked a score, in this session alone.
+    It counts the rollouts in a row that lacked a score, from the start of this process.
     """
 
     max_invalid_fraction: float
@@ -248,7 +151,7 @@ class FailureLimit:
     streak: int = field(init=False, default=0)
 
     def check(self, valid: Tensor, errors: Mapping[str, str] | None = None) -> None:
-        """After each rollout, with all its images: valid (L,). Raises RewardFailure."""
+        """Check all images of a rollout: valid (L,). Raises RewardFailure."""
         check_invalid(valid, max_invalid_fraction=self.max_invalid_fraction, errors=errors)
         self.streak = 0 if bool(valid.all()) else self.streak + 1
         if self.max_streak is not None and self.streak >= self.max_streak:
@@ -260,5 +163,102 @@ class FailureLimit:
 
 
 def _reasons(errors: Mapping[str, str] | None) -> str:
-    told = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
-    return told or "the rewards gave no finite numbers"
+    reasons = "; ".join(f"{name}: {text}" for name, text in (errors or {}).items())
+    return reasons or "the rewards gave no finite numbers"
+
+
+def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
+    """Return (L, K) weights of the rewards that apply, grown so that their sizes total the same.
+
+    0 where a reward does not apply.
+    """
+    used = applicable & (weights != 0)
+    own = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
+    growth = weights.abs().sum() / torch.where(own > 0, own, 1)
+    return torch.where(used, weights * growth, 0)
+
+
+def z_scores(scores: Tensor, group: Tensor) -> Tensor:
+    """Return (score - mean) / std of its group, column by column: (L, K) float64.
+
+    Mean and population standard deviation are of the images that have this score. 0 where the
+    deviation is below `Z_FLOOR`, where all scores are equal, and where there is no score, so that
+    the known ones of a group sum to 0.
+    """
+    known = scores.isfinite()
+    exact = torch.where(known, scores.double(), 0)
+    names, number = group.unique(return_inverse=True)
+
+    def total(values: Tensor) -> Tensor:
+        """Sum over each image's group: (L, K)."""
+        return values.new_zeros(len(names), values.shape[1]).index_add(0, number, values)[number]
+
+    count = total(known.double()).clamp(min=1)
+    away = torch.where(known, exact - total(exact) / count, 0)
+    std = (total(away.square()) / count).sqrt()
+    apart = _range(scores.double(), known, number, len(names)) > 0
+    return torch.where(apart & (std >= Z_FLOOR), away / std.clamp(min=Z_FLOOR), 0)
+
+
+def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:
+    """Return the weighted sum of each reward's z-scores in its group, (L,) float64 on the CPU.
+
+    GDPO (2601.05242). Weights are shared out among the rewards that apply to the prompt. One that
+    applies and failed adds 0 and the others do not grow for it, so that every group sums to 0. An
+    image without any of its scores is NaN. The paper's last step, by the standard deviation of the
+    batch, is `normalise` with scale "global": the batch's mean is 0 already.
+    """
+    scores, group, applicable = scores.detach().cpu(), group.cpu(), applicable.cpu()
+    share = share_weights(applicable, weights.detach().cpu().double())
+    scores = torch.where(share != 0, scores, torch.nan)
+    combined = (share * z_scores(scores, group)).sum(1)
+    return torch.where(scores.isfinite().any(1), combined, torch.nan)
+
+
+def _range(scores: Tensor, known: Tensor, number: Tensor, groups: int) -> Tensor:
+    """Return the largest minus the smallest known score of each image's group."""
+    index = number[:, None].expand_as(scores)
+    ends = [
+        scores.new_full((groups, scores.shape[1]), start)
+        .scatter_reduce(0, index, torch.where(known, scores, start), how)
+        .gather(0, index)
+        for start, how in ((-torch.inf, "amax"), (torch.inf, "amin"))
+    ]
+    return ends[0] - ends[1]
+
+
+def affine(scores: Tensor, group: Tensor, *, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """Return scale * score + shift."""
+    return scale * scores + shift
+
+
+def clip(
+    scores: Tensor, group: Tensor, *, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Clamp scores to [low, high], of which one may be None; no gradient beyond them."""
+    return scores.clamp(low, high)
+
+
+def sigmoid(scores: Tensor, group: Tensor, *, center: float = 0.0, scale: float = 1.0) -> Tensor:
+    """Return 1 / (1 + exp(-(score - center) / scale))."""
+    return ((scores - center) / scale).sigmoid()
+
+
+def rank(scores: Tensor, group: Tensor) -> Tensor:
+    """Return the share of the group's other scores that are lower, equal ones counting half.
+
+    Missing scores count nowhere; the only score of a group gets 1/2. It has no gradient.
+    """
+    found = torch.full_like(scores, torch.nan)
+    known = scores.detach().isfinite().nonzero().flatten()
+    if not len(known):
+        return found
+    rows = group_rows(group[known])
+    table = scores.detach()[known][rows.index]
+    mine, other = table[:, :, None], table[:, None, :]
+    below = (mine > other).to(scores.dtype) + 0.5 * (mine == other)
+    size = rows.mask.sum(1)
+    total = (below * rows.mask[:, None, :]).sum(2) - 0.5  # a score ties with itself
+    share = torch.where(size[:, None] > 1, total / (size[:, None] - 1).clamp(min=1), 0.5)
+    found[known[rows.index[rows.mask]]] = share[rows.mask]
+    return found

@@ -22,7 +22,8 @@ from flowrl.sampling.rollout import (
     submit_images,
 )
 from flowrl.sampling.sampler import Schedule
-from flowrl.scoring.combine import check_invalid, lacking
+from flowrl.scoring.combine import lacks_score
+from flowrl.scoring.combine import check_invalid
 from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
@@ -187,7 +188,7 @@ class Evaluator:
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
         # Means over the few images that have a score would mislead.
-        known = ~lacking(self.specs, result)
+        known = ~lacks_score(self.specs, result)
         check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
         return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
 

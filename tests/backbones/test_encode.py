@@ -11,16 +11,16 @@ from torch import nn
 from flowrl.backbones import offload
 from flowrl.backbones import text_cache as encode
 from flowrl.backbones.loading import pipeline_path
-from flowrl.backbones.offload import visiting
+from flowrl.backbones.offload import moved_to
 from flowrl.backbones.text_cache import (
     PromptCache,
     TextCache,
-    by_files,
-    by_weights,
     encoder_names,
+    identify_by_files,
+    identify_by_weights,
     index_file,
 )
-from flowrl.build import backbone as build_memory
+from flowrl.build import text
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
@@ -103,8 +103,8 @@ def test_an_unknown_prompt_without_encoders_is_told():
 
 def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
     copies, copy, meta = [], offload._copy, torch.device("meta")  # stands for another device
-    monkeypatch.setattr(encode, "visiting", lambda parts, _: visiting(parts, meta))
-    monkeypatch.setattr(build_memory, "visiting", lambda parts, _: visiting(parts, meta))
+    monkeypatch.setattr(encode, "moved_to", lambda parts, _: moved_to(parts, meta))
+    monkeypatch.setattr(text, "moved_to", lambda parts, _: moved_to(parts, meta))
     monkeypatch.setattr(offload, "_copy", lambda t, device: copies.append(t) or copy(t, device))
     cache = TextCache(Backbone(), batch_size=1)
     cache.learn(records("a", "bb", "ccc"))
@@ -112,7 +112,7 @@ def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
     assert cache.backbone.pipeline.text_encoder.weight.device.type == "cpu"
     cache.learn(records("a", "bb"))
     assert len(copies) == 1  # nothing to do
-    build_memory._encode([(cache, r) for r in records("d", "ee")], show=False)
+    text._encode([(cache, r) for r in records("d", "ee")], show=False)
     assert len(copies) == 2 and len(cache.known) == 5
 
 
@@ -166,23 +166,23 @@ def test_the_encoders_are_those_of_the_index(folder):
 
 def test_a_change_of_an_encoder_or_tokenizer_is_seen_and_of_other_parts_is_not(folder, tmp_path):
     index = folder / "model_index.json"
-    before = by_files(index)
+    before = identify_by_files(index)
     (folder / "transformer" / "weights").write_text("more")
-    assert by_files(index) == before
+    assert identify_by_files(index) == before
     (folder / "tokenizer" / "weights").write_text("more")
-    longer = by_files(index)
+    longer = identify_by_files(index)
     assert longer != before
     os.utime(folder / "text_encoder_2" / "weights", ns=(1, 1))
-    assert by_files(index) != longer
+    assert identify_by_files(index) != longer
     index = tmp_path / "models--a--b" / "snapshots" / "0123abcd" / "model_index.json"
-    assert by_files(index) == {"commit": "0123abcd"}
+    assert identify_by_files(index) == {"commit": "0123abcd"}
 
 
 def test_weights_in_memory_are_told_apart_by_their_values(load_tiny):
     pipeline = load_tiny()
-    before = by_weights(pipeline)
-    assert by_weights(load_tiny()) == before
+    before = identify_by_weights(pipeline)
+    assert identify_by_weights(load_tiny()) == before
     pipeline.text_encoder = copy.deepcopy(pipeline.text_encoder)  # shared by all tests
     with torch.no_grad():
         next(pipeline.text_encoder.parameters()).mul_(1.5)
-    assert by_weights(pipeline) != before
+    assert identify_by_weights(pipeline) != before

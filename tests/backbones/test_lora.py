@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.backbones.loading import own_call
+from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_files import count_layers, load_lora, read_lora, save_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
@@ -30,7 +30,9 @@ def recipe(family="sd3", **lora):
 
 def policy_of(pipeline, config):
     """A policy that is not its base: both factors of all adapters are drawn."""
-    policy = build_policy(config, build_backbone(config, pipeline, guidance=1.0), keep_old=False)
+    policy = build_policy(
+        config, build_backbone(config.pipeline, pipeline, guidance=1.0), keep_old=False
+    )
     generator = torch.Generator().manual_seed(0)
     for name in (POLICY, EMA):
         for parameter in policy._by_name[name]:
@@ -46,7 +48,7 @@ def images(pipeline, guidance=2.0):
         max_sequence_length=12,
         generator=[torch.Generator().manual_seed(i) for i in range(2)],
         output_type="pt",
-        **own_call(pipeline),
+        **pipeline_call_arguments(pipeline),
     ).images
 
 

@@ -29,7 +29,7 @@ def test_what_cannot_work_is_refused(make_learner, tiny_config, tmp_path, monkey
         make_learner()
     kind = type("StableDiffusionXLPipeline", (), {"__module__": "diffusers.pipelines.xl"})
     with pytest.raises(UserError, match="is a StableDiffusionXLPipeline"):
-        build_backbone(tiny_config(), kind(), guidance=1.0)
+        build_backbone(tiny_config().pipeline, kind(), guidance=1.0)
 
 
 def test_options_of_measures_reach_the_evaluator_and_the_run(tiny_config, load_tiny, tmp_path):

@@ -13,12 +13,16 @@ from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.offload import are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build import backbone as build_memory
-from flowrl.build.backbone import TextCaches
-from flowrl.build.backbone import prompts_to_encode
-from flowrl.build.backbone import rounding_key
-from flowrl.build.backbone import build_pipeline
-from flowrl.build.learner import all_prompts_to_encode
-from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, evaluation_key
+from flowrl.build import text
+from flowrl.build.backbone import build_pipeline, rounding_key
+from flowrl.build.learner import (
+    ProvidedObjects,
+    all_prompts_to_encode,
+    build_evaluator,
+    build_learner,
+    evaluation_key,
+)
+from flowrl.build.text import TextCaches, prompts_to_encode
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning
@@ -84,14 +88,14 @@ def loads(monkeypatch):
 
 def test_freed_and_cached_prompts_give_the_same_lora(run, loads, monkeypatch, tmp_path):
     kept = run()
-    watched, free = [], build_memory.free_encoders
+    watched, free = [], text.free_encoders
 
     def watch(pipeline):
         watched.extend(weakref.ref(part) for part in encoders_of(pipeline))
         free(pipeline)
         assert are_freed(pipeline) and all(ref() is None for ref in watched)
 
-    monkeypatch.setattr(build_memory, "free_encoders", watch)
+    monkeypatch.setattr(text, "free_encoders", watch)
     options = {"text_encoders": "free", "vae": "offload", "prompt_cache": str(tmp_path)}
     assert same(run(**options), kept)
     assert len(watched) == 3
@@ -107,8 +111,8 @@ def test_conditioning_from_disk_is_that_of_the_encoders_bit_for_bit(tiny_config,
     backbone = learner.policy.backbone
     records = [PromptRecord(uid=t, text=t) for t in ("a red circle", "a blue square")]
     fresh = TextCache(backbone)(records)
-    TextCaches(config).of(backbone, 1.0).learn(records)
-    again = TextCaches(config).of(backbone, 1.0)
+    TextCaches(config).get(backbone, 1.0).learn(records)
+    again = TextCaches(config).get(backbone, 1.0)
     cond = again(records)
     assert again.has(records[0]) and again.disk is not None
     assert all(torch.equal(cond.tensors[k], fresh.tensors[k]) for k in fresh.tensors)
@@ -144,8 +148,8 @@ def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_con
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     pipeline = learner.policy.backbone.pipeline
     evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
-    assert evaluator.text_cache is texts.of(learner.policy.backbone, 1.0)
-    assert texts.of(learner.policy.backbone, 4.0) is not evaluator.text_cache
+    assert evaluator.text_cache is texts.get(learner.policy.backbone, 1.0)
+    assert texts.get(learner.policy.backbone, 4.0) is not evaluator.text_cache
     assert all_prompts_to_encode(config, given) == []  # who keeps the encoders need not know
     config = tiny_config(evaluation=EVALUATION, memory={"text_encoders": "free"})
     assert {g for g, _ in all_prompts_to_encode(config, given)} == {1.0}
@@ -158,14 +162,15 @@ def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, mo
     learner = build_learner(
         config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline), texts
     )
-    monkeypatch.setattr(build_memory, "free_bytes", lambda device: 2**14)
+    monkeypatch.setattr(text, "free_bytes", lambda device: 2**14)
     with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
-        texts.free(pipeline, all_prompts_to_encode(config, ProvidedObjects()), learner.runtime)
+        needed = all_prompts_to_encode(config, ProvidedObjects())
+        texts.encode_and_free(pipeline, needed, learner.runtime)
     assert not are_freed(pipeline)
-    build_memory._check_room(2**10, 10)
+    text._check_room(2**10, 10)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
     with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
-        build_memory._check_room(2**10, 10)
+        text._check_room(2**10, 10)
 
 
 def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
@@ -177,9 +182,9 @@ def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts,
         rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
     )
     backbone, needed = learner.policy.backbone, all_prompts_to_encode(config, given)
-    texts.free(backbone.pipeline, needed, second)
+    texts.encode_and_free(backbone.pipeline, needed, second)
     assert are_freed(backbone.pipeline) and len(needed) == 3
-    assert all(texts.of(backbone, g).has(prompt, whole=True) for g, prompt in needed)
+    assert all(texts.get(backbone, g).has(prompt, whole=True) for g, prompt in needed)
 
 
 def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
@@ -191,13 +196,13 @@ def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_p
         (tmp_path / "snapshots" / commit / "model_index.json").write_text('{"text_encoder": []}')
     here = ["aaa"]
     index = lambda *_: tmp_path / "snapshots" / here[0] / "model_index.json"  # noqa: E731
-    monkeypatch.setattr(build_memory, "index_file", index)
+    monkeypatch.setattr(text, "index_file", index)
     needed = [(1.0, PromptRecord(uid="a", text="a"))]
-    assert texts.unneeded(needed) == []
+    assert texts.unneeded_encoders(needed) == []
     here[0] = "bbb"  # as it was loaded
     assert texts.commit() == "bbb"
     texts._disk(False).save("a", "", Conditioning(tensors={"x": torch.ones(1)}))
-    assert texts.unneeded(needed) == ["text_encoder"]
+    assert texts.unneeded_encoders(needed) == ["text_encoder"]
     here[0] = "aaa"
     assert texts.commit() == "bbb"
     asked = []
@@ -209,7 +214,9 @@ def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_p
     monkeypatch.setattr(build_memory, "load_pipeline", load)
     monkeypatch.setattr(TextCaches, "commit", lambda self: "bbb")
     for without in (["text_encoder"], []):
-        monkeypatch.setattr(TextCaches, "unneeded", lambda self, needed, names=without: names)
+        monkeypatch.setattr(
+            TextCaches, "unneeded_encoders", lambda self, needed, names=without: names
+        )
         with pytest.raises(UserError, match="far enough"):
             build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
     assert asked == [("bbb", ["text_encoder"]), (None, [])]
@@ -237,4 +244,4 @@ def test_only_rounded_weights_change_what_evaluations_measure(tiny_config):
     assert key(**elsewhere, prompt_cache="somewhere") == key()
     assert key(base_bits=8) != key() != key(base_bits=4)
     assert key(base_bits=8) != key(base_bits=8, base_library="torchao")
-    assert rounding_key(tiny_config()) == {}
+    assert rounding_key(tiny_config().memory) == {}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from flowrl.build.work_split import (
     IterationWork,
-    check,
+    check_split,
     deal,
     micro_batches,
     nearest_gpus,
     nearest_prompts,
-    solve,
+    split_work,
     units,
 )
 from flowrl.errors import UserError
@@ -54,7 +54,7 @@ def loads(draw) -> IterationWork:
 @given(load=loads(), gpus=st.integers(1, 12))
 def test_what_gpus_do_together_is_what_one_does_alone(load, gpus):
     assume(units(load) >= gpus)
-    one, many = solve(load, 1), solve(load, gpus)
+    one, many = split_work(load, 1), split_work(load, gpus)
     assert many.gpus == gpus and many.update_rows == one.update_rows
     for what in ("trees", "images", "forwards", "candidates"):
         together = sum(getattr(share, what) for share in many.shares)
@@ -86,7 +86,7 @@ def test_micro_batches_are_those_of_a_batch(groups, draws, size, together):
     rows = torch.zeros(len(group))
     batch = Endpoints(
         x0=rows, prompt=group, group=group, image=group, reward=rows, signal=rows, sigmas=rows,
-        cond=Conditioning(tensors={}), draws=draws, compared=together, seed=0, left_out={},
+        cond=Conditioning(tensors={}), forwards=draws, compared=together, seed=0, left_out={},
     )  # fmt: skip
     assert micro_batches(load, groups) == [len(chunk) for chunk in batch.chunks(size)]
 
@@ -97,58 +97,59 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
     suggested = nearest_gpus(load, gpus)
     assert suggested  # one GPU never waits
     for n in suggested:
-        assert solve(load, n).even
+        assert split_work(load, n).even
     for prompts in nearest_prompts(load, gpus):
-        assert solve(replace(load, prompts=prompts), gpus).even
+        assert split_work(replace(load, prompts=prompts), gpus).even
         assert prompts % load.updates == 0
-    if units(load) >= gpus and solve(load, gpus).even:
+    if units(load) >= gpus and split_work(load, gpus).even:
         assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
 
 
 @given(load=loads(), gpus=st.integers(1, 40))
 def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
     try:
-        check(load, gpus)
+        check_split(load, gpus)
     except UserError as error:
         told = str(error)
         prompts = int(told.partition("rollout.prompts_per_iteration=")[2].partition(",")[0])
-        check(replace(load, prompts=prompts), gpus)
-        check(load, int(told.rpartition("or ")[2].partition(" ")[0]))
+        check_split(replace(load, prompts=prompts), gpus)
+        check_split(load, int(told.rpartition("or ")[2].partition(" ")[0]))
     else:
-        assert all(share.trees for share in solve(load, gpus).shares)
+        assert all(share.trees for share in split_work(load, gpus).shares)
 
 
 def test_eight_prompts_in_two_updates_on_eight_gpus():
     # Eight prompts in two updates leave half of eight gpus waiting. One prompt each, so that an
     # update has prompts for every other GPU only.
-    found = solve(BASE, 8)
+    found = split_work(BASE, 8)
     assert [share.rows for share in found.shares[:2]] == [(6, 0), (0, 6)]
     assert found.busy == {"drawing": 1.0, "learning": 0.5} and not found.even
     assert nearest_gpus(BASE, 8) == (4,)
     assert nearest_prompts(BASE, 8) == (16,)
-    assert solve(BASE, 4).even and solve(BASE, 4).update_rows == found.update_rows == (24, 24)
+    four = split_work(BASE, 4)
+    assert four.even and four.update_rows == found.update_rows == (24, 24)
     # Gradient accumulation follows the micro batch.
     # 24 images of an update, 4 forwards each, 16 at a time
-    assert solve(BASE, 1).shares[0].micro_batches == (6, 6)
-    assert solve(BASE, 2).shares[0].micro_batches == (3, 3)
-    assert solve(replace(BASE, micro_batch=3), 2).shares[0].micro_batches == (12, 12)
+    assert split_work(BASE, 1).shares[0].micro_batches == (6, 6)
+    assert split_work(BASE, 2).shares[0].micro_batches == (3, 3)
+    assert split_work(replace(BASE, micro_batch=3), 2).shares[0].micro_batches == (12, 12)
 
 
 def test_shares_that_cannot_be_dealt_are_refused():
     # A gpu more than prompts is refused where they are whole.
     whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
     with pytest.raises(UserError, match="objective.kind gdro compares: .*prompts=10, or 8 proc"):
-        check(whole, 9)
-    check(BASE, 9)
+        check_split(whole, 9)
+    check_split(BASE, 9)
     # An objective that compares an update has one process.
     update = replace(BASE, together="update", judge="objective.kind kto")
-    check(update, 1)
+    check_split(update, 1)
     with pytest.raises(UserError, match="kto compares all .* 2 processes do not share: start one"):
-        check(update, 2)
+        check_split(update, 2)
     assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
     # Updates take whole groups.
     with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):
-        solve(replace(BASE, prompts=7, updates=3), 1)
+        split_work(replace(BASE, prompts=7, updates=3), 1)
     # No gpu at all is refused.
     with pytest.raises(UserError, match="got 0 GPUs"):
-        check(BASE, 0)
+        check_split(BASE, 0)

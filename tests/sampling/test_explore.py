@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flowrl.sampling.rollout
-from flowrl.build.rollout import dataset_metadata
+from flowrl.build.offline import dataset_metadata
 from flowrl.errors import UserError
 from flowrl.offline.format import rows_file
 from flowrl.offline.writer import write_groups
@@ -260,7 +260,9 @@ def test_a_store_knows_which_candidates_its_images_were(make_learner, tiny_confi
     explore = FEW | {"candidates": 9, "num_inference_steps": 2}
     changes = {"objective": {"kind": "gdro"}, "rollout": ODE | {"explore": explore}}
     sampler = make_learner(**changes).source
-    store = write_groups(tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1)
+    store = write_groups(
+        tmp_path / "s", dataset_metadata(tiny_config(**changes), sampler), sampler, shards=1
+    )
     chosen = sampler.collect(0, Timer()).explored.chosen
     lines = rows_file(store.folder, 0).read_text().splitlines()
     assert [json.loads(line)["root"] for line in lines] == chosen.flatten().tolist()

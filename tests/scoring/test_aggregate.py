@@ -6,18 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.combine import (
-    FailureLimit,
-    affine,
-    check_invalid,
-    clip,
-    combine,
-    lacking,
-    mean_reward,
-    rank,
-    train_weights,
-    weighted_sum,
-)
+from flowrl.scoring.combine import lacks_score
+from flowrl.scoring.combine import FailureLimit, affine, check_invalid, clip, combine, mean_reward, rank, train_weights, weighted_sum
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardResult, RewardSpec
@@ -144,14 +134,14 @@ def test_rewards_that_are_only_watched_never_stop_nor_invalidate():
 
 def test_a_streak_of_missing_scores_stops_and_a_whole_rollout_ends_it():
     limit = FailureLimit(max_invalid_fraction=0.5, max_streak=3)
-    lacking, whole = torch.tensor([True] * 9 + [False]), torch.ones(10, dtype=torch.bool)
-    for valid in (lacking, lacking, whole, lacking, lacking):
+    lacks_score, whole = torch.tensor([True] * 9 + [False]), torch.ones(10, dtype=torch.bool)
+    for valid in (lacks_score, lacks_score, whole, lacks_score, lacks_score):
         limit.check(valid)
     with pytest.raises(RewardFailure, match="3 iterations in a row.* 1 of 10 .*judge: garbled"):
-        limit.check(lacking, {"judge": "garbled"})
+        limit.check(lacks_score, {"judge": "garbled"})
     patient = FailureLimit(max_invalid_fraction=0.5)
     for _ in range(50):
-        patient.check(lacking)
+        patient.check(lacks_score)
     with pytest.raises(RewardFailure, match="10 of 10"):
         patient.check(~whole)
 
@@ -177,6 +167,6 @@ def test_a_image_lacks_what_no_number_stands_in_for_and_no_watched_reward_counts
     found = result(scores.tolist())
     a, c = spec("a"), spec("c", held_out=True)
     for number, expected in (("mask", [False, True, True]), (0.5, [False, True, False])):
-        assert lacking([a, spec("b", on_failure=number), c], found).tolist() == expected
+        assert lacks_score([a, spec("b", on_failure=number), c], found).tolist() == expected
     with pytest.raises(RewardFailure, match="'b' has no score where it needs one"):
-        lacking([a, spec("b", on_failure="raise"), c], found)
+        lacks_score([a, spec("b", on_failure="raise"), c], found)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from flowrl.build import learner as build_source
+from flowrl.build import rollout as build_rollout
 from flowrl.errors import UserError
 from flowrl.trees.memory import check_memory, free_bytes, rollout_bytes
 from flowrl.trees.plan import Step, TreePlan
@@ -41,6 +41,6 @@ def test_rollouts_are_refused_beyond_the_free_memory():
 
 
 def test_a_learner_is_not_built_around_a_rollout_that_does_not_fit(make_learner, monkeypatch):
-    monkeypatch.setattr(build_source, "free_bytes", lambda device: 100_000)
+    monkeypatch.setattr(build_rollout, "free_bytes", lambda device: 100_000)
     with pytest.raises(UserError, match="GiB are free: not even one prompt fits"):
         make_learner()

@@ -1,0 +1,170 @@
+"""Build the source that reads an offline data set, and describe how one was made."""
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.lora_files import lora_file
+from flowrl.backbones.text_cache import TextCache
+from flowrl.build.backbone import rounding_key
+from flowrl.config import Config
+from flowrl.config.load import with_old_names
+from flowrl.config.objectives import check_noising
+from flowrl.errors import UserError
+from flowrl.objectives.base import Needs
+from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_dataset
+from flowrl.offline.source import Caching, StoredGroups, check_dataset
+from flowrl.offline.writer import Refresher
+from flowrl.sampling.source import Sampler
+
+# Options under `rollout` that leave the images as they are.
+INDIFFERENT = {
+    "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance_scale",
+}  # fmt: skip
+# Options under `pipeline` that change them, beside what the metadata hold anyway.
+DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
+REFERENCE = "reference.safetensors"
+STORES = "stores"
+
+
+def build_stored(
+    config: Config,
+    sampler: Sampler,
+    backbone: Backbone,
+    resample: Callable[[Config], Sampler],
+    text_cache: TextCache,
+) -> StoredGroups:
+    """Return the source that reads `rollout.store`, checked against the recipe.
+
+    Args:
+        sampler: what would sample instead.
+        backbone: with the guidance of training.
+        resample: returns the sampler of another recipe, with the same policy.
+        text_cache: encodes the data set's prompts.
+    """
+    r, folder = config.rollout, Path(config.run.output_dir)
+    assert r.store is not None and r.store.path is not None
+    dataset, generator = open_dataset(r.store.path), sampler.generator
+    check_dataset(
+        dataset, generator.backbone, generator.specs,
+        pipeline=config.pipeline.path, family=config.pipeline.backbone,
+    )  # fmt: skip
+    _check_noising(config, dataset)
+    refresher = caching = None
+    if r.store.refresh_every is not None:
+        refresher = _refresher(config, dataset, resample, r.store.refresh_every)
+    if r.store.cache_draws is not None:
+        key = _reference_key(config)
+        caching = Caching(draws=r.store.cache_draws, path=folder / REFERENCE, key=key)
+    source = StoredGroups(
+        dataset,
+        backbone=backbone,
+        text_cache=text_cache,
+        specs=generator.specs,
+        runtime=generator.runtime,
+        prompts=r.prompts_per_iteration,
+        group_size=r.group_size,
+        seed=config.run.seed,
+        balance=config.prompts.balance,
+        refresher=refresher,
+        caching=caching,
+    )
+    if source.sampler.skipped and generator.runtime.is_main:
+        warnings.warn(
+            f"{source.sampler.skipped} groups of {r.store.path} are never read: fewer than two of "
+            "their images have a reward",
+            stacklevel=2,
+        )
+    return source
+
+
+def check_offline(config: Config, needs: Needs) -> None:
+    """Check that an offline data set has what the objective learns from."""
+    if needs.states != "endpoints":
+        raise UserError(
+            f"objective.kind {config.objective.kind} learns from {needs.states} of its own "
+            "rollouts, and an offline data set holds clean images alone: set rollout.store to "
+            "null, or take an objective on images, such as gdro, dpo or sft"
+        )
+    if needs.old is not None and needs.old.samples:
+        raise UserError(
+            f"objective.kind {config.objective.kind} learns from images of its own old policy, and "
+            "those of an offline data set are another's: set rollout.store to null, or take an "
+            "objective compared with the base, such as gdro, or dpo with anchor: {kind: base}"
+        )
+
+
+def _check_noising(config: Config, dataset: OfflineDataset) -> None:
+    """Check that the data set was sampled with as many noise levels as the objective takes."""
+    noising, store = getattr(config.objective, "noising", None), config.rollout.store
+    if noising is None or store is None:
+        return
+    try:
+        check_noising(noising, len(dataset.metadata.sigmas) - 1, store.cache_draws)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _refresher(
+    config: Config, dataset: OfflineDataset, resample: Callable[[Config], Sampler], every: int
+) -> Refresher:
+    """Return what samples as the recipe says, as many images of a prompt as the data set has."""
+    size = max(len(group.images) for group in dataset.groups)
+    rollout = config.rollout.model_copy(update={"group_size": size, "store": None})
+    config = config.model_copy(update={"rollout": rollout})
+    sampler = resample(config)
+    sampler.plan(0)  # what cannot be sampled fails now
+    return Refresher(
+        original=dataset,
+        metadata=dataset_metadata(config, sampler),
+        sampler=sampler,
+        every=every,
+        folder=Path(config.run.output_dir) / STORES,
+    )
+
+
+def _reference_key(config: Config) -> str:
+    """Return a digest of all but the data set that decides the reference's errors, or may."""
+    pipeline = config.pipeline.model_dump(exclude={"device", "decode_batch"})
+    pipeline |= rounding_key(config.memory)
+    objective = with_old_names("objective", config.objective.model_dump(mode="json"))
+    guidance, negative = config.rollout.learning_guidance_scale, config.rollout.negative_prompt
+    return _digest([json.dumps([pipeline, objective, guidance, negative], sort_keys=True)])
+
+
+def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:
+    """Return how the sampler of a recipe makes images."""
+    p, lora, generator = config.pipeline, config.lora.init_from, sampler.generator
+    uids = sorted(r.uid for records in sampler.prompts.kinds.values() for r in records)
+    return DatasetMetadata(
+        pipeline=p.path,
+        backbone=p.backbone,
+        latent_shape=list(generator.backbone.latent_shape()),
+        dtype=str(generator.backbone.dtype).removeprefix("torch."),
+        sigmas=generator.schedule().sigmas.tolist(),
+        rewards=[
+            {
+                "name": spec.name,
+                "version": getattr(spec.reward, "version", None),
+                "weight": 0.0 if spec.held_out else spec.weight,
+            }
+            for spec in generator.specs
+        ],
+        recipe={
+            "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
+            "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounding_key(config.memory),
+            "prompts": config.prompts.model_dump(mode="json") | {"digest": _digest(uids)},
+            "run": {"seed": config.run.seed},
+        },
+        lora=None
+        if lora is None
+        else {"path": lora, "digest": _digest([lora_file(lora).read_bytes()])},
+    )
+
+
+def _digest(parts: Sequence[str | bytes]) -> str:
+    data = b"\n".join(part.encode() if isinstance(part, str) else part for part in parts)
+    return blake2b(data, digest_size=16).hexdigest()
