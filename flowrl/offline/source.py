@@ -218,7 +218,7 @@ def _applicable(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
     """Return whether a reward applies to each image of a group: where it gave a score, and where
     it would give one now; nowhere if the recipe keeps it to other prompts."""
     metadata = group.record.metadata
-    if not spec.meant_for(metadata):
+    if not all(metadata.get(key) in values for key, values in spec.applies_to.items()):
         return torch.zeros_like(known)
     return known | (not known.all() and spec.applies(group.record.text, metadata))
 

@@ -74,8 +74,8 @@ def test_pairs_become_groups_of_two_that_decode_to_the_images(config, stored_ima
     assert files(folder / "s") == before
 
 
-def test_a_bad_pair_is_named_by_its_line_and_left_out(config, images, load_tiny):
-    folder, (a, b), _ = images
+def test_a_bad_pair_is_named_by_its_line_and_left_out(config, stored_images, load_tiny):
+    folder, (a, b), _ = stored_images
     (folder / "broken.png").write_bytes((folder / "p" / "0.png").read_bytes()[:60])
     source = write_file(
         folder,
@@ -98,8 +98,8 @@ def test_a_bad_pair_is_named_by_its_line_and_left_out(config, images, load_tiny)
         assert re.search(f"pairs.jsonl, line {line}: {reason}", text), text
 
 
-def test_a_file_of_pairs_without_any_is_refused(config, images, load_tiny):
-    folder, (a, _), _ = images
+def test_a_file_of_pairs_without_any_is_refused(config, stored_images, load_tiny):
+    folder, (a, _), _ = stored_images
     source = write_file(folder, [{"prompt": a, "chosen": "p/0.png", "rejected": "gone.png"}])
     with pytest.raises(UserError, match="none of the 1 pairs can be used; the first: .*line 1"):
         collect_pairs(config, source, folder / "s", pipeline=load_tiny())
@@ -110,9 +110,9 @@ def test_a_file_of_pairs_without_any_is_refused(config, images, load_tiny):
         read_pairs(folder / "pairs.csv")
 
 
-def test_files_that_are_mended_are_taken_in(config, images, load_tiny):
+def test_files_that_are_mended_are_taken_in(config, stored_images, load_tiny):
     """First all are missing, then one pair, then none."""
-    folder, (a, b), _ = images
+    folder, (a, b), _ = stored_images
     rows = [
         {"prompt": a, "chosen": "q/0.png", "rejected": "q/1.png"},
         {"prompt": b, "chosen": "q/2.png", "rejected": "q/3.png"},
@@ -137,9 +137,9 @@ def test_files_that_are_mended_are_taken_in(config, images, load_tiny):
 
 
 def test_paths_can_be_mended_in_the_file_of_pairs_while_nothing_is_stored(
-    config, images, load_tiny
+    config, stored_images, load_tiny
 ):
-    folder, (a, _), _ = images
+    folder, (a, _), _ = stored_images
     source = write_file(folder, [{"prompt": a, "chosen": "0.png", "rejected": "1.png"}])
     with pytest.raises(UserError, match="none of the 1 pairs"):
         collect_pairs(config, source, folder / "s", pipeline=load_tiny())
@@ -148,8 +148,8 @@ def test_paths_can_be_mended_in_the_file_of_pairs_while_nothing_is_stored(
     assert row["groups"] == 1 and not left_out
 
 
-def test_another_image_under_the_same_name_makes_another_store(config, images, load_tiny):
-    folder, (a, _), _ = images
+def test_another_image_under_the_same_name_makes_another_store(config, stored_images, load_tiny):
+    folder, (a, _), _ = stored_images
     source = write_file(folder, [{"prompt": a, "chosen": "p/0.png", "rejected": "p/1.png"}])
     pipeline = load_tiny()
     collect_pairs(config, source, folder / "s", pipeline=pipeline)
