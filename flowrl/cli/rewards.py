@@ -212,7 +212,7 @@ def reward_serve(
             listen(listening)
         except BaseException:
             for spec in specs:
-                spec.asked_by().close()
+                spec.get_executor().close()
             raise
         try:
             _serve(app, listening, host, names, late)

@@ -290,7 +290,7 @@ def _untouched_randomness() -> Iterator[None]:
 
 def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Round, _Round, float]:
     """Score all images together; backwards, in other company; some alone, for the latency."""
-    executor, batches = spec.asked_by(), _batches(spec, trials)
+    executor, batches = spec.get_executor(), _batches(spec, trials)
     first, again, alone = _Round(), _Round(), [math.nan]
     for rows in batches:
         first.add(rows, *_ask(executor, trials, rows))
@@ -484,7 +484,7 @@ def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult
 
 def _inapplicable(spec: RewardSpec) -> CheckResult:
     """It has no fixtures and no prompt; return what it says when it is asked all the same."""
-    answer = spec.asked_by().submit(torch.zeros(1, 3, 64, 64), [""], [{}]).result()
+    answer = spec.get_executor().submit(torch.zeros(1, 3, 64, 64), [""], [{}]).result()
     reason = re.sub(r"^\w+: ", "", line(answer.reasons.get(0, "")))
     return CheckResult(
         topic=spec.name,

@@ -21,9 +21,8 @@ BATCH = 16  # images held at a time, where nothing compares them
 class ScoredFiles:
     """Scores of image files, and why some are missing."""
 
-    rows: list[
-        dict[str, Any]
-    ]  # per image: path, prompt, and a score by reward name, NaN where missing
+    # Per image: path, prompt, and a score by reward name, NaN where missing.
+    rows: list[dict[str, Any]]
     missing: list[str]  # a sentence for each reward, and for each file that cannot be read
 
 
@@ -127,7 +126,7 @@ def _ask(spec: RewardSpec, part: list[tuple[ImageFile, Image.Image]], missing: _
     files, images = [file for file, _ in part], to_tensor([image for _, image in part])
     prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
     try:
-        answer = spec.asked_by().submit(quantise(images), prompts, metadata).result()
+        answer = spec.get_executor().submit(quantise(images), prompts, metadata).result()
     except UserError as error:
         reasons = dict.fromkeys(range(len(files)), _bare(spec, error))
     else:

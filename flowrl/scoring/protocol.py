@@ -1,6 +1,6 @@
-"""What travels between a run and a reward server: images as bytes, questions and answers as JSON.
+"""The protocol of reward servers (docs/reward-servers.md): images as bytes, messages as JSON.
 
-The protocol is written down in docs/reward-servers.md. Nothing here is ever unpickled.
+Nothing is ever unpickled.
 """
 
 import io
@@ -17,7 +17,6 @@ MAX_PIXELS = 2**26  # of all images in one request: 64 of 1024 x 1024
 Codec = Literal["png", "webp-lossless", "raw-zlib", "jpeg"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
-Form = Literal["multipart", "json"]
 
 TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
 
@@ -31,7 +30,7 @@ _SAVED: dict[str, dict[str, Any]] = {
 
 
 def encode(image: np.ndarray, codec: Codec) -> bytes:
-    """(H, W, 3) uint8 RGB -> bytes; every codec but jpeg gives the same pixels back."""
+    """Encode an image (H, W, 3) uint8 RGB; every codec but jpeg gives the same pixels back."""
     if codec == "raw-zlib":
         return _SIZE.pack(*image.shape[:2]) + zlib.compress(image.tobytes(), 1)
     from PIL import Image
@@ -42,7 +41,7 @@ def encode(image: np.ndarray, codec: Codec) -> bytes:
 
 
 def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
-    """Bytes of `encode` -> (H, W, 3) uint8 RGB.
+    """Decode an image, (H, W, 3) uint8 RGB.
 
     Raises ValueError for anything else, and for more than `max_pixels` before they are unpacked.
     """
@@ -91,26 +90,26 @@ def is_sendable(token: str) -> bool:
 
 
 class _StrictModel(BaseModel):
-    """Unknown keys are errors: a misspelt one must not be lost in silence."""
+    """Unknown keys are errors: a misspelt one must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class Item(_StrictModel):
-    """One image and what it is judged against; image: base64, in the JSON form only."""
+    """One image and its prompt."""
 
     id: str
     prompt: str
     metadata: dict[str, Any] = {}
-    image: str | None = None
+    image: str | None = None  # base64, in the JSON form only
 
 
 class ScoreRequest(_StrictModel):
-    """The body of POST /v1/score. key: the same for every try of the same question."""
+    """The body of POST /v1/score."""
 
     protocol: Literal[1]
     reward: str
-    key: Annotated[str, Field(min_length=1, max_length=200)]
+    key: Annotated[str, Field(min_length=1, max_length=200)]  # the same for every try
     codec: Codec
     items: Annotated[list[Item], Field(min_length=1)]
 
@@ -123,7 +122,7 @@ class ScoreRequest(_StrictModel):
 
 
 class Result(BaseModel):
-    """One image's score, or why there is none. Whatever is not finite is written as null."""
+    """One image's score, or why there is none. What is not finite is written as null."""
 
     id: str
     score: Annotated[float | None, Field(strict=True)] = None
@@ -136,7 +135,7 @@ class Result(BaseModel):
 
 
 class Response(BaseModel):
-    """The answer, in the order of the items."""
+    """The answer of POST /v1/score, in the order of the items."""
 
     protocol: Literal[1]
     reward: str
@@ -146,7 +145,7 @@ class Response(BaseModel):
 
 
 class RewardInfo(BaseModel):
-    """What a server says of one reward; as the attributes of `rewards`."""
+    """What a server says of one reward; see the attributes in `flowrl_rewards`."""
 
     name: str
     version: str = ""
@@ -158,14 +157,14 @@ class RewardInfo(BaseModel):
 
 
 class Info(BaseModel):
-    """The body of GET /v1/info. max_batch: items in a request; max_body: its bytes."""
+    """The answer of GET /v1/info."""
 
     protocol: Literal[1]
     rewards: list[RewardInfo]
     codecs: list[str] = ["png"]
     forms: list[str] = ["json"]
-    max_batch: Annotated[int, Field(ge=1)] = 16
-    max_body: Annotated[int, Field(ge=1)] = 64 * 2**20
+    max_batch: Annotated[int, Field(ge=1)] = 16  # items in a request
+    max_body: Annotated[int, Field(ge=1)] = 64 * 2**20  # bytes of a request
 
 
 class Refusal(BaseModel):

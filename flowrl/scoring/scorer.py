@@ -1,6 +1,11 @@
-"""Rewards at work: images are rounded once, every reward is asked, what fails is missing.
+"""Score images with every reward: they are rounded as a file would, and handed to the executors.
 
-Images are handed in as they are decoded, so that rewards work while further ones are drawn.
+Images are added as they are decoded, so that rewards work while further ones are generated.
+
+When a reward fails for an image its score is NaN, and `RewardResult.errors` says why; other images
+and rewards go on. A trained reward that no further image can mend (RewardFailure: a missing
+package, an answer of the wrong length) stops the run; of a held-out one the scores are missing.
+What missing scores then do is `combine.py`'s.
 """
 
 import logging
@@ -16,7 +21,7 @@ from flowrl.errors import UserError
 from flowrl.scoring.executors.base import Answer, RewardFailure, failed, to_levels
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-TOLD = 3  # reasons that are told one by one
+SHOWN = 3  # reasons that are listed
 HEARTBEAT = 15.0  # seconds
 LOG = logging.getLogger(__name__)
 
@@ -29,17 +34,17 @@ class SamplerFailure(UserError):
 class _Asked:
     """Rows that a reward was asked about together, and its answer to come."""
 
-    column: int
+    column: int  # of the reward
     rows: list[int]
     answer: "Future[Answer]"
 
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One batch of images on its way through `specs`; `add` some, in order, then `result`.
+    """One batch of images scored by `specs`: `add` some, in order, then take the `result`.
 
     Rewards only see images that they apply to. One that compares whole groups is asked at the
-    end, a group at a time; a group of one image has nothing to compare, so it does not apply.
+    end, a group at a time; it does not apply to a group of one image.
     """
 
     specs: Sequence[RewardSpec]
@@ -52,8 +57,9 @@ class Scoring:
     def add(
         self, images: Tensor, prompts: list[str], metadata: list[dict], group: Sequence[int] = ()
     ) -> None:
-        """Images (L, 3, H, W) in [0, 1]; group: of each, none when nothing compares groups.
+        """Hand images (L, 3, H, W) in [0, 1] to the rewards.
 
+        group: the group of each; may be left out when no reward compares groups.
         Raises SamplerFailure for images that are not finite.
         """
         rows = len(images)
@@ -73,9 +79,9 @@ class Scoring:
                 self._ask(column, [start + i for i in fits], own)
 
     def result(self) -> RewardResult:
-        """The scores of all images that were added, once every reward has answered.
+        """Wait for every reward and return the scores of all images that were added.
 
-        Raises RewardFailure for what a reward says no image can mend.
+        Raises RewardFailure when a trained reward cannot work at all.
         """
         self._ask_groups()
         rows = len(self._prompts)
@@ -96,12 +102,12 @@ class Scoring:
             valid=scores.isfinite(),
             applicable=applicable,
             names=tuple(spec.name for spec in self.specs),
-            errors={name: self._told(why) for name, why in reasons.items()},
+            errors={name: self._summary(why) for name, why in reasons.items()},
             seconds=seconds,
         )
 
     def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
-        """What stops a run when it is learned from, a watched reward only fails to score."""
+        """Return an answer; a failure that stops a trained reward only costs others their scores."""
         try:
             return self._wait(asked, spec.name)
         except RewardFailure as error:
@@ -110,7 +116,7 @@ class Scoring:
             return failed(len(asked.rows), str(error))
 
     def _wait(self, asked: _Asked, name: str) -> Answer:
-        """An answer, with a word now and then on what takes so long; executors have deadlines."""
+        """Wait for an answer, and log now and then what takes so long; executors have deadlines."""
         began = time.monotonic()
         while True:
             try:
@@ -127,13 +133,13 @@ class Scoring:
     def _ask(self, column: int, rows: list[int], images: Tensor) -> None:
         if not rows:
             return
-        executor = self.specs[column].asked_by()
+        executor = self.specs[column].get_executor()
         prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
         answer = executor.submit(images, prompts, metadata)
         self._asked.append(_Asked(column=column, rows=rows, answer=answer))
 
     def _ask_groups(self) -> None:
-        """Rewards that compare whole groups, now that all images are there."""
+        """Ask the rewards that compare whole groups."""
         columns = [c for c, spec in enumerate(self.specs) if spec.whole_groups]
         if not columns or not self._images:
             return
@@ -148,15 +154,15 @@ class Scoring:
                 if len(rows) > 1 and spec.applies(self._prompts[first], self._metadata[first]):
                     self._ask(column, rows, images[rows])
 
-    def _told(self, why: dict[int, str]) -> str:
-        """The reasons for people: each once, with the prompt of the first image it concerns."""
+    def _summary(self, why: dict[int, str]) -> str:
+        """Return each reason once, with the prompt of the first image it concerns."""
         first: dict[str, int] = {}
         for row, reason in why.items():
             first.setdefault(reason, row)
-        told = [f"{reason} (prompt {self._prompts[row]!r})" for reason, row in first.items()]
-        more = f", and {len(told) - TOLD} more reasons" if len(told) > TOLD else ""
+        reasons = [f"{reason} (prompt {self._prompts[row]!r})" for reason, row in first.items()]
+        more = f", and {len(reasons) - SHOWN} more reasons" if len(reasons) > SHOWN else ""
         return f"no score for {len(why)} of {len(self._prompts)} images: " + (
-            "; ".join(told[:TOLD]) + more
+            "; ".join(reasons[:SHOWN]) + more
         )
 
 
@@ -167,14 +173,14 @@ def score(
     metadata: list[dict],
     group: Sequence[int] = (),
 ) -> RewardResult:
-    """Scores (L, 3, H, W) images in [0, 1] with every reward; as `Scoring`, at once."""
+    """Score images (L, 3, H, W) in [0, 1] with every reward; see `Scoring`."""
     scoring = Scoring(specs=specs)
     scoring.add(images, prompts, metadata, group)
     return scoring.result()
 
 
 def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
-    """Images in [0, 1] as a file would hold them: float32 multiples of 1/255, on the CPU.
+    """Round images in [0, 1] as a file would: float32 multiples of 1/255, on the CPU.
 
     Raises SamplerFailure for images that are not finite, with the first one's prompt.
     """

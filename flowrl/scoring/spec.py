@@ -1,7 +1,7 @@
-"""Rewards: where they are found, what they are, and which prompts they have something to say to.
+"""Rewards: where they are found, their part in a run, and which prompts they apply to.
 
-A reward is a callable (images, prompts, metadata) -> scores, see the docstring of `rewards`. How it
-is asked is its executor's business (`flowrl.executors`), when is `flowrl.scoring.scorer`'s.
+A reward is a callable (images, prompts, metadata) -> scores; the docstring of `flowrl_rewards` is
+the contract. `scoring.executors` calls it, `scoring.scorer` when images are there.
 """
 
 import functools
@@ -52,32 +52,28 @@ Transform = Callable[[Tensor, Tensor], Tensor]  # scores (L,), group (L,) -> (L,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """A reward with its name and part in a run; a held-out one is reported, never trained on.
-
-    executor: who asks it; None asks it in this process. transform: what becomes of its scores
-    before they are combined; None leaves them. applies_to: metadata keys and the values that a
-    prompt must have for this reward, for example {"tag": ("ocr",)}. on_failure: what a missing
-    score does: "mask" leaves the image out, "raise" stops, a number stands in for it.
-    """
+    """A reward and its part in a run."""
 
     name: str
     reward: Reward
     weight: float = 1.0
-    held_out: bool = False
-    executor: Executor | None = None
-    transform: Transform | None = None
+    held_out: bool = False  # reported, never trained on
+    executor: Executor | None = None  # None calls it in this process
+    transform: Transform | None = None  # of its scores, before they are combined
+    # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
 
     def meant_for(self, metadata: dict) -> bool:
-        """Whether the recipe keeps it to prompts like this one: `applies_to`."""
+        """Return whether `applies_to` allows a prompt with these metadata."""
         return all(metadata.get(key) in values for key, values in self.applies_to.items())
 
     def applies(self, prompt: str, metadata: dict) -> bool:
-        """Whether it is meant for a prompt and has something to say: its metadata are there, it
-        agrees. One that is only watched and cannot tell has nothing to say.
+        """Return whether a prompt is scored: by `applies_to`, required metadata and `applies`.
 
-        Raises UserError when a trained one cannot tell.
+        Where the reward's own `applies` fails, raises UserError if it is trained; else it warns and
+        returns False.
         """
         if not self.meant_for(metadata):
             return False
@@ -87,18 +83,18 @@ class RewardSpec:
             return present and (test is None or bool(test(prompt, metadata)))
         except Exception as error:
             known = isinstance(error, UserError)
-            told = str(error) if known else (
+            message = str(error) if known else (
                 f"reward {self.name!r} cannot tell whether it applies to the prompt {prompt!r}: "
                 f"{type(error).__name__}: {error}"
             )  # fmt: skip
             if self.trained:
-                raise UserError(told) from error
-            warnings.warn(told, stacklevel=2)  # each text once
+                raise UserError(message) from error
+            warnings.warn(message, stacklevel=2)  # each text once
             return False
 
     @property
     def trained(self) -> bool:
-        """Whether it is trained on; a failure of one that is only watched never stops a run."""
+        """Whether it is trained on. A failure of another never stops a run."""
         return bool(self.weight) and not self.held_out
 
     @property
@@ -111,7 +107,7 @@ class RewardSpec:
                 raise
             return False
 
-    def asked_by(self) -> Executor:
+    def get_executor(self) -> Executor:
         return self.executor or InlineExecutor(self.reward, self.name)
 
     def close(self) -> None:
@@ -122,7 +118,7 @@ class RewardSpec:
 
 @contextmanager
 def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
-    """Ends what their executors started, however the block ends."""
+    """End what their executors started when the block ends."""
     try:
         yield
     finally:
@@ -131,7 +127,7 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Those that are learned: not held out, and with a weight."""
+    """Return the rewards with a weight that are not held out."""
     return [spec for spec in specs if spec.trained]
 
 
@@ -141,14 +137,14 @@ class RewardResult:
 
     scores: Tensor  # (L, R) float32, NaN = missing
     valid: Tensor  # (L, R) bool, the score exists
-    applicable: Tensor  # (L, R) bool, the reward has something to say about this prompt
+    applicable: Tensor  # (L, R) bool, the reward applies to this prompt
     names: tuple[str, ...]
     errors: dict[str, str] = field(default_factory=dict)  # reward name -> why scores are missing
     seconds: dict[str, float] = field(default_factory=dict)  # reward name -> time it took
 
     @staticmethod
     def cat(parts: Sequence["RewardResult"]) -> "RewardResult":
-        """The images of several results of the same rewards, at least one."""
+        """Join one or more results of the same rewards, image after image."""
         joined = {
             name: torch.cat([getattr(part, name) for part in parts])
             for name in ("scores", "valid", "applicable")
@@ -167,12 +163,14 @@ class ArgumentsRefused(UserError):
 
 
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
-    """The reward of that name in BUILT_IN, or of "module:attribute"; classes are called with args.
+    """Return the reward of that name in BUILT_IN, or of "module:attribute".
 
-    Modules are looked for where Python does, and last in the working directory.
+    Classes are called with args. Modules are looked for where Python does, and last in the working
+    directory.
 
-    Raises UserError when there is none, saying where Python looked, and for whatever its module
-    or its class raises; ArgumentsRefused when args do not fit.
+    Raises:
+        UserError: when there is none, and for whatever its module or its class raises.
+        ArgumentsRefused: when args do not fit.
     """
     target = _renamed(BUILT_IN.get(name, name))
     if ":" not in target:
@@ -183,7 +181,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     try:
         found = load_callable(target)
     except Exception as error:  # a stranger's module may raise anything
-        raise UserError(f"cannot load reward {name!r} from {target}: {_told(error)}") from error
+        raise UserError(f"cannot load reward {name!r} from {target}: {_one_line(error)}") from error
     if not inspect.isclass(found):
         return cast(Reward, functools.partial(found, **args) if args else found)
     try:
@@ -195,7 +193,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
             f"reward {name!r} does not accept {dict(args or {})}: {error}"
         ) from error
     except Exception as error:
-        raise UserError(f"reward {name!r} cannot be made: {_told(error)}") from error
+        raise UserError(f"reward {name!r} cannot be made: {_one_line(error)}") from error
 
 
 def _renamed(target: str) -> str:
@@ -219,18 +217,15 @@ def _renamed(target: str) -> str:
     return target if own is not None else f"flowrl_{target}"
 
 
-def _told(error: Exception) -> str:
-    """One line of an exception: its class, unless it is how `load_callable` says what it found."""
+def _one_line(error: Exception) -> str:
+    """Return the class and text of an exception; of `load_callable`'s LookupError the text."""
     text = " ".join(str(error).split())
     plain = type(error) is LookupError and text
     return text if plain else ": ".join(filter(None, (type(error).__name__, text)))
 
 
-# --- Do rewards and prompts fit each other? Asked before anything is drawn ---------------------
-
-
 def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
-    """Finds before training that a reward and the prompts do not fit.
+    """Check before training that rewards and prompts fit.
 
     Raises UserError when a reward applies to no prompt or cannot judge one, or when a prompt has
     no reward to train on.
@@ -253,7 +248,7 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
 
 
 def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
-    """Raises UserError when there are held-out prompts, and no reward applies to any of them."""
+    """Raise UserError when there are held-out prompts and no reward applies to any of them."""
     check_judges(specs, prompts)
     if prompts and not any(s.applies(p.text, p.metadata) for s in specs for p in prompts):
         raise UserError(
@@ -263,8 +258,11 @@ def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord
 
 
 def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
-    """Asks rewards that have a method `check(prompt, metadata)`, which raises ValueError for a
-    prompt that they apply to and cannot judge. Raises UserError for the first."""
+    """Call the method `check(prompt, metadata)` of rewards that have one, for every prompt.
+
+    It raises ValueError for a prompt that the reward applies to and cannot judge, for example with
+    malformed metadata. Raises UserError for the first.
+    """
     for spec in specs:
         check = getattr(spec.reward, "check", None)
         if check is None:

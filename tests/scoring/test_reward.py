@@ -59,10 +59,10 @@ def test_a_reward_applies_where_metadata_and_recipe_say():
     # Rewards say whether they compare groups and are asked here by default.
     plain, rivals = (RewardSpec(name="r", reward=r) for r in (constant, Rivals()))
     assert rivals.whole_groups and not plain.whole_groups
-    asked = plain.asked_by()
+    asked = plain.get_executor()
     assert isinstance(asked, InlineExecutor) and asked.reward is constant
     own = InlineExecutor(constant, "own")
-    assert RewardSpec(name="r", reward=constant, executor=own).asked_by() is own
+    assert RewardSpec(name="r", reward=constant, executor=own).get_executor() is own
 
 
 JUDGES = ("vlm_judge", "vlm_questions", "unified_reward", "pairwise")

@@ -1,4 +1,4 @@
-"""What every executor does: take images, and answer later with scores or why there are none."""
+"""The interface of executors, which take images and answer later, and the one in this process."""
 
 import functools
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 
-Reward = Callable[[Tensor, list[str], list[dict]], Any]  # see the docstring of `rewards`
+Reward = Callable[[Tensor, list[str], list[dict]], Any]  # see the docstring of `flowrl_rewards`
 
 
 class RewardFailure(UserError):
@@ -24,33 +24,31 @@ class RewardFailure(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One reward's scores of B images.
+    """One reward's scores of B images."""
 
-    scores: (B,) float32 on the CPU, NaN where there is none; reasons: why, by row; a row without a
-    score always has a reason. seconds: from asking to the answer.
-    """
-
-    scores: Tensor
-    reasons: Mapping[int, str] = field(default_factory=dict)
-    seconds: float = 0.0
+    scores: Tensor  # (B,) float32 on the CPU, NaN where there is none
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by row, for each without a score
+    seconds: float = 0.0  # from asking to the answer
 
 
 class Executor(Protocol):
-    """Asks one reward. `submit` may return before the answer is there; answers may be asked for in
-    any order. A failure is an Answer of NaN with reasons: the future raises RewardFailure only for
-    what no further image can mend (a missing package, an answer of the wrong length)."""
+    """Calls one reward. `submit` may return before the answer is there.
+
+    A failure is an Answer of NaN with reasons. The future raises RewardFailure only for what no
+    further image can mend (a missing package, an answer of the wrong length).
+    """
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
-        """images: (B, 3, H, W) float32 in [0, 1], multiples of 1/255, on the CPU."""
+        """Score images (B, 3, H, W) float32 in [0, 1], multiples of 1/255, on the CPU."""
         ...
 
     def close(self) -> None:
-        """End what it started; asked twice, nothing happens."""
+        """End what it started; a second call does nothing."""
         ...
 
 
 def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
-    """No scores for `count` images, all for one reason."""
+    """Return an answer without scores for `count` images, all for one reason."""
     return Answer(
         scores=torch.full((count,), math.nan),
         reasons=dict.fromkeys(range(count), reason),
@@ -59,7 +57,7 @@ def failed(count: int, reason: str, seconds: float = 0.0) -> Answer:
 
 
 def joined(parts: Sequence[Answer], seconds: float) -> Answer:
-    """The answers to consecutive images as one."""
+    """Join the answers to consecutive images."""
     reasons: dict[int, str] = {}
     start = 0
     for part in parts:
@@ -70,18 +68,17 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
 
 
 def to_levels(images: Tensor) -> Tensor:
-    """Images in [0, 1], of any shape -> their 256 levels as a file would hold them, uint8 on the
-    CPU. What is not finite must be kept from it: it has no level."""
+    """Return images in [0, 1], of any shape and finite, as uint8 levels on the CPU."""
     # In place where nobody else holds the numbers: images are large, and a GPU waits for this.
     return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
 
 
 def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
-    """What a reward returned for `count` images: scores (count,) and reasons by row.
+    """Return scores (count,) and reasons by row of what a reward returned for `count` images.
 
     A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
-    pair of them and a mapping from row to why it is missing; a row with a reason has no score,
-    whatever stands there: servers have written 0 for what failed. Infinity is no score.
+    pair of them and a mapping from row to why it is missing. A row with a reason has no score, even
+    where a number stands: servers have written 0 for what failed. Infinity is no score.
     Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
@@ -108,11 +105,11 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
 def ask(
     reward: Reward, name: str, images: Tensor, prompts: list[str], metadata: list[dict]
 ) -> Answer:
-    """Call a reward here and now.
+    """Call a reward in this process.
 
-    Whatever it raises becomes the reason why its scores are missing, except a missing package and
-    an answer of the wrong form, which are RewardFailure: they would fail for every image. What a
-    device without memory raises is left to the caller.
+    What it raises becomes the reason why its scores are missing, except a missing package and an
+    answer of the wrong form, which raise RewardFailure: they would fail for every image.
+    torch.cuda.OutOfMemoryError is left to the caller.
     """
     began = time.perf_counter()
     try:
@@ -133,12 +130,9 @@ def ask(
     return Answer(scores=scores, reasons=reasons, seconds=time.perf_counter() - began)
 
 
-# --- Asking a reward in this process, a micro-batch at a time ----------------------------------
-
-
 class _Later(Future):
-    """Work that is done when its result is asked for: images are drawn first, and the network
-    that draws them has the device and its number format for itself."""
+    """Work that is done when its result is asked for: the network that generates images has the
+    device and its number format for itself until then."""
 
     def __init__(self, work: Callable[[], Answer]):
         super().__init__()
@@ -155,8 +149,8 @@ class _Later(Future):
 
 
 class _Background:
-    """One thread that does work in order. A daemon: neither the end of a run nor that of the
-    interpreter waits for a reward that hangs."""
+    """One thread that does work in order. A daemon, unlike the threads of ThreadPoolExecutor: the
+    interpreter does not wait for a reward that hangs."""
 
     def __init__(self, name: str):
         self._work: queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]
@@ -192,12 +186,15 @@ class _Background:
 
 
 class InlineExecutor:
-    """Calls the reward with at most `micro_batch` images at once, None for all, when the answer
-    is asked for. Where the device's memory does not suffice, the micro-batch is halved for good;
-    not of a reward that compares whole groups.
+    """Calls a reward in this process, when the answer is asked for.
 
-    background: at once and in a thread of its own, while further images are drawn; for rewards
-    that wait for a network. There is no deadline but the reward's own.
+    Where the device's memory does not suffice, the micro-batch is halved for good, unless the
+    reward compares whole groups. There is no deadline but the reward's own.
+
+    Args:
+        micro_batch: most images of one call; None is all.
+        background: call it at once in a thread of its own, while further images are generated; for
+            rewards that wait for a network.
     """
 
     def __init__(
