@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, to_fp32_and_back
+from flowrl.backbones.base import check_patches, in_fp32
 from flowrl.errors import UserError
 from flowrl.quantization.layer_rules import LayerRules
 from flowrl.trajectory import Conditioning
@@ -112,7 +112,7 @@ class ZImage:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        with to_fp32_and_back(self.pipeline.vae) as vae:
+        with in_fp32(self.pipeline.vae) as vae:
             pixels = images.to(self.device, torch.float32) * 2 - 1
             z = vae.encode(pixels).latent_dist.mode()
         return (z - vae.config.shift_factor) * vae.config.scaling_factor

@@ -1,4 +1,4 @@
-"""What flowrl asks of a text-to-image pipeline; everything model-specific stays behind this."""
+"""The `Backbone` protocol: everything that flowrl needs of a text-to-image pipeline."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,9 +17,9 @@ VelocityField = Callable[[Tensor, Tensor, Conditioning], Tensor]
 class Backbone(Protocol):
     """One diffusers pipeline with its text encoders, transformer and autoencoder.
 
-    Latents are opaque (B, *latent): only the backbone knows what their axes mean. A backbone whose
-    transformer is none of those in `lowbit/rules.py` may also have `layer_rules`, a `LayerRules`
-    with what stays exact where a precision asks for few bits.
+    Latents are (B, *latent): only the backbone knows what their axes mean. A backbone whose
+    transformer has no rules in quantization/layer_rules.py may also have an attribute
+    `layer_rules`, a `LayerRules`.
     """
 
     pipeline: Any
@@ -29,56 +29,56 @@ class Backbone(Protocol):
     device: torch.device
 
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
-        """Texts, one negative per prompt -> conditioning of len(prompts) rows."""
+        """Return the conditioning of the prompts, one negative prompt each."""
         ...
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Velocity of the transformer as it stands, guidance included; like x."""
+        """Return the velocity of the transformer, guidance included; like x."""
         ...
 
     def decode(self, x0: Tensor) -> Tensor:
-        """Clean latents (B, *latent) -> images (B, 3, H, W) fp32 in [0, 1], with their graph."""
+        """Decode latents (B, *latent) to images (B, 3, H, W) fp32 in [0, 1], differentiably."""
         ...
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Images (B, 3, H, W) in [0, 1] of the pipeline's size -> clean latents (B, *latent) fp32.
+        """Return the latents (B, *latent) fp32 of images (B, 3, H, W) in [0, 1].
 
-        The mode of the autoencoder's posterior, computed in fp32: `decode` gives the images back
-        as well as the autoencoder can.
+        The mode of the autoencoder's posterior, computed in fp32.
         """
         ...
 
     def image_size(self) -> tuple[int, int]:
-        """Height and width of the images, in pixels."""
+        """Return height and width of the images, in pixels."""
         ...
 
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one latent, without the batch axis."""
+        """Return the shape of one latent, without the batch axis."""
         ...
 
     def sigmas(self, steps: int) -> Tensor:
-        """The pipeline's own schedule: (steps + 1,) fp32 from 1, or just below it, to 0."""
+        """Return the pipeline's own schedule: (steps + 1,) fp32 from 1, or just below, to 0."""
         ...
 
 
-def members() -> list[str]:
-    """The names of what a `Backbone` has to have."""
+def backbone_members() -> list[str]:
+    """Return the names of a `Backbone`'s members."""
     methods = [name for name in vars(Backbone) if not name.startswith("_")]
     return [*Backbone.__annotations__, *methods]
 
 
-def members_lacking(backbone: Any) -> list[str]:
-    """What an object has not of a `Backbone`'s members, by name."""
-    return [name for name in members() if not hasattr(backbone, name)]
+def missing_members(backbone: Any) -> list[str]:
+    """Return the names of `Backbone` members that an object lacks."""
+    return [name for name in backbone_members() if not hasattr(backbone, name)]
 
 
 def guided(
     network: Callable[..., Tensor], scale: float | Tensor, x: Tensor, *inputs: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Classifier-free guidance (Ho and Salimans 2022) as diffusers computes it, in one forward.
+    """Return the velocity with classifier-free guidance (2207.12598), in one forward.
 
-    inputs: pairs (conditional, unconditional), each (B, ...); the unconditional half comes first
-    in the batch. `network` takes the doubled latents and one doubled tensor per pair.
+    Args:
+        network: takes the doubled latents and one doubled tensor per pair, unconditional first.
+        inputs: pairs (conditional, unconditional), each (B, ...).
     """
     doubled = [torch.cat([uncond, cond]) for cond, uncond in inputs]
     uncond, cond = network(torch.cat([x, x]), *doubled).chunk(2)
@@ -93,9 +93,9 @@ def check_patches(height: int, width: int, unit: int) -> None:
 
 
 def shift_for(tokens: int, config: Mapping[str, Any], *, max_shift: float) -> float:
-    """`mu` of a scheduler's dynamic shifting for so many image tokens, as in diffusers' pipelines.
+    """Return `mu` of a scheduler's dynamic shifting for this number of image tokens.
 
-    max_shift: where the scheduler's configuration has none.
+    max_shift: used where the scheduler's configuration has none.
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
@@ -109,8 +109,8 @@ def shift_for(tokens: int, config: Mapping[str, Any], *, max_shift: float) -> fl
 
 
 @contextmanager
-def to_fp32_and_back(vae: Any) -> Iterator[Any]:
-    """An autoencoder that computes in fp32 for a while; latents to learn from are worth it."""
+def in_fp32(vae: Any) -> Iterator[Any]:
+    """Let an autoencoder compute in fp32 inside the block."""
     own: torch.dtype = vae.dtype
     nn.Module.to(vae, torch.float32)  # diffusers' own warns of layers that are fp32 already
     try:

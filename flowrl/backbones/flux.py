@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, shift_for, to_fp32_and_back
+from flowrl.backbones.base import check_patches, in_fp32, shift_for
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -25,16 +25,30 @@ LORA_TARGETS = (
 TOKENS = 512  # of T5, at most
 
 
+def pack_latents(z: Tensor) -> Tensor:
+    """Pack latents (B, C, h, w) -> (B, h / 2 * w / 2, 4 C): a token holds 2 x 2 latents."""
+    return torch.nn.functional.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
+
+
+def unpack_latents(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Unpack latents (B, rows * columns, 4 C) -> (B, C, 2 rows, 2 columns)."""
+    return torch.nn.functional.pixel_shuffle(x.transpose(1, 2).unflatten(2, (rows, columns)), 2)
+
+
 class Flux:
     """A `FluxPipeline` behind the `Backbone` protocol.
 
-    Latents are packed as the transformer takes them: (B, tokens, 4 C), a token for 2 x 2 latents.
-    guidance: the pipeline's `guidance_scale`, an input of a network that was distilled for it;
-    it costs nothing, and a network without this input (FLUX.1-schnell) ignores it.
-    max_sequence_length: T5 tokens. height, width: pixels, or None for the autoencoder's size.
-    Raises UserError for a size that cannot be packed, for more tokens than the pipeline takes, and
-    for negative prompts: FLUX.1 is guided by a number. The second forward of the pipeline's
-    `true_cfg_scale` is not for training.
+    Latents are packed, (B, tokens, 4 C), see `pack_latents`. The second forward of the pipeline's
+    `true_cfg_scale` is not supported.
+
+    Args:
+        guidance: the pipeline's `guidance_scale`, an input of the distilled network; networks
+            without this input (FLUX.1-schnell) ignore it.
+        max_sequence_length: T5 tokens.
+        height, width: pixels, or None for the autoencoder's size.
+
+    Raises:
+        UserError: a size that cannot be packed, too many tokens, or negative prompts.
     """
 
     lora_targets = LORA_TARGETS
@@ -90,7 +104,7 @@ class Flux:
         )[0]
 
     def _image_ids(self, device: torch.device) -> Tensor:
-        """(tokens, 3): zero, row and column of each token."""
+        """Return zero, row and column of each token: (tokens, 3)."""
         rows, columns = self._grid()
         places = torch.cartesian_prod(
             torch.arange(rows, device=device), torch.arange(columns, device=device)
@@ -103,16 +117,16 @@ class Flux:
 
     def decode(self, x0: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        z = unpack(x0, *self._grid()).to(vae.dtype)
+        z = unpack_latents(x0, *self._grid()).to(vae.dtype)
         z = z / vae.config.scaling_factor + vae.config.shift_factor
         return (vae.decode(z, return_dict=False)[0] * 0.5 + 0.5).clamp(0, 1).float()
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        with to_fp32_and_back(self.pipeline.vae) as vae:
+        with in_fp32(self.pipeline.vae) as vae:
             pixels = images.to(self.device, torch.float32) * 2 - 1
             z = vae.encode(pixels).latent_dist.mode()
-        return pack((z - vae.config.shift_factor) * vae.config.scaling_factor)
+        return pack_latents((z - vae.config.shift_factor) * vae.config.scaling_factor)
 
     def image_size(self) -> tuple[int, int]:
         return self.height, self.width
@@ -122,7 +136,7 @@ class Flux:
         return rows * columns, self.transformer.config.in_channels
 
     def sigmas(self, steps: int) -> Tensor:
-        """Shifted by the number of image tokens where the scheduler says so: FLUX.1-dev's does."""
+        """Return sigmas shifted by the number of image tokens if the scheduler says so (dev)."""
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler: Any = copy.deepcopy(self.pipeline.scheduler)
         shift = shift_for(self.latent_shape()[0], scheduler.config, max_shift=1.15)
@@ -142,15 +156,5 @@ def check_negatives(negatives: Sequence[str]) -> None:
 
 
 def own_side(pipeline: Any) -> int:
-    """Pixels of a side: the autoencoder's; the call's own default is 1024 whatever it holds."""
+    """Return the autoencoder's pixels of a side."""
     return pipeline.vae.config.sample_size
-
-
-def pack(z: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, h / 2 * w / 2, 4 C): a token holds 2 x 2 latents."""
-    return torch.nn.functional.pixel_unshuffle(z, 2).flatten(2).transpose(1, 2)
-
-
-def unpack(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(B, rows * columns, 4 C) -> (B, C, 2 rows, 2 columns)."""
-    return torch.nn.functional.pixel_shuffle(x.transpose(1, 2).unflatten(2, (rows, columns)), 2)

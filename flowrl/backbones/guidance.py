@@ -1,4 +1,4 @@
-"""Reinforcement-learning guidance (2508.21016): a LoRA at a strength chosen when sampling.
+"""LoRA guidance (RLG, 2508.21016): choose the strength of a LoRA when sampling.
 
 The velocity is v_ref + strength (v - v_ref), where v is the denoiser's with the LoRA and v_ref
 without. This is a heuristic. The samples follow p_ref^(1 - strength) p^strength, as if the reward
@@ -28,10 +28,14 @@ FORWARD, HOOKED = "forward", "_old_forward"  # of an instance; the second is acc
 class RLG:
     """`with RLG(pipe, strength=1.5): pipe(prompt)`, for a diffusers pipeline with a loaded LoRA.
 
-    strength: 0 is the base and 1 the pipeline with its LoRA, both bit for bit and in one forward;
-    any other number, also a negative one, takes two. All active adapters count as the LoRA. On
-    exit the pipeline is as it was. Raises UserError on entry when there is no LoRA to switch, and
-    where its base could not be had exactly.
+    All active adapters count as the LoRA. On exit the pipeline is as it was.
+
+    Args:
+        strength: 0 is the base and 1 the pipeline with its LoRA, both bit for bit and in one
+            forward; any other number, also a negative one, takes two.
+
+    Raises:
+        UserError: on entry, when there is no LoRA, or the base could not be computed exactly.
     """
 
     def __init__(self, pipeline: Any, strength: float = 1.5):
@@ -66,7 +70,7 @@ class RLG:
 
 
 def _denoisers(pipeline: Any) -> list[nn.Module]:
-    """The networks whose adapters are to be switched, once it is certain that they can be."""
+    """Return the networks with a LoRA, after checking that it can be switched off."""
     parts = ((name, getattr(pipeline, name, None)) for name in (*DENOISERS, *ENCODERS))
     adapted = {name: part for name, part in parts if part is not None and _adapters(part)}
     found = [adapted[name] for name in DENOISERS if name in adapted]
@@ -101,10 +105,10 @@ def _check(name: str, network: nn.Module) -> None:
 
 
 class _Guided:
-    """A network's forward with its adapters at a strength."""
+    """Replaces a network's forward by one with LoRA guidance."""
 
-    # Without a __dict__, which hooks put around it would copy and keep. The name `__wrapped__`
-    # tells its signature, at which diffusers looks.
+    # Without a __dict__, which hooks put around it would copy and keep. diffusers reads the
+    # signature through `__wrapped__`.
     __slots__ = ("__wrapped__", "layers", "strength")
 
     def __init__(self, forward: Callable[..., Any], layers: list[Any], strength: float):
@@ -122,7 +126,7 @@ class _Guided:
 
 
 def _combine(base: Any, aligned: Any, strength: float) -> Any:
-    """A tensor, a list of them, or the first entry of a tuple or of diffusers' output classes."""
+    """Extrapolate a tensor, a list, or the first entry of a tuple or diffusers output class."""
     if isinstance(aligned, Tensor):
         return extrapolate(base, aligned, strength)
     if isinstance(aligned, list):
@@ -134,7 +138,7 @@ def _combine(base: Any, aligned: Any, strength: float) -> Any:
 
 
 def _adapters(network: nn.Module) -> list[Any]:
-    """The layers with an adapter that is not switched off."""
+    """Return the layers with an active adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in network.modules() if isinstance(module, BaseTunerLayer))
@@ -143,7 +147,7 @@ def _adapters(network: nn.Module) -> list[Any]:
 
 @contextmanager
 def _switched_off(layers: list[Any]) -> Iterator[None]:
-    """No adapter inside the block. PEFT's own switch would also rewrite `requires_grad`."""
+    """Switch adapters off inside the block. PEFT's own switch also rewrites `requires_grad`."""
     for layer in layers:
         layer._disable_adapters = True
     try:

@@ -1,4 +1,4 @@
-"""Where a pipeline comes from: built in, a folder, or the Hub."""
+"""Load a diffusers pipeline (built in, a folder, or the Hub) and set its attention back end."""
 
 import errno
 from collections.abc import Iterator, Sequence
@@ -9,54 +9,93 @@ from typing import Any
 import torch
 
 from flowrl.backbones import flux, sana
-from flowrl.backbones.offload import place
+from flowrl.backbones.offload import place_pipeline
 from flowrl.errors import UserError
 
-# --- What a pipeline's own call has to be told to draw as its backbone does --------------------
-
-
-def own_call(pipeline: Any, negative: str = "") -> dict[str, int]:
-    """Arguments of `pipeline(...)`, where its defaults are not those of flowrl's backbone.
-
-    FLUX.1 is asked for the size of its autoencoder and SANA for that of its network, drawn as it
-    is, since the calls default to 1024 pixels; sizes of a recipe go on top. Raises UserError for a
-    negative prompt that the pipeline would ignore.
-    """
-    kind = type(pipeline).__name__
-    if kind == "FluxPipeline":
-        flux.check_negatives([negative])
-        return _square(flux.own_side(pipeline))
-    if kind == "SanaPipeline":
-        return _square(sana.own_side(pipeline)) | {"use_resolution_binning": False}
-    return {}
-
-
-def _square(side: int) -> dict[str, int]:
-    return {"height": side, "width": side}
-
-
-# --- What goes wrong between here and the Hub, each as a sentence that says what to do ---------
-
+TINY = ("tiny-sd3", "tiny-flux", "tiny-sana")  # built in
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NETWORK = {
     "ConnectError", "ConnectionError", "NetworkError", "TimeoutException", "TimeoutError",
     "LocalEntryNotFoundError", "CachedRepoTreeNotFoundError", "RevisionResolutionError",
 }  # fmt: skip
 
 
+def pipeline_path(path: str) -> str:
+    """Return the folder of a built-in pipeline; other paths and Hub names stay as they are."""
+    if path not in TINY:
+        return path
+    folder = resources.files("flowrl") / "assets" / path
+    if not folder.is_dir():
+        raise UserError(f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny")
+    return str(folder)
+
+
+def load_pipeline(
+    path: str,
+    *,
+    dtype: str,
+    device: torch.device | str,
+    revision: str | None = None,
+    rounding: Any = None,
+    away: Sequence[str] = (),
+    without: Sequence[str] = (),
+) -> Any:
+    """Load a diffusers pipeline onto a device, with its own progress bars off.
+
+    Args:
+        revision: of a pipeline from the Hub.
+        rounding: diffusers' quantization_config.
+        away: how the names of components begin that stay on the CPU.
+        without: names of components that are not loaded.
+
+    Raises:
+        UserError: there is no pipeline at `path`, or a revision of what is not from the Hub.
+    """
+    on_hub = path not in TINY and not Path(path).exists()
+    if revision is not None and not on_hub:
+        raise UserError(
+            f"revision {revision!r} is given for {path!r}, which is a folder on this machine, but "
+            "only pipelines from the Hub have revisions: leave it out, or set pipeline.revision "
+            "to null"
+        )
+    from diffusers import DiffusionPipeline
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(
+            pipeline_path(path),
+            dtype=DTYPES[dtype],
+            revision=revision,
+            quantization_config=rounding,
+            **dict.fromkeys(without),
+        )
+    except Exception as error:  # HTTP libraries have errors of their own, of no common class
+        if on_hub and (message := hub_error_message(error, path, revision)):
+            raise UserError(f"cannot load the pipeline: {message}") from error
+        if not isinstance(error, (OSError, ValueError)):
+            raise
+        raise UserError(
+            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
+            f"Hub name that this machine can reach, or {', '.join(TINY)}"
+        ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
+    return place_pipeline(pipeline, torch.device(device), away)
+
+
 def is_offline() -> bool:
-    """Whether the environment forbids to ask the Hub (HF_HUB_OFFLINE)."""
+    """Whether the environment forbids requests to the Hub (HF_HUB_OFFLINE)."""
     from huggingface_hub import constants
 
     return constants.HF_HUB_OFFLINE
 
 
-def sentence(error: BaseException, name: str, revision: str | None = None) -> str:
-    """Why `name` cannot be had from the Hub and what to do; "" when it is nothing of these.
+def hub_error_message(error: BaseException, name: str, revision: str | None = None) -> str:
+    """Return why `name` cannot be loaded from the Hub and what to do; "" for an unknown error.
 
-    Libraries wrap what the Hub said, and fall back to files that are not there: all errors along
-    the chain of causes are looked at, and the most telling kind counts, in the order below.
-    Classes are known by their names, since they have moved between modules, and HTTP libraries,
-    from version to version.
+    Libraries wrap the Hub's errors: the whole chain of causes counts, most specific kind first.
+    Classes are compared by name, since they have moved between modules from version to version.
     """
     chain = list(_chain(error))
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
@@ -80,7 +119,7 @@ def sentence(error: BaseException, name: str, revision: str | None = None) -> st
             f"no space is left on the disk that {name} is kept on: free some, or set HF_HOME to a "
             "folder on a larger one"
         )
-    # Without the network it is the same files that are missing: first whether it was forbidden.
+    # Offline mode and a missing network look alike: first whether the network was forbidden.
     if "OfflineModeIsEnabled" in kinds or (is_offline() and kinds & NETWORK):
         return (
             f"{name} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it: unset it, or "
@@ -107,73 +146,22 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-# --- Where a pipeline comes from: built in, a folder, or the Hub -------------------------------
+def pipeline_call_arguments(pipeline: Any, negative: str = "") -> dict[str, int]:
+    """Return arguments for `pipeline(...)` that make it generate as flowrl's backbone does.
 
-TINY = ("tiny-sd3", "tiny-flux", "tiny-sana")  # built in
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def pipeline_path(path: str) -> str:
-    """The folder of a built-in pipeline, or the path or Hub name as it is."""
-    if path not in TINY:
-        return path
-    folder = resources.files("flowrl") / "assets" / path
-    if not folder.is_dir():
-        raise UserError(f"{path} is not installed with flowrl: make it with scripts/pretrain_tiny")
-    return str(folder)
-
-
-def load_pipeline(
-    path: str,
-    *,
-    dtype: str,
-    device: torch.device | str,
-    revision: str | None = None,
-    rounding: Any = None,
-    away: Sequence[str] = (),
-    without: Sequence[str] = (),
-) -> Any:
-    """A diffusers pipeline on a device, with its own progress bars off.
-
-    revision: of a pipeline from the Hub, which is asked with the environment's token. rounding:
-    diffusers' quantization_config. away: how the names of components begin that stay on the CPU;
-    without: names of those that are not loaded. Raises UserError when there is none at `path`,
-    with what the Hub said in words, and for a revision of what is not from the Hub.
+    The calls of FLUX.1 and SANA default to 1024 pixels, whatever the size of the networks. Raises
+    UserError for a negative prompt that the pipeline would ignore.
     """
-    on_hub = path not in TINY and not Path(path).exists()
-    if revision is not None and not on_hub:
-        raise UserError(
-            f"revision {revision!r} is given for {path!r}, which is a folder on this machine, but "
-            "only pipelines from the Hub have revisions: leave it out, or set pipeline.revision "
-            "to null"
-        )
-    from diffusers import DiffusionPipeline
-    from transformers.utils import logging
+    kind = type(pipeline).__name__
+    if kind == "FluxPipeline":
+        flux.check_negatives([negative])
+        side = flux.own_side(pipeline)
+        return {"height": side, "width": side}
+    if kind == "SanaPipeline":
+        side = sana.own_side(pipeline)
+        return {"height": side, "width": side, "use_resolution_binning": False}
+    return {}
 
-    logging.disable_progress_bar()
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(
-            pipeline_path(path),
-            dtype=DTYPES[dtype],
-            revision=revision,
-            quantization_config=rounding,
-            **dict.fromkeys(without),
-        )
-    except Exception as error:  # HTTP libraries have errors of their own, of no common class
-        if on_hub and (told := sentence(error, path, revision)):
-            raise UserError(f"cannot load the pipeline: {told}") from error
-        if not isinstance(error, (OSError, ValueError)):
-            raise
-        raise UserError(
-            f"cannot load the pipeline {path!r}: {str(error).splitlines()[0]}; give a folder, a "
-            f"Hub name that this machine can reach, or {', '.join(TINY)}"
-        ) from error
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
-    return place(pipeline, torch.device(device), away)
-
-
-# --- Who computes a network's attention: diffusers' back ends, by diffusers' own switches ------
 
 NATIVE = "native"  # torch's scaled_dot_product_attention
 XFORMERS = "xformers"
@@ -181,17 +169,20 @@ ANYWHERE = (NATIVE, "_native_math", "flex")  # the others need an accelerator
 
 
 def set_attention(network: Any, name: str, device: torch.device) -> None:
-    """Have a diffusers transformer compute its attention by one back end, in rollouts as in
-    training; copies of the network keep it.
+    """Set the attention back end of a diffusers transformer; copies of the network keep it.
 
-    diffusers also takes the choice as the process's own, for every network that was told none.
-    Raises UserError for a name that diffusers does not know, a back end that the device cannot run
-    or whose library is missing, and a network that cannot be told: of 0.42's transformers FLUX
-    looks at diffusers' switch for back ends, SD3 has an older one for xformers alone, and SANA
+    diffusers also takes the choice as the default of every other network in the process. In
+    diffusers 0.42 FLUX has the switch for back ends, SD3 an older one for xformers alone, and SANA
     always calls torch's own function.
+
+    Raises:
+        UserError: diffusers does not know the name, the device cannot run it, its library is
+            missing, or the network has no switch for it.
     """
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
     name = name.lower()
-    known = _names()
+    known = [member.value for member in AttentionBackendName]
     if name not in known:
         raise UserError(
             f"pipeline.attention is {name!r}, expected null or a back end of diffusers: "
@@ -226,19 +217,12 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
         ) from error
 
 
-def _names() -> list[str]:
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    return [member.value for member in AttentionBackendName]
-
-
 def _switchable(network: Any) -> bool:
     return any(hasattr(processor, "_attention_backend") for processor in _processors(network))
 
 
 def _joint(network: Any) -> bool:
-    """Whether all layers attend as SD3's do, whose processor alone has a twin of xformers that
-    computes the same: SANA's linear attention would be replaced by another function."""
+    """Whether all layers have SD3's processor, the only one that xformers replaces by an equal."""
     from diffusers.models.attention_processor import JointAttnProcessor2_0
 
     found = _processors(network)
@@ -250,12 +234,8 @@ def _processors(network: Any) -> list[Any]:
     return [processor for processor in found if processor is not None]
 
 
-# --- Gradient checkpointing, by diffusers' own switch ------------------------------------------
-
-
-def recompute_blocks(network: Any) -> None:
-    """Have a diffusers transformer keep only the inputs of its blocks for the backward pass, which
-    computes each block again; without gradients nothing changes. The gradients are the same.
+def enable_gradient_checkpointing(network: Any) -> None:
+    """Compute each block of a diffusers transformer again in the backward pass, to save memory.
 
     Raises UserError for a network that cannot.
     """

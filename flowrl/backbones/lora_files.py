@@ -1,4 +1,4 @@
-"""The LoRA file: written as diffusers writes it, read back with a count of what attached."""
+"""LoRA files in diffusers' format: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
 
 import json
 import tempfile
@@ -13,24 +13,27 @@ from torch import Tensor, nn
 from flowrl.errors import UserError
 from flowrl.utils.files import write_bytes
 
-# --- LoRAs of layers that another program keeps as one: stacked, padded, reordered, exactly ----
-
 Factors = tuple[Tensor, Tensor]  # down (r, in), up (out, r)
 
 
-def delta(down: Tensor, up: Tensor, strength: float) -> Tensor:
-    """s up down: (out, in) fp32, or float64 where a factor is."""
+def weight_change(down: Tensor, up: Tensor, strength: float) -> Tensor:
+    """Return strength * up @ down: (out, in) fp32, or float64 where a factor is."""
     kind = torch.promote_types(torch.promote_types(down.dtype, up.dtype), torch.float32)
     return strength * (up.to(kind) @ down.to(kind))
 
 
 def stack_outputs(parts: Sequence[Factors | None], rows: Sequence[int]) -> Factors:
-    """The LoRA of layers whose outputs are concatenated: ranks add up, and nothing is rounded.
+    """Return the LoRA of layers whose outputs are concatenated: ranks add up, nothing is rounded.
 
-    parts: the layers in order, None for one that has no LoRA; rows: outputs of each.
-    -> down (sum r_i, in), all `down` below each other; up (sum rows, sum r_i), all `up` on the
-    diagonal and zeros elsewhere, so that up down is their products below each other.
-    Raises ValueError when all are None, or `up` has not its number of rows.
+    Args:
+        parts: the layers in order, None for one without LoRA.
+        rows: outputs of each.
+
+    Returns:
+        down (sum r_i, in), all `down` below each other; up (sum rows, sum r_i), block diagonal.
+
+    Raises:
+        ValueError: all are None, or an `up` has another number of rows.
     """
     present = [part for part in parts if part is not None]
     if not present:
@@ -48,13 +51,11 @@ def stack_outputs(parts: Sequence[Factors | None], rows: Sequence[int]) -> Facto
 
 
 def swap_halves(factors: Factors) -> Factors:
-    """The LoRA of the layer whose first and second half of outputs change places."""
+    """Return the LoRA of the layer whose first and second half of outputs are swapped."""
     down, up = factors
     first, second = up.chunk(2)
     return down, torch.cat([second, first])
 
-
-# --- The LoRA file: written as diffusers writes it, read back with a count of what attached ----
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
@@ -62,10 +63,10 @@ METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds 
 
 
 def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
-    """Write one adapter of the pipeline's transformer so that `load_lora_weights(folder)` reads it.
+    """Save an adapter of the transformer for diffusers' `load_lora_weights`; return the path.
 
-    The file carries the adapter's configuration: without it diffusers would take alpha = rank,
-    and the LoRA would act with the wrong strength. Written atomically. -> its path.
+    The file holds the adapter's configuration: without it diffusers would take alpha = rank.
+    Written atomically.
     """
     from peft import get_peft_model_state_dict
 
@@ -83,7 +84,7 @@ def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
 
 
 def _plain(value: Any) -> Any:
-    """Values as JSON has them: sets sorted, enumerations by their text."""
+    """Return a value as JSON has it: sets sorted, enumerations by their text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return (
@@ -92,7 +93,7 @@ def _plain(value: Any) -> Any:
 
 
 def lora_file(source: str | Path) -> Path:
-    """A LoRA file, or the one in a run's folder. Raises UserError when there is none."""
+    """Return the path of a LoRA file, given it or a run's folder. Raises UserError for neither."""
     path = Path(source)
     path = path / FILE if path.is_dir() else path
     if not path.is_file():
@@ -101,7 +102,7 @@ def lora_file(source: str | Path) -> Path:
 
 
 def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
-    """A transformer LoRA: tensors by PEFT name, and its strength alpha / rank.
+    """Return the tensors of a transformer's LoRA by PEFT name, and its strength alpha / rank.
 
     Raises UserError for a file that is not a diffusers LoRA of a transformer.
     """
@@ -122,9 +123,9 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
 
 
 def load_lora(pipeline: Any, source: str | Path) -> int:
-    """`load_lora_weights` that does not stay silent when nothing attaches -> attached layers.
+    """Load a LoRA into the pipeline; return the number of adapted layers.
 
-    Raises UserError when a tensor of the file found no layer.
+    Raises UserError when a tensor of the file fits no layer, where diffusers stays silent.
     """
     path = lora_file(source)
     wanted = sum(".lora_A." in name for name in read_lora(path)[0])
@@ -144,17 +145,14 @@ def load_lora(pipeline: Any, source: str | Path) -> int:
 
 
 def count_layers(network: nn.Module) -> int:
-    """How many layers of the network carry a LoRA."""
+    """Return the number of layers with a LoRA."""
     from peft.tuners.lora import LoraLayer
 
     return sum(isinstance(module, LoraLayer) for module in network.modules())
 
 
 def check_header(source: str | Path) -> None:
-    """Raises UserError unless the file says its strength, and one for all layers.
-
-    Whoever reads a file without it takes alpha = rank.
-    """
+    """Raise UserError unless the file's header has one rank and alpha for all layers."""
     path = lora_file(source)
     read_lora(path)
     with safe_open(path, "pt") as file:
@@ -172,7 +170,7 @@ def check_header(source: str | Path) -> None:
 
 
 def layers_of(state: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """PEFT's tensors by layer. Raises UserError for anything that is not a pair of LoRA factors."""
+    """Return LoRA factors by layer. Raises UserError for anything that is not a pair of them."""
     names = {name.partition(".lora_")[0] for name in state}
     wanted = {f"{name}.lora_{side}.weight" for name in names for side in "AB"}
     if other := sorted(set(state) ^ wanted):
@@ -185,7 +183,7 @@ def layers_of(state: Mapping[str, Tensor]) -> dict[str, Factors]:
 
 @torch.no_grad()
 def merge_lora(pipeline: Any, source: str | Path) -> int:
-    """Add a LoRA to the weights of the pipeline's transformer -> changed layers.
+    """Add a LoRA to the weights of the pipeline's transformer; return the number of layers.
 
     From the file's own numbers, which diffusers would round to the network's dtype: each sum is
     taken in fp32 and rounded once. Raises UserError for a quantised network, and when a layer of
@@ -195,7 +193,7 @@ def merge_lora(pipeline: Any, source: str | Path) -> int:
     layers, network = layers_of(state), pipeline.transformer
     weights = {name: _weight(network, name, *factors) for name, factors in layers.items()}
     for name, weight in weights.items():
-        change = delta(*layers[name], strength).to(weight.device)
+        change = weight_change(*layers[name], strength).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)
     return len(weights)
 

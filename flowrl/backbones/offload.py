@@ -1,4 +1,4 @@
-"""Parts of a pipeline that are on the device only while they work: text encoders, autoencoder."""
+"""Offloading: text encoders and autoencoder are on the device only while they work."""
 
 import gc
 from collections.abc import Iterator, Sequence
@@ -12,19 +12,19 @@ ENCODER, AUTOENCODER = "text_encoder", "vae"  # how the names of diffusers' comp
 
 
 def encoders_of(pipeline: Any) -> list[nn.Module]:
-    """The text encoders that a pipeline has; none of an object that is no pipeline."""
+    """Return the text encoders of a pipeline; none for an object that is no pipeline."""
     parts = getattr(pipeline, "components", {})
     return [part for name, part in parts.items() if name.startswith(ENCODER) and part is not None]
 
 
 def are_freed(pipeline: Any) -> bool:
-    """Whether it is a pipeline with places for text encoders, and none is there."""
+    """Whether a pipeline has places for text encoders, all of them empty."""
     names = [name for name in getattr(pipeline, "components", {}) if name.startswith(ENCODER)]
     return bool(names) and not encoders_of(pipeline)
 
 
 def free_encoders(pipeline: Any) -> None:
-    """Drop the text encoders, and give their memory back; the pipeline is left without."""
+    """Remove the text encoders from the pipeline and free their memory."""
     for name in [name for name in pipeline.components if name.startswith(ENCODER)]:
         setattr(pipeline, name, None)
     gc.collect()  # modules point at each other
@@ -32,8 +32,8 @@ def free_encoders(pipeline: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def place(pipeline: Any, device: torch.device, away: Sequence[str]) -> Any:
-    """Move a pipeline to the device, but for components whose names begin so: to the CPU."""
+def place_pipeline(pipeline: Any, device: torch.device, away: Sequence[str]) -> Any:
+    """Move a pipeline to the device, but components whose names begin as in `away` to the CPU."""
     if not away:
         return pipeline.to(device)
     for name, part in pipeline.components.items():
@@ -46,11 +46,10 @@ def place(pipeline: Any, device: torch.device, away: Sequence[str]) -> Any:
 
 
 @contextmanager
-def visiting(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """Inside, the modules' tensors are on `device`; after it those that were elsewhere are again.
+def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Move the modules' tensors to `device` inside the block, and put the original ones back after.
 
-    Nothing is copied back: it is the tensors themselves that return, so that only frozen weights
-    may visit. Modules that are on the device already stay as they are.
+    Nothing is copied back, hence only for frozen weights.
     """
     homes: list[tuple[nn.Module, str, Tensor]] = []
     copies: dict[int, Tensor] = {}  # one for weights that several layers share
@@ -71,10 +70,10 @@ def visiting(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
 
 
 @contextmanager
-def decoding(backbone: Any) -> Iterator[None]:
-    """The backbone's autoencoder, where its pipeline has one, is on its device inside."""
+def autoencoder_on_device(backbone: Any) -> Iterator[None]:
+    """Move the backbone's autoencoder, if its pipeline has one, to its device inside the block."""
     vae = getattr(backbone.pipeline, AUTOENCODER, None)
-    with visiting([] if vae is None else [vae], backbone.device):
+    with moved_to([] if vae is None else [vae], backbone.device):
         yield
 
 

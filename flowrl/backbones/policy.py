@@ -1,7 +1,7 @@
-"""The policy: a LoRA adapter on the pipeline's transformer, beside the networks it is compared to.
+"""The policy: a LoRA adapter on the pipeline's transformer, and the networks it is compared to.
 
-One set of frozen weights serves all: the policy is the adapter "default", the reference is the
-network with its adapters switched off, the EMA and the old policy are adapters of their own.
+All share one set of frozen weights: the policy is the adapter "default", the reference is the
+network without adapters, the EMA and the old policy are adapters of their own.
 """
 
 import contextlib
@@ -21,12 +21,16 @@ POLICY, OLD, EMA = "default", "old", "ema"
 
 
 class Policy:
-    """Adapters of rank `rank` and strength alpha / rank on the layers that end in `targets`.
+    """LoRA adapters with strength alpha / rank on the layers whose names end in `targets`.
 
-    ema_decay: share of the average kept at each update, or None for no average. keep_old: also
-    hold a policy that lags behind, see `update_old`. The adapters are fp32 whatever the
-    frozen weights are; a fresh adapter changes nothing, since its second factor is 0.
-    Raises UserError when `targets` match no layer, or the network has such adapters already.
+    Adapters are fp32 whatever the frozen weights are; a new one changes nothing, as B is 0.
+
+    Args:
+        ema_decay: share of the average kept at each update, or None for no average.
+        keep_old: also hold a policy that lags behind, see `update_old`.
+
+    Raises:
+        UserError: `targets` match no layer, or the network has such adapters already.
     """
 
     def __init__(
@@ -88,18 +92,18 @@ class Policy:
             parameter.data = parameter.data.float()
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Of the adapter in use: the policy, unless inside `using` or `reference`."""
+        """Return the velocity with the adapter in use: the policy's, unless inside `using`."""
         return self.backbone.velocity(x, sigma, cond)
 
     @torch.no_grad()
     def reference(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Velocity of the frozen network."""
+        """Return the velocity of the frozen network."""
         with self.disabled():
             return self.backbone.velocity(x, sigma, cond)
 
     @torch.no_grad()
     def old(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-        """Velocity of the policy that lags behind; needs `keep_old`."""
+        """Return the velocity of the old policy; needs `keep_old`."""
         with self.using(OLD):
             return self.backbone.velocity(x, sigma, cond)
 
@@ -112,7 +116,7 @@ class Policy:
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Another adapter inside the block."""
+        """Use another adapter inside the block."""
         self.use(name)
         try:
             yield
@@ -121,7 +125,7 @@ class Policy:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """No adapter inside the block: the network as it was given."""
+        """Use no adapter inside the block."""
         layers = list(_lora_layers(self.network))
         for layer in layers:
             layer._disable_adapters = True  # PEFT's own switch also walks over requires_grad
@@ -133,9 +137,9 @@ class Policy:
 
     @contextlib.contextmanager
     def merged(self, name: str = POLICY) -> Iterator[None]:
-        """One adapter folded into the frozen weights inside the block: fewer, larger products.
+        """Merge an adapter into the frozen weights inside the block: fewer, larger matmuls.
 
-        The weights are put back from a copy, bit for bit; PEFT's own way subtracts, which drifts.
+        The weights are restored from a copy, bit for bit; PEFT subtracts, which drifts.
         """
         kept: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad(), self.disabled():
@@ -174,7 +178,7 @@ class Policy:
 
     @property
     def best_name(self) -> str:
-        """The adapter that is evaluated and handed out: the EMA where there is one."""
+        """The adapter that is evaluated and exported: the EMA where there is one."""
         return EMA if self.ema_decay is not None else POLICY
 
     def state_dict(self) -> dict:
@@ -197,7 +201,7 @@ class Policy:
 
     @torch.no_grad()
     def start_from(self, state: dict[str, Tensor]) -> None:
-        """Begin at a LoRA: PEFT's names without the adapter's -> (r, in) and (out, r) factors.
+        """Start from a LoRA, tensors by PEFT's names without the adapter's.
 
         Raises UserError when its layers or ranks are not the policy's.
         """
@@ -215,7 +219,7 @@ class Policy:
 
 
 def merged_weight(layer: Any, weight: Tensor, adapter: str) -> Tensor:
-    """W + s B A of one of PEFT's layers in fp32, under autocast too; shaped like the weight.
+    """Return W + s B A of one of PEFT's layers, fp32 under autocast too; shaped like the weight.
 
     Raises UserError for a weight in 8 or 4 bits.
     """

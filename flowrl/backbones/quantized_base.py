@@ -1,7 +1,7 @@
-"""Frozen weights in 8 or 4 bits, by bitsandbytes or torchao, below adapters that are not rounded.
+"""Frozen weights in 8 or 4 bits (bitsandbytes or torchao) below exact adapters, to save memory.
 
-Unlike `lowbit`, which makes products fast, this makes weights small: they are rounded once, as
-they are loaded, and the network that learns is the one that draws.
+`flowrl.quantization` makes matmuls fast; this makes weights small. They are rounded once, as they
+are loaded, for both rollouts and training.
 """
 
 import importlib.util
@@ -20,14 +20,12 @@ Library = Literal["bitsandbytes", "torchao"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseBits:
-    """bits: 8 or 4; torchao has 8 alone, since PEFT puts no adapter on its 4-bit weights."""
-
-    bits: int
+    bits: int  # 8 or 4; torchao has 8 alone, since PEFT puts no adapter on its 4-bit weights
     library: Library
 
 
 def check_base_bits(base: BaseBits, device: torch.device) -> None:
-    """Raises UserError when the library is missing, or the device cannot run it."""
+    """Raise UserError when the library is missing, or the device cannot run it."""
     if base.library == "bitsandbytes" and device.type == "cpu":
         raise UserError(
             f"memory.base_bits is {base.bits} with bitsandbytes, which diffusers runs on GPUs "
@@ -40,10 +38,10 @@ def check_base_bits(base: BaseBits, device: torch.device) -> None:
         )
 
 
-def while_loading(base: BaseBits, dtype: torch.dtype) -> Any:
-    """A `PipelineQuantizationConfig` that rounds the transformer's linear layers as they load.
+def loading_config(base: BaseBits, dtype: torch.dtype) -> Any:
+    """Return a `PipelineQuantizationConfig` for the transformer's linear layers.
 
-    dtype: of the products, and of what stays exact.
+    dtype: of the matmuls, and of what stays exact.
     """
     from diffusers import PipelineQuantizationConfig
 
@@ -68,13 +66,13 @@ def _int8() -> Any:
     return Int8WeightOnlyConfig()
 
 
-def round_in_place(network: nn.Module, base: BaseBits) -> None:
-    """Round the linear layers of a network that is loaded already, unless somebody has.
+def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
+    """Quantise the linear layers of a network that is loaded already, unless they are.
 
-    Warns where that was by another library, or to other bits as far as weights tell. Raises
-    UserError for bitsandbytes, which rounds while loading.
+    Warns if they are in another format. Raises UserError for bitsandbytes, which rounds while
+    loading.
     """
-    if is_rounded(network):
+    if is_quantised(network):
         held = _held_as(network)
         if held not in (f"{base.library} {base.bits}", base.library):
             LOG.warning(
@@ -96,13 +94,13 @@ def round_in_place(network: nn.Module, base: BaseBits) -> None:
     quantize_(network, _int8())
 
 
-def is_rounded(network: nn.Module) -> bool:
+def is_quantised(network: nn.Module) -> bool:
     """Whether some weight is kept in another format than floating-point numbers."""
     return any(not is_plain(weight) for weight in network.parameters())
 
 
 def _held_as(network: nn.Module) -> str:
-    """The library that keeps rounded weights, with the bits where it is bitsandbytes."""
+    """Return the library of quantised weights, with the bits for bitsandbytes."""
     weight = next(w for w in network.parameters() if not is_plain(w))
     kinds = {"Params4bit": "bitsandbytes 4", "Int8Params": "bitsandbytes 8"}
     return kinds.get(type(weight).__name__, _library(weight))
@@ -113,13 +111,12 @@ def _library(weight: torch.Tensor) -> str:
 
 
 def is_plain(weight: torch.Tensor) -> bool:
-    """Whether a weight is what it looks like: bitsandbytes keeps integers, torchao a subclass that
-    passes for its original dtype."""
+    """Whether a weight is not quantised: bitsandbytes keeps integers, torchao a tensor subclass."""
     return weight.is_floating_point() and _library(weight) != "torchao"
 
 
 def check_mergeable(weight: torch.Tensor) -> None:
-    """Raises UserError for a weight that nothing can be added to."""
+    """Raise UserError for a quantised weight, to which nothing can be added."""
     if not is_plain(weight):
         raise UserError(
             "a LoRA cannot be folded into weights of 8 or 4 bits, which would round it away: set "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, guided, to_fp32_and_back
+from flowrl.backbones.base import check_patches, guided, in_fp32
 from flowrl.trajectory import Conditioning
 
 # Sol-RL's list (2604.06916) in diffusers' names: self-attention, then attention to the text.
@@ -20,7 +20,7 @@ LORA_TARGETS = tuple(
 
 
 def stock_instruction() -> list[str]:
-    """What `SanaPipeline` puts before every prompt unless told otherwise, line by line."""
+    """Return the lines that `SanaPipeline` puts before every prompt by default."""
     from diffusers import SanaPipeline
 
     parameters = inspect.signature(SanaPipeline.__call__).parameters
@@ -30,12 +30,14 @@ def stock_instruction() -> list[str]:
 class Sana:
     """A `SanaPipeline` behind the `Backbone` protocol.
 
-    guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
-    max_sequence_length: Gemma tokens of the prompt, beside those of the pipeline's instruction.
-    height, width: pixels, or None for the pipeline's own size. They are drawn as they are, as by
-    the pipeline with `use_resolution_binning=False`; else it draws the nearest of a list of sizes
-    and scales the image.
-    Raises UserError for a size that the autoencoder does not divide.
+    Args:
+        guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
+        max_sequence_length: Gemma tokens of the prompt, without the pipeline's instruction.
+        height, width: pixels, or None for the pipeline's own size; generated at this very size, as
+            by the pipeline with `use_resolution_binning=False`.
+
+    Raises:
+        UserError: a size that the autoencoder does not divide.
     """
 
     lora_targets = LORA_TARGETS
@@ -106,7 +108,7 @@ class Sana:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        with to_fp32_and_back(self.pipeline.vae) as vae:
+        with in_fp32(self.pipeline.vae) as vae:
             pixels = images.to(self.device, torch.float32) * 2 - 1
             return vae.encode(pixels).latent * vae.config.scaling_factor
 
@@ -118,7 +120,7 @@ class Sana:
         return self.transformer.config.in_channels, self.height // factor, self.width // factor
 
     def sigmas(self, steps: int) -> Tensor:
-        """Of the pipeline's scheduler; the stock one starts at 0.9997, and not at 1."""
+        """Return the scheduler's sigmas; the stock one starts at 0.9997, and not at 1."""
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler: Any = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
@@ -126,5 +128,5 @@ class Sana:
 
 
 def own_side(pipeline: Any) -> int:
-    """Pixels of a side that the network was made for."""
+    """Return the pixels of a side that the network was made for."""
     return pipeline.transformer.config.sample_size * pipeline.vae_scale_factor

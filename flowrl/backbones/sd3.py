@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.base import check_patches, guided, shift_for, to_fp32_and_back
+from flowrl.backbones.base import check_patches, guided, in_fp32, shift_for
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
 
@@ -25,9 +25,9 @@ DUAL_TARGETS = tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_ou
 
 
 def dual_targets(made: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name endings of the image stream's second attention, in some blocks of SD3.5-medium.
+    """Return name endings of the image stream's second attention, in blocks of SD3.5-medium.
 
-    made: the network's class, of that configuration. Raises UserError where are no such blocks.
+    made: the network's class. Raises UserError where its configuration has no such blocks.
     """
     if not config.get("dual_attention_layers"):
         raise UserError(
@@ -40,9 +40,13 @@ def dual_targets(made: str, config: Mapping[str, Any]) -> tuple[str, ...]:
 class SD3:
     """A `StableDiffusion3Pipeline` behind the `Backbone` protocol.
 
-    guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
-    max_sequence_length: T5 tokens. height, width: pixels, or None for the pipeline's own size.
-    Raises UserError for a size that the network's patches do not divide.
+    Args:
+        guidance: the pipeline's `guidance_scale`; no guidance, and half the work, up to 1.
+        max_sequence_length: T5 tokens.
+        height, width: pixels, or None for the pipeline's own size.
+
+    Raises:
+        UserError: a size that the network's patches do not divide.
     """
 
     lora_targets = LORA_TARGETS
@@ -114,7 +118,7 @@ class SD3:
 
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
-        with to_fp32_and_back(self.pipeline.vae) as vae:
+        with in_fp32(self.pipeline.vae) as vae:
             pixels = images.to(self.device, torch.float32) * 2 - 1
             z = vae.encode(pixels).latent_dist.mode()
         return (z - vae.config.shift_factor) * vae.config.scaling_factor
@@ -127,7 +131,7 @@ class SD3:
         return self.transformer.config.in_channels, self.height // factor, self.width // factor
 
     def sigmas(self, steps: int) -> Tensor:
-        """Shifted by the number of image tokens where the scheduler says so: SD3.5's does not."""
+        """Return sigmas shifted by the number of image tokens if the scheduler says so."""
         # A private copy: the scheduler keeps state, and the pipeline may be used in between.
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Text is encoded once: a memory of every prompt's conditioning."""
+"""Caches of prompts' conditioning: `TextCache` in memory, `PromptCache` on disk."""
 
 import json
 import logging
@@ -15,24 +15,24 @@ from safetensors.torch import load, save
 from torch import Tensor, uint8
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.offload import ENCODER, are_freed, encoders_of, visiting
+from flowrl.backbones.offload import ENCODER, are_freed, encoders_of, moved_to
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
 from flowrl.utils.files import write_bytes
-
-# --- Encoded prompts on disk: one safetensors file a prompt, shared by runs and processes ------
 
 LOG = logging.getLogger(__name__)
 VERSION = 1  # of the files
 
 
 class PromptCache:
-    """Conditioning of single prompts below `folder`, under all that decides it.
+    """Encoded prompts on disk: one safetensors file each, shared by runs and processes.
 
-    key: everything but the texts, of what JSON has: pipeline, encoders, dtype, tokens, guidance.
-    Files are written whole or not at all, so that processes need no lock: two that write the
-    same prompt write the same. Nothing is unpickled. Nothing is ever removed.
+    Files are written whole or not at all, so that processes need no lock. None is ever removed.
+
+    Args:
+        key: all that decides a conditioning but the texts, as JSON: pipeline, encoders, dtype,
+            tokens, guidance.
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any]):
@@ -44,7 +44,7 @@ class PromptCache:
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def has(self, prompt: str, negative: str) -> bool:
-        """Whether there is a file of the length that its header says; its content is not read."""
+        """Whether there is a file as long as its header says; its content is not read."""
         path = self.path(prompt, negative)
         try:
             with path.open("rb") as file:
@@ -57,10 +57,7 @@ class PromptCache:
             return False
 
     def load(self, prompt: str, negative: str) -> Conditioning | None:
-        """One row on the CPU, bit for bit as it was saved; None where there is none.
-
-        A file that is damaged, which is told, counts as none.
-        """
+        """Return one row on the CPU as it was saved; None without a file or for a damaged one."""
         path = self.path(prompt, negative)
         try:
             data = path.read_bytes()
@@ -79,14 +76,14 @@ class PromptCache:
         return Conditioning(tensors=tensors)
 
     def save(self, prompt: str, negative: str, cond: Conditioning) -> None:
-        """cond: one row."""
+        """Write the conditioning of a prompt, one row."""
         tensors = {name: t.detach().cpu().contiguous() for name, t in cond.tensors.items()}
         notes = {"digest": _content(tensors), "prompt": prompt, "negative": negative}
         write_bytes(self.path(prompt, negative), save(tensors, metadata=notes))
 
 
 def _content(tensors: Mapping[str, Tensor]) -> str:
-    """Of names and bytes; shapes are in the header that the lengths are checked against."""
+    """Return a digest of names and bytes; shapes are in the header."""
     parts = [name.encode() + _bytes(tensors[name]) for name in sorted(tensors)]
     return _digest(b"".join(parts))
 
@@ -103,20 +100,20 @@ def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, sort_keys=True, ensure_ascii=True)
 
 
-# --- Text is encoded once: a memory of every prompt's conditioning -----------------------------
-
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
 Key = tuple[str, str]  # prompt and negative prompt
 
 
 class TextCache:
-    """Conditioning by prompt; asks the text encoders only for prompts it does not remember.
+    """Conditioning by prompt, on the CPU; runs the text encoders only for prompts not yet cached.
 
-    negative: the negative prompt of records that bring none. disk: where prompts are also kept
-    between runs. Kept on the CPU; beyond `capacity` the prompts that were asked for longest ago
-    are forgotten, None forgets none. Encoders that are elsewhere are on the backbone's device
-    while they work. They compute in their own dtype, as in the pipeline's own call, whatever
-    autocast is around.
+    Offloaded encoders are on the backbone's device while they work. They compute in their own
+    dtype, as in the pipeline's own call, also under autocast.
+
+    Args:
+        negative: the negative prompt of records that have none.
+        disk: where prompts are also kept between runs.
+        capacity: most prompts in memory, the least recently used are dropped; None keeps all.
     """
 
     def __init__(
@@ -135,9 +132,9 @@ class TextCache:
         self.known: OrderedDict[Key, Conditioning] = OrderedDict()
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
-        """Conditioning of len(prompts) rows on the backbone's device.
+        """Return the conditioning of len(prompts) rows on the backbone's device.
 
-        Raises UserError for a prompt that is not known once the text encoders are gone.
+        Raises UserError for a prompt that is not cached once the text encoders are freed.
         """
         keys = [self.key(prompt) for prompt in prompts]
         self._recall(keys)
@@ -151,30 +148,32 @@ class TextCache:
         return prompt.read, self.negative if prompt.negative is None else prompt.negative
 
     def has(self, prompt: PromptRecord, *, whole: bool = False) -> bool:
-        """Whether it can be had without the text encoders. whole: a file is read to the end."""
+        """Whether a prompt is cached. whole: read its file to the end."""
         key = self.key(prompt)
         if key in self.known or self.disk is None:
             return key in self.known
         return self.disk.load(*key) is not None if whole else self.disk.has(*key)
 
     def learn(self, prompts: Sequence[PromptRecord], rows: int | None = None) -> None:
-        """Encode those that cannot be had yet, as many as can be kept; what is on disk stays
-        there. Encoders that are elsewhere move once for all. rows: at once, None for batch_size."""
+        """Encode the prompts that are not cached, as many as can be kept, `rows` at a time.
+
+        Prompts on disk are not loaded. Offloaded encoders are moved once for all.
+        """
         rows = rows or self.batch_size
         missing = list({self.key(p): p for p in prompts if not self.has(p)}.values())
         missing = missing[: None if self.disk is not None else self.capacity]
         moved = encoders_of(self.backbone.pipeline) if missing else []
-        with visiting(moved, self.backbone.device):
+        with moved_to(moved, self.backbone.device):
             for start in range(0, len(missing), rows):
                 self.make(missing[start : start + rows])
 
     def make(self, prompts: Sequence[PromptRecord]) -> None:
-        """Encode these, whatever is known of them."""
+        """Encode these prompts, cached or not."""
         self._encode([self.key(prompt) for prompt in prompts])
         self._forget()
 
     def nbytes(self) -> int:
-        """What is remembered now, apart from the disk."""
+        """Return the size of the conditioning in memory."""
         rows = (t for cond in self.known.values() for t in cond.tensors.values())
         return sum(t.numel() * t.element_size() for t in rows)
 
@@ -198,7 +197,7 @@ class TextCache:
         if are_freed(backbone.pipeline):
             raise self._unknown(keys[0])
         plain = torch.autocast(backbone.device.type, enabled=False)
-        with plain, visiting(encoders_of(backbone.pipeline), backbone.device):
+        with plain, moved_to(encoders_of(backbone.pipeline), backbone.device):
             for start in range(0, len(keys), self.batch_size):
                 part = keys[start : start + self.batch_size]
                 cond = backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")
@@ -208,7 +207,7 @@ class TextCache:
                         self.disk.save(*key, self.known[key])
 
     def _unknown(self, key: Key) -> UserError:
-        """Why a prompt cannot be had without the text encoders."""
+        """Return the error for a prompt that would need the freed text encoders."""
         path = None if self.disk is None else self.disk.path(*key)
         if path is not None and path.exists():
             return UserError(
@@ -225,15 +224,13 @@ class TextCache:
             self.known.popitem(last=False)
 
 
-# --- Which text encoders a pipeline has, as far as its files or its weights tell: for caches ---
-
 INDEX = "model_index.json"
-READERS = (ENCODER, "tokenizer")  # how the names of what turns text into numbers begin
+READERS = (ENCODER, "tokenizer")  # how the names of text encoders and tokenizers begin
 SAMPLED = 64  # values of each weight
 
 
 def index_file(path: str, revision: str | None) -> Path | None:
-    """The index of a pipeline in a folder, or on the Hub as far as this machine has it already."""
+    """Return the index file of a pipeline in a folder, or in this machine's cache of the Hub."""
     if Path(path).is_dir():
         file = Path(path) / INDEX
         return file if file.is_file() else None
@@ -248,12 +245,12 @@ def index_file(path: str, revision: str | None) -> Path | None:
 
 
 def encoder_names(index: Path) -> list[str]:
-    """The text encoders' places in the pipeline."""
+    """Return the names of the text encoders in the pipeline."""
     return [name for name in json.loads(index.read_text()) if name.startswith(ENCODER)]
 
 
-def by_files(index: Path) -> dict[str, Any]:
-    """The commit of a pipeline from the Hub; of a folder the lengths and times of its files."""
+def identify_by_files(index: Path) -> dict[str, Any]:
+    """Identify text encoders by the commit on the Hub, or by lengths and times of their files."""
     folder = index.parent
     if folder.parent.name == "snapshots":  # as the Hub's cache is laid out
         return {"commit": folder.name}
@@ -263,8 +260,8 @@ def by_files(index: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def by_weights(pipeline: Any) -> dict[str, Any]:
-    """A digest of some values of every weight of the text encoders, with names and shapes."""
+def identify_by_weights(pipeline: Any) -> dict[str, Any]:
+    """Identify text encoders by a digest of some values, the name and shape of every weight."""
     digest = blake2b(digest_size=16)
     for part in encoders_of(pipeline):
         digest.update(type(part).__name__.encode())

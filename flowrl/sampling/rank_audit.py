@@ -17,9 +17,13 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.quantization.backends import precision_name
-from flowrl.quantization.backends import precision_text
-from flowrl.quantization.backends import Capability, Resolved, next_lower
+from flowrl.quantization.backends import (
+    Capability,
+    Resolved,
+    next_lower,
+    precision_name,
+    precision_text,
+)
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.two_stage import (
     SelectRule,
@@ -330,7 +334,8 @@ def decide(
         return _warning(f"{missed}: the gain may be lower; {ways}")
     if lower is None:
         return _warning(f"{missed}, and nothing is quantised any more: {_left(steps, most)}")
-    in_precision = precision_text(lower) if lower.format == "bf16" else f"in {precision_text(lower)}"
+    name = precision_text(lower)
+    in_precision = name if lower.format == "bf16" else f"in {name}"
     text = f"{missed}: from now on candidates are {in_precision}"
     return AuditDecision(passed=False, action="degrade", next=lower, text=text)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone, VelocityField
-from flowrl.backbones.offload import decoding
+from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.functional.noise import keyed_noise, noise_seed
@@ -276,7 +276,7 @@ def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
 
     An offloaded autoencoder is on the backbone's device in the meantime.
     """
-    with decoding(backbone):
+    with autoencoder_on_device(backbone):
         for part in x0.split(batch_size):
             yield backbone.decode(part).cpu()
 

@@ -18,7 +18,7 @@ from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import load_prompts
 from flowrl.sampling.rollout import RolloutRequest, sample_request
 from flowrl.sampling.sampler import Schedule
-from flowrl.tiny.draw import sample_request as draw_tiny
+from flowrl.tiny.draw import draw as draw_tiny
 from flowrl.tiny.world import split_prompts
 from flowrl.trees.plan import ode_plan
 from flowrl.utils.images import to_tensor
@@ -87,7 +87,9 @@ def ours(request_: RolloutRequest) -> Callable[..., tuple[Any, Tensor]]:
         schedule = Schedule(sigmas=made.sigmas(STEPS), kernel=KERNELS["flow_sde"], noise_level=0.0)
         cond = TextCache(made, "" if family == "flux" else NEGATIVE)(request_.prompts)
         with torch.no_grad():
-            tree = sample_request(made, made.velocity, cond, request_, ode_plan(STEPS), schedule, COUNT)
+            tree = sample_request(
+                made, made.velocity, cond, request_, ode_plan(STEPS), schedule, COUNT
+            )
         return made, tree.leaves()
 
     return sample

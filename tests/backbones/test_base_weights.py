@@ -15,9 +15,9 @@ from flowrl.backbones.quantized_base import (
     BaseBits,
     check_base_bits,
     is_plain,
-    is_rounded,
-    round_in_place,
-    while_loading,
+    is_quantised,
+    loading_config,
+    quantise_in_place,
 )
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import BACKBONES
@@ -57,9 +57,9 @@ def test_weights_rounded_while_loading_take_half_of_bf16_and_compute_nearly_the_
         load = {"dtype": "bf16", "device": "cpu"}
         exact = load_pipeline(f"tiny-{family}", **load)
         rounded = load_pipeline(
-            f"tiny-{family}", **load, rounding=while_loading(INT8, torch.bfloat16)
+            f"tiny-{family}", **load, rounding=loading_config(INT8, torch.bfloat16)
         )
-        assert is_rounded(rounded.transformer) and not is_rounded(exact.transformer)
+        assert is_quantised(rounded.transformer) and not is_quantised(exact.transformer)
         assert held(rounded.transformer) < 0.56 * held(exact.transformer)
         assert all(not is_plain(layer.weight) for layer in linear_layers(rounded.transformer))
         fields = [
@@ -113,12 +113,12 @@ def test_nothing_is_folded_into_rounded_weights(learner):
 def test_a_pipeline_that_was_given_is_rounded_in_place_once_and_that_is_told(load_tiny, caplog):
     network = load_tiny().transformer
     with caplog.at_level(logging.WARNING):
-        round_in_place(network, INT8)
+        quantise_in_place(network, INT8)
         weights = [layer.weight.data for layer in linear_layers(network)]
         assert not any(is_plain(weight) for weight in weights)
-        round_in_place(network, INT8)  # as for one that somebody rounded while loading
+        quantise_in_place(network, INT8)  # as for one that somebody rounded while loading
         assert not caplog.text
-        round_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
+        quantise_in_place(network, BaseBits(bits=4, library="bitsandbytes"))
     assert "4 with bitsandbytes, but the pipeline that was given is rounded already" in caplog.text
     again = [layer.weight.data for layer in linear_layers(network)]
     assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(weights, again, strict=True))
@@ -126,7 +126,7 @@ def test_a_pipeline_that_was_given_is_rounded_in_place_once_and_that_is_told(loa
 
 def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypatch):
     with pytest.raises(UserError, match="rounds weights while they load: load it with"):
-        round_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
+        quantise_in_place(nn.Linear(4, 4), BaseBits(bits=8, library="bitsandbytes"))
     monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: object())
     check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CUDA)
     check_base_bits(INT8, CPU)

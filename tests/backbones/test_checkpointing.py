@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backbones.loading import load_pipeline, recompute_blocks
+from flowrl.backbones.loading import enable_gradient_checkpointing, load_pipeline
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import BACKBONES
@@ -46,7 +46,7 @@ def test_gradients_are_the_same_bit_for_bit_from_a_fraction_of_the_bytes(case):
     policy, inputs = case
     before, kept = learned(policy, inputs)
     drawn = policy.reference(*inputs)
-    recompute_blocks(policy.network)
+    enable_gradient_checkpointing(policy.network)
     after, fewer = learned(policy, inputs)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert any(bool(gradient.any()) for gradient in after)
@@ -56,7 +56,7 @@ def test_gradients_are_the_same_bit_for_bit_from_a_fraction_of_the_bytes(case):
 
 def test_without_gradients_no_block_goes_through_it(case, monkeypatch):
     policy, inputs = case
-    recompute_blocks(policy.network)
+    enable_gradient_checkpointing(policy.network)
     calls, original = [], torch.utils.checkpoint.checkpoint
     watch = lambda *a, **k: calls.append(1) or original(*a, **k)  # noqa: E731
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", watch)
@@ -69,4 +69,4 @@ def test_without_gradients_no_block_goes_through_it(case, monkeypatch):
 
 def test_a_network_without_the_switch_is_refused():
     with pytest.raises(UserError, match="Linear has no such switch: set it to false"):
-        recompute_blocks(nn.Linear(2, 2))
+        enable_gradient_checkpointing(nn.Linear(2, 2))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowrl.backbones.base import shift_for
-from flowrl.backbones.flux import Flux, pack, unpack
+from flowrl.backbones.flux import Flux, pack_latents, unpack_latents
 from flowrl.errors import UserError
 
 COUNT = 4
@@ -83,7 +83,7 @@ def test_text_is_encoded_as_the_pipeline_does_and_negatives_are_refused(pipeline
 
 def test_packing_is_diffusers_own_and_unpacking_undoes_it(pipeline):
     z = torch.randn(2, 16, 4, 10, generator=torch.Generator().manual_seed(0))
-    packed = pack(z)
+    packed = pack_latents(z)
     assert torch.equal(packed, pipeline._pack_latents(z, 2, 16, 4, 10))
     assert torch.equal(pipeline._unpack_latents(packed, 32, 80, 8), z)
-    assert torch.equal(unpack(packed, 2, 5), z)
+    assert torch.equal(unpack_latents(packed, 2, 5), z)

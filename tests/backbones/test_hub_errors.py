@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from flowrl.backbones.loading import load_pipeline, sentence
+from flowrl.backbones.loading import hub_error_message, load_pipeline
 from flowrl.errors import UserError
 
 NAME = "black-forest-labs/FLUX.1-dev"
@@ -38,25 +38,25 @@ def test_errors_of_the_hub_become_sentences_with_what_to_do():
     # A gated model says how to be let in.
     for status in [401, 403]:
         for wrap in [wrapped, lambda error: error]:
-            assert sentence(wrap(from_the_hub("GatedRepoError", status)), NAME) == GATED
+            assert hub_error_message(wrap(from_the_hub("GatedRepoError", status)), NAME) == GATED
     # An unknown repository and an unknown revision are told apart.
-    unknown = sentence(wrapped(from_the_hub("RepositoryNotFoundError", 401)), "me/nothing")
+    unknown = hub_error_message(wrapped(from_the_hub("RepositoryNotFoundError", 401)), "me/nothing")
     assert unknown.startswith("the Hub shows no repository me/nothing: check the name, or if it is")
-    revision = sentence(wrapped(from_the_hub("RevisionNotFoundError", 404)), NAME, "v9")
+    revision = hub_error_message(wrapped(from_the_hub("RevisionNotFoundError", 404)), NAME, "v9")
     assert revision == (
         f"{NAME} has no revision 'v9': give a branch, tag or commit of "
         f"https://huggingface.co/{NAME}/commits/main as pipeline.revision"
     )
     # A full disk is a full disk.
     full = OSError(errno.ENOSPC, "No space left on device")
-    assert "no space is left on the disk" in sentence(wrapped(full), NAME)
-    assert "HF_HOME" in sentence(full, NAME)
-    assert sentence(OSError(errno.EACCES, "Permission denied"), NAME) == ""
+    assert "no space is left on the disk" in hub_error_message(wrapped(full), NAME)
+    assert "HF_HOME" in hub_error_message(full, NAME)
+    assert hub_error_message(OSError(errno.EACCES, "Permission denied"), NAME) == ""
     # What is nobodys fault there has no sentence.
-    assert sentence(ValueError("a strange file"), NAME) == ""
+    assert hub_error_message(ValueError("a strange file"), NAME) == ""
     loop = ValueError("a")
     loop.__cause__ = loop
-    assert sentence(loop, NAME) == ""
+    assert hub_error_message(loop, NAME) == ""
 
 
 def test_no_network_is_told_from_a_network_that_is_forbidden(monkeypatch):
@@ -65,16 +65,16 @@ def test_no_network_is_told_from_a_network_that_is_forbidden(monkeypatch):
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     for error in (ConnectionError("refused"), LocalEntryNotFoundError("not here")):
-        told = sentence(wrapped(error), NAME, "v1")
+        told = hub_error_message(wrapped(error), NAME, "v1")
         assert "the Hub cannot be reached: check the network" in told
         assert f"hf download {NAME} --revision v1" in told
-    offline = sentence(wrapped(OfflineModeIsEnabled("offline")), NAME)
+    offline = hub_error_message(wrapped(OfflineModeIsEnabled("offline")), NAME)
     assert (
         "HF_HUB_OFFLINE forbids to fetch it: unset it, or download it first with hf download"
         in (offline)
     )
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert sentence(LocalEntryNotFoundError("not here"), NAME) == offline
+    assert hub_error_message(LocalEntryNotFoundError("not here"), NAME) == offline
 
 
 def test_a_model_that_is_not_here_is_one_sentence_offline():

@@ -10,11 +10,11 @@ from torch import nn
 
 from flowrl.backbones.offload import (
     are_freed,
-    decoding,
+    autoencoder_on_device,
     encoders_of,
     free_encoders,
-    place,
-    visiting,
+    moved_to,
+    place_pipeline,
 )
 
 META, CPU = torch.device("meta"), torch.device("cpu")  # meta stands for a device
@@ -41,7 +41,7 @@ def test_a_visitor_is_on_the_device_inside_and_home_after():
     # A visitor is on the device inside and its own tensors are back after.
     module = network()
     before = tensors(module)
-    with visiting([module], META):
+    with moved_to([module], META):
         assert {t.device for t in tensors(module).values()} == {META}
         assert module[0].weight is module[1].weight
         assert isinstance(module[0].weight, nn.Parameter) and not module[0].weight.requires_grad
@@ -50,29 +50,29 @@ def test_a_visitor_is_on_the_device_inside_and_home_after():
     assert module.state_dict().keys() == network().state_dict().keys()
     # A visitor goes home when the work fails.
     module = network()
-    with pytest.raises(RuntimeError), visiting([module], META):
+    with pytest.raises(RuntimeError), moved_to([module], META):
         raise RuntimeError
     assert {t.device for t in tensors(module).values()} == {CPU}
     # Who is there already is left alone.
     module = network()
     weight = module[0].weight
-    with visiting([module], CPU):
+    with moved_to([module], CPU):
         assert module[0].weight is weight
 
 
 def test_encoders_stay_on_the_cpu_and_the_autoencoder_visits():
     # An autoencoder is on the backbones device while it decodes.
     pipeline = Pipeline(vae=network())
-    with decoding(SimpleNamespace(pipeline=pipeline, device=META)):
+    with autoencoder_on_device(SimpleNamespace(pipeline=pipeline, device=META)):
         assert pipeline.vae[0].weight.device == META
     assert pipeline.vae[0].weight.device == CPU
-    with decoding(SimpleNamespace(pipeline=None, device=META)):  # a backbone of another kind
+    with autoencoder_on_device(SimpleNamespace(pipeline=None, device=META)):
         pass
     # What is kept away stays on the cpu when a pipeline is placed.
     pipeline = Pipeline(
         transformer=network(), text_encoder=network(), text_encoder_2=network(), scheduler=object()
     )
-    assert place(pipeline, META, ("text_encoder",)) is pipeline
+    assert place_pipeline(pipeline, META, ("text_encoder",)) is pipeline
     devices = [getattr(pipeline, n)[0].weight.device for n in pipeline.components if n[0] == "t"]
     assert devices == [META, CPU, CPU]
     # An object that is no pipeline has nothing to free.

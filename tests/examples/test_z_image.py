@@ -57,7 +57,9 @@ def ours(backbone, request_):
     schedule = Schedule(sigmas=backbone.sigmas(STEPS), kernel=KERNELS["flow_sde"], noise_level=0.0)
     cond = TextCache(backbone, NEGATIVE, batch_size=2)(request_.prompts)
     plan, count = ode_plan(STEPS), len(TEXTS)
-    return sample_request(backbone, backbone.velocity, cond, request_, plan, schedule, count).leaves()
+    return sample_request(
+        backbone, backbone.velocity, cond, request_, plan, schedule, count
+    ).leaves()
 
 
 def theirs(pipeline, request_, backbone, output):
@@ -168,7 +170,12 @@ def config(tiny_config, folder, tmp_path):
 
 
 def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
-    evaluation = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 2, "guidance_scale": 5.0}
+    evaluation = {
+        "prompts": "tiny:colors:test",
+        "num_images": 2,
+        "num_inference_steps": 2,
+        "guidance_scale": 5.0,
+    }
     (row,) = align(config(evaluation=evaluation))
     assert row.name == "brightness" and row.before != row.after
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
@@ -199,7 +206,10 @@ def test_layer_rules_are_those_of_its_file(config, tmp_path):
     assert "kept by name: cap_embedder" in told and "kept by name: adaLN" not in told
     assert learner.iterate(0)[1]["grad/norm"] > 0
     # So they are where candidates are drawn cheaply.
-    rollout = {"tree": {"kind": "ode"}, "explore": {"candidates": 8, "num_inference_steps": 2} | LOW}
+    rollout = {
+        "tree": {"kind": "ode"},
+        "explore": {"candidates": 8, "num_inference_steps": 2} | LOW,
+    }
     objective = {"kind": "nft", "noising": {"count": 1}}
     learner = build_learner(
         config(rollout=rollout, objective=objective), Runtime(device="cpu"), ProvidedObjects()

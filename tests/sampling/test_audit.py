@@ -10,7 +10,7 @@ import torch
 from pydantic import TypeAdapter
 
 from flowrl.errors import UserError
-from flowrl.quantization.backends import Capability, resolve
+from flowrl.quantization.backends import Capability, precision_name, resolve
 from flowrl.sampling.rank_audit import (
     FILE,
     AuditDecision,
@@ -19,7 +19,6 @@ from flowrl.sampling.rank_audit import (
     AuditReport,
     audit_ranks,
     decide,
-    named,
     replay_precision,
     spearman_rho,
 )
@@ -199,7 +198,7 @@ def test_a_miss_goes_one_step_up_in_precision():
     ]:  # fmt: skip
         found = judged(BAD, precision, capability)
         assert (found.passed, found.action) == (False, "degrade")
-        assert found.next is not None and named(found.next) == lower
+        assert found.next is not None and precision_name(found.next) == lower
         assert lower.replace("bf16", "not quantised") in found.text
         assert f"rho {BAD.rho:.3f}" in found.text
 
@@ -263,10 +262,10 @@ def test_replaying_the_audits_gives_the_precision_that_they_ended_in():
         assert replay_precision(kept, start, BLACKWELL) == start
     down = [("nvfp4", None), ("nvfp4", "fp8"), ("fp8", None)]
     assert replay_precision(down, start, BLACKWELL) == first
-    assert named(replay_precision([*down, ("fp8", "bf16")], start, BLACKWELL)) == "bf16"
+    assert precision_name(replay_precision([*down, ("fp8", "bf16")], start, BLACKWELL)) == "bf16"
     # A device without the step takes the one below; a recipe that asks for more bits keeps them.
     below = replay_precision([("nvfp4-emulated", "fp8")], resolve("nvfp4-emulated", CPU), CPU)
-    assert named(below) == "bf16"
+    assert precision_name(below) == "bf16"
     for asked, log in (("bf16", [("nvfp4", "fp8")]), ("fp8", [("nvfp4-emulated", "bf16")])):
         start = resolve(asked, BLACKWELL)
         assert replay_precision(log, start, BLACKWELL) == start

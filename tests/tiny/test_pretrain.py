@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowrl.backbones.flux import Flux, pack
+from flowrl.backbones.flux import Flux, pack_latents
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
 from flowrl.tiny.draw import draw
@@ -65,13 +65,13 @@ def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family)
     texts = ['the word "CAT"', "a red circle left of a blue square"]
     pipeline, packs = model.pipeline(model.module, family.vae()), family.backbone is Flux
     z = torch.randn(2, *ENCODED[family.vae], generator=torch.Generator().manual_seed(0))
-    given, sigma = pack(z) if packs else z, torch.tensor([0.2, 1.0])
+    given, sigma = pack_latents(z) if packs else z, torch.tensor([0.2, 1.0])
     for length in (model.short, model.long):
         size = {"max_sequence_length": length, "height": 64, "width": 64}
         backbone = family.backbone(pipeline, guidance=1.0, **size)
         ours = model.velocity(z, sigma, model.tokenize(texts), length)
         theirs = backbone.velocity(given, sigma, backbone.encode(texts, [""] * 2))
-        torch.testing.assert_close(pack(ours) if packs else ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(pack_latents(ours) if packs else ours, theirs, rtol=1e-4, atol=1e-5)
         other = backbone.velocity(given, sigma, backbone.encode(texts[::-1], [""] * 2))
         assert not torch.allclose(other, theirs, atol=1e-3)
     if packs:  # FLUX.1 has no negative prompt
