@@ -110,7 +110,10 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
             "lora": {"rank": 4, "alpha": 6},
             "prompts": {"train": "tiny:geneval:train"},
             "rollout": {
-                "prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4, "batch_size": 8
+                "prompts_per_iteration": 2,
+                "group_size": 4,
+                "num_inference_steps": 4,
+                "batch_size": 8,
             },
             "optim": {"lr": 1e-2, "micro_batch": 8},
             "rewards": [{"name": "brightness"}],
@@ -184,7 +187,6 @@ def tiny_size() -> Callable[[str], ModelSpec]:
     from flowrl.planning.model_specs import MODEL_SPECS
 
     narrow_kl = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "layers_per_block": 1}
-    text = {"text_tokens": 5, "text_width": 64}
 
     def make(name: str) -> ModelSpec:
         size = MODEL_SPECS[name]
@@ -194,14 +196,14 @@ def tiny_size() -> Callable[[str], ModelSpec]:
             config |= {"caption_projection_dim": 64, "joint_attention_dim": 64}
             config |= {"pooled_projection_dim": 48, "pos_embed_max_size": 16, "sample_size": 16}
             return replace(
-                size, config=config, autoencoder_config=decoder | narrow_kl, pooled_width=48, **text
+                size, config=config, autoencoder_config=decoder | narrow_kl, text_tokens=5
             )
         if size.family == "flux":
             config |= {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 4}
             config |= {"attention_head_dim": 16, "axes_dims_rope": (4, 6, 6)}
             config |= {"joint_attention_dim": 64, "pooled_projection_dim": 48}
             return replace(
-                size, config=config, autoencoder_config=decoder | narrow_kl, pooled_width=48, **text
+                size, config=config, autoencoder_config=decoder | narrow_kl, text_tokens=5
             )
         config |= {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 16}
         config |= {"num_cross_attention_heads": 4, "cross_attention_head_dim": 16}
@@ -209,6 +211,6 @@ def tiny_size() -> Callable[[str], ModelSpec]:
         narrow = (8, 8, 8, 16, 16, 32)
         decoder |= {"decoder_block_out_channels": narrow, "encoder_block_out_channels": narrow}
         decoder |= {"attention_head_dim": 8, "decoder_layers_per_block": (1,) * 6}
-        return replace(size, config=config, autoencoder_config=decoder, **text)
+        return replace(size, config=config, autoencoder_config=decoder, text_tokens=5)
 
     return make

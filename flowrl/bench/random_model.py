@@ -8,21 +8,25 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import BACKBONES
-from flowrl.planning.model_specs import ModelSpec
-from flowrl.planning.model_specs import model_spec
-from flowrl.planning.model_specs import build_pipeline
+from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
+SMALL = 1e-3  # standard deviation of what `move` adds to the adapter
+
 
 class RandomBackbone:
-    """A size of `SIZES` behind the `Backbone` protocol: no text encoders, no weights to load.
+    """The backbone of a published model's family around random weights and noise as text.
 
-    What computes is the backbone of its family, around the size's own pipeline; only the text is
-    noise, by its length alone. pixels: an image's side, None for the size's own. layers: blocks of
-    each kind, None for all. guidance: 1 is none, and FLUX's input in Sol-RL (2604.06916).
-    Raises UserError for an unknown size and for images that cannot be patched.
+    Args:
+        pixels: side of an image, None for the one that Sol-RL (2604.06916) trained.
+        layers: blocks of each kind, None for all.
+        guidance: 1 is none, and FLUX's input in Sol-RL.
+
+    Raises:
+        UserError: unknown name, or images that cannot be cut into patches.
     """
 
     pipeline: Any = None  # that of `family` has no text encoders to ask
@@ -96,3 +100,10 @@ def random_text(
     if guided and size.family != "flux":
         tensors |= text("negative", "negative_")
     return Conditioning(tensors=tensors)
+
+
+@torch.no_grad()
+def move(policy: Policy) -> None:
+    """Change the adapter as an update would, so that there are new weights to put in."""
+    for parameter in policy.parameters():
+        parameter += SMALL * torch.randn_like(parameter)

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.bench.rollout import best_of
+from flowrl.bench.timing import best_of
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.scoring.executors.base import Executor, InlineExecutor

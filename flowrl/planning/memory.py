@@ -8,99 +8,88 @@ from typing import Literal
 import torch
 from torch import nn
 
+from flowrl.backbones.loading import DTYPES
 from flowrl.errors import UserError
 from flowrl.planning.activations import (
-    Module,
-    Shapes,
-    adapter_parameters,
-    as_module,
-    build,
+    Forward,
     decode_peak,
     encode_peak,
-    ends_in,
-    forward_peak,
     nbytes,
-    on_meta,
-    shapes_of,
-    training_peak,
+    transformer_peak,
 )
-from flowrl.planning.model_specs import Size
+from flowrl.planning.model_specs import ModelSpec, build_network
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape, rules_of
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import TreePlan, count, ode_plan
 
-# --- What decides how much memory a run takes on one GPU, as plain numbers ---------------------
+FP32 = 4  # bytes, of adapters, their gradients and each of AdamW's two moments
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# cuBLAS's own buffer on Hopper and later, 8 MiB before (torch's notes on CUDA semantics).
+CUBLAS = 32 * 2**20
+# What the driver and loaded kernels take from the GPU before any tensor: an assumption, which
+# nvidia-smi shows as 0.4 to 0.6 GiB; torch's own statistics do not have it.
+CONTEXT = 600 * 2**20
+# Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
+FRAGMENTS = 0.05
+COMES_AND_GOES = ("activations", "latents", "text embeddings")
+OVERHEAD = "CUDA overhead"
+ENCODE_BATCH = 64  # texts that are encoded at once, at most
+
+# Bytes beside the codes of a base in few bits.
+NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
+INT8_SCALE = {"bitsandbytes": 4, "torchao": 2}  # for an output, fp32 or in the weights' dtype
+
+BACKENDS: dict[str, Backend] = {
+    "nvfp4": NVFP4Native(),
+    "nvfp4-emulated": NVFP4Emulated(),
+    "fp8": FP8Rowwise(),
+}
+AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")  # what precision auto may become
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """A second network for rollouts, `flowrl.quantization.rollout_model.Twin`.
+class NetworkCopy:
+    """A copy of the transformer for rollouts, see `flowrl.quantization.rollout_model`."""
 
-    format: nvfp4, nvfp4-emulated or fp8; bf16 is not quantised, in the network's own dtype; auto
-    is the larger of fp8 and bf16, as the GPU decides which of them it is.
-    merge: the adapter is summed into its weights, else beside them. min_dim, keep: which layers
-    stay exact; None for the network's rules.
-    """
-
-    format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]
-    merge: bool = True
-    min_dim: int | None = None
+    format: Literal["nvfp4", "nvfp4-emulated", "fp8", "bf16", "auto"]  # bf16: not quantised
+    merge: bool = True  # the adapter is summed into its weights, else beside them
+    min_dim: int | None = None  # None for the network's own rules
     keep: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """One process on one GPU: its options, and its share of a rollout.
+class MemorySetup:
+    """All that decides how much memory one process takes on one GPU."""
 
-    dtype: fp32, bf16 or fp16, of the frozen weights and the arithmetic. base_bits: 8, 4 or None
-    for `dtype`; base_library: who keeps them. height, width: pixels. text_tokens: of the
-    transformer's text, None for the size's own. rank, targets: of the LoRA.
-    adapters: the policy with its copies, such as the EMA and the lagging policy.
-    rollout_batch, micro_batch, decode_batch, evaluation_batch, encode_batch: most rows at once.
-    evaluation_steps: of a held-out image, all of whose latents are held.
-    rollout_doubles, training_doubles, evaluation_doubles: whether guidance doubles them.
-    reference: the frozen network, or the lagging one, is asked while the gradient's graph is held.
-    plan, prompts_per_gpu: the trees of one rollout. candidates: of a second, cheap rollout that
-    comes first, of which no tree is kept, or None. copies: networks made for rollouts beside the
-    policy's own. merged: the policy's own network is folded for rollouts, which holds adapted
-    weights twice meanwhile.
-    text_encoders, vae: what becomes of them between uses. reward_bytes: of rewards on this GPU.
-    training_copy: the precision that frozen weights are multiplied in while training, beside the
-    exact ones; None for none.
-    """
-
-    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
-    base_bits: Literal[4, 8] | None = None
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"  # of the frozen weights and the arithmetic
+    base_bits: Literal[4, 8] | None = None  # of the frozen weights, None for `dtype`
     base_library: Literal["bitsandbytes", "torchao"] = "bitsandbytes"
-    height: int
+    height: int  # pixels
     width: int
-    text_tokens: int | None = None
-    rank: int
+    text_tokens: int | None = None  # of the transformer's text, None for the model's own
+    rank: int  # of the LoRA
     targets: tuple[str, ...]
-    adapters: int = 1
+    adapters: int = 1  # the policy with its copies, such as the EMA and the old policy
     gradient_checkpointing: bool = False
-    rollout_batch: int
+    rollout_batch: int  # most rows at once, as are the next three
     micro_batch: int
     decode_batch: int
     evaluation_batch: int = 0
-    evaluation_steps: int = 2
-    encode_batch: int = 64
-    rollout_doubles: bool = False
+    evaluation_steps: int = 2  # of a held-out image, all of whose latents are held
+    rollout_doubles: bool = False  # guidance doubles the rows, as in the next two
     training_doubles: bool = False
     evaluation_doubles: bool = False
-    reference: bool = False
-    plan: TreePlan
+    reference: bool = False  # another policy is asked while the gradient's graph is held
+    plan: TreePlan  # of the rollout that is learned from
     prompts_per_gpu: int
-    candidates: TreePlan | None = None
-    copies: tuple[Copy, ...] = ()
-    training_copy: Copy | None = None
-    merged: bool = False
+    candidates: TreePlan | None = None  # of previews before it, of which no tree is kept
+    copies: tuple[NetworkCopy, ...] = ()  # for rollouts
+    training_copy: NetworkCopy | None = None  # low-bit weights that training multiplies by
+    merged: bool = False  # the LoRA is merged into the policy's own network for rollouts
     text_encoders: Literal["keep", "offload", "free"] = "keep"
     vae: Literal["keep", "offload"] = "keep"
-    reward_bytes: int = 0
+    reward_bytes: int = 0  # weights of reward models on this GPU
 
     def __post_init__(self) -> None:
         if self.base_bits == 4 and self.base_library == "torchao":
@@ -118,49 +107,202 @@ class Setup:
         return DTYPES[self.dtype]
 
 
-# --- Bytes of what lies in memory whatever is computed: weights, adapters, optimiser, copies ---
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The peak of one phase in bytes, as the sum of its parts; docs/memory.md explains them."""
 
-FP32 = 4
-MOMENTS = 2  # of AdamW, each in the adapter's fp32
+    phase: str  # encode, rollout, decode, rewards, training or evaluation
+    parts: Mapping[str, int]
 
-# Bytes beside the codes of a base in few bits.
-NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
-INT8_SCALE = {"bitsandbytes": 4, "torchao": 2}  # for an output, fp32 or in the weights' dtype
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
 
-BACKENDS: dict[str, Backend] = {
-    "nvfp4": NVFP4Native(),
-    "nvfp4-emulated": NVFP4Emulated(),
-    "fp8": FP8Rowwise(),
-}
+    @property
+    def allocated(self) -> int:
+        """Return the part of the total that torch.cuda.max_memory_allocated would show."""
+        return self.total - self.parts[OVERHEAD]
 
-AUTO: tuple[Literal["fp8", "bf16"], ...] = ("fp8", "bf16")
+
+def peak(footprints: list[Footprint]) -> Footprint:
+    """Return the phase that needs most."""
+    return max(footprints, key=lambda footprint: footprint.total)
+
+
+def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
+    """Return the phases of an iteration, in their order.
+
+    Raises:
+        UserError: the network cannot cut images of this height or width into patches.
+    """
+    return _Planner(spec, setup).footprints()
+
+
+class _Planner:
+    def __init__(self, spec: ModelSpec, setup: MemorySetup):
+        for side in (setup.height, setup.width):
+            spec.latent_shape(side)  # raises
+        self.spec, self.setup = spec, setup
+        self.network = full_network(spec, setup.torch_dtype)
+        self.adapter = adapter_parameters(self.network, setup.rank, setup.targets)
+        self.encoders = sum(e.nbytes(setup.torch_dtype) for e in spec.text_encoders)
+        self.autoencoder = spec.autoencoder_params * setup.torch_dtype.itemsize
+        self.plans = [setup.plan, *([setup.candidates] if setup.candidates else [])]
+
+    def footprints(self) -> list[Footprint]:
+        setup = self.setup
+        # Nodes of one step, and images, of a batch of trees: they are there together.
+        frontier = max(count(p).peak_frontier // p.roots * self.trees(p) for p in self.plans)
+        images = max(count(p).leaves // p.roots * self.trees(p) for p in self.plans)
+        rows = min(setup.rollout_batch, frontier) * (1 + setup.rollout_doubles)
+        # The latents and texts of the rollout that is learned from.
+        held = {
+            "latents": self.latents(setup.plan, setup.prompts_per_gpu),
+            "text embeddings": self.text(setup.prompts_per_gpu + frontier, setup.rollout_doubles),
+        }
+        sampling = held | self.sampling(held["latents"])
+        vae = {"autoencoder": self.autoencoder}
+        parts: dict[str, dict[str, int]] = {
+            "encode": self.encode(),
+            "rollout": sampling | {"activations": transformer_peak(self.forward(rows), "sample")},
+            "decode": sampling | vae | {"activations": self.decode(images)},
+            "rewards": held,
+            "training": held | self.training(),
+        }
+        if setup.evaluation_batch:
+            parts["evaluation"] = vae | self.evaluation()
+        resident, found = self.resident(), []
+        for phase, own in parts.items():
+            whole = resident | own
+            idle = FRAGMENTS * sum(whole.get(name, 0) for name in COMES_AND_GOES)
+            whole[OVERHEAD] = CONTEXT + int(idle)
+            found.append(Footprint(phase=phase, parts=whole))
+        return found
+
+    def resident(self) -> dict[str, int]:
+        """Return what is there in every phase."""
+        setup, network = self.setup, self.network
+        copies = sum(copy_bytes(network, copy, setup) for copy in setup.copies)
+        if setup.training_copy is not None:
+            copies += sum(packed_layers(network, setup.training_copy).values())
+        return {
+            "transformer": transformer_bytes(network, setup),
+            "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
+            "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
+            "LoRA adapters": self.adapter * FP32 * setup.adapters,
+            "optimiser": 2 * self.adapter * FP32,
+            "network copies": copies,
+            "reward models": setup.reward_bytes,
+            "matmul buffers": CUBLAS + widest_bytes(network, setup),
+        }
+
+    def encode(self) -> dict[str, int]:
+        setup = self.setup
+        rows = ENCODE_BATCH  # of all prompts, where they are encoded at first
+        if setup.text_encoders != "free":
+            rows = min(rows, max(setup.prompts_per_gpu, setup.evaluation_batch))
+        activations = encode_peak(self.spec, rows, setup.text_tokens, setup.torch_dtype)
+        found = {"text encoders": self.encoders, "activations": activations}
+        # Texts are encoded before the first step then, and never again.
+        return found | ({"optimiser": 0} if setup.text_encoders == "free" else {})
+
+    def sampling(self, latents: int) -> dict[str, int]:
+        """A batch of candidates' trees is held at once, before those that are learned from."""
+        setup, plan = self.setup, self.setup.candidates
+        if plan is not None:
+            latents = max(latents, self.latents(plan, 1) * self.trees(plan) // plan.roots)
+        merged = adapted_bytes(self.network, setup) if setup.merged else 0
+        return {"latents": latents, "merged weights": merged}
+
+    def training(self) -> dict[str, int]:
+        """Backward, or the step after it, when gradients of several GPUs are joined and summed."""
+        setup = self.setup
+        gradients = self.adapter * FP32
+        backward = transformer_peak(
+            self.forward(setup.micro_batch * (1 + setup.training_doubles)),
+            "train_with_reference" if setup.reference else "train",
+            checkpointing=setup.gradient_checkpointing,
+        )
+        return {
+            "LoRA adapters": self.adapter * FP32 * setup.adapters + gradients,
+            "activations": max(backward, 2 * gradients),
+        }
+
+    def evaluation(self) -> dict[str, int]:
+        """A batch of held-out images, with the latents of all their steps."""
+        setup, rows = self.setup, self.setup.evaluation_batch
+        forward = self.forward(rows * (1 + setup.evaluation_doubles))
+        return {
+            "activations": max(transformer_peak(forward, "sample"), self.decode(rows)),
+            "latents": self.latents(ode_plan(setup.evaluation_steps), rows),
+            "text embeddings": self.text(rows, setup.evaluation_doubles),
+        }
+
+    def forward(self, rows: int) -> Forward:
+        s = self.setup
+        return Forward(
+            spec=self.spec, rows=rows, height=s.height, width=s.width, text_tokens=s.text_tokens,
+            dtype=s.torch_dtype, rank=s.rank, targets=s.targets,
+        )  # fmt: skip
+
+    def decode(self, images: int) -> int:
+        s = self.setup
+        rows = min(s.decode_batch, images)
+        return decode_peak(self.spec, rows, s.height, s.width, s.torch_dtype)
+
+    def latents(self, plan: TreePlan, prompts: int) -> int:
+        spec, setup = self.spec, self.setup
+        latent = spec.channels * (setup.height // spec.factor) * (setup.width // spec.factor)
+        return rollout_bytes(plan, prompts, latent, setup.torch_dtype.itemsize)
+
+    def text(self, rows: int, doubles: bool) -> int:
+        spec, setup = self.spec, self.setup
+        tokens = spec.text_tokens if setup.text_tokens is None else setup.text_tokens
+        numbers = tokens * spec.text_width + (spec.pooled_width or 0)
+        return rows * numbers * setup.torch_dtype.itemsize * (1 + doubles)
+
+    def trees(self, plan: TreePlan) -> int:
+        """Return the trees of a batch: as many as rows in a forward."""
+        return min(self.setup.rollout_batch, plan.roots * self.setup.prompts_per_gpu)
+
+
+# --- bytes of weights ---------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=8)
-def full_network(module: Module, dtype: torch.dtype) -> nn.Module:
-    """All blocks, on the meta device, without an adapter: to be looked at only."""
-    return build(module, dtype)
+def full_network(spec: ModelSpec, dtype: torch.dtype) -> nn.Module:
+    """Build the transformer with all blocks on the meta device, without an adapter."""
+    return build_network(spec.transformer, spec.config, dtype)
 
 
-def network_of(size: Size, setup: Setup) -> nn.Module:
-    return full_network(as_module(size.transformer, size.config), setup.torch_dtype)
+def adapter_parameters(network: nn.Module, rank: int, targets: tuple[str, ...]) -> int:
+    """Return the parameters of a LoRA: rank * (in + out) of every adapted layer."""
+    found = 0
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d) and is_adapted(name, targets):
+            found += rank * (layer.weight.shape[0] + layer.weight[0].numel())
+    return found
 
 
-def transformer_bytes(network: nn.Module, setup: Setup) -> int:
-    """The frozen weights and tables; with `base_bits` the linear layers' weights in few bits."""
+def is_adapted(name: str, targets: tuple[str, ...]) -> bool:
+    """Apply PEFT's rule for lists: the name itself is a target, or its last parts are."""
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
+    """Return the frozen weights and buffers, linear layers in `base_bits`."""
     whole = nbytes([*network.parameters(), *network.buffers()])
     if setup.base_bits is None:
         return whole
-    itemsize = setup.torch_dtype.itemsize
     for layer in linear_layers(network):
         rows, columns = layer.weight.shape
         few = few_bits_bytes(rows, columns, setup.base_bits, setup.base_library)
-        whole += few - rows * columns * itemsize
+        whole += few - rows * columns * setup.torch_dtype.itemsize
     return whole
 
 
 def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:
-    """A weight (rows, columns) with its scales, in a library's format."""
+    """Return the bytes of a weight (rows, columns) with its scales, in a library's format."""
     codes = rows * columns * bits // 8
     if bits == 8:
         return codes + rows * INT8_SCALE[library]
@@ -171,8 +313,8 @@ def linear_layers(network: nn.Module) -> list[nn.Linear]:
     return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
 
 
-def widest_bytes(network: nn.Module, setup: Setup) -> int:
-    """Few bits are turned back layer by layer to be multiplied: the largest in the dtype."""
+def widest_bytes(network: nn.Module, setup: MemorySetup) -> int:
+    """Return the largest layer in `dtype`: few bits are dequantised layer by layer to multiply."""
     if setup.base_bits is None and setup.training_copy is None:
         return 0
     largest = max(layer.weight.numel() for layer in linear_layers(network))
@@ -181,251 +323,41 @@ def widest_bytes(network: nn.Module, setup: Setup) -> int:
     return largest * (setup.torch_dtype.itemsize + more)
 
 
-def copy_bytes(network: nn.Module, made: Copy, setup: Setup) -> int:
-    """What a twin holds beside the policy's own tensors, see `rollout_model.Twin`."""
-    if made.format == "auto":
-        either = (replace(made, format=format) for format in AUTO)
-        return max(copy_bytes(network, one, setup) for one in either)
-    packed = packed_layers(network, made)
+def copy_bytes(network: nn.Module, copy: NetworkCopy, setup: MemorySetup) -> int:
+    """Return what a copy holds beside the policy's own tensors."""
+    if copy.format == "auto":  # the GPU decides: the larger
+        return max(copy_bytes(network, replace(copy, format=f), setup) for f in AUTO)
+    packed = packed_layers(network, copy)
     found = sum(packed.values())
     for name, layer in matrices(network):
-        if ends_in(name, setup.targets):
+        if is_adapted(name, setup.targets):
             rows, columns = matrix_shape(layer)
-            if not made.merge:
+            if not copy.merge:
                 found += setup.rank * (rows + columns) * FP32
             elif name not in packed:
                 found += rows * columns * setup.torch_dtype.itemsize
     return found
 
 
-def packed_layers(network: nn.Module, made: Copy) -> dict[str, int]:
-    """Bytes of each layer that is packed, as its backend packs a weight of that shape."""
-    if made.format == "bf16":
+def packed_layers(network: nn.Module, copy: NetworkCopy) -> dict[str, int]:
+    """Return the bytes of each quantised layer, as its backend packs a weight of that shape."""
+    if copy.format == "bf16":
         return {}
-    backend = BACKENDS[made.format]
     choices = choose_layers(
-        network, rules_of(network), made.format, min_dim=made.min_dim, keep=made.keep
+        network, rules_of(network), copy.format, min_dim=copy.min_dim, keep=copy.keep
     )
+    backend, chosen = BACKENDS[copy.format], [c for c in choices if c.format]
     by_shape = {
-        shape: nbytes(backend.pack(on_meta(*shape, dtype=torch.float32)).values())
-        for shape in {c.shape for c in choices if c.format}
+        shape: nbytes(backend.pack(torch.empty(shape, dtype=torch.float32, device="meta")).values())
+        for shape in {c.shape for c in chosen}
     }
-    return {c.name: by_shape[c.shape] for c in choices if c.format}
+    return {c.name: by_shape[c.shape] for c in chosen}
 
 
-def adapted_bytes(network: nn.Module, setup: Setup) -> int:
-    """The weights below the adapter, once more in the dtype: folded ones lie beside the frozen."""
+def adapted_bytes(network: nn.Module, setup: MemorySetup) -> int:
+    """Return the adapted layers' weights once more: merged ones lie beside the frozen ones."""
     return sum(
         layer.weight.numel() * setup.torch_dtype.itemsize
         for name, layer in matrices(network)
-        if ends_in(name, setup.targets)
+        if is_adapted(name, setup.targets)
     )
-
-
-# --- The memory of each phase of an iteration on one GPU, part by part -------------------------
-
-PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
-
-# cuBLAS's own buffer on Hopper and later, 8 MiB before (torch's notes on CUDA semantics).
-CUBLAS = 32 * 2**20
-# What the driver and loaded kernels take from the GPU before any tensor: an assumption, which
-# nvidia-smi shows as 0.4 to 0.6 GiB; torch's own statistics do not have it.
-CONTEXT = 600 * 2**20
-# Share of what comes and goes that lies idle between tensors in the allocator: an assumption.
-FRAGMENTS = 0.05
-MOVING = ("activations", "latents", "text")
-UNSEEN = "context"  # the part that torch.cuda.max_memory_allocated does not have
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """The peak of one phase in bytes, as the sum of what it holds then.
-
-    phase: one of PHASES. parts: bytes by name, of "transformer", "text encoders", "autoencoder",
-    "adapters", "optimiser", "copies", "folded", "activations", "latents", "text", "rewards",
-    "workspace" and "context".
-    """
-
-    phase: str
-    parts: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def allocated(self) -> int:
-        """Of the total, what torch.cuda.max_memory_allocated would say."""
-        return self.total - self.parts[UNSEEN]
-
-
-def peak(found: list[Footprint]) -> Footprint:
-    """The phase that needs most."""
-    return max(found, key=lambda footprint: footprint.total)
-
-
-def footprints(size: Size, setup: Setup) -> list[Footprint]:
-    """The phases that the setup has, in their order. Raises UserError for sides that the network
-    cannot patch."""
-    return _Planner(size, setup).phases()
-
-
-class _Planner:
-    def __init__(self, size: Size, setup: Setup):
-        self.size, self.setup = size, setup
-        self.network: nn.Module = network_of(size, setup)
-        self.adapter = adapter_parameters(self.network, setup.rank, setup.targets)
-        itemsize = setup.torch_dtype.itemsize
-        self.encoders = sum(e.nbytes(setup.torch_dtype) for e in size.text_encoders)
-        self.autoencoder = size.autoencoder_params * itemsize
-        self.copies = sum(copy_bytes(self.network, copy, setup) for copy in setup.copies)
-
-    def phases(self) -> list[Footprint]:
-        setup = self.setup
-        moving = {
-            "encode": self._encode(),
-            "rollout": self._drawing() | {"activations": self._forward(self._rollout_rows())},
-            "decode": self._drawing() | self._vae() | {"activations": self._decode(self._leaves())},
-            "rewards": self._held(),
-            "training": self._held() | self._training(),
-        }
-        if setup.evaluation_batch:
-            moving["evaluation"] = self._vae() | self._evaluation()
-        return [self._footprint(phase, moving[phase]) for phase in PHASES if phase in moving]
-
-    def _footprint(self, phase: str, moving: Mapping[str, int]) -> Footprint:
-        """What is there in every phase, and over it what a phase has."""
-        parts = {**self._resident(), **moving}
-        idle = FRAGMENTS * sum(parts.get(name, 0) for name in MOVING)
-        parts[UNSEEN] = CONTEXT + int(idle)
-        return Footprint(phase=phase, parts=parts)
-
-    def _resident(self) -> dict[str, int]:
-        setup = self.setup
-        packed = setup.training_copy
-        return {
-            "transformer": transformer_bytes(self.network, setup),
-            "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
-            "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
-            "adapters": self.adapter * FP32 * setup.adapters,
-            "optimiser": self.adapter * FP32 * MOMENTS,
-            "copies": self.copies
-            + (sum(packed_layers(self.network, packed).values()) if packed else 0),
-            "rewards": setup.reward_bytes,
-            "workspace": CUBLAS + widest_bytes(self.network, setup),
-        }
-
-    # --- phases -----------------------------------------------------------------------------
-
-    def _encode(self) -> dict[str, int]:
-        setup = self.setup
-        asked = max(setup.prompts_per_gpu, setup.evaluation_batch)
-        rows = setup.encode_batch  # of all prompts, where they are encoded at first
-        if setup.text_encoders != "free":
-            rows = min(rows, asked)
-        most = encode_peak(self.size, rows, setup.text_tokens, setup.torch_dtype)
-        found = {"text encoders": self.encoders, "activations": most}
-        # Texts are encoded before the first step then, and never again.
-        return found | ({"optimiser": 0} if setup.text_encoders == "free" else {})
-
-    def _drawing(self) -> dict[str, int]:
-        """A batch of candidates' trees is held at once, and before those that are learned from."""
-        setup = self.setup
-        folded = adapted_bytes(self.network, setup) if setup.merged else 0
-        held = self._held()
-        if (plan := setup.candidates) is not None:
-            batch = self._latents(plan, 1) * self._trees(plan) // plan.roots
-            held["latents"] = max(held["latents"], batch)
-        return held | {"folded": folded}
-
-    def _held(self) -> dict[str, int]:
-        """The latents and texts of the rollout that is learned from."""
-        setup = self.setup
-        return {
-            "latents": self._latents(setup.plan, setup.prompts_per_gpu),
-            "text": self._text(setup.prompts_per_gpu, setup.rollout_doubles)
-            + self._text(self._frontier(), setup.rollout_doubles),
-        }
-
-    def _training(self) -> dict[str, int]:
-        """Backward, or the step after it, when gradients of several GPUs are joined and summed."""
-        setup = self.setup
-        gradients = self.adapter * FP32
-        rows = setup.micro_batch * (1 + setup.training_doubles)
-        backward = training_peak(
-            self._module(), self._shapes(rows), setup.torch_dtype, rank=setup.rank,
-            targets=setup.targets, checkpointing=setup.gradient_checkpointing,
-            reference=setup.reference,
-        )  # fmt: skip
-        return {
-            "adapters": self.adapter * FP32 * setup.adapters + gradients,
-            "activations": max(backward, 2 * gradients),
-        }
-
-    def _evaluation(self) -> dict[str, int]:
-        """A batch of held-out images, with the latents of all their steps."""
-        setup = self.setup
-        rows = setup.evaluation_batch
-        drawing = self._forward(rows * (1 + setup.evaluation_doubles))
-        return {
-            "activations": max(drawing, self._decode(rows)),
-            "latents": self._latents(ode_plan(setup.evaluation_steps), rows),
-            "text": self._text(rows, setup.evaluation_doubles),
-        }
-
-    def _vae(self) -> dict[str, int]:
-        return {"autoencoder": self.autoencoder}
-
-    # --- what comes and goes ------------------------------------------------------------------
-
-    def _forward(self, rows: int) -> int:
-        setup = self.setup
-        return forward_peak(
-            self._module(), self._shapes(rows), setup.torch_dtype,
-            rank=setup.rank, targets=setup.targets,
-        )  # fmt: skip
-
-    def _decode(self, images: int) -> int:
-        """Of so many that there are at once."""
-        s = self._shapes(1)
-        module = as_module(self.size.autoencoder, self.size.autoencoder_config)
-        latents = (min(self.setup.decode_batch, images), s.channels, s.height, s.width)
-        return decode_peak(module, latents, self.setup.torch_dtype)
-
-    def _latents(self, plan: TreePlan, prompts: int) -> int:
-        latent, itemsize = self._shapes(1).latent, self.setup.torch_dtype.itemsize
-        return rollout_bytes(plan, prompts, latent, itemsize)
-
-    def _text(self, rows: int, doubles: bool) -> int:
-        s = self._shapes(rows)
-        numbers = s.text_tokens * s.text_width + (s.pooled_width or 0)
-        return rows * numbers * self.setup.torch_dtype.itemsize * (1 + doubles)
-
-    def _frontier(self) -> int:
-        """Latents that are drawn together: all nodes of a step, of a batch of trees."""
-        return max(
-            count(plan).peak_frontier // plan.roots * self._trees(plan) for plan in self._plans()
-        )
-
-    def _leaves(self) -> int:
-        """Images that are there at once to be decoded: those of a batch of trees."""
-        return max(count(plan).leaves // plan.roots * self._trees(plan) for plan in self._plans())
-
-    def _plans(self) -> list[TreePlan]:
-        candidates = self.setup.candidates
-        return [self.setup.plan, *([] if candidates is None else [candidates])]
-
-    def _trees(self, plan: TreePlan) -> int:
-        """A batch of them: as many as rows in a forward."""
-        return min(self.setup.rollout_batch, plan.roots * self.setup.prompts_per_gpu)
-
-    def _rollout_rows(self) -> int:
-        setup = self.setup
-        return min(setup.rollout_batch, self._frontier()) * (1 + setup.rollout_doubles)
-
-    def _module(self) -> Module:
-        return as_module(self.size.transformer, self.size.config)
-
-    def _shapes(self, rows: int) -> Shapes:
-        setup = self.setup
-        return shapes_of(self.size, rows, setup.height, setup.width, setup.text_tokens)

@@ -12,7 +12,9 @@ from typing import Any
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.sd3 import dual_targets
 from flowrl.build.backbone import backbone_class
-from flowrl.build.work_split import IterationWork, WorkSplit, build_load, micro_batches, solve
+from flowrl.build.work_split import iteration_work
+from flowrl.build.work_split import split_work
+from flowrl.build.work_split import IterationWork, WorkSplit, micro_batches
 from flowrl.config import Config
 from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
@@ -64,7 +66,7 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         UserError: an iteration cannot be split among so many GPUs.
     """
     work = count_work(config)
-    split = [solve(load, gpus) for load in work.loads][0]
+    split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
     phases: tuple[Footprint, ...] = ()
     remedies = None
@@ -108,7 +110,7 @@ def _phases(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> tupl
     """
     found: dict[str, Footprint] = {}
     for kind in work.kinds:
-        split = solve(replace(kind.load, micro_batch=config.optim.micro_batch), gpus)
+        split = split_work(replace(kind.load, micro_batch=config.optim.micro_batch), gpus)
         for one in footprints(spec, build_setup(config, spec, work.needs, split, kind)):
             found[one.phase] = peak([found.get(one.phase, one), one])
     return tuple(found.values())
@@ -214,7 +216,7 @@ def count_work(config: Config) -> RunWork:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
         if (plan, candidates) not in known:
-            load = known[plan, candidates] = build_load(
+            load = known[plan, candidates] = iteration_work(
                 config, needs, plan, whole_groups=bool(groups), whole_trained=whole_trained,
                 candidates=candidates,
             )  # fmt: skip

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from flowrl.bench.iteration import WORK, work_of
-from flowrl.cli import explained
+from flowrl.cli import report_errors
 from flowrl.cli.bench import app
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gpu-bench.md").read_text(encoding="utf-8")
 TWO_STAGES: dict[str, Any] = {
     "two": 9.1, "q": 0.5, "measured": 1.13, "predicted": 1.154, "of_predicted": 1.13 / 1.154,
-    "allowed": 1.1, "split": [{"part": "explore: draw", "seconds": 1.0}],
+    "allowed": 1.1, "split": [{"part": "explore: sample", "seconds": 1.0}],
 }  # fmt: skip
 ITERATION: dict[str, Any] = {"forward_share": 0.93, "phases": [{"phase": "decode", "seconds": 1.5}]}
 
@@ -36,7 +36,7 @@ def run(capsys, monkeypatch):
     def call(*words):
         asked.clear()
         with pytest.raises(SystemExit) as caught:
-            explained(lambda: app(list(words), prog_name="flowrl bench"), debug=False)
+            report_errors(lambda: app(list(words), prog_name="flowrl bench"), debug=False)
         out, err = capsys.readouterr()
         return caught.value.code or 0, out, err, list(asked)
 
@@ -48,7 +48,7 @@ def test_a_pipeline_is_asked_for_the_published_counts_and_sizes_for_a_wider_firs
     assert code == 0 and [str(a["counts"]) for a in asked] == ["24/96@6/10"]
     assert re.search(r"two stages, s +9\.1", out) and "q: low-bit speed factor" in out
     last = "measured 1.130, predicted 1.154: 0.98 times, within 1.10"
-    assert "explore: draw" in out and out.strip().splitlines()[-1] == last
+    assert "explore: sample" in out and out.strip().splitlines()[-1] == last
     sizes = ("--size", "sana-1.6b", "--size", "flux.1-dev")
     _, _, _, asked = run("solrl", *sizes, "--scale", "0.25")
     assert [a["name"] for a in asked] == ["sana-1.6b", "flux.1-dev"]

@@ -57,7 +57,7 @@ def test_what_has_no_speed_is_refused():
 
 def test_ratios_stand_beside_those_of_the_plans_own_counts(tiny_pipeline_path, monkeypatch):
     def measured(jobs, repeats):
-        jobs["update pruned"](), jobs["draw tree"]()
+        jobs["update pruned"](), jobs["sample tree"]()
         return {name: 2.0 + i**2 for i, name in enumerate(jobs)}
 
     monkeypatch.setattr(bench_tree, "best_of", measured)

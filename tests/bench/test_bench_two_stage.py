@@ -9,22 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from flowrl.bench.timing import Timeline, best_parts, on_gpu, watched
 from flowrl.bench.two_stage import (
     LABELS,
     PUBLISHED,
     WIDER,
-    Clock,
     Costs,
     MeasuredCounts,
-    Watch,
     bench_sizes,
     bench_solrl,
-    best_parts,
-    clocked,
     full_batch,
     labelled,
-    on_gpu,
-    own_words,
+    name_own_options,
     parse_counts,
     verdict,
 )
@@ -39,7 +35,7 @@ from flowrl.sampling.two_stage import two_stage_ratio
 COSTS = Costs(
     device="cpu", prompts=1, counts=PUBLISHED, batch=24, single=96 * 12.0,
     two=96 * (3.0 + 2.0) + 24 * 12.0,
-    split={"explore: draw": 96 * 3.0, "rest": 96 * 2.0 + 24 * 12.0}, exact_step=1.0, low_step=0.5,
+    split={"explore: sample": 96 * 3.0, "rest": 96 * 2.0 + 24 * 12.0}, exact_step=1.0, low_step=0.5,
     peft_step=2.0, finish=2.0, graphs=0, memory=None,
 )  # fmt: skip
 
@@ -51,7 +47,7 @@ def test_a_run_without_overhead_costs_what_the_model_says():
     assert row["of_predicted"] == pytest.approx(1) and row["allowed"] == 1.10
     # The published baseline is slower by its steps.
     assert COSTS.to_peft == pytest.approx(COSTS.two / (96 * (10 * 2.0 + 2.0)))
-    assert [part["part"] for part in row["split"]] == ["explore: draw", "rest"]
+    assert [part["part"] for part in row["split"]] == ["explore: sample", "rest"]
     assert [part["share"] for part in row["split"]] == pytest.approx([0.375, 0.625])
 
 
@@ -90,9 +86,12 @@ def test_scaled_counts_keep_their_proportion():
 
 
 def test_a_bench_names_its_own_option_where_no_layer_is_left():
-    with pytest.raises(UserError, match="is left to be quantised: give --min-dim 0"), own_words():
+    with (
+        pytest.raises(UserError, match="is left to be quantised: give --min-dim 0"),
+        name_own_options(),
+    ):
         raise UserError("no layer of X is left to be quantised: set rollout.explore.min_dim")
-    with pytest.raises(UserError, match="^another$"), own_words():
+    with pytest.raises(UserError, match="^another$"), name_own_options():
         raise UserError("another")
 
 
@@ -129,31 +128,31 @@ def test_jobs_take_turns_and_the_best_round_counts_but_not_the_first():
 
 
 def test_a_cpus_seconds_are_its_own():
-    clock = Clock(CPU)
-    with clock.of("asleep"):
-        time.sleep(0.05)
-    assert clock.seconds["asleep"] < 0.04
-    watch = Watch(clock)
+    timeline = Timeline(CPU)
+    timeline.enter("asleep")
     time.sleep(0.05)
-    watch.lap("asleep")
-    assert watch.seconds["asleep"] < 0.04
+    assert timeline.phases()["asleep"].seconds < 0.04
     assert not on_gpu("cpu") and on_gpu("auto") == torch.cuda.is_available()
 
 
-def test_a_clocked_stage_generates_the_same_images_and_tells_its_network_of_errors(make_learner):
+NAMES = {part: f"x: {part}" for part in ("sync", "sample", "decode", "reward")}
+
+
+def test_a_watched_generator_makes_the_same_images_and_its_network_learns_of_errors(make_learner):
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
     source = learner.source
     request, plan = source.request(0, source.plan(0)), source.plan(0)
-    clock = Clock(CPU)
+    timeline = Timeline(CPU)
     plain = source.generator.generate(request, plan, Timer())
-    timed = clocked(source.generator, clock, "x").generate(request, plan, Timer())
+    timed = watched(source.generator, timeline, **NAMES).generate(request, plan, Timer())
     for (tree, images), (same, alike) in zip(plain.parts, timed.parts, strict=True):
         assert torch.equal(tree.x, same.x) and torch.equal(images, alike)
     assert torch.equal(plain.reward, timed.reward)
-    assert set(clock.seconds) == {"x: sync", "x: decode"}
-    assert clock.seconds["x: decode"] > 0
-    after = source.generator.generate(request, plan, Timer())  # and it has left the stage as it was
-    assert len(clock.seconds) == 2 and torch.equal(after.reward, plain.reward)
+    phases = timeline.phases()
+    assert list(phases) == list(NAMES.values())
+    assert phases["x: sample"].seconds > 0 and phases["x: decode"].seconds > 0
+    after = source.generator.generate(request, plan, Timer())  # and it has left the other as it was
+    assert timeline.phases() == phases and torch.equal(after.reward, plain.reward)
     seen = []
 
     @contextmanager
@@ -164,7 +163,7 @@ def test_a_clocked_stage_generates_the_same_images_and_tells_its_network_of_erro
             seen.append(error)
             raise
 
-    timed = clocked(replace(source.generator, network=network), Clock(CPU), "x")
+    timed = watched(replace(source.generator, network=network), Timeline(CPU), **NAMES)
     error = KeyError("x")
     with pytest.raises(KeyError), timed.network():
         raise error
@@ -182,7 +181,7 @@ OPTIONS = {
 def test_the_split_and_the_ratio_stand_beside_the_cost_models(tiny_pipeline_path):
     row = bench_solrl(model=tiny_pipeline_path, **OPTIONS)
     assert (row["device"], row["batch"], row["recompiled"]) == ("cpu", 2, 0)
-    stages, parts = ("explore", "regenerate"), ("sync", "draw", "decode", "reward")
+    stages, parts = ("explore", "regenerate"), ("sync", "sample", "decode", "reward")
     named = [f"{stage}: {part}" for stage in stages for part in parts]
     assert [part["part"] for part in row["split"]] == [*named, "select and other"]
     assert all(part["seconds"] > 0 for part in row["split"][:-1])

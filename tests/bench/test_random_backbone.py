@@ -5,7 +5,7 @@ import torch
 
 from flowrl.bench.random_model import RandomBackbone
 from flowrl.errors import UserError
-from flowrl.planning.model_specs import SIZES
+from flowrl.planning.model_specs import MODEL_SPECS
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def backbone(monkeypatch, tiny_size):
     def make(name: str, pixels: int = 64, **options) -> RandomBackbone:
-        monkeypatch.setitem(SIZES, name, tiny_size(name))
+        monkeypatch.setitem(MODEL_SPECS, name, tiny_size(name))
         return RandomBackbone(name, device=CPU, dtype=torch.float32, pixels=pixels, **options)
 
     return make

@@ -1,12 +1,12 @@
 """The published sizes, a few numbers wide and a few blocks deep, so that every block counts."""
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from flowrl.backbones import flux, sana, sd3
 from flowrl.planning.memory import MemorySetup
-from flowrl.planning.model_specs import ModelSpec
-from flowrl.planning.model_specs import MODEL_SPECS
+from flowrl.planning.model_specs import MODEL_SPECS, ModelSpec
 from flowrl.trees import presets
 
 TARGETS = {"sd3": sd3.LORA_TARGETS, "flux": flux.LORA_TARGETS, "sana": sana.LORA_TARGETS}
@@ -30,16 +30,14 @@ NARROW: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@cache  # specs are compared by identity
 def small(name: str) -> ModelSpec:
     size = MODEL_SPECS[name]
-    pooled = None if size.pooled_width is None else 40
     return replace(
         size,
         config={**size.config, **NARROW[name]},
         text_encoders=(),
         text_tokens=90,
-        text_width=48,
-        pooled_width=pooled,
         autoencoder_config=_decoder(size.autoencoder_config),
     )
 

@@ -1,20 +1,16 @@
-import functools
-
 import pytest
 import torch
 from small_sizes import TARGETS, small
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flowrl.planning.activations import MemoryCounter
 from flowrl.planning.activations import (
+    Forward,
+    MemoryCounter,
     add_adapter,
-    as_module,
-    build,
-    forward_peak,
-    inputs,
-    shapes_of,
-    training_peak,
+    transformer_inputs,
+    transformer_peak,
 )
+from flowrl.planning.model_specs import build_network
 
 NAMES = ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
 # Each further family takes seconds.
@@ -24,50 +20,35 @@ ALL = pytest.mark.parametrize(
 BF16 = torch.bfloat16
 
 
-@functools.cache
-def training(name, *, rows=2, side=64, dtype=BF16, checkpointing=False, rank=4, **given):
-    size = small(name)
-    return training_peak(
-        as_module(size.transformer, size.config),
-        shapes_of(size, rows, side, side, None),
-        dtype,
-        rank=rank,
-        targets=TARGETS[size.family],
-        checkpointing=checkpointing,
-        **given,
-    )
+def peak(name, mode, *, rows=2, dtype=BF16, **options):
+    return transformer_peak(forward(name, rows, dtype), mode, **options)
 
 
-@functools.cache
-def forward(name, *, rows=2, whole=False):
-    size = small(name)
-    return forward_peak(
-        as_module(size.transformer, size.config),
-        shapes_of(size, rows, 64, 64, None),
-        BF16,
-        rank=4,
-        targets=TARGETS[size.family],
-        whole=whole,
-    )
+def forward(name, rows, dtype):
+    return Forward(
+        spec=small(name), rows=rows, height=64, width=64, text_tokens=None, dtype=dtype, rank=4,
+        targets=TARGETS[small(name).family],
+    )  # fmt: skip
 
 
 @ALL
 def test_a_few_blocks_tell_the_peak_of_all_with_and_without_checkpoints_and_gradients(name):
     for checkpointing in (False, True):
-        short = training(name, checkpointing=checkpointing)
-        assert short == training(name, checkpointing=checkpointing, whole=True)
-    assert forward(name) == forward(name, whole=True)
-    assert forward(name) < training(name, checkpointing=True) < training(name)
+        short = peak(name, "train", checkpointing=checkpointing)
+        assert short == peak(name, "train", checkpointing=checkpointing, count_all=True)
+    sampling = peak(name, "sample")
+    assert sampling == peak(name, "sample", count_all=True)
+    assert sampling < peak(name, "train", checkpointing=True) < peak(name, "train")
 
 
 def test_more_rows_bits_and_the_reference_take_more():
     name = "sana-1.6b"
     for checkpointing in (False, True):
-        found = [training(name, rows=n, checkpointing=checkpointing) for n in (1, 2)]
+        found = [peak(name, "train", rows=n, checkpointing=checkpointing) for n in (1, 2)]
         assert found == sorted(set(found))
-    assert forward(name, rows=4) > 1.5 * forward(name)  # as with guidance
-    assert training(name) < training(name, dtype=torch.float32)
-    assert training(name, reference=True) >= training(name)
+    assert peak(name, "sample", rows=4) > 1.5 * peak(name, "sample")  # as with guidance
+    assert peak(name, "train") < peak(name, "train", dtype=torch.float32)
+    assert peak(name, "train_with_reference") >= peak(name, "train")
 
 
 @ALL
@@ -79,9 +60,9 @@ def test_tensors_without_memory_are_counted_like_real_ones(name):
 
 def counted(name: str, device: str, checkpointing: bool) -> tuple[int, int]:
     size = small(name)
-    network = build(as_module(size.transformer, size.config), torch.float32)
+    network = build_network(size.transformer, size.config, torch.float32)
     add_adapter(network, 4, TARGETS[size.family])
-    given = inputs(shapes_of(size, 2, 64, 64, None), torch.float32)
+    given = transformer_inputs(forward(name, 2, torch.float32))
     if device != "meta":
         network.to_empty(device=device)
         for tensor in (*network.parameters(), *network.buffers()):

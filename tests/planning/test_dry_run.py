@@ -10,7 +10,7 @@ from flowrl.api import align
 from flowrl.cli import main
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.planning.dry_run import FAMILIES, KEY, StandIn, dry, rehearse
+from flowrl.planning.dry_run import FAMILIES, KEY, StandIn, rehearse
 
 LARGE = {
     "pipeline": {"path": "black-forest-labs/FLUX.1-dev", "backbone": "flux", "dtype": "bf16"}
@@ -49,7 +49,7 @@ def large(**changes) -> Config:
 
 
 def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_path):
-    real, small = large(), dry(large(), tmp_path)
+    real, small = large(), rehearse(large(), tmp_path).config
     assert small.objective == real.objective and small.rollout.tree == real.rollout.tree
     for name in ("num_inference_steps", "guidance_scale", "kernel", "noise_level"):
         assert getattr(small.rollout, name) == getattr(real.rollout, name)
@@ -58,7 +58,7 @@ def test_what_decides_a_recipe_stays_and_nothing_is_large_real_or_remote(tmp_pat
     for ours, theirs in zip(small.rewards, real.rewards, strict=True):
         assert ours.label == theirs.name and ours.weight == theirs.weight
         assert ours.held_out == theirs.held_out and ours.applies_to == theirs.applies_to
-    small = dry(large(), tmp_path)
+    small = rehearse(large(), tmp_path).config
     assert small.pipeline.path == "tiny-flux" and small.pipeline.device == "cpu"
     assert (small.pipeline.height, small.memory.base_bits) == (None, None)
     assert small.rollout.prompts_per_iteration * small.rollout.group_size <= 16
@@ -89,14 +89,14 @@ def test_prompts_of_ones_own_are_used_and_each_reward_finds_one(tmp_path):
     lines.append({"prompt": 'the word "HELLO"', "tag": "ocr"})
     mine = tmp_path / "mine.jsonl"
     mine.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    small = dry(large(prompts={"train": str(mine)}), tmp_path)
+    small = rehearse(large(prompts={"train": str(mine)}), tmp_path).config
     rows = [json.loads(line) for line in Path(small.prompts.train).read_text().splitlines()]
     assert len(rows) == 6 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
     assert [row["tag"] for row in rows if "ocr" in row[KEY]] == ["ocr"]
     (tmp_path / "mine.txt").write_text("a cat without any quotes\n")
     config = large(prompts={"train": str(tmp_path / "mine.txt")}, rewards=[{"name": "ocr"}])
     with pytest.raises(UserError, match="reward 'ocr' applies to none of the prompts"):
-        dry(config, tmp_path)
+        rehearse(config, tmp_path)
 
 
 def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
@@ -106,10 +106,10 @@ def test_a_reward_that_is_not_there_or_lacks_a_gradient_is_told(tmp_path):
         ({"name": "no_such_module:Reward"}, "'no_such_module:Reward'"),
     ):
         with pytest.raises(UserError, match=name):
-            dry(large(rewards=[reward]), tmp_path)
+            rehearse(large(rewards=[reward]), tmp_path)
     config = large(objective={"kind": "refl"}, rollout={"tree": {"kind": "ode"}})
     with pytest.raises(UserError, match="reward 'ocr' does not say `differentiable"):
-        align(dry(config, tmp_path))
+        align(rehearse(config, tmp_path).config)
 
 
 def test_precisions_that_need_hardware_are_emulated(tmp_path):
@@ -127,7 +127,7 @@ def test_what_a_tiny_network_lacks_is_left_out_and_told(tmp_path):
     made = rehearse(large(pipeline={"backbone": "sd3"}, lora=lora), tmp_path)
     assert (made.config.lora.dual_attention, made.config.lora.targets) == (False, None)
     assert {"lora.dual_attention", "lora.targets"} <= {key for key, _, _ in made.replaced}
-    known = dry(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path)
+    known = rehearse(large(lora={"targets": ["proj_mlp", "nothing"]}), tmp_path).config
     assert known.lora.targets == ["proj_mlp", "nothing"]
     made = rehearse(large(pipeline={"backbone": "mine:Backbone"}), tmp_path)
     assert made.config.pipeline.path == "tiny-sd3"
@@ -186,7 +186,7 @@ def test_a_recipe_of_every_family_runs(tmp_path, family, kind):
 def check_run(folder: Path, family: str, kind: str) -> None:
     pipeline = {"backbone": family, "path": "somebody/large"}
     folder.mkdir(exist_ok=True)
-    config = dry(large(**SMALL | KINDS[kind], pipeline=pipeline), folder)
+    config = rehearse(large(**SMALL | KINDS[kind], pipeline=pipeline), folder).config
     align(config)
     lines = (Path(config.run.output_dir) / "metrics.jsonl").read_text().splitlines()
     moved = [row["grad/norm"] for row in map(json.loads, lines) if "grad/norm" in row]

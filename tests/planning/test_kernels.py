@@ -9,16 +9,15 @@ from small_sizes import TARGETS, small
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flowrl.planning.activations import MemoryCounter
-from flowrl.planning.activations import CUDAEmulation
 from flowrl.planning.activations import (
+    CUDAEmulation,
+    Forward,
+    MemoryCounter,
     add_adapter,
-    as_module,
-    build,
     fused_attention,
-    inputs,
-    shapes_of,
+    transformer_inputs,
 )
+from flowrl.planning.model_specs import build_network
 
 BF16 = torch.bfloat16
 
@@ -57,7 +56,7 @@ class KernelsAlone(CUDAEmulation):
         kwargs = kwargs or {}
         dtype = CAST.get(getattr(func, "__name__", ""))
         if dtype is not None:
-            args, kwargs = self._cast(args, kwargs, dtype)
+            args, kwargs = self._cast((args, kwargs), dtype)
         return super().__torch_function__(func, types, args, kwargs)
 
 
@@ -67,9 +66,13 @@ CAST = {"rms_norm": torch.float32, "scaled_dot_product_attention": BF16}
 def forward_bytes(name: str, *, fake: bool) -> tuple[int, int]:
     """(most, at the end) of a forward with a graph."""
     size = small(name)
-    network = build(as_module(size.transformer, size.config), BF16)
+    network = build_network(size.transformer, size.config, BF16)
     add_adapter(network, 4, TARGETS[size.family])
-    given = inputs(shapes_of(size, 2, 64, 64, None), BF16)
+    forward = Forward(
+        spec=size, rows=2, height=64, width=64, text_tokens=None, dtype=BF16, rank=4,
+        targets=TARGETS[size.family],
+    )  # fmt: skip
+    given = transformer_inputs(forward)
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         if fake:
             pretend(network)

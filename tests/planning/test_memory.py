@@ -7,14 +7,22 @@ from hypothesis import strategies as st
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
-from flowrl.planning.activations import adapter_parameters, encode_peak, keep_wide
-from flowrl.planning.memory import NetworkCopy
-from flowrl.planning.memory import CONTEXT, PHASES, _Planner, footprints, network_of, peak
-from flowrl.planning.model_specs import T5_XXL, TextEncoder
+from flowrl.planning.activations import encode_peak
+from flowrl.planning.memory import (
+    CONTEXT,
+    NetworkCopy,
+    _Planner,
+    adapter_parameters,
+    footprints,
+    full_network,
+    peak,
+)
+from flowrl.planning.model_specs import MODEL_SPECS, TextEncoder, keep_fp32
 from flowrl.trees import presets
 from flowrl.trees.memory import rollout_bytes
 from flowrl.trees.plan import ode_plan
 
+PHASES = ("encode", "rollout", "decode", "rewards", "training", "evaluation")
 NAME = "flux.1-dev"
 SIZE = small(NAME)
 
@@ -38,10 +46,10 @@ def test_phases_come_in_their_order_and_a_total_is_the_sum_of_its_parts_with_the
 
 
 def test_adamw_takes_8_bytes_a_trained_number_and_adapters_4_each():
-    numbers = adapter_parameters(network_of(SIZE, setup(NAME)), 4, TARGETS["flux"])
+    numbers = adapter_parameters(full_network(SIZE, torch.bfloat16), 4, TARGETS["flux"])
     assert parts("rollout")["optimiser"] == 8 * numbers
-    assert parts("rollout", adapters=3)["adapters"] == 12 * numbers
-    assert parts("training", adapters=3)["adapters"] == 16 * numbers  # with the gradient
+    assert parts("rollout", adapters=3)["LoRA adapters"] == 12 * numbers
+    assert parts("training", adapters=3)["LoRA adapters"] == 16 * numbers  # with the gradient
 
 
 def test_latents_are_those_that_the_rollout_itself_foretells():
@@ -81,7 +89,7 @@ def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
     twice = parts("rollout", rollout_batch=4, rollout_doubles=True)
     more = parts("rollout", rollout_batch=8, prompts_per_gpu=4)
     assert twice["activations"] == more["activations"]
-    assert twice["text"] == 2 * parts("rollout")["text"]
+    assert twice["text embeddings"] == 2 * parts("rollout")["text embeddings"]
     twice = parts("training", micro_batch=1, training_doubles=True)["activations"]
     assert twice == parts("training", micro_batch=2)["activations"]
 
@@ -99,7 +107,7 @@ def test_as_many_texts_are_encoded_at_once_as_there_are_and_all_before_encoders_
     monkeypatch.setattr("flowrl.planning.memory.encode_peak", lambda size, rows, *_: rows)
 
     def rows(**changes):
-        return _Planner(SIZE, setup(NAME, **changes))._encode()["activations"]
+        return _Planner(SIZE, setup(NAME, **changes)).encode()["activations"]
 
     assert rows() == 2
     assert rows(evaluation_batch=5) == 5
@@ -107,9 +115,9 @@ def test_as_many_texts_are_encoded_at_once_as_there_are_and_all_before_encoders_
 
 
 def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
-    size = replace(SIZE, text_encoders=(replace(ENCODER, wide=300),))
+    size = replace(SIZE, text_encoders=(replace(ENCODER, fp32_parameters=300),))
     held = {
-        dtype: _Planner(size, setup(NAME, dtype=dtype))._encode()["text encoders"]
+        dtype: _Planner(size, setup(NAME, dtype=dtype)).encode()["text encoders"]
         for dtype in ("bf16", "fp16", "fp32")
     }
     assert held == {"bf16": 2000, "fp16": 2600, "fp32": 4000}
@@ -120,14 +128,12 @@ def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
 
 
 def test_what_t5_xxl_keeps_in_fp32_is_its_own_classes():
-    from transformers import T5Config, T5EncoderModel
-
-    with torch.device("meta"):
-        network = T5EncoderModel(T5Config(**T5_XXL.config))
-    assert keep_wide(network.half()) == T5_XXL.wide
+    t5 = MODEL_SPECS["flux.1-dev"].text_encoders[1]
+    network = t5.build(torch.float32)
+    assert keep_fp32(network.half()) == t5.fp32_parameters
     held = sum(p.numel() * p.element_size() for p in network.parameters())
-    assert T5_XXL.nbytes(torch.float16) == held
-    assert T5_XXL.nbytes(torch.bfloat16) == 2 * T5_XXL.parameters
+    assert t5.nbytes(torch.float16) == held
+    assert t5.nbytes(torch.bfloat16) == 2 * t5.parameters
 
 
 def test_what_is_offloaded_folded_or_copied_is_there_when_it_is_used():
@@ -136,17 +142,17 @@ def test_what_is_offloaded_folded_or_copied_is_there_when_it_is_used():
     held = {phase: of["autoencoder"] for phase, of in found.items()}
     assert held.pop("decode") == 2 * SIZE.autoencoder_params
     assert set(held.values()) == {0}
-    assert found["rollout"]["folded"] > 0 and found["decode"]["folded"] > 0
-    assert "folded" not in found["training"]
-    assert all(of["copies"] > 0 and of["rewards"] == 7 for of in found.values())
+    assert found["rollout"]["merged weights"] > 0 and found["decode"]["merged weights"] > 0
+    assert "merged weights" not in found["training"]
+    assert all(of["network copies"] > 0 and of["reward models"] == 7 for of in found.values())
 
 
 def test_training_in_few_bits_keeps_the_exact_weights_too():
     packed = NetworkCopy(format="fp8", min_dim=0)
     few, exact = parts("training", training_copy=packed), parts("training")
     assert few["transformer"] == exact["transformer"]
-    assert few["copies"] > 0
-    assert few["workspace"] > exact["workspace"]
+    assert few["network copies"] > 0
+    assert few["matmul buffers"] > exact["matmul buffers"]
 
 
 def test_a_plan_of_sana():

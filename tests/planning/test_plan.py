@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 from flowrl.cli import main
 from flowrl.config import load_config
@@ -12,16 +13,15 @@ from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
 from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
+from flowrl.planning.model_specs import build_network, spec_for
 from flowrl.planning.plan import (
     CLIP_H,
     CLIP_L,
     DETECTORS,
     make_plan,
     memory_class,
-    own_pixels,
     parse_memory,
     reward_bytes,
-    size_for,
 )
 from flowrl.planning.suggestions import find_remedies
 
@@ -75,13 +75,18 @@ def test_shapes_come_from_a_folder_or_a_known_name():
     for path in ["tiny-sd3", "tiny-flux", "tiny-sana"]:
         from flowrl.backbones.loading import load_pipeline
 
-        size, pipeline = size_for(path), load_pipeline(path, dtype="fp32", device="cpu")
+        size, pipeline = spec_for(path), load_pipeline(path, dtype="fp32", device="cpu")
         real = pipeline.transformer
-        assert size.billions * 1e9 == pytest.approx(sum(p.numel() for p in real.parameters()))
+        network = build_network(size.transformer, size.config, torch.float32)
+        assert sum(p.numel() for p in network.parameters()) == sum(
+            p.numel() for p in real.parameters()
+        )
         assert size.autoencoder_params == sum(p.numel() for p in pipeline.vae.parameters())
         encoders = [c for n, c in pipeline.components.items() if n.startswith("text_encoder") and c]
-        assert size.text_encoder_params == sum(p.numel() for e in encoders for p in e.parameters())
-        assert own_pixels(size) == 64 and size.pooled_width == real.config.get(
+        assert sum(e.parameters for e in size.text_encoders) == sum(
+            p.numel() for e in encoders for p in e.parameters()
+        )
+        assert size.native_pixels == 64 and size.pooled_width == real.config.get(
             "pooled_projection_dim"
         )
     # Published checkpoints are known by their names.
@@ -90,7 +95,7 @@ def test_shapes_come_from_a_folder_or_a_known_name():
         ("black-forest-labs/FLUX.1-dev", 1024),
         ("Efficient-Large-Model/Sana_1600M_1024px_diffusers", 1024),
     ):
-        assert size_for(name).checkpoint == name and own_pixels(size_for(name)) == pixels
+        assert spec_for(name).checkpoint == name and spec_for(name).native_pixels == pixels
 
 
 GIB = 10**9
@@ -104,7 +109,7 @@ def pretended(config) -> Footprint:
     training = config.optim.micro_batch * GIB // (4 if m.gradient_checkpointing else 1)
     decode = config.pipeline.decode_batch * GIB
     phase, most = max(("training", training), ("decode", decode), key=lambda pair: pair[1])
-    return Footprint(phase=phase, parts={"context": 0, "all": weights + most})
+    return Footprint(phase=phase, parts={"CUDA overhead": 0, "all": weights + most})
 
 
 def small(*changes: str):
@@ -164,8 +169,8 @@ def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
     def faked(size, setup):
         training = setup.micro_batch * GIB
         return [
-            Footprint(phase="rollout", parts={"context": 0, "all": 2 * GIB}),
-            Footprint(phase="training", parts={"context": 0, "all": 2 * GIB + training}),
+            Footprint(phase="rollout", parts={"CUDA overhead": 0, "all": 2 * GIB}),
+            Footprint(phase="training", parts={"CUDA overhead": 0, "all": 2 * GIB + training}),
         ]
 
     monkeypatch.setattr(planning, "footprints", faked)
@@ -206,7 +211,7 @@ def test_it_goes_on_a_screen_of_80_columns(run, monkeypatch):
     _, out, _ = run("tiny-sd3-solrl-geneval", "pipeline.path=tiny-sd3", "--gpus", "4")
     tables = [line for line in out.splitlines() if re.search(r"\S {2,}\S", line)]
     assert len(tables) > 20 and all(len(line) <= 80 for line in tables)
-    (row,) = re.findall(r"^exploring +(.*)$", out, re.M)
+    (row,) = re.findall(r"^previews +(.*)$", out, re.M)
     assert row.split()[0] == "2,304"  # a number is not cut
 
 
@@ -239,7 +244,7 @@ def test_the_command_tells_what_does_not_work(run):
     # An unknown checkpoint gets one sentence and its work all the same.
     code, out, _ = run("quickstart", "pipeline.path=somebody/something")
     assert code == 0 and "6 prompts with 16 images each" in out
-    assert "cannot be planned without its shapes: known are stabilityai/" in out
+    assert "cannot be planned without its shapes: known are black-forest-labs/" in out
     assert "give the folder" in out
 
 

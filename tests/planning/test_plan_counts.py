@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.build.work_split import solve
+from flowrl.build.work_split import split_work
 from flowrl.config import load_config
 from flowrl.planning.plan import UpdateWork, count_work, doubles
 from flowrl.sampling.rollout import Timer
@@ -32,8 +32,7 @@ CASES = {
 
 
 def of(config) -> UpdateWork:
-    needs = config.objective.build(config.rollout.kernel).needs
-    return count_work(config, needs).first
+    return count_work(config).first
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -61,24 +60,23 @@ def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_c
     learner.policy.network.forward = counted
     rollout = learner.source.collect(0, Timer())
     work = of(tiny_config(**changes))
-    assert seen == {True: 0, False: work.drawing + work.exploring}
+    assert seen == {True: 0, False: work.sampling + work.previews}
     assert len(rollout.images) == work.images
     learner.learn(rollout, 0)
-    without = seen[False] - work.drawing
+    without = seen[False] - work.sampling
     with_graph = seen[True]
-    assert without + with_graph == work.learning + work.again + work.beside
-    assert with_graph <= work.learning + work.again
+    assert without + with_graph == work.training + work.recomputed + work.reference
+    assert with_graph <= work.training + work.recomputed
 
 
 def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     config = load_config("tiny-sd3-solrl-geneval")
-    needs = config.objective.build(config.rollout.kernel).needs
-    run = count_work(config, needs)
-    assert (run.first.candidates, run.first.exploring) == (4 * 96, 4 * 96 * 6)
-    assert (run.first.images, run.first.drawing) == (4 * 24, 4 * 24 * 8)
+    run = count_work(config)
+    assert (run.first.candidates, run.first.previews) == (4 * 96, 4 * 96 * 6)
+    assert (run.first.images, run.first.sampling) == (4 * 24, 4 * 24 * 8)
     # three audits in 24 iterations, each of all candidates of four prompts in eight steps
-    assert run.work.exploring == 24 * run.first.exploring + 3 * 4 * 96 * 8
-    assert run.work.updates == 24 * 4
+    assert run.total.previews == 24 * run.first.previews + 3 * 4 * 96 * 8
+    assert run.total.updates == 24 * 4
     assert run.evaluations == 4 and run.evaluation == 1200 * 8
     # Trees that change are counted one by one.
     config = load_config(
@@ -86,11 +84,10 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
         ["rollout.tree={kind: flow_grpo_fast, window: {kind: random, size: 2}}", "run.iterations=9"]
         + ["rollout.depth_pruning={start: 3, size: 1, until: 4}", "rollout.num_inference_steps=8"],
     )
-    needs = config.objective.build(config.rollout.kernel).needs
-    run = count_work(config, needs)
+    run = count_work(config)
     assert sum(run.loads.values()) == 9
-    assert run.work.images == 9 * run.first.images
-    assert run.work.drawing == 9 * run.first.drawing
+    assert run.total.images == 9 * run.first.images
+    assert run.total.sampling == 9 * run.first.sampling
     # Flux takes guidance as an input.
     changes = [
         "pipeline.backbone=flux",
@@ -100,10 +97,9 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     flux = load_config("quickstart", changes)
     sd3 = load_config("quickstart", changes[1:])
     assert not doubles(flux, 3.5) and doubles(sd3, 3.5) and not doubles(sd3, 1.0)
-    assert of(sd3).drawing == 2 * of(flux).drawing
+    assert of(sd3).sampling == 2 * of(flux).sampling
     # Work does not depend on the number of gpus.
     config = load_config("sd3.5-medium-grpo-24gb")
-    needs = config.objective.build(config.rollout.kernel).needs
-    load = next(iter(count_work(config, needs).loads))
-    assert solve(load, 1).update_rows == solve(load, 4).update_rows == (288, 288)
-    assert sum(share.forwards for share in solve(load, 4).shares) * 2 == of(config).drawing
+    load = next(iter(count_work(config).loads))
+    assert split_work(load, 1).update_rows == split_work(load, 4).update_rows == (288, 288)
+    assert sum(share.forwards for share in split_work(load, 4).shares) * 2 == of(config).sampling

@@ -12,8 +12,7 @@ import yaml
 from flowrl.config import Config
 from flowrl.config import load_config as load
 from flowrl.config.load import MAX_PARENTS, preset_folder, sort_arguments
-from flowrl.planning.model_specs import MODEL_SPECS
-from flowrl.planning.model_specs import spec_name
+from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(preset_folder().glob("*.yaml"))

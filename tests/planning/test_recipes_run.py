@@ -13,7 +13,7 @@ import pytest
 from flowrl.api import align
 from flowrl.config import load_config
 from flowrl.config.load import preset_names
-from flowrl.planning.dry_run import FAMILIES, dry
+from flowrl.planning.dry_run import FAMILIES, rehearse
 
 WAYS = "grpo grpo-fast branchgrpo nft gdro solrl".split()
 BY_WAY = [[n for n in preset_names() if re.search(rf"-{way}-\d+gb$", n)] for way in WAYS]
@@ -29,7 +29,7 @@ SLOW = [name for name in preset_names() if name not in QUICK]
 def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(names, tmp_path):
     for name in names:
         real = load_config(name)
-        config = dry(real, tmp_path / name)
+        config = rehearse(real, tmp_path / name).config
         assert config.pipeline.path == FAMILIES[real.pipeline.backbone]
         for key in ("objective", "rollout.tree", "rollout.kernel", "rollout.noise_level"):
             kept, wanted = (reduce(getattr, key.split("."), made) for made in (config, real))

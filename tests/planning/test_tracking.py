@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from flowrl.planning.activations import MemoryCounter
-from flowrl.planning.activations import BLOCK, nbytes
+from flowrl.planning.activations import BLOCK, MemoryCounter, nbytes
 
 
 def test_a_multilayer_perceptron_is_counted_as_by_hand():
@@ -55,8 +54,8 @@ def test_what_is_dropped_is_counted_no_more_but_stays_in_the_peak():
 
 
 def test_each_region_has_a_peak_of_its_own_and_a_kernels_own_memory_is_in_it_alone():
-    during = {torch.ops.aten.mul.Tensor: lambda args, out: 1000}
-    with MemoryCounter(block=1, during=during) as count:
+    kernels = {torch.ops.aten.mul.Tensor: lambda args, out: 1000}
+    with MemoryCounter(block=1, kernels=kernels) as count:
         count.enter("a")
         x = torch.zeros(100)
         del x
