@@ -129,7 +129,8 @@ def align(
             held_out = evaluator.prompts if evaluator else ()
             with runtime.together():
                 try_rewards(learner, [*training_prompts(config, given), *held_out])
-            texts.encode_and_free(pipeline, [*needed, *stored_prompts(config, learner.source)], runtime)
+            stored = stored_prompts(config, learner.source)
+            texts.encode_and_free(pipeline, [*needed, *stored], runtime)
             run = build_run(config, learner, evaluator, state, resumed=resume is not None)
             if runtime.is_main:
                 write_text(folder / CONFIG, config_yaml(config))
@@ -383,7 +384,8 @@ def collect(
         with runtime.together():
             try_rewards(learner, training_prompts(config, given))
         texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)
-        store = write_groups(folder, dataset_metadata(config, sampler), sampler, shards=shards, advance=advance)
+        metadata = dataset_metadata(config, sampler)
+        store = write_groups(folder, metadata, sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
 
 

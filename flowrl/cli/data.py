@@ -147,8 +147,8 @@ def prompts(
 def _geneval(
     count: int, held_out: int, seed: int, ratio: list[int] | None, classes: Path | None
 ) -> "Sets":
-    from flowrl.prompts.generate.templates import read_list
     from flowrl.prompts.generate.geneval import COCO, RATIO, geneval_sets
+    from flowrl.prompts.generate.templates import read_list
 
     names = read_list(classes) if classes else COCO
     return geneval_sets(count, held_out, seed, classes=names, ratio=ratio or RATIO)
@@ -163,8 +163,8 @@ def _ocr(
     templates: Path | None,
     new_words: bool,
 ) -> "Sets":
-    from flowrl.prompts.generate.templates import read_list
     from flowrl.prompts.generate.ocr import RATIO, TEMPLATES, WORDS, ocr_sets
+    from flowrl.prompts.generate.templates import read_list
 
     return ocr_sets(
         count,
