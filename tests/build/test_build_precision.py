@@ -163,7 +163,7 @@ def test_the_run_says_what_it_computes_in(learner, tmp_path):
     told = json.loads((tmp_path / build_precision.FILE).read_text())
     assert (told["requested"], told["format"], told["native"]) == ("nvfp4-emulated", "nvfp4", False)
     assert 0.4 < told["quantised_share"] < 0.6
-    reasons = [row["reason"] for row in told["layers"] if row["format"] == "exact_weights"]
+    reasons = [row["reason"] for row in told["layers"] if row["format"] == "exact"]
     assert any("norm1" in reason for reason in reasons)
 
 
