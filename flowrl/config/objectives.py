@@ -55,8 +55,9 @@ class ObjectiveOptions(ComponentOptions):
 # --- Advantages of images, and credit of denoising steps ---------------------------------------
 
 BRANCH_GRPO = "BranchGRPO, arXiv 2509.06040"
+PATH_COEF = "Factor on the log-probabilities that weigh; used unless fusion is uniform."
 D3S = "D3S, arXiv 2509.22115"
-B2_DIFFU_RL = "B2-DiffuRL, arXiv 2503.11240"
+B2_PAIRS = "B2-DiffuRL, arXiv 2503.11240"
 
 
 class AdvantageOptions(ComponentOptions):
@@ -115,9 +116,7 @@ class MaxVarianceOptions(FunctionOptions):
 
 class B2PairsOptions(FunctionOptions):
     component: ClassVar[str] = "flowrl.objectives.tree_credit:keep_b2_pairs"
-    kind: Literal["b2_pairs"] = option(
-        "b2_pairs", "Best and worst child, if they stand out.", B2_DIFFU_RL
-    )
+    kind: Literal["b2_pairs"] = option("b2_pairs", "Best and worst child, if far apart.", B2_PAIRS)
     threshold: NonNegative = option(
         0.5, "Advantage that a best child needs, and a worst one below 0.", "B2-DiffuRL's code"
     )
@@ -139,9 +138,7 @@ class CreditOptions(AdvantageOptions):
         "each of them was, all the way down (path) or child by child (local).",
         "uniform: BranchGRPO's code; path: its equation 3; local: TreeGRPO, arXiv 2512.08153",
     )
-    path_coef: NonNegative = option(
-        1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
-    )
+    path_coef: NonNegative = option(1.0, PATH_COEF)
     edges: Literal["node", "sibling", "path", "fan"] = option(
         "node",
         "What a step gets: the advantage of the node it leads to (node), the gain over the node it "
@@ -271,9 +268,7 @@ class SPOOptions(StepObjectiveOptions):
         "A child's value: as under a step's credit.",
         f"{SPO} has a preference model that reads noisy latents",
     )
-    path_coef: NonNegative = option(
-        1.0, "Factor on the log-probabilities that weigh; used unless fusion is uniform."
-    )
+    path_coef: NonNegative = option(1.0, PATH_COEF)
 
 
 def check_spo(plan: TreePlan) -> None:
@@ -375,9 +370,7 @@ class FixedAnchorOptions(Options):
 
 
 class MovingAnchorOptions(Options):
-    kind: Literal["moving"] = option(
-        "moving", "The policy of some iterations ago; it also samples."
-    )
+    kind: Literal["moving"] = option("moving", "The policy some iterations ago; it also samples.")
     every: Count = option(
         40, "Iterations after which it is renewed.", "Flow-GRPO's online DPO: about 40"
     )
@@ -427,9 +420,7 @@ class OldDecayOptions(ComponentOptions):
 
 class NFTOptions(ObjectiveOptions):
     component: ClassVar[str] = "flowrl.objectives.nft:NFT"
-    kind: Literal["nft"] = option(
-        "nft", "Towards images with a high reward, away from others.", NFT
-    )
+    kind: Literal["nft"] = option("nft", "Towards images with high rewards, away from others.", NFT)
     nft_mix: Positive = option(
         1.0, "How far the policy's part of both velocities goes; smaller is bolder.", NFT
     )
