@@ -1,4 +1,4 @@
-"""A network of a published size with random weights, as a backbone: its costs, not its images."""
+"""A published network with random weights as a backbone: its costs, not its images."""
 
 import functools
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ class RandomBackbone:
         return self.family.decode(x0)
 
     def encode_images(self, images: Tensor) -> Tensor:
-        raise NotImplementedError("a random backbone only draws: it has no encoder")
+        raise NotImplementedError("a random backbone only samples: it has no encoder")
 
     def image_size(self) -> tuple[int, int]:
         return self.family.image_size()
@@ -82,7 +82,7 @@ class RandomBackbone:
 def random_text(
     size: ModelSpec, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
-    """Noise that fills every token, under the names that the families give it; always the same.
+    """Return noise in place of text embeddings, under the families' names; always the same.
 
     guided: negative prompts too, which FLUX has no place for.
     """

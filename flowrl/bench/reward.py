@@ -41,13 +41,15 @@ def bench_reward(
     micro_batch: int = 4,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
-    """A reward asked about `images` in this process on one thread, and in pools of `workers`.
+    """Measure a reward in this process on one thread, and in pools of `workers` processes.
 
     The images show the tiny world's prompts that it applies to, words at each of `sizes` pixels
-    a side in turn. Loading is left out. -> one row a job: best seconds, images per second, and
-    their ratio to those of the job it is compared with.
-    Raises UserError when the reward applies to none of these prompts, when it leaves one without
-    score, and for fewer images than keep every process busy.
+    a side in turn. Loading is left out. Returns one row a job: best seconds, images per second,
+    and their ratio to those of the job it is compared with.
+
+    Raises:
+        UserError: the reward applies to none of these prompts or leaves one without score, or
+            there are fewer images than keep every process busy.
     """
     if images < micro_batch * max(workers):
         raise UserError(
@@ -98,7 +100,7 @@ def _job(executor: Executor, questions: Sequence[_Question]) -> Callable[[], Non
 
 
 def _questions(spec: RewardSpec, count: int, sizes: Sequence[int]) -> list[_Question]:
-    """`count` images with their prompts, those of one size together."""
+    """Return `count` images with their prompts, those of one size together."""
     known = [p for p in load_prompts("tiny:all:train") if spec.applies(p.text, p.metadata)]
     if not known:
         raise UserError(
@@ -117,7 +119,7 @@ def _questions(spec: RewardSpec, count: int, sizes: Sequence[int]) -> list[_Ques
 
 
 def _image(prompt: PromptRecord, size: int) -> Tensor:
-    """What the prompt asks for: words drawn at this size, shapes enlarged to it."""
+    """Render what the prompt asks for: words at this size, shapes enlarged to it."""
     if prompt.metadata["tag"] == "ocr":
         return load_callable("flowrl_rewards.fixtures:word")(prompt.metadata["ocr_text"], size)
     drawn = Image.fromarray(draw(prompt.metadata, random.Random(prompt.uid)))

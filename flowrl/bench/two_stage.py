@@ -483,10 +483,8 @@ RANK, ALPHA = 32, 64  # of Sol-RL (2604.06916)
 class Networks:
     """A model on a device: the trained network, its exact copy and its low-bit one."""
 
-    name: str
     policy: Policy
     runtime: Runtime
-    resolved: Resolved
     choices: Sequence[LayerChoice]
     exact: RolloutModel
     low: RolloutModel
@@ -525,7 +523,7 @@ def bench_sizes(
     backbone = RandomBackbone(
         name, device=runtime.device, dtype=torch.bfloat16, pixels=pixels, layers=layers
     )
-    networks = build_networks(name, backbone, resolved, runtime, min_dim, compile)
+    networks = build_networks(backbone, resolved, runtime, min_dim, compile)
     quantised = sum(bool(choice.format) for choice in networks.choices)
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
@@ -548,7 +546,6 @@ def bench_sizes(
 
 
 def build_networks(
-    name: str,
     backbone: RandomBackbone,
     resolved: Resolved,
     runtime: Runtime,
@@ -563,10 +560,8 @@ def build_networks(
             policy.network, resolved, dtype=backbone.dtype, device=runtime.device, min_dim=min_dim
         )
     return Networks(
-        name=name,
         policy=policy,
         runtime=runtime,
-        resolved=resolved,
         choices=choices,
         exact=RolloutModel(policy, (), Plain(backbone.dtype), compile=compile),
         low=RolloutModel(policy, choices, backend, compile=compile),
