@@ -22,8 +22,7 @@ from flowrl.sampling.rollout import (
     submit_images,
 )
 from flowrl.sampling.sampler import Schedule
-from flowrl.scoring.combine import lacks_score
-from flowrl.scoring.combine import check_invalid
+from flowrl.scoring.combine import check_invalid, lacks_score
 from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec

@@ -96,7 +96,7 @@ class Scripted:
         self.run, self.backbone, self.calls = None, None, []
 
     def __call__(self, velocity, runtime) -> Evaluation:
-        step = self.run.done if self.run._base_is_known(self) else 0
+        step = self.run.done if self.run._base_is_evaluated(self) else 0
         self.calls.append(step)
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
@@ -191,9 +191,9 @@ def test_a_reward_of_weight_0_has_no_part_in_the_score(scripted):
 
 
 def test_evaluations_after_the_checkpoint_do_not_count(scripted):
-    _, learner, run = scripted(keep=9)
+    _, learner, run = scripted(keep_checkpoints=9)
     trained(learner, run)
-    _, learner, run = scripted(state_of(run.folder, 1), keep=9)
+    _, learner, run = scripted(state_of(run.folder, 1), keep_checkpoints=9)
     trained(learner, run)
     assert run.evaluator.calls == [2, 3, 4] and run.done == 4
 
