@@ -146,13 +146,13 @@ class GenEval:
         parts = self._load()
         for part in parts:
             getattr(part, "load", lambda: None)()
-        pictures = to_uint8(images[rows])
-        answers = detect(parts[0], pictures, [_classes(metadata[row]) for row in rows])
-        for row, picture, answer in zip(rows, pictures, answers, strict=True):
+        arrays = to_uint8(images[rows])
+        answers = detect(parts[0], arrays, [_classes(metadata[row]) for row in rows])
+        for row, array, answer in zip(rows, arrays, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                scores[row] = self.judge(answer, metadata[row], picture)
+                scores[row] = self.judge(answer, metadata[row], array)
             except (ImportError, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:

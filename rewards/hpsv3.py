@@ -41,9 +41,9 @@ class HPSv3:
         """images (B, 3, H, W) in [0, 1] -> (B,) float32."""
         from PIL import Image
 
-        pictures = [Image.fromarray(image) for image in to_uint8(images)]
+        files = [Image.fromarray(image) for image in to_uint8(images)]
         # By name: the package has changed the order of these two.
-        found = self._network.reward(prompts=list(prompts), image_paths=pictures)
+        found = self._network.reward(prompts=list(prompts), image_paths=files)
         return found[:, 0].float()
 
     def fixtures(self) -> list[dict]:

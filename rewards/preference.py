@@ -6,7 +6,7 @@ from torch import Tensor
 class Preference:
     """1 for the chosen image of a pair and 0 for the other; known for stored images alone.
 
-    It names a column of scores, and applies to no image that is drawn.
+    It names a column of scores, and applies to no generated image.
     """
 
     name = "preference"

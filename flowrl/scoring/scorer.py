@@ -107,7 +107,7 @@ class Scoring:
         )
 
     def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
-        """Return an answer; a failure that stops a trained reward only costs others their scores."""
+        """Return an answer; what stops a run for a trained reward costs others a score."""
         try:
             return self._wait(asked, spec.name)
         except RewardFailure as error:
