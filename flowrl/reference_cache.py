@@ -1,4 +1,4 @@
-"""What the reference's errors were: with a fixed store and fixed draws they never change."""
+"""Cached errors of the reference: with fixed images and fixed noise they never change."""
 
 import math
 from dataclasses import dataclass, replace
@@ -13,18 +13,12 @@ from flowrl.utils.files import load_state, save_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceErrors:
-    """A table of errors of a store's images at a pool of draws, seen from one rollout.
+    """A table of errors of a data set's images at a pool of noisings, seen from one rollout."""
 
-    table: (images of the store, pool) fp32 on the CPU, NaN where not known yet; it is shared by
-    all views and written in place. image, group: (G,) long, of each image of the rollout its
-    number, and that of its group, in the store: names for draws that outlast the rollout. key: of
-    everything that decides the errors.
-    """
-
-    table: Tensor
-    image: Tensor
-    group: Tensor
-    key: str
+    table: Tensor  # (images of the data set, pool) fp32, CPU, NaN: unknown; shared and written
+    image: Tensor  # (G,) long, number in the data set of each image of the rollout
+    group: Tensor  # (G,) long, number in the data set of its group
+    key: str  # hash of everything that decides the errors
 
     @staticmethod
     def empty(images: int, pool: int, key: str) -> "ReferenceErrors":
@@ -34,25 +28,25 @@ class ReferenceErrors:
 
     @property
     def pool(self) -> int:
-        """How many draws an image has."""
+        """Noisings of each image."""
         return self.table.shape[1]
 
     def view(self, image: Tensor, group: Tensor) -> "ReferenceErrors":
-        """The same table for the images (G,) of a rollout."""
+        """Return the same table for the images (G,) of a rollout."""
         return replace(self, image=image, group=group)
 
-    def get(self, image: Tensor, draws: Tensor) -> Tensor:
-        """Errors (N, D) fp32 of images (N,) of the rollout at draws (N, D) of the pool."""
+    def get(self, image: Tensor, place: Tensor) -> Tensor:
+        """Return errors (N, D) fp32 of the rollout's images (N,) at noisings (N, D) of the pool."""
         rows = self.image[image.cpu()]
-        return self.table[rows[:, None], draws.cpu()].to(image.device)
+        return self.table[rows[:, None], place.cpu()].to(image.device)
 
-    def put(self, image: Tensor, draws: Tensor, errors: Tensor) -> None:
-        """Remember errors (N, D); places as in `get`."""
+    def put(self, image: Tensor, place: Tensor, errors: Tensor) -> None:
+        """Store errors (N, D); arguments as in `get`."""
         rows = self.image[image.cpu()]
-        self.table[rows[:, None], draws.cpu()] = errors.detach().float().cpu()
+        self.table[rows[:, None], place.cpu()] = errors.detach().float().cpu()
 
     def save(self, path: Path, runtime: Runtime) -> None:
-        """Write what all processes know; all of them call this, and all know it afterwards."""
+        """Write what all processes know. All call it, and all know it afterwards."""
         if runtime.world_size > 1:
             parts = runtime.gather(self.table).view(runtime.world_size, *self.table.shape)
             for part in parts:
@@ -61,7 +55,7 @@ class ReferenceErrors:
             save_state(path, {"key": self.key, "table": self.table})
 
     def load(self, path: Path) -> bool:
-        """Take over what was saved of the same store, pipeline and draws -> whether it was."""
+        """Load a saved table with the same key. Return whether there was one."""
         if not path.is_file():
             return False
         state = load_state(path)

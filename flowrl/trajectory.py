@@ -1,8 +1,8 @@
-"""The data that flows: conditioning, a rollout as a forest, and the two units of learning.
+"""The data that all parts pass on: conditioning, trees, rollouts, and denoising steps to learn from.
 
-A node holds one latent; an edge is named by its child. All trees of a rollout have one shape, so
-what is known of it is stored once and everything else has an axis of trees. A plain group is a
-forest of chains, so nothing after the sampler knows whether it branched.
+A node holds one latent; an edge has the number of its child. All trees of a rollout have one shape,
+so that the shape is stored once and everything else has an axis of trees. A plain group is a set of
+chains, which are trees too: nothing after the sampler knows whether it branched.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,12 @@ Metrics = dict[str, Tensor]  # 0-d, detached
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditioning:
-    """What a backbone's `encode` made of prompts; only the backbone reads inside.
+    """What a backbone's `encode` made of P prompts; only the backbone reads inside."""
 
-    tensors: {name: (P, ...)}, one row a prompt.
-    """
-
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor]  # name -> (P, ...)
 
     def take(self, rows: Tensor) -> "Conditioning":
-        """Rows (N,) long -> conditioning of N rows."""
+        """Return the rows (N,) long."""
         return Conditioning(tensors={k: t[rows] for k, t in self.tensors.items()})
 
     def to(self, device: torch.device | str) -> "Conditioning":
@@ -43,49 +40,38 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """R trees of one shape with n nodes each, the root first and parents before children.
+    """R trees of one shape with n nodes each, the root first and parents before children."""
 
-    x: (R, n, *latent) in the dtype they are stored and scored in. prompt: (R,) long.
-    log_prob: (R, n), log-density of the step into each node, averaged over the latent, 0 where it
-    had no noise. sigmas: (T+1,). forwards: velocities that were computed, of all trees.
-
-    The shape, the same for every tree: step (n,) long, index of the node's sigma; parent (n,)
-    long, -1 at the root; move (n,) long, number of the plan's move that made it; g (n,), the noise
-    of the step into it; leaf (l,) node numbers, in the order of the images; noisy, the children of
-    stochastic edges; edge (e,), those that are learned from. mean_old: (R, e, *latent) fp32, the
-    mean that an edge's child was drawn around: ratios come from means, not from two subtracted
-    densities.
-    """
-
-    x: Tensor
-    prompt: Tensor
-    log_prob: Tensor
-    mean_old: Tensor
-    step: Tensor
-    parent: Tensor
-    move: Tensor
-    g: Tensor
-    leaf: Tensor
-    noisy: Tensor
-    edge: Tensor
-    sigmas: Tensor
-    forwards: int
+    x: Tensor  # (R, n, *latent), in the dtype that is stored and scored
+    prompt: Tensor  # (R,) long, index into the rollout's prompts
+    log_prob: Tensor  # (R, n), log-density of the step into a node, a mean over the latent; 0: ODE
+    mean_old: Tensor  # (R, e, *latent) fp32, mean of the step of each trained edge
+    # The shape, the same for every tree.
+    step: Tensor  # (n,) long, index of the node's sigma
+    parent: Tensor  # (n,) long, -1 at the root
+    move: Tensor  # (n,) long, number of the plan's move that made it
+    g: Tensor  # (n,), noise of the step into it
+    leaf: Tensor  # (l,) long, nodes, in the order of the images
+    noisy: Tensor  # nodes at the end of stochastic edges
+    edge: Tensor  # (e,) long, nodes at the end of trained edges
+    sigmas: Tensor  # (T+1,)
+    forwards: int  # velocities that were computed, of all trees
 
     def __len__(self) -> int:
-        """R, the number of trees."""
+        """R."""
         return len(self.x)
 
     def leaves(self) -> Tensor:
-        """(R * l, *latent): the clean latents, tree by tree."""
+        """Return the clean latents, tree by tree. (R * l, *latent)"""
         return self.x[:, self.leaf].flatten(0, 1)
 
     def prompt_of_leaves(self) -> Tensor:
-        """(R * l,) long."""
+        """Return the prompt of each leaf. (R * l,) long"""
         return self.prompt.repeat_interleave(len(self.leaf))
 
     @staticmethod
     def cat(parts: list["Tree"]) -> "Tree":
-        """The trees of forests of one plan, side by side."""
+        """Join trees of one plan."""
         if len(parts) == 1:
             return parts[0]
         rows = ("x", "prompt", "log_prob", "mean_old")
@@ -95,88 +81,67 @@ class Tree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explored:
-    """What the first of two stages found: proxy (P, N) fp32, the rewards of N candidates of each
-    of all processes' P groups, NaN where there is none; chosen (P, K) long, ascending, those that
-    the rollout holds. forwards: velocities computed for them. audit: numbers of an audit before
-    it, by name; none where none was due.
-    """
+    """The first of two stages: N candidates for each of all processes' P groups."""
 
-    proxy: Tensor
-    chosen: Tensor
-    forwards: int
-    audit: Mapping[str, float]
+    proxy: Tensor  # (P, N) fp32, rewards of the candidates, NaN where there is none
+    chosen: Tensor  # (P, K) long, ascending: the candidates in the rollout
+    forwards: int  # velocities computed for them
+    audit: Mapping[str, float]  # numbers of an audit before it, by name; {} where none was due
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One collection: a forest, what it was asked for and what it is worth.
+    """One iteration's trees, prompts, images and scores.
 
-    tree: this process's R trees, `tree.prompt` an index into `cond`, `prompts` and `metadata` (P).
-    images: (R * l, 3, H, W) fp32 in [0, 1], theirs; none when they come from a store. trees: (R,)
-    long, their places among the N >= R trees of all processes. Every process knows of all G = N * l
-    leaves, tree by tree: scores (G, K) with NaN = missing or not applicable; applicable (G, K)
-    bool; terms (G, K), the scores as they are combined, transformed and with stand-ins for missing
-    ones, NaN where there is none and for rewards that are not trained; names and weights (K,) of
-    the K rewards; reward (G,), the terms' weighted sum (NaN where invalid); valid (G,) bool; group
-    (G,) long; and log_prob (N, n).
-    seed: of whatever learning from it draws. known: the reference's errors at these images, as
-    far as they were computed before; only of a store. explored: where a first stage named the
-    trees; nothing of it is learned from.
+    `tree`, `images` and `trees` are this process's; everything else is known to every process, of
+    all N trees with G = N * l leaves, tree by tree, and K rewards.
     """
 
-    tree: Tree
-    cond: Conditioning
-    prompts: tuple[str, ...]
-    metadata: tuple[dict, ...]
-    images: Tensor
-    trees: Tensor
-    scores: Tensor
-    applicable: Tensor
-    terms: Tensor
-    names: tuple[str, ...]
-    weights: Tensor
-    reward: Tensor
-    valid: Tensor
-    group: Tensor
-    log_prob: Tensor
-    seed: int
-    known: ReferenceErrors | None = None
-    explored: Explored | None = None
+    tree: Tree  # R <= N trees
+    cond: Conditioning  # P rows, this process's prompts
+    prompts: tuple[str, ...]  # P
+    metadata: tuple[dict, ...]  # P
+    images: Tensor  # (R * l, 3, H, W) fp32 in [0, 1]; none from an offline data set
+    trees: Tensor  # (R,) long, places among the N trees
+    scores: Tensor  # (G, K), NaN: missing or not applicable
+    applicable: Tensor  # (G, K) bool
+    terms: Tensor  # (G, K), transformed scores with stand-ins for missing ones; NaN: not trained
+    names: tuple[str, ...]  # K
+    weights: Tensor  # (K,)
+    reward: Tensor  # (G,), the terms' weighted sum, NaN where invalid
+    valid: Tensor  # (G,) bool
+    group: Tensor  # (G,) long
+    log_prob: Tensor  # (N, n)
+    seed: int  # of random numbers in training
+    known: ReferenceErrors | None = None  # of an offline data set: cached errors of the reference
+    explored: Explored | None = None  # of a first stage; nothing of it is learned from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transitions:
-    """Denoising steps to learn from, for objectives on the reverse process: N parents, each seen
-    by the network once, and the E edges to their children.
+    """Denoising steps to learn from: N parents, each seen by the network once, and E edges."""
 
-    x: (N, *latent); sigma: (N,); prompt: (N,) long, index into `cond` (P rows); group: (N,) long,
-    the same numbers on every process.
-    parent: (E,) long, ascending, index into the N; x_next, mean_old: (E, *latent); sigma_next, g,
-    advantage, weight: (E,), the last what an edge counts in the loss; step: (E,) long, index of the
-    parent's sigma. no_advantage: share of the rollout's trained edges whose advantage is 0.
-    """
-
-    x: Tensor
-    sigma: Tensor
-    prompt: Tensor
-    group: Tensor
-    parent: Tensor
-    x_next: Tensor
-    mean_old: Tensor
-    sigma_next: Tensor
-    g: Tensor
-    advantage: Tensor
-    weight: Tensor
-    step: Tensor
-    cond: Conditioning
-    no_advantage: float
+    x: Tensor  # (N, *latent)
+    sigma: Tensor  # (N,)
+    prompt: Tensor  # (N,) long, index into `cond`
+    group: Tensor  # (N,) long, the same numbers on every process
+    parent: Tensor  # (E,) long, ascending, index into the N
+    x_next: Tensor  # (E, *latent)
+    mean_old: Tensor  # (E, *latent)
+    sigma_next: Tensor  # (E,)
+    g: Tensor  # (E,)
+    advantage: Tensor  # (E,)
+    weight: Tensor  # (E,), of the edge in the loss
+    step: Tensor  # (E,) long, index of the parent's sigma
+    cond: Conditioning  # P rows
+    no_advantage: float  # share of the rollout's trained edges whose advantage is 0
 
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
         return len(self.parent)
 
     def take(self, rows: Tensor) -> "Transitions":
-        """Parents `rows` (N',) long, ascending, with all their edges."""
+        """Return parents `rows` (N',) long, ascending, with all their edges."""
         place = torch.full((len(self.x),), -1, device=rows.device)
         place[rows] = torch.arange(len(rows), device=rows.device)
         parent = place[self.parent]
@@ -192,21 +157,18 @@ class Transitions:
         )
 
     def metrics(self) -> Metrics:
-        """What one pass over the rows costs, and what was left out of it."""
+        """Return the cost of one pass over the rows, and the share of edges without advantage."""
         return {
             "tree/train_forwards": torch.tensor(float(len(self.x))),
             "tree/no_advantage": torch.tensor(self.no_advantage),
         }
 
     def updates(self, count: int) -> list["Transitions"]:
-        """`count` parts with whole groups each, for as many optimiser steps.
-
-        Groups are dealt in turn, so that processes with consecutive groups share every part.
-        """
+        """Deal whole groups in turn to `count` parts: processes with consecutive groups share each."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
-        """Consecutive parts of 1 to `size` parents, a forward each; none of an empty batch."""
+        """Yield consecutive parts of 1 to `size` parents, a forward each."""
         rows = torch.arange(len(self.x), device=self.x.device)
         yield from (self.take(part) for part in rows.split(size) if len(part))
 
@@ -219,11 +181,15 @@ def transitions(
     cond: Conditioning,
     weight: Tensor | None = None,
 ) -> Transitions:
-    """The trained edges that are kept, gathered under their parents, in the tree's order.
+    """Gather the trained edges that are kept under their parents, in the tree's order.
 
-    advantage: (R, e); keep: (R, e) bool; group: (R,) long; weight: (e,), None for ones. Parents
-    come level by level, tree by tree, as the sampler batched them: a micro-batch of the rollout's
-    size sees the same rows.
+    Parents come level by level, tree by tree, as the sampler batched them: a micro-batch of the
+    rollout's size sees the same rows.
+
+    Args:
+        advantage, keep: (R, e); keep is bool.
+        group: (R,) long.
+        weight: (e,), None for ones.
     """
     trees, nodes = tree.x.shape[:2]
     owner, column = keep.nonzero(as_tuple=True)

@@ -16,8 +16,7 @@ from flowrl.trajectory import Rollout
 
 
 def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
-    """Raises UserError for the first trained reward that does not say `differentiable = True`, or
-    whose transform has no gradient."""
+    """Raise UserError for a trained reward, or a transform of one, that has no gradient."""
     for spec in trained(specs):
         if getattr(spec.reward, "differentiable", False) is not True:
             raise UserError(
@@ -34,9 +33,9 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
 
 
 class RewardGradient:
-    """Makes the reward field of a rollout's prompts: rewards and their gradients at clean latents.
+    """Builds the reward field of a rollout's prompts: rewards and gradients at clean latents.
 
-    The weighted sum is that of training, held-out rewards left out. At most `batch_size` images
+    The weighted sum is that of training, without held-out rewards. At most `batch_size` images
     have a graph at any time, none when the field returns. Only the latents get a gradient: the
     decoder's and the rewards' weights get none.
     """
@@ -45,7 +44,7 @@ class RewardGradient:
         self.backbone, self.specs, self.batch_size = backbone, trained(specs), batch_size
 
     def __call__(self, rollout: Rollout) -> RewardField:
-        """A field over latents (B, *latent) and numbers of the rollout's prompts (B,) long.
+        """Return the field of this rollout's prompts.
 
         An image without an applicable score has reward and gradient NaN; a gradient that is not
         finite is left as it is.
@@ -87,7 +86,7 @@ def differentiate(
     metadata: list[dict],
     words: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of the rewards of images (L, 3, H, W) in [0, 1], and its gradient.
+    """Return the weighted rewards of images (L, 3, H, W) in [0, 1], and their gradient.
 
     (L,) fp32, NaN where `combine` has NaN, transforms and stand-ins included; and like images, 0
     there. One reward has a graph at a time. Images are not rounded to 8 bits, which has no
@@ -121,7 +120,7 @@ def differentiate(
 def _slope(
     spec: RewardSpec, images: Tensor, prompts: list[str], metadata: list[dict]
 ) -> tuple[Tensor, Tensor]:
-    """One reward's scores (B,) and their gradient, like images."""
+    """Return one reward's scores (B,) and their gradient, like images."""
     pixels = images.detach().requires_grad_()
     try:
         answer = spec.reward(pixels, prompts, metadata)
