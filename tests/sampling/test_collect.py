@@ -117,10 +117,10 @@ def test_every_network_sees_a_micro_batch_at_most(make_learner):
 
 def test_what_an_objective_did_not_declare_cannot_be_called(make_learner):
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
-    fields = learner._fields(learner.source.collect(0, Timer()))
+    models = learner._models(learner.source.collect(0, Timer()))
     for name in ("reference", "old"):
-        with pytest.raises(ValueError, match=f"`{name}`, which its `needs`"):
-            fields[name](None, None, None)
+        with pytest.raises(ValueError, match=f"models.{name}, which `needs` does not declare"):
+            getattr(models, name)(None, None, None)
 
 
 def test_groups_that_are_compared_need_a_prompt_for_each_process(tiny_config):

@@ -50,7 +50,7 @@ ROUNDING = 1e-4
 def sample(make_learner):
     learner = make_learner()
     schedule = Schedule(
-        sigmas=learner.policy.backbone.sigmas(3), kernel=KERNELS["flow_sde"], level=0.7
+        sigmas=learner.policy.backbone.sigmas(3), kernel=KERNELS["flow_sde"], noise_level=0.7
     )
     generator = torch.Generator().manual_seed(0)
     for p in learner.policy.parameters():  # away from the fresh adapter, which changes nothing
