@@ -1,4 +1,4 @@
-"""The data that all parts pass on: conditioning, trees, rollouts, and denoising steps to learn from.
+"""The data that all parts pass on: conditioning, trees, rollouts and denoising steps.
 
 A node holds one latent; an edge has the number of its child. All trees of a rollout have one shape,
 so that the shape is stored once and everything else has an axis of trees. A plain group is a set of
@@ -164,7 +164,7 @@ class Transitions:
         }
 
     def updates(self, count: int) -> list["Transitions"]:
-        """Deal whole groups in turn to `count` parts: processes with consecutive groups share each."""
+        """Deal whole groups in turn to `count` parts, for as many optimizer steps."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
