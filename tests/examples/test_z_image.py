@@ -157,7 +157,7 @@ def test_sizes_and_guidance_that_do_not_fit_are_refused(load):
 def config(tiny_config, folder, tmp_path):
     def make(*, pipeline=None, rollout=None, **others):
         size = {"max_sequence_length": LENGTH, "height": 64, "width": 64}
-        few = {"guidance": 2.0, "batch_size": 3, "steps": 3}
+        few = {"guidance_scale": 2.0, "batch_size": 3, "num_inference_steps": 3}
         return tiny_config(
             pipeline={"path": folder, "backbone": NAME} | size | (pipeline or {}),
             rollout=few | (rollout or {}),
