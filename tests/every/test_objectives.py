@@ -88,16 +88,16 @@ def test_a_reward_without_a_gradient_is_refused_before_training(make_learner):
         make_learner(objective={"kind": "refl"}, rollout=ODE, specs=[{"name": "geneval"}])
 
 
-def test_a_loss_that_is_no_number_stops_before_the_update(make_learner):
+def test_a_loss_that_is_no_number_stops_before_the_update(make_learner, monkeypatch):
     learner = make_learner(objective={"kind": "sft"}, rollout=ODE)
     before = [p.clone() for p in learner.policy.parameters()]
     loss = learner.objective.loss
 
-    def broken(*inputs, **fields):
-        value, metrics = loss(*inputs, **fields)
+    def broken(self, models, batch):
+        value, metrics = loss(models, batch)
         return value * math.nan, metrics
 
-    learner.objective.loss = broken
+    monkeypatch.setattr(type(learner.objective), "loss", broken)
     with pytest.raises(UserError, match="no finite number"):
         learner.iterate(0)
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True))
