@@ -176,8 +176,8 @@ def _learner(
     generator = learner.source.generator
     texts = RandomTexts(model_spec(name), generator.backbone, guided=work.guidance > 1)
     source = replace(learner.source, generator=replace(generator, text_cache=texts))
-    loose = replace(learner.update, ratio_tolerance=float("inf"))
-    return replace(learner, source=source, update=loose)
+    loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
+    return replace(learner, source=source, optim=loose)
 
 
 class RandomTexts(TextCache):

@@ -120,8 +120,8 @@ def _passes(learner: Learner, transitions: Transitions, batch: int) -> None:
 
 def update(learner: Learner, rollout: Rollout) -> None:
     """Learn from a rollout again: its likelihood ratio is 1 in the first round only."""
-    loose = replace(learner, update=replace(learner.update, ratio_tolerance=float("inf")))
-    loose.learn(rollout, 0)
+    loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
+    replace(learner, optim=loose).learn(rollout, 0)
 
 
 # --- trees against chains -----------------------------------------------------------------------

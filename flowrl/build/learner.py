@@ -36,8 +36,8 @@ from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
-from flowrl.training.loop import Learner, UpdateSettings
-from flowrl.training.run import Run, RunSettings, StopRule, stop_rule
+from flowrl.training.loop import Learner
+from flowrl.training.run import Run, StopRule, stop_rule
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
@@ -106,7 +106,8 @@ def build_learner(
         objective=objective,
         optimizer=runtime.prepare(config.optim.build(policy.parameters())),
         runtime=runtime,
-        update=_update_settings(config),
+        optim=config.optim,
+        iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
     )
 
@@ -155,7 +156,7 @@ def build_source(
 def check_work_split(
     config: Config, runtime: Runtime, needs: Needs, specs: Sequence[RewardSpec] = ()
 ) -> None:
-    """Check that every process gets what objective and rewards compare, in every iteration."""
+    """Check that every process gets what objective and rewards compare. Raises UserError."""
     whole = any(spec.whole_groups for spec in specs)
     for plan in config.plans():
         check_split(iteration_work(config, needs, plan, whole_groups=whole), runtime.world_size)
@@ -167,18 +168,6 @@ def check_trees(config: Config, needs: Needs) -> None:
         check_states(needs.states, config.plans(), config.rollout, config.run.seed)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def _update_settings(config: Config) -> UpdateSettings:
-    u = config.optim
-    return UpdateSettings(
-        lr=u.lr,
-        decay_over=config.run.iterations if u.schedule == "linear" else None,
-        updates_per_rollout=u.updates_per_rollout,
-        micro_batch=u.micro_batch,
-        max_grad_norm=u.max_grad_norm,
-        ratio_tolerance=u.ratio_tolerance,
-    )
 
 
 def build_evaluator(
@@ -246,13 +235,8 @@ def build_run(
 
     return Run(
         folder=folder,
-        settings=RunSettings(
-            iterations=config.run.iterations,
-            max_minutes=config.run.max_minutes,
-            checkpoint_every=config.run.checkpoint_every,
-            evaluate_every=config.evaluation.every,
-            sample_every=config.run.sample_every,
-        ),
+        options=config.run,
+        evaluate_every=config.evaluation.every,
         runtime=runtime,
         checkpoints=Checkpoints(folder, keep=config.run.keep_checkpoints),
         evaluator=evaluator,

@@ -12,7 +12,7 @@ from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import rounding_key
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
-from flowrl.config.objectives import check_noising
+from flowrl.config.validate import check_noising
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.offline.format import DatasetMetadata, OfflineDataset, open_dataset

@@ -278,6 +278,10 @@ class OptimOptions(Options):
         "well below the clip: 6.5 nats in Flow-GRPO, 0.5 in its fast recipe",
     )
 
+    def lr_at(self, iteration: int, iterations: int) -> float:
+        """Return the learning rate, a function of the iteration alone: resuming needs no state."""
+        return self.lr * (max(0.0, 1 - iteration / iterations) if self.schedule == "linear" else 1)
+
     def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
         from torch.optim import AdamW
 

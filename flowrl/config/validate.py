@@ -4,12 +4,11 @@ from collections.abc import Mapping
 
 from flowrl.config.objectives import (
     ComparedOptions,
+    CreditOptions,
     GRPOOptions,
+    NoisingOptions,
     Objective,
     SPOOptions,
-    check_credit,
-    check_noising,
-    check_spo,
 )
 from flowrl.config.rollout import OptimOptions, RolloutOptions
 from flowrl.config.sections import (
@@ -270,4 +269,59 @@ def check_stopping(run: RunOptions, evaluation: EvaluationOptions) -> None:
         raise ValueError(
             "run.stop_when_hacking compares evaluations during training, but evaluation.every is "
             "0: set it to a number of iterations, for example 10, or run.stop_when_hacking to null"
+        )
+
+
+def check_credit(credit: CreditOptions, plan: TreePlan) -> None:
+    """Raise ValueError for a comparison that the trees do not have, or that means nothing."""
+    if count(plan).leaves == plan.roots:
+        for name, value, instead in (
+            ("scope", credit.scope in ("leaf", "depth", "sibling"), "prompt"),
+            ("edges", credit.edges == "sibling", "node"),
+            ("keep", credit.keep.kind == "parent_top1", "extreme or max_variance"),
+        ):
+            if value:
+                raise ValueError(
+                    f"objective.credit.{name} compares images of one tree, but each tree of "
+                    f"rollout.tree has one image: use {instead}"
+                )
+    if credit.edges == "sibling" and credit.scope in ("depth", "sibling"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, which measures a node and the one it comes "
+            "from by different comparisons, and edges: sibling subtracts them: use prompt, leaf or "
+            "joint"
+        )
+    if credit.edges == "fan" and credit.scope not in ("leaf", "prompt"):
+        raise ValueError(
+            f"objective.credit.scope is {credit.scope}, but fans are compared within their tree "
+            "(leaf) or over those of the prompt (prompt): use one of these with edges: fan"
+        )
+
+
+def check_spo(plan: TreePlan) -> None:
+    """Raise ValueError for a tree without trained siblings."""
+    if not any(move.train and move.branch > 1 for move in plan.moves):
+        raise ValueError(
+            "objective.kind is spo, which compares the children of one latent, but no step that "
+            "rollout.tree trains has more than one child: use a tree that branches where it "
+            "trains, such as branch_grpo, tree_grpo or tempflow, or the objective grpo"
+        )
+
+
+def check_noising(noising: NoisingOptions, steps: int, pool: int | None = None) -> None:
+    """Raise ValueError when a schedule of `steps` has fewer noise levels than are asked for.
+
+    pool: rollout.store.cache_draws, where errors of the base are kept.
+    """
+    if noising.times.kind != "schedule":
+        return
+    left = int(steps * noising.times.fraction + 1e-9) - noising.times.skip_first
+    name, count = "objective.noising.count", noising.count
+    if pool is not None:
+        name, count = "rollout.store.cache_draws", pool
+    if count > left:
+        raise ValueError(
+            f"{name} is {count}, but objective.noising.times leaves {left} of "
+            f"the rollout's {steps} noise levels to choose from: the nearest that works is "
+            f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from flowrl.backbones.policy import Policy
+from flowrl.config.rollout import OptimOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Batch, Models, Objective, RewardField, checkpointed
 from flowrl.sampling.rollout import Timer
@@ -46,24 +47,6 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateSettings:
-    """How the optimizer steps: see the options of the same names under `optim`."""
-
-    lr: float
-    decay_over: int | None  # iterations in which the learning rate falls to 0
-    updates_per_rollout: int
-    micro_batch: int
-    max_grad_norm: float
-    ratio_tolerance: float
-
-    def lr_at(self, iteration: int) -> float:
-        """Return the learning rate, a function of the iteration alone: resuming needs no state."""
-        if self.decay_over is None:
-            return self.lr
-        return self.lr * max(0.0, 1 - iteration / self.decay_over)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Learner:
     """Everything one iteration needs. All randomness is a function of seed and iteration."""
 
@@ -73,7 +56,8 @@ class Learner:
     objective: Objective
     optimizer: torch.optim.Optimizer
     runtime: Runtime
-    update: UpdateSettings
+    optim: OptimOptions
+    iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
@@ -90,15 +74,15 @@ class Learner:
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
         """Update the policy on one rollout, and return metrics averaged over its rows."""
-        settings, policy, runtime = self.update, self.policy, self.runtime
+        optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr_at(iteration)
+            group["lr"] = optim.lr_at(iteration, self.iterations)
         models = self._models(rollout)
         batch = self.objective.prepare(rollout)
         means = RowMeans()
         means.add(batch.metrics(), 1)
         check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
-        for part in batch.updates(settings.updates_per_rollout):
+        for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
@@ -110,7 +94,7 @@ class Learner:
                 self._check_ratio(metrics)
             check_ratio = False
             runtime.reduce_gradients(policy.parameters())
-            norm = runtime.clip_gradients(policy.parameters(), settings.max_grad_norm)
+            norm = runtime.clip_gradients(policy.parameters(), optim.max_grad_norm)
             self._check_norm(norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -120,7 +104,7 @@ class Learner:
 
     def _models(self, rollout: Rollout) -> Models:
         """Return the models that the objective declares, with a micro-batch of rows in a graph."""
-        needs, size = self.objective.needs, self.update.micro_batch
+        needs, size = self.objective.needs, self.optim.micro_batch
         declared: dict[str, Any] = {}
         if needs.reference:
             declared["reference"] = checkpointed(self.policy.reference, size)
@@ -132,7 +116,7 @@ class Learner:
 
     def _backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
-        for chunk in part.chunks(self.update.micro_batch):
+        for chunk in part.chunks(self.optim.micro_batch):
             with self.runtime.autocast():
                 loss, metrics = self.objective.loss(models, chunk)
             self.runtime.backward(loss * (len(chunk) / rows))
@@ -156,7 +140,7 @@ class Learner:
 
     def _check_ratio(self, metrics: dict[str, float]) -> None:
         error = metrics.get("policy/ratio_error_max", 0.0)
-        limit = self.update.ratio_tolerance
+        limit = self.optim.ratio_tolerance
         # Written so that NaN is an error too; decided together, or the others would wait forever.
         if self.runtime.any(not error <= limit):
             raise UserError(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flowrl.backbones.lora_files import save_lora
 from flowrl.backbones.policy import Policy
+from flowrl.config.sections import RunOptions
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.linear import exact_weights
@@ -29,17 +30,6 @@ from flowrl.utils.progress import Steps
 
 GRID_IMAGES = 16
 RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """How often a run saves, evaluates and shows: the options of the same names under `run`."""
-
-    iterations: int
-    max_minutes: float | None
-    checkpoint_every: int
-    evaluate_every: int
-    sample_every: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +51,8 @@ class Run:
     """One training run in one folder. Only the main process writes; all take part in decisions."""
 
     folder: Path
-    settings: RunSettings
+    options: RunOptions
+    evaluate_every: int  # iterations; 0 is only at the start and the end
     runtime: Runtime
     checkpoints: Checkpoints
     evaluator: Evaluator | None  # None without held-out prompts
@@ -102,14 +93,14 @@ class Run:
         if self.evaluator is not None and not self._base_is_evaluated(self.evaluator):
             with policy.disabled():
                 self._evaluate(0)
-        every = self.settings.evaluate_every
+        every = self.evaluate_every
         due = every and self.done and self.done % every == 0
-        if due and self.done < self.settings.iterations:
+        if due and self.done < self.options.iterations:
             if not self.evaluation_path(self.done).exists():
                 self.evaluate_policy()  # the session before was stopped during it
         self._apply_stop_rule()
         self._began = time.monotonic()
-        return self.settings.iterations if self.stopped else self.done
+        return self.options.iterations if self.stopped else self.done
 
     def _base_is_evaluated(self, evaluator: Evaluator) -> bool:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
@@ -120,7 +111,7 @@ class Run:
         """Load what earlier sessions measured, for the stop rule."""
         if self.stop is None or self.evaluator is None:
             return
-        for step in range(0, self.done + 1, self.settings.evaluate_every):
+        for step in range(0, self.done + 1, self.evaluate_every):
             path = self.evaluation_path(step)
             if path.exists():
                 evaluation = Evaluation.load(path)
@@ -150,19 +141,19 @@ class Run:
 
     def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show samples when it is time."""
-        self.done, s = iteration + 1, self.settings
+        self.done, every, o = iteration + 1, self.evaluate_every, self.options
         if self.report is not None:
             self.report.log(self.done, metrics)
-            shown = s.sample_every and self.done % s.sample_every == 0
+            shown = o.sample_every and self.done % o.sample_every == 0
             if shown and len(grid.images):
                 self.report.log_images(self.done, grid.images, grid.captions)
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             self.steps.advance(shown)
-        if s.evaluate_every and self.done % s.evaluate_every == 0 and self.done < s.iterations:
+        if every and self.done % every == 0 and self.done < o.iterations:
             self.evaluate_policy()
             self._apply_stop_rule()
-        if self.done % s.checkpoint_every == 0:
+        if self.done % o.checkpoint_every == 0:
             self.save()
 
     def evaluate_policy(self) -> Evaluation | None:
@@ -205,7 +196,7 @@ class Run:
 
     def _apply_stop_rule(self) -> None:
         """End the run when the rule says so. The scores are those of all processes."""
-        if self.stop is None or self.done >= self.settings.iterations:
+        if self.stop is None or self.done >= self.options.iterations:
             return
         self.stopped = self.stop.reason(self._history)
         if self.stopped and self.best is not None:
@@ -250,7 +241,7 @@ class Run:
 
     def should_stop(self) -> bool:
         """Return whether time is up, a signal came or the rule stops; the same on all processes."""
-        limit = self.settings.max_minutes
+        limit = self.options.max_minutes
         late = limit is not None and self.seconds() >= 60 * limit
         return self.runtime.any(late or self._asked_to_stop or bool(self.stopped))
 

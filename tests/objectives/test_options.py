@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from flowrl.config import objectives as options
-from flowrl.config.objectives import check_spo
+from flowrl.config.validate import check_spo
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs, check_objective

@@ -60,9 +60,10 @@ def test_the_base_is_drawn_anew_when_it_is_evaluated_otherwise(small):
 
 def test_a_falling_learning_rate_is_a_function_of_the_iteration(small):
     learner, _ = small(optim={"lr": 1.0, "schedule": "linear"})
-    assert [learner.update.lr_at(i) for i in (0, 1, 3, 4, 9)] == [1.0, 0.75, 0.25, 0.0, 0.0]
+    rates = [learner.optim.lr_at(i, learner.iterations) for i in (0, 1, 3, 4, 9)]
+    assert rates == [1.0, 0.75, 0.25, 0.0, 0.0]
     learner, _ = small(optim={"lr": 0.5})
-    assert learner.update.lr_at(1000) == 0.5
+    assert learner.optim.lr_at(1000, learner.iterations) == 0.5
 
 
 def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):

@@ -22,7 +22,7 @@ def test_edges_lie_in_the_columns_of_their_steps_and_the_rows_of_their_leaves():
     found = lines(presets.dance_grpo(10, 1, [0]))
     assert found[TRAINED] and found[NOISY]
     # Leaves stand below each other, and parents half way between their children.
-    found = lines(presets.tree_grpo(10, 4, 2, range(2, 3)))
+    found = lines(presets.mix_grpo(10, 4, range(2, 3)))
     ends = [points[-1] for points in found[PLAIN] if points[-1][0] == 10]
     assert [row for _, row in ends] == [0, 1, 2, 3]
     assert {points[0] for points in found[TRAINED]} == {(2, 1.5)}
