@@ -9,6 +9,7 @@ import typer
 
 from flowrl import __version__
 from flowrl.cli import audit, bench, data, export, info, plan, rewards, sample, train, tree
+from flowrl.cli._console import print_error
 from flowrl.errors import UserError
 
 OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understood
@@ -75,14 +76,9 @@ def _program(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; errors are one sentence and exit code 1, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    rest = [_renamed(word) for word in words if word != "--debug"]
+    named = (word.partition("=") for word in words if word != "--debug")
+    rest = [OLD_FLAGS.get(flag, flag) + equals + value for flag, equals, value in named]
     report_errors(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
-
-
-def _renamed(word: str) -> str:
-    """Return a word of the command line with the present name of its flag."""
-    flag, equals, value = word.partition("=")
-    return OLD_FLAGS.get(flag, flag) + equals + value
 
 
 def report_errors(program: Callable[[], object], *, debug: bool) -> None:
@@ -94,13 +90,9 @@ def report_errors(program: Callable[[], object], *, debug: bool) -> None:
     except Exception as error:
         if debug:
             raise
-        from flowrl.cli._console import print_error
-
         if isinstance(error, UserError):
             print_error(str(error))
         else:
-            print_error(
-                f"{type(error).__name__}: {error}",
-                "This was not expected. Add --debug to see where it happened.",
-            )
+            hint = "This was not expected. Add --debug to see where it happened."
+            print_error(f"{type(error).__name__}: {error}", hint)
         sys.exit(1)

@@ -4,7 +4,9 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +21,12 @@ MARKS = {
 }
 
 Row = Mapping[str, object]
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Lora = Annotated[
+    str | None, typer.Option(metavar="RUN|FILE", help="Add this LoRA: a run folder or a file.")
+]
 
 
 def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
@@ -63,10 +71,7 @@ def print_checks(results: Iterable[CheckResult], width: int) -> None:
 def stop_unless_fine(
     states: Mapping[str, Collection[str]], *, wrong: str, absent: str | None
 ) -> None:
-    """Raise UserError if any of the named states has a "problem", or else is "missing".
-
-    wrong, absent: the two sentences; with absent None missing ones are fine.
-    """
+    """Raise UserError `wrong` if a state has a "problem", else `absent`, if any, for "missing"."""
     for state, sentence in (("problem", wrong), ("missing", absent)):
         found = [name for name, its in states.items() if state in its]
         if found and sentence is not None:
@@ -74,9 +79,9 @@ def stop_unless_fine(
 
 
 def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[dict | None]:
-    """Return the arguments that --args give to each reward, None where they give nothing.
+    """Return the arguments that --args give to each reward, None for none.
 
-    Raises UserError when there are more or fewer than rewards, and for what is no YAML mapping.
+    Raises UserError unless there is one YAML mapping for each reward, or none at all.
     """
     from flowrl.config.load import load_yaml
 
@@ -86,7 +91,7 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
     for text, its in zip(texts or (), found, strict=True):
         if not isinstance(its, dict | None):
             raise UserError(
-                f"--args is {text!r}, expected names and values, as in '{{mode: strict}}'."
+                f"--args is {text!r}, expected names and values as in '{{mode: strict}}'."
             )
     return found or [None] * len(rewards)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flowrl.cli._console import AsJson, Lora, print_table
 from flowrl.cli.train import Words, recipe_request
 
 JSON_NAMES = {
@@ -37,10 +38,8 @@ def audit(
     candidates: Annotated[
         int | None, typer.Option(min=2, help="Candidates of a prompt; the recipe's, or 96.")
     ] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="RUN|FILE", help="Sample with this LoRA.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    lora: Lora = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare cheap candidates with the exact images, before you train on a choice of them.
 
@@ -66,17 +65,11 @@ def audit(
     """
     request = recipe_request(words, "flowrl audit tiny-sd3-solrl-geneval")
     from flowrl.api import audit as audit_recipe
-    from flowrl.cli._console import print_table
 
     rows = audit_recipe(
-        request.recipe,
-        request.overrides,
-        prompts=prompts,
-        candidates=candidates,
-        steps=steps or (),
-        precisions=precision or (),
-        lora=lora,
-    )
+        request.recipe, request.overrides, prompts=prompts, candidates=candidates,
+        steps=steps or (), precisions=precision or (), lora=lora,
+    )  # fmt: skip
     print_table(json_rows(rows) if as_json else table_rows(rows), as_json=as_json)
     for note in () if as_json else notes(rows):
         print(note)

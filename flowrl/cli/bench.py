@@ -4,14 +4,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flowrl.cli._console import AsJson, Device, print_table
+
 app = typer.Typer(no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
 Batch = Annotated[int, typer.Option(min=1, help="Most images in one forward.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 
 
 @app.callback()
@@ -49,7 +49,6 @@ def rollout(
       flowrl bench rollout --batch 64 --threads 1
     """
     from flowrl.bench.rollout import bench_rollout
-    from flowrl.cli._console import print_table
 
     rows = bench_rollout(
         model=model, batch=batch, steps=steps, threads=threads, repeats=repeats, device=device
@@ -77,7 +76,6 @@ def tree(
       flowrl bench tree
     """
     from flowrl.bench.rollout import bench_tree
-    from flowrl.cli._console import print_table
 
     rows = bench_tree(
         model=model, prompts=prompts, batch=batch, steps=steps, threads=threads, repeats=repeats,
@@ -106,15 +104,11 @@ def reward(
       flowrl bench reward ocr
     """
     from flowrl.bench.reward import bench_reward
-    from flowrl.cli._console import print_table
 
     rows = bench_reward(
-        name=name,
-        images=images,
-        workers=tuple(workers or (1, 2)),
-        micro_batch=micro_batch,
+        name=name, images=images, workers=tuple(workers or (1, 2)), micro_batch=micro_batch,
         repeats=repeats,
-    )
+    )  # fmt: skip
     print_table(rows, as_json=as_json)
 
 
@@ -173,13 +167,12 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 ) -> None:
     """Exploring cheaply and regenerating a few, against sampling all candidates exactly.
 
-    Where the time goes, and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N,
-    with q, the speed of a cheap step by that of an exact one, and phi, what decoding and scoring a
-    image takes by drawing it, as they are in the same run. Measured ratios of at most 1.1 times
-    the model's are expected. On a CPU seconds are the processor's own, and q is 1 or less.
+    Prints seconds by phase and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N:
+    q is the speed of a cheap step over an exact one, phi the time to decode and score an image over
+    that to sample it, both measured in this run. Expected are ratios of at most 1.1 times the
+    model's. On a CPU seconds are the processor's own, and q is 1 or less.
 
-    Sizes want a GPU. They have not been run on one yet: neither fp8 on Hopper nor nvfp4 on
-    Blackwell.
+    Sizes need a GPU and have not been run on one yet, neither fp8 on Hopper nor nvfp4 on Blackwell.
 
     Examples:
 
@@ -197,16 +190,16 @@ def solrl(  # noqa: PLR0913  # an argument for each option
 
     for name in size or ():
         model_spec(name)  # all of them before the first is measured
-    asked = [parse_counts(text) for text in counts or ()]
-    asked = [one.scaled(scale) for one in asked or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
+    given = [parse_counts(text) for text in counts or ()]
+    plans = [one.scaled(scale) for one in given or ([PUBLISHED, WIDER] if size else [PUBLISHED])]
     for name in size or ():
         rows = bench_sizes(
-            name=name, plans=asked, prompts=prompts, precision=precision, min_dim=min_dim,
+            name=name, plans=plans, prompts=prompts, precision=precision, min_dim=min_dim,
             batch=batch or 8, decode_batch=decode_batch, pixels=pixels, layers=layers,
             compile=compile, repeats=repeats, device=device,
         )  # fmt: skip
         _print_costs(rows, as_json)
-    for one in () if size else asked:
+    for one in () if size else plans:
         row = bench_solrl(
             model=model, counts=one, prompts=prompts, precision=precision, min_dim=min_dim,
             batch=batch or 24, compile=compile, threads=threads, repeats=repeats, device=device,
@@ -266,7 +259,6 @@ def iteration(  # noqa: PLR0913  # an argument for each option
       flowrl bench iteration --size sana-1.6b --device cpu --layers 2 --pixels 64
     """
     from flowrl.bench.iteration import bench_iteration, work_of
-    from flowrl.cli._console import print_table
     from flowrl.planning.model_specs import model_spec
 
     names = size or ["sd3.5-medium", "flux.1-dev", "sana-1.6b"]
@@ -291,9 +283,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Where the time goes, what came of it, and the verdict; or one JSON object a row."""
+    """Print the phases, the results and the verdict of each row, or one JSON object."""
     from flowrl.bench.two_stage import labelled, verdict
-    from flowrl.cli._console import print_table
 
     if as_json:
         print_table(rows, as_json=True)

@@ -1,15 +1,13 @@
 """`flowrl collect` and `flowrl prompts`: data to train on, images and prompts."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from flowrl.cli._console import AsJson, Lora, print_table
 from flowrl.cli.train import Words
 from flowrl.errors import UserError
-
-if TYPE_CHECKING:
-    from flowrl.prompts.generate.templates import Sets
 
 SHOWN = 5  # pairs left out that are reported one by one
 
@@ -20,18 +18,13 @@ def collect(
         Path | None, typer.Option("--output-dir", "-o", help="Folder of the data set.")
     ] = None,
     groups: Annotated[
-        int | None,
-        typer.Option(min=1, help="Prompts to sample; rounded up to whole iterations."),
+        int | None, typer.Option(min=1, help="Prompts to sample; rounded up to whole iterations.")
     ] = None,
     pairs: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Take images from here: a .jsonl file of pairs."),
+        Path | None, typer.Option(metavar="FILE", help="A .jsonl file with pairs of images.")
     ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(metavar="RUN|FILE", help="Sample with this LoRA."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    lora: Lora = None,
+    as_json: AsJson = False,
 ) -> None:
     """Sample and score groups once, to train on many times with rollout.store.path.
 
@@ -64,21 +57,19 @@ def collect(
         raise UserError("Give either --groups, how many to sample, or --pairs, a file of images.")
     if pairs is not None and lora is not None:
         raise UserError("--lora samples images, and --pairs brings them: leave one out.")
-    # The objective that will learn from the images asks nothing of the rollout yet.
+    # The objective that will learn from the images needs nothing of the rollout yet.
     changes = ["rollout.store=null", "objective={kind: sft}"]
     config = load_config(request.recipe, [*request.overrides, *changes])
     from flowrl.api import collect as collect_groups
     from flowrl.api import collect_pairs
-    from flowrl.cli._console import print_table
 
     if pairs is None:
         rows, left_out = collect_groups(config, output_dir, groups=groups or 1, lora=lora), []
     else:
         rows, left_out = collect_pairs(config, pairs, output_dir)
-    for reason in left_out[:SHOWN]:
+    more = len(left_out) - SHOWN
+    for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:
         typer.echo(f"left out: {reason}", err=True)
-    if len(left_out) > SHOWN:
-        typer.echo(f"left out: {len(left_out) - SHOWN} more pairs", err=True)
     print_table(rows, as_json=as_json)
 
 
@@ -103,18 +94,18 @@ def prompts(
         Path | None, typer.Option(metavar="FILE", help="ocr: wordings with {}, one a line.")
     ] = None,
     new_words: Annotated[
-        bool, typer.Option("--new-words", help="ocr: keep words for test.jsonl alone.")
+        bool, typer.Option("--new-words", help="ocr: keep words for test.jsonl only.")
     ] = False,
 ) -> None:
     """Write lists of prompts with what their rewards need, and a held-out list.
 
     geneval: objects, their number, colours and places, for the reward geneval. --ratio is
-    position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 if not given;
+    position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
     test.jsonl has as many of each kind. Default classes are COCO's. Of counting prompts there are
     the fewest, 1920: with this ratio at most 6392 beside 200 held-out ones.
 
     ocr: a text of one to four words to be written, for the reward ocr. --ratio is the parts of
-    texts with 1:2:3:4 words, 1:3:3:3 if not given.
+    texts with 1:2:3:4 words, 1:3:3:3 by default.
 
     No combination of objects, and no text, is in both lists, in whatever words.
 
@@ -127,7 +118,8 @@ def prompts(
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
         evaluation.prompts=prompts/ocr/test.jsonl
     """
-    from flowrl.prompts.generate.templates import write_sets
+    from flowrl.prompts.generate import geneval, ocr
+    from flowrl.prompts.generate.templates import read_list, write_sets
 
     if not count + held_out:
         raise UserError("--count or --held-out must be above 0: there is nothing to write.")
@@ -135,52 +127,24 @@ def prompts(
     if any(option is not None for option in others):
         theirs = "--words, --templates and --new-words" if kind == "geneval" else "--classes"
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
-    sizes = (count, held_out, seed)
+    sizes, parts = (count, held_out, seed), _parts(ratio)
     if kind == "geneval":
-        sets = _geneval(*sizes, _parts(ratio), classes)
+        names = read_list(classes) if classes else geneval.COCO
+        sets = geneval.geneval_sets(*sizes, classes=names, ratio=parts or geneval.RATIO)
     else:
-        sets = _ocr(*sizes, _parts(ratio), words, templates, new_words)
+        sets = ocr.ocr_sets(
+            *sizes,
+            words=read_list(words) if words else ocr.WORDS,
+            templates=read_list(templates) if templates else ocr.TEMPLATES,
+            ratio=parts or ocr.RATIO,
+            new_words=new_words,
+        )
     for path, rows in zip(write_sets(output_dir, sets), filter(None, sets), strict=True):
         typer.echo(f"{path}  {len(rows)} prompts")
-
-
-def _geneval(
-    count: int, held_out: int, seed: int, ratio: list[int] | None, classes: Path | None
-) -> "Sets":
-    from flowrl.prompts.generate.geneval import COCO, RATIO, geneval_sets
-    from flowrl.prompts.generate.templates import read_list
-
-    names = read_list(classes) if classes else COCO
-    return geneval_sets(count, held_out, seed, classes=names, ratio=ratio or RATIO)
-
-
-def _ocr(
-    count: int,
-    held_out: int,
-    seed: int,
-    ratio: list[int] | None,
-    words: Path | None,
-    templates: Path | None,
-    new_words: bool,
-) -> "Sets":
-    from flowrl.prompts.generate.ocr import RATIO, TEMPLATES, WORDS, ocr_sets
-    from flowrl.prompts.generate.templates import read_list
-
-    return ocr_sets(
-        count,
-        held_out,
-        seed,
-        words=read_list(words) if words else WORDS,
-        templates=read_list(templates) if templates else TEMPLATES,
-        ratio=ratio or RATIO,
-        new_words=new_words,
-    )
 
 
 def _parts(text: str | None) -> list[int] | None:
     try:
         return [int(part) for part in text.split(":")] if text is not None else None
     except ValueError as error:
-        raise UserError(
-            f"--ratio is {text!r}, expected whole numbers as in 7:5:3:1:1:0."
-        ) from error
+        raise UserError(f"--ratio is {text!r}, expected whole numbers as 7:5:3:1:1:0.") from error

@@ -7,19 +7,16 @@ import typer
 
 from flowrl.errors import UserError
 
-Format = Literal["diffusers", "comfyui", "merged", "hub"]
-
 
 def export(
     source: Annotated[
         str, typer.Argument(metavar="RUN|FILE", help="A run's folder, a checkpoint's, or a LoRA.")
     ],
     to: Annotated[
-        Path | None,
-        typer.Option("--to", "-o", metavar="FOLDER|FILE", help="Where; not for hub."),
+        Path | None, typer.Option("--to", "-o", metavar="FOLDER|FILE", help="Where; not for hub.")
     ] = None,
-    format: Annotated[  # the option's name is what people look for
-        Format,
+    format: Annotated[
+        Literal["diffusers", "comfyui", "merged", "hub"],
         typer.Option(
             help="diffusers: the LoRA as it is. comfyui: one file with ComfyUI's keys (SD3, FLUX). "
             "merged: the whole pipeline with the LoRA in its weights. hub: upload LoRA and card."
@@ -36,13 +33,13 @@ def export(
     revision: Annotated[str | None, typer.Option(help="merged: of the pipeline.")] = None,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="merged: of the weights; the run's own, or bf16 for a file alone."),
+        typer.Option(help="merged: of the weights; the run's own, else bf16."),
     ] = None,
     backbone: Annotated[
         str | None, typer.Option(help="comfyui: sd3 or flux, for a file without its run.")
     ] = None,
 ) -> None:
-    """Give a LoRA away: to diffusers, to ComfyUI, merged into its pipeline, or to the Hub.
+    """Write a LoRA for diffusers or ComfyUI, merge it into its pipeline, or push it to the Hub.
 
     hub takes its token from HF_TOKEN or hf auth login, and uploads the LoRA, the card with its
     images and the configuration; never checkpoints.
@@ -69,13 +66,10 @@ def export(
                     f"{name} is of --format {other}, but the format is {format}: leave {name} out, "
                     f"or give --format {other}."
                 )
-    if (to is None) != (format == "hub"):
-        raise UserError(
-            f"--to {to} is given with --format hub, which uploads: leave it out, or choose another "
-            "--format."
-            if format == "hub"
-            else f"--format {format} needs --to, as in flowrl export {source} --to lora."
-        )
+    if to is not None and format == "hub":
+        raise UserError(f"--to {to} is given with --format hub, which uploads: leave it out.")
+    if to is None and format != "hub":
+        raise UserError(f"--format {format} needs --to, as in flowrl export {source} --to lora.")
     from flowrl.api import export as export_lora
 
     typer.echo(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import flowrl
+from flowrl.cli._console import print_checks
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def explain(
     key: Annotated[str, typer.Argument(help="An option or section; none lists the sections.")] = "",
 ) -> None:
-    """Say what an option means, what it takes, its default and where that comes from.
+    """Show an option's meaning, values, default and where that comes from.
 
     Examples:
 
@@ -34,18 +35,14 @@ def explain(
 
 
 def doctor() -> None:
-    """Check versions, device and optional packages; say how to get what is missing.
+    """Check versions, device and optional packages; print how to get missing ones.
 
     Reaches no network. Exits with 1 if something that a run needs is missing.
     """
-    from flowrl.cli._console import print_checks
-
     results = examine()
     print_checks(results, max(len(result.topic) for result in results))
     if not healthy(results):
-        raise UserError(
-            "Something that a run needs is missing; the lines marked !! say what to do."
-        )
+        raise UserError("A run needs something that is missing; lines marked !! say what to do.")
 
 
 DISTRIBUTION = "flowrl-diffusion"
@@ -82,7 +79,7 @@ OPTIONAL = {  # package: its extra, and what it is for
 
 
 def examine() -> list[CheckResult]:
-    """Check everything a run depends on. Imports torch, reaches no network."""
+    """Check everything a run depends on, without a network."""
     return [*_basics(), *_packages(), *_optional(), *_opencv(), *_device(), *_data()]
 
 
@@ -129,20 +126,15 @@ def _packages() -> Iterator[CheckResult]:
     ranges = _ranges()
     for package, use in NEEDED.items():
         found, wanted = _installed(package), ranges.get(package)
-        if found is None:
-            remedy = f'pip install "{wanted or package}"'
-            yield CheckResult(
-                topic=package, state="problem", detail=f"not installed: {use}", remedy=remedy
-            )
-        elif wanted and not wanted.specifier.contains(found, prereleases=True):
-            yield CheckResult(
-                topic=package,
-                state="problem",
-                detail=f"{found}, expected {wanted.specifier}",
-                remedy=f'pip install "{wanted}"',
-            )
-        else:
-            yield CheckResult(topic=package, state="ok", detail=found)
+        wrong = f"not installed: {use}" if found is None else ""
+        if found and wanted and not wanted.specifier.contains(found, prereleases=True):
+            wrong = f"{found}, expected {wanted.specifier}"
+        yield CheckResult(
+            topic=package,
+            state="problem" if wrong else "ok",
+            detail=wrong or str(found),
+            remedy=f'pip install "{wanted or package}"' if wrong else "",
+        )
 
 
 def _optional() -> Iterator[CheckResult]:
@@ -157,7 +149,7 @@ def _optional() -> Iterator[CheckResult]:
 
 
 def _opencv() -> Iterator[CheckResult]:
-    """Two builds of OpenCV overwrite each other."""
+    """Check for two builds of OpenCV, which overwrite each other."""
     builds = [p for p in ("opencv-python", "opencv-contrib-python") if _installed(p)]
     if builds and _installed("opencv-python-headless"):
         yield CheckResult(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowrl.cli._console import print_table
 from flowrl.cli.train import Words, recipe_request
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Say what a recipe asks of its GPUs, before a download: work, shares and memory.
+    """Show the work, the shares and the memory of a recipe's GPUs, before any download.
 
     Needs no GPU and no weights: networks are built from their shapes alone. Where a recipe does not
     fit, it says what to change. A GPU of 24 GB has 24 * 10^9 bytes here, a little less than it has.
@@ -53,19 +54,19 @@ def plan(
         print(json.dumps(_as_json(config, found)))
         return
     _show_shares(found)
-    _show_work(config, found)
+    print_table(_work_rows(config, found))
+    typer.echo("\nForwards of one image; those of training are the most there can be.\n")
     _show_memory(found)
     for note in found.notes:
         typer.echo(note)
 
 
 def _show_shares(found: "Plan") -> None:
-    from flowrl.cli._console import print_table
-
     geometry, load = found.geometry, found.geometry.load
     typer.echo(
         f"{load.prompts} prompts with {load.roots * load.leaves} images each, in {load.updates} "
-        f"{'update' if load.updates == 1 else 'updates'}, on {_gpus(geometry.gpus)}\n"
+        f"{'update' if load.updates == 1 else 'updates'}, on {geometry.gpus} "
+        f"{'GPU' if geometry.gpus == 1 else 'GPUs'}\n"
     )
     print_table(_share_rows(found))
     typer.echo(
@@ -110,39 +111,28 @@ def _uneven(found: "Plan") -> str:
     )
 
 
-def _show_work(config: "Config", found: "Plan") -> None:
-    from flowrl.cli._console import print_table
-
-    print_table(_work_rows(config, found))
-    typer.echo("\nForwards of one image; those of training are the most there can be.\n")
-
-
 def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     work = found.work
-    rows = [
-        {"": "an iteration"} | _work_row(asdict(work.first)),
-        {"": f"{config.run.iterations} iterations"} | _work_row(asdict(work.total)),
+    columns = {
+        "an iteration": asdict(work.first),
+        f"{config.run.iterations} iterations": asdict(work.total),
+    }
+    if times := work.evaluations:
+        images = config.evaluation.num_images
+        one = {"images": images, "sampling": work.evaluation}
+        columns["an evaluation"] = one
+        columns[f"{times} evaluations"] = {name: times * value for name, value in one.items()}
+    # A quantity a line: beside each other they do not fit a screen.
+    return [
+        {"": name} | {of: f"{row[name]:,}" if name in row else "" for of, row in columns.items()}
+        for name in columns["an iteration"]
+        if any(row.get(name) for row in columns.values())
     ]
-    if work.evaluations:
-        e, times = config.evaluation, f"{work.evaluations} evaluations"
-        rows.append({"": "an evaluation", "images": f"{e.num_images:,}",
-                     "sampling": f"{work.evaluation:,}"})  # fmt: skip
-        rows.append({"": times, "images": f"{work.evaluations * e.num_images:,}",
-                     "sampling": f"{work.evaluations * work.evaluation:,}"})  # fmt: skip
-    shown = [name for name in rows[0] if name and any(row.get(name, "0") != "0" for row in rows)]
-    # A quantity a line: beside each other they do not go on a screen.
-    return [{"": name} | {row[""]: row.get(name, "") for row in rows} for name in shown]
-
-
-def _work_row(work: dict[str, int]) -> dict[str, str]:
-    return {name: f"{value:,}" for name, value in work.items()}
 
 
 def _show_memory(found: "Plan") -> None:
-    from flowrl.cli._console import print_table
-
     if found.peak is None:
         typer.echo(f"Memory: {found.unknown}.")
         return
@@ -160,44 +150,33 @@ def _show_memory(found: "Plan") -> None:
 
 
 def _show_verdict(found: "Plan") -> None:
-    from flowrl.cli._console import print_table
-
     if found.fits:
         typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
         return
-    assert found.peak is not None
+    assert found.peak is not None and found.remedies is not None
     typer.echo(
         f"It does not fit a GPU of {_gb(found.memory)} GB. Of the changes that\n"
         f"touch {found.peak.phase}, each alone gives:\n"
     )
-    assert found.remedies is not None and found.memory is not None
     print_table(
         [
             {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
             for r in found.remedies.alone
         ]
     )
-    typer.echo(f"\n{_advice(found)}")
-
-
-def _advice(found: "Plan") -> str:
-    assert found.remedies is not None
-    best = found.remedies.best
-    if best is None:
-        return (
-            f"Nothing of this helps, not even together: {_gb(found.remedies.least)} GB are left. "
-            "Take smaller images (pipeline.height, pipeline.width), a smaller checkpoint, or a "
-            "GPU with more memory."
-        )
-    return f"It fits, with a peak of {_gb(best.peak)} GB, if you add: {' '.join(best.changes)}"
+    if best := found.remedies.best:
+        changes = " ".join(best.changes)
+        typer.echo(f"\nIt fits, with a peak of {_gb(best.peak)} GB, if you add: {changes}")
+        return
+    typer.echo(
+        f"\nNothing of this helps, not even together: {_gb(found.remedies.least)} GB are left. "
+        "Take smaller images (pipeline.height, pipeline.width), a smaller checkpoint, or a GPU "
+        "with more memory."
+    )
 
 
 def _gb(count: int | None) -> str:
     return f"{(count or 0) / GB:.2f}"
-
-
-def _gpus(count: int) -> str:
-    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _numbers(at: list[int]) -> str:

@@ -9,6 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowrl.cli._console import (
+    AsJson,
+    arguments_of,
+    print_checks,
+    print_table,
+    stop_unless_fine,
+    token_of,
+)
 from flowrl.errors import CheckResult, UserError
 
 if TYPE_CHECKING:
@@ -30,7 +38,7 @@ def reward_check(
     ] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Ask the one served there (flowrl reward-serve)."),
+        typer.Option(metavar="URL", help="Use the one served there (flowrl reward-serve)."),
     ] = None,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Variable with the server's token.")
@@ -42,15 +50,15 @@ def reward_check(
         str | None,
         typer.Option(metavar="SOURCE", help="Prompts to try it on, if it has no fixtures."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Try rewards on images of known order: the right word must score above the wrong one.
 
-    Scores must be finite, within the reward's bounds, and the same when an image is asked for
-    alone or in other company. Also measures the time of one image, and images per second.
-    Training does the same, without the times, before its first step.
+    Scores must be finite, within the reward's bounds, and the same for an image by itself and among
+    others. Also measures the time of one image, and images per second. Training does the same,
+    without the times, before its first step.
 
-    ok works, !! does not, ?? gave all images the same score, -- cannot be asked here: a package,
+    ok works, !! does not, ?? gave all images the same score, -- cannot run here: a package,
     weights or a server is missing. Exits with 1 after a !!, and after a -- of a reward that was
     named.
 
@@ -67,13 +75,6 @@ def reward_check(
       flowrl reward-check --all
     """
     chosen = _chosen(names or [], everything=everything, given=bool(args or server))
-    from flowrl.cli._console import (
-        arguments_of,
-        print_checks,
-        print_table,
-        stop_unless_fine,
-        token_of,
-    )
     from flowrl.prompts.records import load_prompts
     from flowrl.scoring.check import check_named
 
@@ -114,15 +115,10 @@ def _chosen(names: list[str], *, everything: bool, given: bool) -> list[str]:
 
 def _row(name: str, checked: "RewardCheck", result: CheckResult) -> dict:
     return {
-        "reward": name,
-        "state": result.state,
-        "detail": result.detail,
-        "remedy": result.remedy,
-        "version": checked.version,
-        "images": checked.images,
-        "seconds_p50": checked.latency,
+        "reward": name, "state": result.state, "detail": result.detail, "remedy": result.remedy,
+        "version": checked.version, "images": checked.images, "seconds_p50": checked.latency,
         "images_per_second": checked.rate,
-    }
+    }  # fmt: skip
 
 
 def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
@@ -134,12 +130,7 @@ def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
     return replace(result, detail=result.detail + times + version)
 
 
-SERVER_PACKAGES = {
-    "fastapi": "fastapi",
-    "uvicorn": "uvicorn",
-    "python_multipart": "python-multipart",
-}
-POOL_PACKAGES = {"pebble": "pebble"}
+SERVER_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
 
 
 def reward_serve(
@@ -195,10 +186,8 @@ def reward_serve(
     codecs = _codecs(codec)
     if not workers and (timeout or micro_batch):
         raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
-    from flowrl.cli._console import arguments_of
-
     given = arguments_of(names, args)
-    _need(SERVER_PACKAGES | POOL_PACKAGES if workers else SERVER_PACKAGES)
+    _need([*SERVER_PACKAGES, "pebble"] if workers else SERVER_PACKAGES)
     from flowrl.scoring.server import make_app, warm_up
 
     pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
@@ -217,16 +206,13 @@ def reward_serve(
         try:
             _serve(app, listening, host, names, late)
         finally:  # the application has closed the rewards
-            if hangs := app.state.service.hangs:
-                print(f"left behind, for they do not end: {', '.join(hangs)}", file=sys.stderr)
+            if not_closed := app.state.service.not_closed:
+                print(f"left behind, for they do not end: {', '.join(not_closed)}", file=sys.stderr)
                 os._exit(1)
 
 
 def bound(host: str, port: int) -> "socket.socket":
-    """Take an address, which nobody gets through to before `listen`.
-
-    Raises UserError when it is not free.
-    """
+    """Bind an address that clients reach after `listen`. Raises UserError when it is not free."""
     import socket
 
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -251,14 +237,14 @@ def listen(listening: "socket.socket") -> None:
         raise UserError(f"Cannot listen at {host} port {port}: {error}.") from error
 
 
-def _need(packages: dict[str, str]) -> None:
-    """Raise UserError for packages (by module) that cannot be imported."""
+def _need(packages: Sequence[str]) -> None:
+    """Raise UserError for packages that cannot be imported."""
     import importlib
 
     absent: dict[str, ImportError] = {}
-    for module, package in packages.items():
+    for package in packages:
         try:
-            importlib.import_module(module)
+            importlib.import_module(package.replace("-", "_"))
         except ImportError as error:
             absent[package] = error
     if absent:
@@ -269,8 +255,6 @@ def _need(packages: dict[str, str]) -> None:
 
 
 def _token(host: str, variable: str | None) -> str | None:
-    from flowrl.cli._console import token_of
-
     if variable is None and not _loopback(host):
         raise UserError(
             f"--host {host} lets other machines in: name the variable with a token that they must "
@@ -309,13 +293,9 @@ def _spec(
     from flowrl.scoring.executors.pool import PoolExecutor
 
     executor = PoolExecutor(
-        BUILT_IN.get(spec.name, spec.name),
-        args,
-        spec.name,
-        workers=workers,
-        timeout=timeout,
+        BUILT_IN.get(spec.name, spec.name), args, spec.name, workers=workers, timeout=timeout,
         micro_batch=None if spec.whole_groups else micro_batch,
-    )
+    )  # fmt: skip
     return replace(spec, executor=executor)
 
 
@@ -323,7 +303,7 @@ def _serve(app, listening: "socket.socket", host: str, names: list[str], late: l
     import uvicorn
 
     shown = f"[{host}]" if ":" in host else host
-    # Who reads this through a pipe waits for it.
+    # Flushed: programs that read this through a pipe wait for it.
     print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
     if late:
         print(f"not tried yet, loads at the first question: {', '.join(late)}", flush=True)
@@ -341,9 +321,7 @@ def golden(
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="JSON", help="Reference scores; flowrl's own unless --write is given."
-        ),
+        typer.Option(metavar="JSON", help="Reference scores; flowrl's own without --write."),
     ] = None,
     tolerance: Annotated[
         float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
@@ -352,8 +330,8 @@ def golden(
     """Compare the scores of rewards with reference scores, measured with the real weights.
 
     Shows that another machine, another version or a change of the code gives the same scores. A
-    reward without reference scores is shown as such and never as passed: those that download
-    weights have none until they are measured with --write, which adds them to --file.
+    reward without reference scores never passes: those that download weights have none until
+    --write measures them and adds them to --file.
 
     ok agrees, !! does not, -- was not compared: no reference scores yet, or weights are missing.
     Exits with 1 after a !!, and after a -- of a reward that was named.
@@ -369,10 +347,9 @@ def golden(
     chosen = list(dict.fromkeys(names or []))
     if write and not (chosen and file):
         raise UserError(
-            "--write records the rewards that are named, in the file that --file names: give both, "
-            "as in flowrl golden ocr --write --file golden.json."
+            "--write needs the names of rewards and --file, as in flowrl golden ocr --write --file "
+            "golden.json."
         )
-    from flowrl.cli._console import print_checks, stop_unless_fine
     from flowrl.scoring.golden import PATH, compare_all, read_references, recorded, write_references
 
     path = file or PATH

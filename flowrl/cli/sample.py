@@ -5,18 +5,14 @@ from typing import Annotated
 
 import typer
 
+from flowrl.cli._console import AsJson, Device, Lora, arguments_of, print_table
 from flowrl.errors import UserError
 
-Lora = Annotated[
-    str | None,
-    typer.Option(metavar="RUN|FILE", help="A run folder or LoRA file to add."),
-]
 Revision = Annotated[
     str | None, typer.Option(help="Of a pipeline from the Hub: a branch, tag or commit.")
 ]
 PromptFile = Annotated[
-    str | None,
-    typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here."),
+    str | None, typer.Option("--prompts", metavar="FILE|SPLIT", help="Take the prompts from here.")
 ]
 
 
@@ -34,19 +30,18 @@ def sample(  # noqa: PLR0913  # an argument for each option
     output_dir: Annotated[Path, typer.Option("--output-dir", "-o", help="Folder for them.")] = Path(
         "samples"
     ),
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
     rlg: Annotated[
-        float | None,
-        typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA."),
+        float | None, typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA.")
     ] = None,
     revision: Revision = None,
 ) -> None:
     """Generate images.
 
     Guidance, steps and text tokens default to those that the run of --lora was evaluated with, or
-    else to the pipeline's own. --rlg at other strengths than 0 and 1 is a
-    heuristic, exact only where the LoRA shifts the images' distribution without changing its
-    shape; it takes two forwards a step.
+    else to the pipeline's own. --rlg at other strengths than 0 and 1 is a heuristic, exact only
+    where the LoRA shifts the images' distribution without changing its shape; it takes two forwards
+    a step.
 
     Examples:
 
@@ -67,27 +62,14 @@ def sample(  # noqa: PLR0913  # an argument for each option
             'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
     if rlg is not None and lora is None:
-        raise UserError(
-            f"--rlg {rlg:g} is given without --lora, expected a run folder or LoRA file to "
-            "strengthen: add --lora runs/quickstart."
-        )
+        raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
     from flowrl.api import sample as sample_images
 
     paths = sample_images(
-        model,
-        texts,
-        lora=lora,
-        negative=negative,
-        guidance=guidance,
-        steps=steps,
-        seed=seed,
-        count=count,
-        max_sequence_length=max_sequence_length,
-        output_dir=output_dir,
-        device=device,
-        rlg=rlg,
-        revision=revision,
-    )
+        model, texts, lora=lora, negative=negative, guidance=guidance, steps=steps, seed=seed,
+        count=count, max_sequence_length=max_sequence_length, output_dir=output_dir, device=device,
+        rlg=rlg, revision=revision,
+    )  # fmt: skip
     for path in paths:
         typer.echo(path)
 
@@ -105,7 +87,7 @@ def score(
     ] = None,
     prompt: Annotated[str, typer.Option(help="The prompt of all the images.")] = "",
     prompts: PromptFile = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Score images with any reward.
 
@@ -124,9 +106,8 @@ def score(
     if prompt and prompts:
         raise UserError("Both --prompt and --prompts are given, expected one of them.")
     if twice := next((name for name in reward if reward.count(name) > 1), None):
-        raise UserError(f"--reward {twice} is given twice, expected each once: score them in turn.")
+        raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
     from flowrl.api import score as score_images
-    from flowrl.cli._console import arguments_of, print_table
 
     scored = score_images(images, reward, prompts or prompt or None, arguments_of(reward, args))
     print_table(scored.rows, as_json=as_json)
@@ -178,16 +159,8 @@ def gallery(
         raise UserError("With --base, also give --lora, --prompts and --output-dir.")
     from flowrl.api import gallery as write_gallery
 
-    typer.echo(
-        write_gallery(
-            run,
-            base=base,
-            lora=lora,
-            prompts=prompts,
-            count=count,
-            seed=seed,
-            output_dir=output_dir,
-            rlg=rlg or (),
-            revision=revision,
-        )
-    )
+    page = write_gallery(
+        run, base=base, lora=lora, prompts=prompts, count=count, seed=seed, output_dir=output_dir,
+        rlg=rlg or (), revision=revision,
+    )  # fmt: skip
+    typer.echo(page)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowrl.cli._console import AsJson, Lora, print_table
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ Words = Annotated[
 
 
 def recipe_request(words: Sequence[str] | None, example: str) -> "CommandArguments":
-    """Sort the words of a command line into a recipe and changes; refuse one without a recipe."""
+    """Sort the words of a command line into recipe and changes. Raises UserError without recipe."""
     from flowrl.config.load import sort_arguments
 
     request = sort_arguments(words or [])
@@ -41,7 +42,7 @@ def train(
         str | None,
         typer.Option(
             metavar="latest|PATH",
-            help="Go on from the newest checkpoint of the run, or from this one.",
+            help="Continue from the newest checkpoint of the run, or from this one.",
         ),
     ] = None,
     print_config: Annotated[
@@ -90,7 +91,6 @@ def train(
         _rehearse(config, resume)
         return
     from flowrl.api import align, table
-    from flowrl.cli._console import print_table
 
     if rows := table(align(config, resume=resume)):
         print_table(rows)
@@ -101,7 +101,6 @@ def _rehearse(config: "Config", resume: str | None) -> None:
     import tempfile
 
     from flowrl.api import align
-    from flowrl.cli._console import print_table
     from flowrl.planning.dry_run import rehearse
 
     if resume is not None:
@@ -123,7 +122,7 @@ def saved_recipe(resume: str | None) -> Path:
     if resume in (None, "latest"):
         raise UserError(
             "No recipe given: name a preset (flowrl train quickstart), a YAML file, or a run to "
-            "go on with (--resume runs/quickstart)."
+            "continue (--resume runs/quickstart)."
         )
     for folder in [Path(str(resume)), *Path(str(resume)).parents[:2]]:
         if (folder / "config.yaml").is_file():
@@ -133,11 +132,8 @@ def saved_recipe(resume: str | None) -> Path:
 
 def evaluate(
     words: Words = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(metavar="RUN|FILE", help="Compare the base with this LoRA."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    lora: Lora = None,
+    as_json: AsJson = False,
 ) -> None:
     """Score a pipeline, with or without a LoRA, on a recipe's held-out prompts.
 
@@ -147,7 +143,6 @@ def evaluate(
 
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
     """
-    from flowrl.cli._console import print_table
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
@@ -170,22 +165,17 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
     from flowrl.config import load_config
     from flowrl.config.load import sort_arguments
 
-    flags = [word.replace("_", "-") in FLAGS for word in words]
-    rest = [word for word, is_flag in zip(words, flags, strict=True) if not is_flag]
+    rest = [word for word in words if word.replace("_", "-") not in FLAGS]
+    flags = {word.replace("_", "-") for word in words if word not in rest}
     request = sort_arguments(rest)
     if not request.recipe and request.resume in (None, "latest"):
         rest, request = [recipe, *rest], sort_arguments([recipe, *rest])
     config = load_config(request.recipe or saved_recipe(request.resume), request.overrides)
     found = config.pipeline.backbone
     if found != family:
+        script = "flowrl train" if ":" in found else f"scripts/train_{found}.py"
         raise UserError(
             f"{request.recipe or request.resume} is a recipe for {found}, but this script trains "
-            f"{family}: take {script_of(found)}, or a recipe such as {recipe}"
+            f"{family}: take {script}, or a recipe such as {recipe}"
         )
-    asked = {word.replace("_", "-") for word, is_flag in zip(words, flags, strict=True) if is_flag}
-    train(rest, dry_run="--dry-run" in asked, print_config="--print-config" in asked)
-
-
-def script_of(family: str) -> str:
-    """Return the program that trains a family; for a user's own backbone the command itself."""
-    return "flowrl train" if ":" in family else f"scripts/train_{family}.py"
+    train(rest, dry_run="--dry-run" in flags, print_config="--print-config" in flags)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowrl.cli._console import print_table
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -15,16 +16,15 @@ if TYPE_CHECKING:
 PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
 WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
 
-Preset = Annotated[str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")]
-Changes = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
-]
-
 
 def tree(
-    preset: Preset = "",
-    changes: Changes = None,
+    preset: Annotated[
+        str, typer.Argument(metavar="PRESET", help="The kind of tree; none lists them.")
+    ] = "",
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
+    ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
     leaves: Annotated[
         int | None,
@@ -58,10 +58,11 @@ def tree(
 
       flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --image comb.png
     """
+    from flowrl.config.trees import PRESETS
     from flowrl.trees.plan import PlanError
 
     if not preset:
-        _list()
+        print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
         return
     options = _options(preset, changes or [])
     try:
@@ -79,7 +80,11 @@ def tree(
         _show(plan, prompts)
         _show_recipe(section, plan)
     if image is not None:
-        _save(plan, image)
+        from flowrl.trees.show import draw_tree
+        from flowrl.utils.files import write_bytes
+
+        write_bytes(image, draw_tree(plan))
+        typer.echo(f"Wrote {image}.", err=True)
 
 
 def _options(preset: str, changes: list[str]) -> dict[str, Any]:
@@ -94,14 +99,6 @@ def _options(preset: str, changes: list[str]) -> dict[str, Any]:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UserError(f"There is no tree {preset!r}: expected one of {', '.join(PRESETS)}.{hint}")
     return parse_overrides(changes)
-
-
-def _list() -> None:
-    """Print every preset with a line of its own."""
-    from flowrl.cli._console import print_table
-    from flowrl.config.trees import PRESETS
-
-    print_table([{"tree": name, "what": kind.__doc__} for name, kind in PRESETS.items()])
 
 
 def _plan(section: Any, leaves: int | None, **when: int) -> "TreePlan":
@@ -121,7 +118,7 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
     from pydantic import ValidationError
 
     from flowrl.config.load import merge
-    from flowrl.config.messages import complain
+    from flowrl.config.messages import format_errors
     from flowrl.config.trees import PRESETS
     from flowrl.utils.fields import Options
 
@@ -134,7 +131,7 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
     try:
         return kind.model_validate(merge({"kind": preset} | inner, {"kind": preset} | options))
     except ValidationError as error:
-        raise UserError(complain(kind, error)) from error
+        raise UserError(format_errors(kind, error)) from error
 
 
 def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int) -> "Choice":
@@ -143,8 +140,7 @@ def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budge
 
     if preset not in WITH_SPLITS:
         raise UserError(
-            f"--budget chooses splits, and {preset} has none: use {' or '.join(WITH_SPLITS)}, or "
-            "leave --budget out."
+            f"--budget chooses splits, and {preset} has none: use {' or '.join(WITH_SPLITS)}."
         )
     if "splits" in options:
         raise UserError("Got splits and --budget, which chooses them: leave one of them out.")
@@ -164,11 +160,9 @@ def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
     from flowrl.trees.plan import count
 
     total = count(plan).times(prompts)
+    per_leaf = total.forwards / total.leaves
     saving = total.sequential_forwards / total.forwards
-    return asdict(total) | {
-        "forwards_per_leaf": total.forwards / total.leaves,
-        "saving": saving,
-    }
+    return asdict(total) | {"forwards_per_leaf": per_leaf, "saving": saving}
 
 
 def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
@@ -210,7 +204,6 @@ def _show_recipe(section: Any, plan: "TreePlan") -> None:
 
 
 def _show(plan: "TreePlan", prompts: int) -> None:
-    from flowrl.cli._console import print_table
     from flowrl.trees.show import draw, table
 
     rows = table(plan, prompts)
@@ -226,11 +219,3 @@ def _show(plan: "TreePlan", prompts: int) -> None:
         f"{t['train_forwards']} in an update.\n"
     )
     typer.echo(draw(plan))
-
-
-def _save(plan: "TreePlan", image: Path) -> None:
-    from flowrl.trees.show import draw_tree
-    from flowrl.utils.files import write_bytes
-
-    write_bytes(image, draw_tree(plan))
-    typer.echo(f"Wrote {image}.", err=True)

@@ -89,20 +89,16 @@ def _family(source: str, state: dict[str, Any]) -> str:
 def export_merged(
     source: str, to: Path, *, base: str | None, revision: str | None, dtype: str | None
 ) -> Path:
-    """Write the pipeline with the LoRA added to its weights; return its folder.
+    """Write the pipeline with the LoRA merged into its weights, atomically; return its folder.
 
-    base, revision, dtype: None is the run's. Written beside and renamed, so that the folder is
-    complete or not there.
+    base, revision, dtype: None is the run's.
     """
     _check_free(to)
     check_header(source)
     recipe = recipe_of(source)
-    if base is None and recipe is None:
-        raise UserError(
-            f"{source} has no {CONFIG} beside it that names its pipeline: add --base PIPELINE"
-        )
     if base is None:
-        assert recipe is not None
+        if recipe is None:
+            raise UserError(f"{source} has no {CONFIG} beside it: add --base PIPELINE")
         base, revision = recipe.pipeline.path, revision or recipe.pipeline.revision
     dtype = dtype or (recipe.pipeline.dtype if recipe else "bf16")
     pipeline = load_pipeline(base, dtype=dtype, device="cpu", revision=revision)
@@ -151,7 +147,7 @@ def _check_free(path: Path) -> None:
         raise UserError(f"{path} is there already: give --to another place, or remove it")
 
 
-# --- a LoRA under ComfyUI's keys: layers as the original checkpoints name and fuse them ----------
+# --- a LoRA with ComfyUI's keys: layers as the original checkpoints name and fuse them -----------
 
 PREFIX = "diffusion_model."
 
@@ -169,19 +165,20 @@ class Place:
 QKV = (1, 1, 1)
 QKV_MLP = (1, 1, 1, 4)  # FLUX.1's feed-forward is four times as wide
 
+
+def _qkv(
+    names: str, layer: str, shares: tuple[int, ...] = QKV
+) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    return {names.format(letter): (layer, part, shares) for part, letter in enumerate("qkv")}
+
+
 # In a block: diffusers' name -> the original's name, part and shares.
 SD3_BLOCK = {
-    "attn.to_q": ("x_block.attn.qkv", 0, QKV),
-    "attn.to_k": ("x_block.attn.qkv", 1, QKV),
-    "attn.to_v": ("x_block.attn.qkv", 2, QKV),
+    **_qkv("attn.to_{}", "x_block.attn.qkv"),
     "attn.to_out.0": ("x_block.attn.proj", 0, (1,)),
-    "attn.add_q_proj": ("context_block.attn.qkv", 0, QKV),
-    "attn.add_k_proj": ("context_block.attn.qkv", 1, QKV),
-    "attn.add_v_proj": ("context_block.attn.qkv", 2, QKV),
+    **_qkv("attn.add_{}_proj", "context_block.attn.qkv"),
     "attn.to_add_out": ("context_block.attn.proj", 0, (1,)),
-    "attn2.to_q": ("x_block.attn2.qkv", 0, QKV),
-    "attn2.to_k": ("x_block.attn2.qkv", 1, QKV),
-    "attn2.to_v": ("x_block.attn2.qkv", 2, QKV),
+    **_qkv("attn2.to_{}", "x_block.attn2.qkv"),
     "attn2.to_out.0": ("x_block.attn2.proj", 0, (1,)),
     "norm1.linear": ("x_block.adaLN_modulation.1", 0, (1,)),
     "norm1_context.linear": ("context_block.adaLN_modulation.1", 0, (1,)),
@@ -191,13 +188,9 @@ SD3_BLOCK = {
     "ff_context.net.2": ("context_block.mlp.fc2", 0, (1,)),
 }
 FLUX_BLOCK = {
-    "attn.to_q": ("img_attn.qkv", 0, QKV),
-    "attn.to_k": ("img_attn.qkv", 1, QKV),
-    "attn.to_v": ("img_attn.qkv", 2, QKV),
+    **_qkv("attn.to_{}", "img_attn.qkv"),
     "attn.to_out.0": ("img_attn.proj", 0, (1,)),
-    "attn.add_q_proj": ("txt_attn.qkv", 0, QKV),
-    "attn.add_k_proj": ("txt_attn.qkv", 1, QKV),
-    "attn.add_v_proj": ("txt_attn.qkv", 2, QKV),
+    **_qkv("attn.add_{}_proj", "txt_attn.qkv"),
     "attn.to_add_out": ("txt_attn.proj", 0, (1,)),
     "norm1.linear": ("img_mod.lin", 0, (1,)),
     "norm1_context.linear": ("txt_mod.lin", 0, (1,)),
@@ -207,9 +200,7 @@ FLUX_BLOCK = {
     "ff_context.net.2": ("txt_mlp.2", 0, (1,)),
 }
 FLUX_SINGLE = {
-    "attn.to_q": ("linear1", 0, QKV_MLP),
-    "attn.to_k": ("linear1", 1, QKV_MLP),
-    "attn.to_v": ("linear1", 2, QKV_MLP),
+    **_qkv("attn.to_{}", "linear1", QKV_MLP),
     "proj_mlp": ("linear1", 3, QKV_MLP),
     "proj_out": ("linear2", 0, (1,)),
     "norm.linear": ("modulation.lin", 0, (1,)),
@@ -281,9 +272,8 @@ def find_place(name: str, family: str) -> Place:
 def comfyui_state(state: Mapping[str, Tensor], strength: float, family: str) -> dict[str, Tensor]:
     """Return the tensors of ComfyUI's file for a diffusers LoRA with PEFT's names.
 
-    The change of each original layer is exactly that of its parts stacked; a part without LoRA
-    does not change. strength: alpha / rank of all layers. Raises UserError for a family or a layer
-    that has no place in ComfyUI.
+    The change of each original layer is exactly that of its parts stacked, zero for a part without
+    LoRA. strength: alpha / rank of all layers. Raises UserError for an unknown family or layer.
     """
     check_family(family)
     fused: dict[str, tuple[Place, dict[int, Factors]]] = {}

@@ -21,10 +21,7 @@ PAIR = ("base", "aligned")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GalleryRow:
-    """Images of one prompt and one initial noise, one a column; the first column is the base.
-
-    The images need not have the same size.
-    """
+    """Images of one prompt and one initial noise, of any sizes, one a column, the base first."""
 
     prompt: str
     number: int = 0  # of the image among those of its prompt
@@ -44,8 +41,7 @@ def write_gallery(
 ) -> tuple[Path, Path]:
     """Write `index.html` (every row) and `grid.png` (the first `grid_rows`); return their paths.
 
-    The page holds its images, style and script, and forbids itself every request. `columns`
-    names the images of each row.
+    The page holds its images, style and script, and forbids itself every request.
     """
     if not rows:
         raise ValueError("a gallery needs at least one pair of images, got none")
@@ -122,7 +118,7 @@ def _unit(columns: Sequence[str]) -> str:
 
 
 def _any(scores: Sequence[Score]) -> bool:
-    """Return whether a reward scored the prompt at all: not every reward fits every prompt."""
+    """Return whether a reward, which may not fit every prompt, gave any score."""
     return any(known(score) is not None for score in scores)
 
 
@@ -142,21 +138,13 @@ def _entry(row: GalleryRow, rewards: Sequence[str], columns: Sequence[str]) -> d
         "prompt": row.prompt,
         "number": row.number,
         "images": [
-            {
-                "which": column,
-                "url": data_url(image),
-                "width": image.width,
-                "height": image.height,
-                "small": max(image.size) <= SMALL,
-            }
+            {"which": column, "url": data_url(image), "small": max(image.size) <= SMALL}
+            | {"width": image.width, "height": image.height}
             for column, image in zip(columns, row.images, strict=True)
         ],
         "scores": [
-            {
-                "name": name,
-                "base": values[0],
-                "others": list(zip(values[1:], changes(values), strict=True)),
-            }
+            {"name": name, "base": values[0]}
+            | {"others": list(zip(values[1:], changes(values), strict=True))}
             for name, values in scores.items()
             if _any(values)
         ],

@@ -36,8 +36,7 @@ TOKEN = "set HF_TOKEN to a token that may write, or log in with hf auth login"
 def open_repository(name: str, *, private: bool = False) -> str:
     """Create or find the repository; return its full name, USER/NAME.
 
-    Called before training, so that a missing network or token does not fail its end. Raises
-    UserError when one of them is missing.
+    Called before training. Raises UserError for a missing network or token.
     """
     from huggingface_hub import HfApi, get_token
 
@@ -118,16 +117,16 @@ def public_card(text: str, repository: str) -> str:
 def public_config(text: str) -> str:
     """Return a configuration without private parts (see `public`), and that pushes nowhere."""
     values = public(load_yaml(text, CONFIG))
-    if isinstance(values.get("run"), dict):  # who trains it again is somebody else
+    if isinstance(values.get("run"), dict):
         values["run"] |= {"push_to_hub": False, "hub_model_id": None}
     return dump_yaml(values)
 
 
 def public(value: Any) -> Any:
-    """Return nested values without what names a machine, a user or a secret.
+    """Return nested values without names of machines or users, and without secrets.
 
-    An absolute or climbing path becomes its last part, a server's address a placeholder, and what
-    is under a name such as api_key None.
+    An absolute or climbing path becomes its last part, a server's address a placeholder, and the
+    value of a key such as api_key None.
     """
     if isinstance(value, dict):
         return {k: None if _is_secret(k, item) else public(item) for k, item in value.items()}
@@ -137,7 +136,7 @@ def public(value: Any) -> Any:
 
 
 def _is_secret(key: Any, value: Any) -> bool:
-    """Numbers (max_tokens) and names of variables (api_key_env) are no secrets."""
+    # Numbers (max_tokens) and names of variables (api_key_env) are no secrets.
     if not SECRET.search(str(key)) or value is None or isinstance(value, (bool, int, float)):
         return False
     named = str(key).endswith("_env") and isinstance(value, str)
@@ -175,11 +174,10 @@ def _first_line(error: BaseException) -> str:
 def publish(run: Run, repository: str | None) -> None:
     """Upload a finished run. All processes call it, the main one with a repository.
 
-    Errors are logged, not raised: the run is complete and can be pushed later. A run that was
-    interrupted (its weights are not evaluated) or ended by its stop rule (an earlier checkpoint is
-    better) is not uploaded.
+    Errors are logged: the run can be pushed later. A run that was interrupted (not evaluated) or
+    ended by its stop rule (an earlier checkpoint is better) is not uploaded.
     """
-    interrupted = run.interrupted  # which all processes ask together
+    interrupted = run.interrupted  # a collective of all processes
     if repository is None:
         return
     ended = "was interrupted" if interrupted else "was ended by run.stop_when_hacking"

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.loading import TINY
+from flowrl.backbones.loading import TINY, pipeline_call_arguments
 from flowrl.backbones.policy import EMA
 from flowrl.build.backbone import FILE as TRAINING
 from flowrl.config import Config, config_yaml
@@ -77,10 +76,8 @@ CHOSEN: dict[SelectRule, str] = {  # how candidates are chosen, but for Sol-RL's
 
 
 def finish_run(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:
-    """Evaluate the final weights, compare them with the base, write gallery and card.
-
-    An interrupted run is not evaluated: a user who pressed Ctrl-C does not want to wait.
-    """
+    """Evaluate the final weights, compare them with the base, write gallery and card."""
+    # A user who pressed Ctrl-C does not want to wait for an evaluation.
     after = None if run.interrupted else run.evaluate_policy()
     if not run.runtime.is_main:
         return []
@@ -110,19 +107,16 @@ def method(config: Config) -> str:
     text = f"{name} on {kept} of {explore.candidates} candidates"
     if kept == explore.candidates:
         return text
-    return (
-        f"{text} (Sol-RL)"
-        if explore.select == "best_worst"
-        else f"{text}, {CHOSEN[explore.select]}"
-    )
+    if explore.select == "best_worst":
+        return f"{text} (Sol-RL)"
+    return f"{text}, {CHOSEN[explore.select]}"
 
 
 def precisions(config: Config, folder: Path, done: int) -> str:
     """Return in which precision the run computed, by its files; "" if only in its dtype."""
-    p, base = config.pipeline.precision, config.memory
-    texts = (
-        [] if p is None else [f"Rollouts and training: {read_precision(folder, TRAINING) or p}."]
-    )
+    p, base, texts = config.pipeline.precision, config.memory, []
+    if p is not None:
+        texts.append(f"Rollouts and training: {read_precision(folder, TRAINING) or p}.")
     if base.base_bits is not None:
         texts.append(f"Frozen weights: {base.base_bits} bits, by {base.base_library}.")
     if config.rollout.explore is not None:
@@ -138,10 +132,8 @@ def _candidate_precisions(config: Config, folder: Path, done: int) -> str:
     parts, now = [f"{steps} steps"], ""
     for event in events:
         # An audit before the first rollout decides the precision of that rollout.
-        moves = (
-            [event.next] if event.next and not event.iteration else [event.precision, event.next]
-        )
-        for precision in moves:
+        first = event.next and not event.iteration
+        for precision in [event.next] if first else [event.precision, event.next]:
             if precision not in (None, now):
                 start = f"from iteration {event.iteration + 1} " if now else ""
                 parts.append(start + ("not quantised" if precision == "bf16" else precision))
@@ -210,6 +202,7 @@ def card(
     built_in = p.path in TINY
     on_hub = not built_in and is_hub_name(p.path)
     of_revision = f", revision={p.revision!r}" if on_hub and p.revision else ""
+    pairs = summary[0].pairs if summary else 0
     return Card(
         base_model=public(p.path),
         on_hub=on_hub,
@@ -219,15 +212,13 @@ def card(
         call=pipeline_call_arguments(learner.policy.backbone.pipeline) | call_settings(config),
         license=Licence(id="apache-2.0") if built_in else licence_of(p.path) if on_hub else None,
         method=method(config),
-        weights="EMA" if learner.policy.best_name == EMA else "policy",
+        weights="EMA" if learner.policy.export_adapter == EMA else "policy",
         step=run.done,
         stopped=run.stopped,
         training=precisions(config, run.folder, run.done),
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
-        evaluation=f"{summary[0].pairs} images of {public(e.prompts)}, seed {e.seed}"
-        if summary
-        else "",
+        evaluation=f"{pairs} images of {public(e.prompts)}, seed {e.seed}" if pairs else "",
         summary=summary,
         legend=legend(summary, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),
@@ -252,7 +243,7 @@ def reward_curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[
 def evaluate_strengths(
     evaluator: Evaluator, runtime: Runtime, strengths: Sequence[float]
 ) -> dict[float, Evaluation]:
-    """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG, once."""
+    """Evaluate the evaluator's pipeline, with its LoRA loaded, at each strength of RLG."""
     found = {}
     for strength in dict.fromkeys(strengths):
         with RLG(evaluator.backbone.pipeline, strength):

@@ -1,12 +1,12 @@
-"""The folder of an offline data set: groups of scored images, generated once, learned from often.
+"""Define the folder of an offline data set: groups of scored images, generated once, used often.
 
     store.json                   how they were made
     README.md                    a dataset card, so that `datasets.load_dataset(folder)` works
     latents/000000.safetensors   x0 (n, *latent), as they were generated
     data/000000.jsonl            one row an image
 
-A shard is one iteration of collecting. Its latents are written first, and it counts when its rows
-are there, so a process that is killed leaves complete shards.
+A shard is one iteration of collecting. Its rows are written last and make it count, so a process
+that is killed leaves complete shards.
 """
 
 import json
@@ -82,8 +82,7 @@ class DatasetMetadata:
             return DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(
-                f"{path} cannot be read by this version of flowrl ({error}): collect the groups "
-                "again into another folder"
+                f"{path} cannot be read by this version ({error}): collect into another folder"
             ) from error
 
     def text(self) -> str:
@@ -167,11 +166,8 @@ def create_dataset(folder: Path, metadata: DatasetMetadata) -> None:
     """
     before = DatasetMetadata.read(folder) if (folder / METADATA).exists() else None
     if before is None:
-        foreign = (p for p in folder.glob("*") if p.name != README and not p.name.startswith("."))
-        if any(foreign):
-            raise UserError(
-                f"{folder} holds something that is no offline data set: choose another folder"
-            )
+        if any(p.name != README and not p.name.startswith(".") for p in folder.glob("*")):
+            raise UserError(f"{folder} holds something that is no offline data set: use another")
         write_text(folder / METADATA, metadata.text())
     elif finished_shards(folder):
         _check_same(folder, before, metadata)
@@ -188,8 +184,7 @@ def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -
         if was.get(name) != now.get(name):
             raise UserError(
                 f"{folder} was collected with {name} = {json.dumps(was.get(name))}, and this "
-                f"recipe has {json.dumps(now.get(name))}: use the recipe it was collected with, or "
-                "another folder"
+                f"recipe has {json.dumps(now.get(name))}: use that recipe, or another folder"
             )
 
 
@@ -229,23 +224,15 @@ def _line(image: StoredImage, row: int, latents: str, names: Sequence[str]) -> s
     """Return one image as a line of ASCII JSON: no prompt can end it, and NaN is null."""
     record = image.record
     scores = {
-        SCORE + name: score if abs(score) < float("inf") else None
+        SCORE + name: score if math.isfinite(score) else None
         for name, score in zip(names, image.scores, strict=True)
     }
     content = {
-        "uid": record.uid,
-        "prompt": record.text,
-        "negative": record.negative,
-        "metadata": json.dumps(record.metadata),
-        "group": image.group,
-        "image": image.image,
-        "valid": image.valid,
-        "latents": latents,
-        "row": row,
-        "seed": image.seed,
-        "iteration": image.iteration,
-        "root": image.root,
-    }
+        "uid": record.uid, "prompt": record.text, "negative": record.negative,
+        "metadata": json.dumps(record.metadata), "group": image.group, "image": image.image,
+        "valid": image.valid, "latents": latents, "row": row, "seed": image.seed,
+        "iteration": image.iteration, "root": image.root,
+    }  # fmt: skip
     return json.dumps(content | scores, allow_nan=False) + "\n"
 
 
@@ -269,8 +256,7 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
         except (OSError, ValueError, TypeError, SafetensorError) as error:
             raise UserError(
                 f"shard {number} of {folder} is damaged ({error}): delete "
-                f"{rows_file(folder, number)} and collect again as before, which makes only what "
-                "is missing"
+                f"{rows_file(folder, number)} and collect again, which adds only what is missing"
             ) from error
         digest.update(data)
         rows += found
@@ -307,8 +293,8 @@ def _read_rows(data: bytes, latents: Path, metadata: DatasetMetadata) -> list[Ro
     for row in rows:
         number = row["row"]
         if row["latents"] != latents.name or number >= count:
-            raise ValueError(f"a row names latent {number} of {row['latents']}, "
-                             f"which is not among the {count} of {latents.name}")  # fmt: skip
+            where = f"is not among the {count} of {latents.name}"
+            raise ValueError(f"a row names latent {number} of {row['latents']}, which {where}")
         if number in seen:
             raise ValueError(f"two rows name latent {number}")
         seen.add(number)

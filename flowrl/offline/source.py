@@ -36,9 +36,8 @@ class Caching:
 class StoredGroups:
     """A source of rollouts: each iteration `prompts` groups, `group_size` images of each.
 
-    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has.
-    What is read is a function of seed, iteration and data set, not of the number of processes. A
-    rollout is a forest of trees with one node: clean latents.
+    Groups come in seeded shuffles, one an epoch; a group with fewer images gives all it has. What
+    is read depends on seed, iteration and data set, not on the number of processes.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class StoredGroups:
         ]
         group = torch.arange(len(picked)).repeat_interleave(torch.tensor([len(p) for p in picked]))
         images = torch.cat(picked)
-        own = self.runtime.share(len(picked))
+        own = self.runtime.local_rows(len(picked))
         trees = torch.isin(group, own).nonzero().squeeze(1)
         own_records = [records[i] for i in own.tolist()]
         tree = single_node_trees(
@@ -131,7 +130,7 @@ class StoredGroups:
         if not self._started:
             self._started = True
             if self.runtime.is_main:
-                # What a policy generated that this session, which begins here, does not have.
+                # A later or interrupted policy generated these; this session does not have it.
                 for step in refresher.steps():
                     unfinished = step < iteration and not refresher.finished(step)
                     if step > iteration or unfinished:
@@ -146,10 +145,9 @@ class StoredGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSampler:
-    """A data set under this recipe's rewards: groups with at least two rewarded images.
+    """A data set under this recipe's K rewards: groups with at least two rewarded images.
 
-    The columns are in the order of the recipe's rewards, as in `Rollout`; transforms that compare
-    a group compare all its stored images.
+    Transforms that compare a group compare all its stored images.
     """
 
     dataset: OfflineDataset
@@ -171,13 +169,10 @@ def filter_groups(
     seed: int,
     balance: str | None,
 ) -> GroupSampler:
-    """Keep the groups that can teach something. Raises UserError when none is left."""
-    names = dataset.metadata.names
+    """Keep the groups with two rewarded images. Raises UserError when none is left."""
+    stored = dict(zip(dataset.metadata.names, dataset.scores.unbind(1), strict=True))
     missing = torch.full((len(dataset),), torch.nan)
-    columns = [
-        dataset.scores[:, names.index(s.name)] if s.name in names else missing for s in specs
-    ]
-    scores = torch.stack(columns, 1)
+    scores = torch.stack([stored.get(spec.name, missing) for spec in specs], 1)
     applicable = scores.isfinite()
     number = torch.zeros(len(dataset), dtype=torch.long)
     for place, group in enumerate(dataset.groups):
@@ -188,35 +183,27 @@ def filter_groups(
     result = RewardResult(scores=scores, valid=scores.isfinite(), applicable=applicable,
                           names=tuple(s.name for s in specs))  # fmt: skip
     reward, valid, terms = combine(specs, result, number)
-    groups = {
-        group.key: replace(group, images=tuple(i for i in group.images if valid[i]))
+    rewarded = (
+        replace(group, images=tuple(i for i in group.images if valid[i]))
         for group in dataset.groups
-    }
-    groups = {key: group for key, group in groups.items() if len(group.images) >= 2}
+    )
+    groups = {group.key: group for group in rewarded if len(group.images) >= 2}
     if not groups:
         raise UserError(
             f"no group in {dataset.folder} has two images with a reward: collect groups of at "
             "least two, with rewards that apply to their prompts"
         )
-    # The sampler of prompts deals groups: its records carry their groups' keys here.
+    # The prompt sampler chooses groups here: its records have their groups' keys as uid.
     records = [replace(group.record, uid=key) for key, group in groups.items()]
     return GroupSampler(
-        dataset=dataset,
-        groups=groups,
-        scores=scores,
-        applicable=applicable,
-        terms=terms,
-        reward=reward,
-        valid=valid,
+        dataset=dataset, groups=groups, scores=scores, applicable=applicable, terms=terms,
+        reward=reward, valid=valid, number=number, skipped=len(dataset.groups) - len(groups),
         order=PromptSampler(records, prompts, seed, balance=balance),
-        skipped=len(dataset.groups) - len(groups),
-        number=number,
-    )
+    )  # fmt: skip
 
 
 def _applicable(spec: RewardSpec, group: StoredGroup, known: Tensor) -> Tensor:
-    """Return whether a reward applies to each image of a group: where it gave a score, and where
-    it would give one now; nowhere if the recipe keeps it to other prompts."""
+    """Return for which images of a group a reward gave or would now give a score, (n,) bool."""
     metadata = group.record.metadata
     if not all(metadata.get(key) in values for key, values in spec.applies_to.items()):
         return torch.zeros_like(known)
@@ -275,21 +262,19 @@ def check_dataset(
 ) -> None:
     """Raise UserError, before training, for the first reason why a data set does not fit.
 
-    pipeline: the recipe's path or name; family: of its backbone.
+    pipeline, family: the recipe's pipeline.path and pipeline.backbone.
     """
     metadata, name = dataset.metadata, dataset.folder
-    again = "collect groups with this one, or train the one they are from"
-    # The last part of a path: folders move.
-    if metadata.pipeline.rstrip("/").split("/")[-1] != pipeline.rstrip("/").split("/")[-1]:
-        raise UserError(
-            f"the images in {name} are of the pipeline {metadata.pipeline!r}, and pipeline.path is "
-            f"{pipeline!r}: {again}"
-        )
-    if metadata.backbone != family:
-        raise UserError(
-            f"the images in {name} are of a pipeline of the family {metadata.backbone!r}, and "
-            f"pipeline.backbone is {family!r}: {again}"
-        )
+    stored, wanted = (p.rstrip("/").split("/")[-1] for p in (metadata.pipeline, pipeline))
+    for option, found, own, same in (
+        ("pipeline.path", metadata.pipeline, pipeline, stored == wanted),  # folders move
+        ("pipeline.backbone", metadata.backbone, family, metadata.backbone == family),
+    ):
+        if not same:
+            raise UserError(
+                f"the images in {name} were made with {option} {found!r}, and this recipe has "
+                f"{own!r}: collect groups with this one, or train the one they are from"
+            )
     shape = list(backbone.latent_shape())
     if metadata.latent_shape != shape:
         raise UserError(

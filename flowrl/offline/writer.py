@@ -1,4 +1,4 @@
-"""Writing offline data sets: a sampler's iterations, or pairs of images that a person compared."""
+"""Write offline data sets: a sampler's iterations, or pairs of images that a person compared."""
 
 import json
 import shutil
@@ -41,10 +41,9 @@ def write_groups(
     first: int = 0,
     advance: Callable[[Rollout], None] = lambda rollout: None,
 ) -> OfflineDataset:
-    """Write the missing ones of the shards 0, 1, ... from the sampler's iterations.
+    """Write the missing ones of the shards 0, 1, ...; shard k is iteration `first` + k.
 
-    Shard k is iteration `first` + k, whatever exists already and however many processes there
-    are. All of them call this; the main one writes. advance: called after each new shard.
+    All processes call this; the main one writes. advance: called after each new shard.
     """
     runtime = sampler.generator.runtime
     if runtime.is_main:
@@ -73,9 +72,8 @@ def _rollout_rows(
     before = occurrences(records)
     groups, leaves = rollout.group.tolist(), len(rollout.tree.leaf)
     seen: list[int] = [0] * len(records)
-    size = len(groups) // len(records)
     scores, valid = rollout.scores.tolist(), rollout.valid.tolist()
-    trees = size // leaves
+    trees = len(groups) // len(records) // leaves
     # The numbers of a group's trees among all its candidates, and how many those were.
     chosen = torch.arange(trees).expand(len(records), -1)
     if rollout.explored is not None:
@@ -96,10 +94,9 @@ def _rollout_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refresher:
-    """Replaces a data set every `every` iterations by one that the current policy generates.
+    """Replaces a data set every `every` iterations by one as large from the current policy.
 
-    It has as many groups, from prompts that come next. Raises UserError when the data set to
-    replace holds given images, which no policy generated.
+    Raises UserError when the data set to replace holds given images, which no policy generated.
     """
 
     original: OfflineDataset
@@ -133,7 +130,7 @@ class Refresher:
         """Write the data set of an iteration; continue one that this policy began."""
         folder = self.path(iteration)
         metadata = replace(self.metadata, lora={"iteration": iteration})
-        # Shards that were begun before the recipe changed do not belong to this policy.
+        # Shards from before a change of the recipe do not belong to this policy.
         if self.sampler.generator.runtime.is_main and (folder / METADATA).exists():
             if DatasetMetadata.read(folder).text() != metadata.text():
                 shutil.rmtree(folder)
@@ -166,8 +163,7 @@ def read_pairs(source: Path) -> list[Pair]:
     or malformed; whether the images exist is seen when they are loaded.
     """
     if source.suffix != ".jsonl":
-        raise UserError(f"cannot read pairs {source}: expected a .jsonl file with prompt, chosen "
-                        "and rejected in each line")  # fmt: skip
+        raise UserError(f"cannot read pairs {source}: expected a .jsonl file")
     records = load_prompts(source)
     lines = source.read_text(encoding="utf-8-sig").splitlines()
     numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
@@ -176,8 +172,7 @@ def read_pairs(source: Path) -> list[Pair]:
         where = f"{source}, line {number}"
         paths = [record.metadata.get(name) for name in MEMBERS]
         if not all(isinstance(path, str) and path for path in paths):
-            raise UserError(f'{where}: expected the paths of two images under "chosen" and '
-                            '"rejected"')  # fmt: skip
+            raise UserError(f'{where}: expected the paths of images "chosen" and "rejected"')
         rest = {k: v for k, v in record.metadata.items() if k not in MEMBERS}
         chosen, rejected = (source.parent / str(path) for path in paths)
         record = replace(record, metadata=rest)
@@ -190,9 +185,9 @@ def pairs_digest(source: Path) -> str:
 
 
 def load_image(path: Path, size: tuple[int, int]) -> Image.Image:
-    """Load an RGB image of `size` (height, width), scaled until it covers that and cut evenly.
+    """Load an RGB image, scaled and cropped to `size` (height, width).
 
-    It is turned upright as its camera says; what is transparent becomes white.
+    It is turned upright by its EXIF data; transparent pixels become white.
     """
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
@@ -219,20 +214,16 @@ def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
             raise UserError(f"{pair.where}: the {name} image {path} {reason}") from error
     images = to_tensor(loaded)
     if torch.equal(images[0], images[1]):
-        raise UserError(
-            f"{pair.where}: chosen and rejected are the same image, expected two of which one "
-            "was preferred"
-        )
+        raise UserError(f"{pair.where}: chosen and rejected are the same image")
     return images
 
 
 def write_pairs(
     folder: Path, pairs: Sequence[Pair], backbone: Backbone, *, batch_size: int
 ) -> Iterator[list[str]]:
-    """Encode and write the incomplete shards of a data set that `create_dataset` has begun.
+    """Encode and write the incomplete shards; yield why pairs of each shard were left out.
 
-    Yields after each shard why pairs of it were left out. batch_size: images in the encoder at
-    once.
+    batch_size: images in the encoder at once.
     """
     for first in range(0, len(pairs), SHARD):
         part = range(first, min(first + SHARD, len(pairs)))
@@ -283,15 +274,9 @@ def _write_shard(
 def _pair_rows(pair: Pair, number: int) -> Iterator[StoredImage]:
     for image, path in enumerate((pair.chosen, pair.rejected)):
         yield StoredImage(
-            record=pair.record,
-            group=number,
-            image=image,
-            valid=True,
-            scores=[1.0 - image],
-            seed=_file_number(path),
-            iteration=number // SHARD,
-            root=image,
-        )
+            record=pair.record, group=number, image=image, valid=True, scores=[1.0 - image],
+            seed=_file_number(path), iteration=number // SHARD, root=image,
+        )  # fmt: skip
 
 
 def _file_number(path: Path) -> int:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 from flowrl.errors import UserError
@@ -18,10 +18,10 @@ OWN_KEYS = ("prompt", "negative", "paraphrases")  # of a row; all others are met
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRecord:
-    """One prompt. `uid` depends on the content alone, so noise keyed by it survives reordering."""
+    """One prompt. `uid` depends only on the content, so noise keyed by it survives reordering."""
 
     uid: str
-    text: str  # what rewards are given
+    text: str  # for the rewards
     negative: str | None = None
     metadata: dict = field(default_factory=dict)  # for rewards: tag, include, exclude, ocr_text
     paraphrases: tuple[str, ...] = ()  # other wordings, no part of the uid
@@ -36,12 +36,11 @@ class PromptRecord:
 def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
     """Load a .txt file (one prompt a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
 
-    A JSONL row has "prompt" (or "text") and may have "negative" and "paraphrases", a list of
-    texts; its other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a
-    local .parquet or .arrow file or folder, see `sources.read_dataset`. KIND is one of the tiny
-    world's kinds, "geneval" (its six object kinds) or "all"; kinds alternate, so a limit keeps
-    some of each. A prompt that occurs several times gets another uid each time. Raises UserError
-    for a missing, malformed or empty source.
+    A JSONL row has "prompt" (or "text") and may have "negative" and a list "paraphrases"; its
+    other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a local
+    .parquet or .arrow file or folder, see `sources.read_dataset`. KIND is one of the tiny world's
+    kinds, "geneval" (its six object kinds) or "all"; kinds alternate. A repeated prompt gets
+    another uid each time. Raises UserError for a missing, malformed or empty source.
     """
     seen: Counter[str] = Counter()
     records = [_record(row, seen) for row in islice(read_rows(source), limit)]
@@ -63,20 +62,16 @@ def _record(row: dict, seen: Counter[str]) -> PromptRecord:
     first = prompt_uid(text, negative, metadata)
     uid = prompt_uid(text, negative, metadata, seen[first])
     seen[first] += 1
+    others = tuple(row.get("paraphrases", ()))
     return PromptRecord(
-        uid=uid,
-        text=text,
-        negative=negative,
-        metadata=metadata,
-        paraphrases=tuple(row.get("paraphrases", ())),
+        uid=uid, text=text, negative=negative, metadata=metadata, paraphrases=others
     )
 
 
 def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> PromptRecord:
     """Return the prompt worded as one of its paraphrases; uid and text stay.
 
-    Turns 0, 1, ... go through seeded shuffles of the paraphrases, so none repeats before all came;
-    a function of seed, iteration, uid and turn alone.
+    Turns 0, 1, ... go through seeded shuffles, so none repeats before all have been used.
     """
     lap, place = divmod(turn, len(record.paraphrases))
     key = f"{seed}/{iteration}/{record.uid}/{lap}"
@@ -85,21 +80,20 @@ def reworded(record: PromptRecord, turn: int, *, seed: int, iteration: int) -> P
 
 
 def check_paraphrases(prompts: Sequence[PromptRecord], option: str, source: str) -> None:
-    """Raise UserError when `option` asks for paraphrases and no prompt of `source` has any."""
+    """Raise UserError when `option` needs paraphrases and no prompt of `source` has any."""
     if not any(prompt.paraphrases for prompt in prompts):
         raise UserError(
             f"{option} is set, but none of the {len(prompts)} prompts of {source} has paraphrases: "
-            'give them in a .jsonl file, as "paraphrases": ["...", ...] beside "prompt", or leave '
-            f"{option} out"
+            f'add "paraphrases": ["...", ...] to the rows of a .jsonl file, or leave {option} out'
         )
 
 
 class PromptSampler:
-    """Chooses the prompts of an iteration, as a function of the iteration number alone.
+    """Chooses the prompts of an iteration, as a function of the iteration number only.
 
-    Prompts come in seeded shuffles, one an epoch, `per_iteration` at a time. With `balance`, the
-    name of a metadata key, its values alternate, each with its own epochs, so rare kinds are seen
-    as often as common ones. An iteration has no prompt twice unless it must.
+    Prompts come in seeded shuffles, one an epoch; an iteration has none twice unless it must.
+    balance: metadata key whose values alternate, each with its own epochs, so that rare kinds are
+    seen as often as common ones.
     """
 
     def __init__(
@@ -128,21 +122,19 @@ class PromptSampler:
 
     def at(self, iteration: int) -> list[PromptRecord]:
         """Return the `per_iteration` prompts of one iteration, kinds alternating."""
-        first, count = iteration * self.per_iteration, len(self.kinds)
+        first, kinds = iteration * self.per_iteration, len(self.kinds)
         streams = [
-            self._stream(kind, -(-(first - i) // count)) for i, kind in enumerate(self.kinds)
+            self._stream(kind, -(-(first - i) // kinds)) for i, kind in enumerate(self.kinds)
         ]
-        return [next(streams[turn % count]) for turn in range(first, first + self.per_iteration)]
+        return [next(streams[turn % kinds]) for turn in range(first, first + self.per_iteration)]
 
     def _stream(self, kind: str, start: int) -> Iterator[PromptRecord]:
         """Yield the prompts of one kind from its `start`-th on; none twice until all were given."""
         records = self.kinds[kind]
         given: set[int] = set()
-        position = start
-        while True:
+        for position in count(start):
             epoch, place = divmod(position, len(records))
             index = _shuffled(len(records), f"{self.seed}/{kind}/{epoch}")[place]
-            position += 1
             if len(given) == len(records):
                 given.clear()
             if index not in given:

@@ -1,8 +1,7 @@
 """Where prompts come from: .txt and .jsonl files, data sets, the tiny world. Rows are dicts.
 
-Text and JSON lines are read here, one at a time: `datasets` gives the columns of a whole file one
-type each, which turns a text such as 2024-01-01 into a date and 2 into 2.0, so that prompts would
-change their uids, and errors lose their line numbers. It reads everything else.
+Text and JSON lines are not read by `datasets`: it gives a column one type, so 2024-01-01 becomes a
+date and 2 becomes 2.0, prompts change their uids, and errors lose their line numbers.
 """
 
 import functools
@@ -59,10 +58,9 @@ def _file(path: Path) -> Iterator[dict]:
         )
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read prompts {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read prompts {path}: it is not UTF-8 text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UserError(f"cannot read prompts {path}: {reason}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             is_text = path.suffix == ".txt"
@@ -73,19 +71,14 @@ def _json(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where}: not valid JSON ({error.msg}); expected one object a line"
-        ) from error
+        raise UserError(f"{where}: not valid JSON ({error.msg}), expected an object") from error
     if isinstance(row, dict) and "prompt" not in row and "text" in row:
         row["prompt"] = row.pop("text")
     return check_row(row, where)
 
 
 def check_row(row: object, where: str) -> dict:
-    """Return the row if its own keys have the right form.
-
-    Raises UserError that begins with `where`.
-    """
+    """Return the row. Raises UserError, beginning with `where`, for a wrong type of our keys."""
     text = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(row, dict) or not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: expected an object with a text under "prompt"')
@@ -93,25 +86,22 @@ def check_row(row: object, where: str) -> dict:
         raise UserError(f'{where}: "negative" must be a text')
     others = row.get("paraphrases", [])
     if not isinstance(others, list) or not all(isinstance(t, str) and t.strip() for t in others):
-        raise UserError(
-            f'{where}: "paraphrases" must be a list of texts that are not empty, or be left out'
-        )
+        raise UserError(f'{where}: "paraphrases" must be a list of texts that are not empty')
     return row
 
 
 def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
     """Yield the rows of NAME, NAME:SPLIT or NAME:SPLIT:COLUMN, with COLUMN under "prompt".
 
-    All columns that JSON can hold become metadata, empty fields left out; a text that holds a JSON
-    object or a list of objects is read as that, and the keys of a column "metadata" stand for
-    themselves. Images are not read.
+    All columns that JSON can hold become metadata, without empty fields; a text with a JSON object
+    or a list of objects is parsed, and the keys of a column "metadata" become metadata themselves.
 
     Args:
-        name: NAME is a folder or file, or (if `hub`) a data set of the Hub. SPLIT is train if not
-            given, and may be cut, as in train[:100]. COLUMN is by default the first of COLUMNS.
+        name: NAME is a folder or file, or (if `hub`) a data set of the Hub. SPLIT is train by
+            default and may be cut, as in train[:100]; COLUMN is the first of COLUMNS by default.
 
     Raises UserError when the package `datasets`, the network, the set, its split or column is
-    missing, and, when that row is read, for a damaged file.
+    missing, and for a damaged file when its row is read.
     """
     place, split, column = [*re.split(r":(?![^\[]*\])", name), "", ""][:3]
     split = split or "train"
@@ -129,8 +119,8 @@ def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:
                 row += 1
         except ImportError as error:
             raise UserError(
-                f"cannot read prompts {place!r}: the package datasets is not installed; "
-                "pip install datasets, or give a .jsonl file"
+                f"cannot read prompts {place!r} without the package datasets: pip install "
+                "datasets, or give a .jsonl file"
             ) from error
         except UserError:
             raise
@@ -167,7 +157,7 @@ def _open(place: str, split: str, cache: str) -> Any:
     kind, files = (path.suffix[1:], place) if path.is_file() else (place, None)
     load = functools.partial(datasets.load_dataset, kind, data_files=files, split=split)
     table: Any = load(streaming=not bracket, cache_dir=cache)
-    # JSON tells its columns only when it is read as a whole.
+    # The columns of JSON are known only when it is read as a whole.
     return load(cache_dir=cache) if table.features is None else table
 
 
@@ -201,10 +191,7 @@ def _remedy(reason: str) -> str:
     if "gated" in reason or "authenticated" in reason:
         return "; accept its terms on its page, and log in with `hf auth login`"
     if "reach" in reason or "offline" in reason.lower():
-        return (
-            "; it is not on this machine and the hub cannot be reached: load it once where there "
-            "is a network, or name a local .parquet or .jsonl file"
-        )
+        return "; the hub cannot be reached: load it once with a network, or name a local file"
     return ""
 
 
@@ -216,7 +203,7 @@ def _as_json_line(row: dict, column: str) -> dict:
 
 
 def _read(value: Any) -> Any:
-    """Return JSON text as what it says, and drop fields that are None, which tables need."""
+    """Parse texts that hold JSON, and drop fields that are None, which tables need."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             found = json.loads(value)

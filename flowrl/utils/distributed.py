@@ -12,13 +12,12 @@ from flowrl.errors import UserError
 
 
 class Runtime:
-    """One training process among `world_size`, launched by accelerate, torchrun or alone.
+    """One training process among `world_size`, launched by accelerate, torchrun or python.
 
-    The adapter's gradients are small, so one call an update sums them instead of wrapping the
-    network: the same arithmetic as DistributedDataParallel, and adapters can be switched and
-    merged freely. Raises UserError when the device is missing, when this process already computes
-    in another precision, and when the launcher asks for its own gradient accumulation, which
-    would divide the loss a second time.
+    One call an update sums the adapter's small gradients instead of a wrapper of the network: the
+    arithmetic of DistributedDataParallel, and adapters can be switched and merged freely. Raises
+    UserError for a missing device, a process that already computes in another precision, and a
+    launcher with gradient accumulation, which would divide the loss a second time.
     """
 
     def __init__(self, *, device: str = "auto", mixed_precision: str = "no"):
@@ -33,8 +32,8 @@ class Runtime:
             self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
             raise UserError(
-                f"this process has already computed on another device or in another precision "
-                f"than {mixed_precision!r}, which accelerate cannot change: start a new process"
+                "accelerate cannot change this process's device, or its precision to "
+                f"{mixed_precision!r}: start a new process"
             ) from error
         self.device: torch.device = self.accelerator.device
         if device not in ("auto", self.device.type):
@@ -57,13 +56,13 @@ class Runtime:
     def prepare(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.accelerator.prepare_optimizer(optimizer, device_placement=False)
 
-    def share(self, total: int, unit: int = 1) -> Tensor:
-        """Return this process's rows of `total`, (n,) long: consecutive, nearly equal shares.
+    def local_rows(self, total: int, unit: int = 1) -> Tensor:
+        """Split range(total) over processes in order; blocks of `unit` rows stay together.
 
-        Rows are shared in whole runs of `unit`, which divides `total`.
+        -> this process's rows (n,) long; processes differ by at most one block.
         """
-        runs = torch.arange(total).view(-1, unit)
-        return runs.tensor_split(self.world_size)[self.rank].flatten()
+        blocks = torch.arange(total).view(-1, unit)
+        return blocks.tensor_split(self.world_size)[self.rank].flatten()
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all processes in order, on the device of `rows`; counts may differ."""
@@ -87,11 +86,10 @@ class Runtime:
         return {name: text for line in lines for name, text in json.loads(line).items()}
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Raise a UserError of one process on all of them, after the block.
+    def raise_on_all(self) -> Iterator[None]:
+        """If one process raises UserError in the block, raise it on all.
 
-        A process that raised alone would leave the others waiting. The message is that of the
-        first process that has one. The block must not communicate.
+        Otherwise the others would wait for it forever. The block must not communicate.
         """
         failure = None
         try:

@@ -4,18 +4,6 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
 
-__all__ = [
-    "Count",
-    "Flag",
-    "NonNegative",
-    "Number",
-    "Positive",
-    "Options",
-    "Text",
-    "Whole",
-    "option",
-]
-
 
 def _refuse_bool(value: Any) -> Any:
     # Python counts True as 1, and so would pydantic: `rank: true` must not mean rank 1.
@@ -75,8 +63,5 @@ def _built(value: Any) -> Any:
 
 
 def option(default: Any, meaning: str, source: str = "") -> Any:
-    """A field with what `flowrl explain` prints: its meaning and where its default comes from.
-
-    `default` ... makes the option required.
-    """
+    """Return a field with what `flowrl explain` prints. A default of ... makes it required."""
     return Field(default, description=meaning, json_schema_extra={"source": source})

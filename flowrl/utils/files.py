@@ -17,11 +17,7 @@ _INT_KEYS = "__int_keys__"
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary file beside `path`; rename it over `path` when the block succeeds.
-
-    A reader sees the old file or the new one, never a part. Synced to disk; removed when the block
-    raises.
-    """
+    """Yield a temporary file beside `path`; sync and rename it when the block succeeds."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
@@ -49,13 +45,12 @@ def sync_folder(folder: Path) -> None:
 
 def sync_files(folder: Path) -> None:
     """Flush everything below a folder to disk, and the folders' entries."""
-    for path in sorted(folder.rglob("*")):
+    for path in [*sorted(folder.rglob("*")), folder]:
         if path.is_dir():
             sync_folder(path)
             continue
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
-    sync_folder(folder)
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -50,14 +50,13 @@ def to_tensor(images: Sequence[Image.Image]) -> Tensor:
 
 def data_url(image: Image.Image) -> str:
     """Return the image as a lossless `data:` URL: WebP, or PNG where Pillow lacks it."""
-    webp = features.check("webp") and max(image.size) <= 16383  # the format's own limit
-    buffer = io.BytesIO()
-    if webp:
+    format, data = "png", b""
+    if features.check("webp") and max(image.size) <= 16383:  # the format's own limit
+        buffer = io.BytesIO()
         image.convert("RGB").save(buffer, "WEBP", lossless=True, quality=80, method=4)
-    else:
-        image.convert("RGB").save(buffer, "PNG", optimize=True)
-    text = base64.b64encode(buffer.getvalue()).decode("ascii")
-    return f"data:image/{'webp' if webp else 'png'};base64,{text}"
+        format, data = "webp", buffer.getvalue()
+    text = base64.b64encode(data or png(image.convert("RGB"))).decode("ascii")
+    return f"data:image/{format};base64,{text}"
 
 
 def png(image: Image.Image) -> bytes:
@@ -73,11 +72,8 @@ def fit(image: Image.Image, side: int) -> Image.Image:
         factor = side // longest
         size = (image.width * factor, image.height * factor)
         return image.convert("RGB").resize(size, Image.Resampling.NEAREST)
-    size = (
-        max(1, round(image.width * side / longest)),
-        max(1, round(image.height * side / longest)),
-    )
-    return image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    width, height = (max(1, round(length * side / longest)) for length in image.size)
+    return image.convert("RGB").resize((width, height), Image.Resampling.LANCZOS)
 
 
 def font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
@@ -143,7 +139,7 @@ def image_grid(
     ]
     top = PAD + len(head) * LINE + (PAD if head else 0)
     canvas = Image.new("RGB", (width, top + sum(band.height for band in bands)), PAPER)
-    _lines(ImageDraw.Draw(canvas), (PAD, PAD), [(line, INK) for line in head])
+    _lines(ImageDraw.Draw(canvas), PAD, PAD, [(line, INK) for line in head])
     for band in bands:
         canvas.paste(band, (0, top))
         top += band.height
@@ -152,7 +148,10 @@ def image_grid(
 
 def _band(stacks: Sequence[Stack], rows: Sequence[str], margin: int, side: int) -> Image.Image:
     captions = [wrap(stack.caption, side) for stack in stacks]
-    notes = [_wrapped_notes(stack, side) for stack in stacks]
+    notes = [
+        [(line, color) for text, color in s.notes for line in wrap(text, side, size=NOTE, lines=2)]
+        for s in stacks
+    ]
     text = max(map(len, captions)) * LINE
     row_height = side + PAD // 2
     top = text + (PAD // 2 if text else 0)
@@ -165,27 +164,15 @@ def _band(stacks: Sequence[Stack], rows: Sequence[str], margin: int, side: int) 
     for column, stack in enumerate(stacks):
         x = margin + column * (side + PAD)
         caption = [(line, INK) for line in captions[column]]
-        _lines(pen, (x, text - len(caption) * LINE), caption)
+        _lines(pen, x, text - len(caption) * LINE, caption)
         for row, image in enumerate(stack.images):
             band.paste(fit(image, side), (x, top + row * row_height))
-        _lines(pen, (x, below), notes[column], size=NOTE)
+        _lines(pen, x, below, notes[column], NOTE)
     return band
 
 
-def _wrapped_notes(stack: Stack, side: int) -> list[tuple[str, Color]]:
-    return [
-        (line, color)
-        for text, color in stack.notes
-        for line in wrap(text, side, size=NOTE, lines=2)
-    ]
-
-
 def _lines(
-    pen: ImageDraw.ImageDraw,
-    corner: tuple[int, int],
-    lines: list[tuple[str, Color]],
-    *,
-    size: int = TEXT,
+    pen: ImageDraw.ImageDraw, x: int, y: int, lines: list[tuple[str, Color]], size: int = TEXT
 ) -> None:
     for i, (text, color) in enumerate(lines):
-        pen.text((corner[0], corner[1] + i * LINE), text, color, font(size))
+        pen.text((x, y + i * LINE), text, color, font(size))

@@ -10,7 +10,7 @@ from typing import Any
 def load_callable(target: str) -> Callable[..., Any]:
     """Return the attribute of `module:attribute`, searched last in the working directory.
 
-    Raises LookupError that says what was found, and where.
+    Raises LookupError naming what was found, and where.
     """
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):

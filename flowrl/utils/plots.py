@@ -1,7 +1,6 @@
-"""Charts with matplotlib, as the bytes of a PNG file: curves in panels, and lines compared.
+"""Draw charts with matplotlib, as the bytes of a PNG file.
 
-matplotlib is imported where it is needed, and only its `Figure`: pyplot would keep figures and a
-backend for the whole process. The same values give the same bytes.
+Only its `Figure` is used: pyplot would keep figures and a backend for the whole process.
 """
 
 import io
@@ -82,7 +81,7 @@ def draw_curves(
     figure = new_figure(PANEL[0] * across, PANEL[1] * down, theme)
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for axes, (name, points) in zip(panels, curves.items(), strict=False):
-        _style(axes, theme, title=name, x_label=x_label, y_label=y_label)
+        style_axes(axes, theme, title=name, x_label=x_label, y_label=y_label)
         if not points:
             axes.text(
                 0.5, 0.5, "no values", color=theme.soft, ha="center", transform=axes.transAxes
@@ -90,38 +89,9 @@ def draw_curves(
         elif bands is None:
             _smoothed(axes, points, theme)
         else:
-            _line(axes, points, theme.lines[0], bands.get(name), marker="o")
+            plot_line(axes, points, theme.lines[0], bands.get(name), marker="o")
     for axes in panels[len(curves) :]:
         axes.set_axis_off()
-    return png_bytes(figure)
-
-
-def draw_comparison(
-    lines: Mapping[str, Points],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str = "score",
-    level: float | None = None,
-    bands: Mapping[str, Band] | None = None,
-    theme: Theme = LIGHT,
-) -> bytes:
-    """Draw several named lines in one panel, with a legend beside it.
-
-    Args:
-        level: value to reach, drawn as a dashed line across.
-        bands: intervals around the lines that have one, for example over seeds.
-    """
-    if not 0 < len(lines) <= len(theme.lines):
-        raise ValueError(f"a comparison needs 1 to {len(theme.lines)} lines, got {len(lines)}")
-    figure = new_figure(9, 4, theme)
-    axes = figure.subplots()
-    _style(axes, theme, title=title, x_label=x_label, y_label=y_label)
-    if level is not None:
-        axes.axhline(level, color=theme.soft, linestyle="--", linewidth=1, label="to reach")
-    for (name, points), color in zip(lines.items(), theme.lines, strict=False):
-        _line(axes, points, color, (bands or {}).get(name), marker="o", label=name)
-    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=9)
     return png_bytes(figure)
 
 
@@ -135,17 +105,20 @@ def running_mean(values: Sequence[float], window: int) -> list[tuple[float, floa
 def _smoothed(axes: "Axes", points: Points, theme: Theme) -> None:
     window = 2 * (len(points) // SHARE // 2) + 1
     if window == 1:
-        return _line(axes, points, theme.lines[0], marker=".")
+        return plot_line(axes, points, theme.lines[0], marker=".")
     (xs, ys), color = zip(*points, strict=True), theme.lines[0]
     smooth = running_mean(ys, window)
     axes.plot(xs, ys, color=color, alpha=0.35, linewidth=0.8, label="each")
     means = [(x, mean) for x, (mean, _) in zip(xs, smooth, strict=True)]
     band = [(mean - deviation, mean + deviation) for mean, deviation in smooth]
-    _line(axes, means, color, band, label=f"mean of {window}, ± 1 std")
+    plot_line(axes, means, color, band, label=f"mean of {window}, ± 1 std")
     axes.legend(loc="best", frameon=False, labelcolor=theme.soft, fontsize=8)
 
 
-def _line(axes: "Axes", points: Points, color: str, band: Band | None = None, **style: Any) -> None:
+def plot_line(
+    axes: "Axes", points: Points, color: str, band: Band | None = None, **style: Any
+) -> None:
+    """Plot a line with its interval; ticks are whole numbers where all its x are."""
     from matplotlib.ticker import MaxNLocator
 
     xs, ys = zip(*points, strict=True)
@@ -157,7 +130,8 @@ def _line(axes: "Axes", points: Points, color: str, band: Band | None = None, **
         axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
 
 
-def _style(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:
+def style_axes(axes: "Axes", theme: Theme, *, title: str, x_label: str, y_label: str) -> None:
+    """Set title, labels and the theme's colours."""
     axes.set_title(title, loc="left", color=theme.ink, fontsize=11)
     axes.set_xlabel(x_label, color=theme.soft, fontsize=9)
     axes.set_ylabel(y_label, color=theme.soft, fontsize=9)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -18,10 +17,9 @@ from flowrl.utils.templates import number
 
 
 class Steps:
-    """Shows the steps of a job; a context manager. `start` steps are done already.
+    """Shows the steps of a job while it is entered; `start` of them are done already.
 
-    Without a terminal it prints a line for the first and the last step, and every `every` seconds
-    between them.
+    every: seconds between printed lines where there is no terminal.
     """
 
     def __init__(
@@ -49,29 +47,21 @@ class Steps:
         now = time.monotonic()
         if now - self._printed >= self._every or self._done == self._total:
             self._printed = now
-            self.console.print(
-                self._line(now, notes), highlight=False, markup=False, soft_wrap=True
-            )
+            line = self._line(now, notes)
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, now: float, notes: str) -> str:
         spent = now - self._began
         left = spent / max(1, self._done - self._start) * (self._total - self._done)
-        line = (
-            f"{self._what} {self._done}/{self._total} {clock(spent)} (left {clock(left)}) {notes}"
-        )
-        return line.rstrip()
+        done = f"{self._what} {self._done}/{self._total}"
+        return f"{done} {clock(spent)} (left {clock(left)}) {notes}".rstrip()
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -81,7 +71,7 @@ def _note(value: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """125.4 -> '2:05', 7265 -> '2:01:05'."""
+    """Format a time: 125.4 -> '2:05', 7265 -> '2:01:05'."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -13,7 +13,16 @@ from flowrl.config import Config
 from flowrl.training.checkpoint import CONFIG
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.plots import draw_comparison
+from flowrl.utils.plots import (
+    LIGHT,
+    Band,
+    Points,
+    Theme,
+    new_figure,
+    plot_line,
+    png_bytes,
+    style_axes,
+)
 
 TIMES = tuple(
     f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
@@ -234,3 +243,32 @@ def write_charts(
         title = f"{score.removeprefix('eval/')}, held-out prompts, mean over seeds"
         chart = draw_comparison(lines, title=title, x_label=label, level=level, bands=bands)
         write_bytes(folder / f"{prefix}{axis}.png", chart)
+
+
+def draw_comparison(
+    lines: Mapping[str, Points],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str = "score",
+    level: float | None = None,
+    bands: Mapping[str, Band] | None = None,
+    theme: Theme = LIGHT,
+) -> bytes:
+    """Draw several named lines in one panel, with a legend beside it.
+
+    Args:
+        level: value to reach, drawn as a dashed line across.
+        bands: intervals around the lines that have one, for example over seeds.
+    """
+    if not 0 < len(lines) <= len(theme.lines):
+        raise ValueError(f"a comparison needs 1 to {len(theme.lines)} lines, got {len(lines)}")
+    figure = new_figure(9, 4, theme)
+    axes = figure.subplots()
+    style_axes(axes, theme, title=title, x_label=x_label, y_label=y_label)
+    if level is not None:
+        axes.axhline(level, color=theme.soft, linestyle="--", linewidth=1, label="to reach")
+    for (name, points), color in zip(lines.items(), theme.lines, strict=False):
+        plot_line(axes, points, color, (bands or {}).get(name), marker="o", label=name)
+    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=9)
+    return png_bytes(figure)

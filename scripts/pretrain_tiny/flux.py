@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
+from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 from scripts.pretrain_tiny.encoders import CLIP_WIDTH, T5_WIDTH, clip_encoder, t5_encoder
 from scripts.pretrain_tiny.sd3 import LATENT_CHANNELS
 

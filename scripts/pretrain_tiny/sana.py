@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.sana import stock_instruction
-from flowrl.tiny.vocab import gemma_tokenizer
+from scripts.pretrain_tiny.vocab import gemma_tokenizer
 from scripts.pretrain_tiny.encoders import GEMMA_WIDTH, GEMMA_WINDOW, gemma_encoder
 
 LATENT_CHANNELS = 32

@@ -17,7 +17,7 @@ def tiny_clip(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a CLIP of transformers and its tokenizer; 14 tokens, logit scale 100."""
     from transformers import CLIPConfig, CLIPModel
 
-    from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer
+    from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer
 
     folder = tmp_path_factory.mktemp("clip")
     tokenizer = clip_tokenizer(folder)

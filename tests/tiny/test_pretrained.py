@@ -66,7 +66,7 @@ def test_it_is_stored_in_half_precision_with_a_card(folder):
     # Its card states the scores and the licence.
     card = (folder / "README.md").read_text()
     assert "license: apache-2.0" in card
-    assert "scripts/pretrain_tiny.py" in card
+    assert "scripts/pretrain_tiny" in card
     for kind in ("single_object", "counting", "position", "ocr"):
         assert f"| {kind} |" in card
 

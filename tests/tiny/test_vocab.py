@@ -3,7 +3,7 @@
 import pytest
 
 from flowrl.backbones.sana import stock_instruction
-from flowrl.tiny.vocab import CLIP_TOKENS, clip_tokenizer, corpus, gemma_tokenizer, t5_tokenizer
+from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, corpus, gemma_tokenizer, t5_tokenizer
 from scripts.pretrain_tiny.sana import SHORT
 
 

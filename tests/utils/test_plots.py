@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.utils.plots import DARK, LIGHT, draw_comparison, draw_curves, running_mean
+from flowrl.utils.plots import DARK, LIGHT, draw_curves, running_mean
+from scripts.compare.runs import draw_comparison
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 

@@ -42,17 +42,11 @@ def geneval_sets(
 def geneval_kinds(classes: Sequence[str]) -> list[TemplateKind]:
     """Return the KINDS of prompts about these classes."""
     colorful = [name for name in classes if name not in COLORLESS]
-    pairs = list(combinations(classes, 2))
+    pairs, colorful_pairs = (list(combinations(names, 2)) for names in (classes, colorful))
     return [
         _kind("position", 2, _position, list(permutations(classes, 2)), AXES),
         _kind("counting", 1, _counting, list(classes), list(NUMBERS.items())),
-        _kind(
-            "color_attr",
-            2,
-            _color_attr,
-            list(combinations(colorful, 2)),
-            list(permutations(COLORS, 2)),
-        ),
+        _kind("color_attr", 2, _color_attr, colorful_pairs, list(permutations(COLORS, 2))),
         _kind("colors", 1, _colors, colorful, COLORS),
         _kind("two_object", 2, _two_object, pairs),
         _kind("single_object", 1, _single_object, list(classes)),

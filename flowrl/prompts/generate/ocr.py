@@ -47,7 +47,12 @@ def ocr_sets(
     texts of 1, 2, 3 and 4 words. Raises UserError when there are not enough, and for templates
     without one {} and words that cannot be quoted.
     """
-    _check(words, templates)
+    for template in templates:
+        if (places := template.count("{}")) != 1:
+            raise UserError(f"the template {template!r} has {places} places {{}}, expected one")
+    for word in words:
+        if '"' in word or len(word.split()) != 1:
+            raise UserError(f"the word {word!r} has spaces or quotes, expected one plain word")
     if not new_words:
         kinds = ocr_kinds(words, templates)
         return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=ratio)
@@ -77,11 +82,8 @@ def _kind(name: str, length: int, words: Sequence[str], templates: Sequence[str]
 
     def make(index: int, wording: int) -> dict:
         target = text(index)
-        return {
-            "tag": "ocr",
-            "prompt": templates[wording].replace("{}", target),
-            "ocr_text": target,
-        }
+        prompt = templates[wording].replace("{}", target)
+        return {"tag": "ocr", "prompt": prompt, "ocr_text": target}
 
     return TemplateKind(
         name=name,
@@ -101,19 +103,7 @@ def _one_set(
     seed: str,
     taken: set[Hashable],
 ) -> list[dict]:
-    """Return one set with its own words."""
     counts = apportion(count, LENGTHS, ratio)
     kinds = ocr_kinds(words, templates)
     rows = [row for kind in kinds for row in kind.sample((counts[kind.name],), seed, taken)[0]]
     return shuffled(rows, seed)
-
-
-def _check(words: Sequence[str], templates: Sequence[str]) -> None:
-    for template in templates:
-        if template.count("{}") != 1:
-            raise UserError(
-                f"the template {template!r} has {template.count('{}')} places {{}}, expected one"
-            )
-    for word in words:
-        if '"' in word or len(word.split()) != 1:
-            raise UserError(f"the word {word!r} has spaces or quotes, expected one plain word")

@@ -12,9 +12,6 @@ from flowrl.utils.files import write_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
 LISTED = 2**40  # with more combinations, the same index hardly comes twice
-
-NAMES = ("train", "test")
-
 Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
 
@@ -33,9 +30,8 @@ class TemplateKind:
     ) -> list[list[dict]]:
         """Return portions of `counts` prompts without a combination in common, seeded.
 
-        A portion repeats a combination only when it has more prompts than there are. taken: keys
-        that are used already; those of this kind are added. Raises UserError when there are not
-        enough.
+        A portion repeats a combination, in other words, only when it needs more than there are.
+        taken: keys of used combinations; new ones are added. Raises UserError for too few.
         """
         rng = random.Random(f"{seed}/{self.name}")
         shares = self._shares(counts)
@@ -75,16 +71,16 @@ class TemplateKind:
 
     def _worded(self, chosen: list[int], count: int, rng: random.Random) -> list[dict]:
         first = [rng.randrange(self.wordings) for _ in chosen]
-        said = (
+        prompts = (
             self.make(index, (start + lap) % self.wordings)
             for lap in range(self.wordings)
             for index, start in zip(chosen, first, strict=True)
         )
-        return list(islice(said, count))
+        return list(islice(prompts, count))
 
     def _too_few(self, counts: Sequence[int]) -> UserError:
         return UserError(
-            f"{sum(counts)} prompts of the kind {self.name} were asked for, and there are at most "
+            f"cannot make {sum(counts)} prompts of the kind {self.name} because there are at most "
             f"{self.combinations * self.wordings} ({self.combinations} combinations in "
             f"{self.wordings} wordings): ask for fewer prompts, or for fewer of this kind"
         )
@@ -99,10 +95,7 @@ def sample_sets(
     ratio: Sequence[int],
     test_ratio: Sequence[int],
 ) -> Sets:
-    """Return `count` training prompts and `held_out` others, in the kinds' ratios, shuffled.
-
-    Raises UserError when a kind has not enough.
-    """
+    """Return `count` training prompts and `held_out` others, in the kinds' ratios, shuffled."""
     names = [kind.name for kind in kinds]
     train = apportion(count, names, ratio)
     test = apportion(held_out, names, test_ratio)
@@ -115,10 +108,7 @@ def sample_sets(
 
 
 def apportion(count: int, names: Sequence[str], ratio: Sequence[int]) -> Mapping[str, int]:
-    """Split `count` in this ratio by largest remainders.
-
-    Raises UserError for a ratio of another length, with negative or only zero parts.
-    """
+    """Split `count` in this ratio by largest remainders. Raises UserError for a wrong ratio."""
     if len(ratio) != len(names) or min(ratio) < 0 or not sum(ratio):
         raise UserError(
             f"got the ratio {':'.join(map(str, ratio))}, expected {len(names)} numbers from 0 up, "
@@ -137,11 +127,10 @@ def shuffled(rows: list[dict], key: str) -> list[dict]:
 
 
 def write_sets(folder: Path, sets: Sets) -> list[Path]:
-    """Write train.jsonl and test.jsonl, unless empty; return their paths.
-
-    Raises UserError when one exists already.
-    """
-    files = {folder / f"{name}.jsonl": rows for name, rows in zip(NAMES, sets, strict=True) if rows}
+    """Write non-empty train.jsonl and test.jsonl. Raises UserError when one exists already."""
+    train, test = sets
+    both = {folder / "train.jsonl": train, folder / "test.jsonl": test}
+    files = {path: rows for path, rows in both.items() if rows}
     for path in files:
         if path.exists():
             raise UserError(f"{path} is there already: name another folder, or remove it")
