@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import ValidationError, model_validator
 
+from flowrl.config import validate
 from flowrl.config.load import dump_yaml, load_recipe, with_new_names
-from flowrl.config.messages import complain
+from flowrl.config.messages import format_errors
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
 from flowrl.config.rollout import EMAOptions, OptimOptions, RolloutOptions
@@ -18,16 +19,6 @@ from flowrl.config.sections import (
     PipelineOptions,
     PromptOptions,
     RunOptions,
-)
-from flowrl.config.validate import (
-    check_base_bits,
-    check_explore,
-    check_objective,
-    check_plans,
-    check_precision,
-    check_retained,
-    check_rollout,
-    check_stopping,
 )
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
@@ -44,8 +35,8 @@ class Config(Options):
         MemoryOptions(), "What stays on the device, and in how many bits."
     )
     lora: LoRAOptions = option(LoRAOptions(), "The adapter that is trained.")
-    prompts: PromptOptions = option(..., "What is drawn in training.")
-    rollout: RolloutOptions = option(RolloutOptions(), "How images to learn from are drawn.")
+    prompts: PromptOptions = option(..., "What is sampled in training.")
+    rollout: RolloutOptions = option(RolloutOptions(), "How images to learn from are sampled.")
     objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
     optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
     ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")
@@ -58,20 +49,20 @@ class Config(Options):
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
-        check_rollout(self.rollout, self.optim)
+        validate.check_rollout(self.rollout, self.optim)
         plans = self.plans()
-        check_plans(plans, self.rollout, self.objective, self.run.seed)
-        check_explore(plans, self.rollout)
-        check_precision(self.pipeline, self.rollout)
-        check_base_bits(self.memory, self.pipeline, self.rollout)
-        check_objective(self.objective, self.rollout)
+        validate.check_plans(plans, self.rollout, self.objective, self.run.seed)
+        validate.check_explore(plans, self.rollout)
+        validate.check_precision(self.pipeline, self.rollout)
+        validate.check_base_bits(self.memory, self.pipeline, self.rollout)
+        validate.check_objective(self.objective, self.rollout)
         check_rewards(self.rewards)
-        check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
-        check_stopping(self.run, self.evaluation)
+        validate.check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
+        validate.check_stopping(self.run, self.evaluation)
         return self
 
     def plans(self) -> dict[TreePlan, int]:
-        """Every tree that the run will draw, and the first iteration that does."""
+        """Return every tree that the run samples, each with the first iteration that does."""
         found: dict[TreePlan, int] = {}
         for iteration in range(self.run.iterations):
             found.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
@@ -84,17 +75,14 @@ def parse_config(data: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise UserError(complain(Config, error)) from error
+        raise UserError(format_errors(Config, error)) from error
 
 
 def load_config(source: str | Path = "", overrides: Sequence[str] = ()) -> Config:
-    """A preset name or YAML file plus `a.b=c` overrides -> a validated Config.
-
-    Raises UserError when the recipe cannot be read or an option is unknown or impossible.
-    """
+    """Read a preset or YAML file with overrides (`a.b=c`). Raises UserError for what is wrong."""
     return parse_config(load_recipe(source, overrides))
 
 
 def config_yaml(config: Config) -> str:
-    """Every option with its value, as YAML that `load_config` reads back to an equal object."""
+    """Return every option as YAML that `load_config` reads back to an equal object."""
     return dump_yaml(config.model_dump(mode="json"))

@@ -10,7 +10,7 @@ from flowrl.utils.fields import Options
 
 
 def explain(key: str = "") -> str:
-    """Text about one option, one section and its options, or (empty) all sections.
+    """Return a text about an option, a section and its options, or (empty) all sections.
 
     `key` is dotted, or an alias such as learning_rate. Raises UserError for an unknown one.
     """
@@ -36,7 +36,7 @@ def _path(key: str) -> str:
 
 
 def _plain(path: str) -> str:
-    """Without the numbers of list items: `rewards.0.weight` and `rewards.weight` are one."""
+    # `rewards.0.weight` and `rewards.weight` are one.
     return ".".join(part for part in path.split(".") if not part.isdecimal())
 
 

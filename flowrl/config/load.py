@@ -93,31 +93,27 @@ def load_yaml(text: str, where: str = "the text") -> Any:
 
 
 def dump_yaml(data: Any) -> str:
-    """YAML text that `load_yaml` reads back to an equal object."""
+    """Return YAML text that `load_yaml` reads back to an equal object."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def preset_folder() -> Path:
-    """The packaged recipes; in a checkout, the `configs` folder beside the package."""
+    """Return the folder of packaged recipes; in a checkout, `configs` beside the package."""
     packaged = Path(str(files("flowrl"))) / "configs"
     return packaged if packaged.is_dir() else packaged.parent.parent / "configs"
 
 
 def preset_names() -> list[str]:
-    """Names that `flowrl train` accepts; files that start with `_` are only parents."""
+    """Return the presets' names; files that start with `_` are only parents."""
     return sorted(p.stem for p in preset_folder().glob("*.yaml") if not p.name.startswith("_"))
 
 
 def find_recipe(source: str | Path, beside: Path | None = None) -> Path:
-    """The file of a preset name or a path; a path may be relative to the folder `beside`."""
-    for candidate in [beside / source] if beside else []:
+    """Return the file of a preset or a path, which may be relative to the folder `beside`."""
+    places = [Path(source), preset_folder() / f"{source}.yaml"]
+    for candidate in [beside / source, *places] if beside else places:
         if candidate.is_file():
             return candidate
-    if Path(source).is_file():
-        return Path(source)
-    preset = preset_folder() / f"{source}.yaml"
-    if preset.is_file():
-        return preset
     near = difflib.get_close_matches(str(source), preset_names(), 1, 0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(
@@ -127,10 +123,10 @@ def find_recipe(source: str | Path, beside: Path | None = None) -> Path:
 
 
 def merge(base: Any, over: Any) -> Any:
-    """`over` laid on `base`: mappings merge, anything else replaces.
+    """Return `over` laid on `base`: mappings merge, anything else replaces.
 
-    A mapping whose `kind` changes replaces its parent whole, since the keys of one kind mean
-    nothing to another. A mapping of numbers on a list changes those items (`rewards.0.weight`).
+    A mapping whose `kind` changes replaces its parent whole: keys of one kind mean nothing to
+    another. A mapping of numbers on a list changes those items (`rewards.0.weight`).
     """
     if isinstance(base, list) and isinstance(over, dict) and over and all(map(_is_index, over)):
         return _merge_items(base, over)
@@ -155,9 +151,9 @@ def _merge_items(base: list[Any], over: dict[str, Any]) -> list[Any]:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """`["optim.lr=1e-4", "lora.rank=8"]` -> `{"optim": {"lr": 0.0001}, "lora": {"rank": 8}}`.
+    """Return `["optim.lr=1e-4"]` as `{"optim": {"lr": 0.0001}}`.
 
-    Values are read as YAML, so lists and mappings work; nothing after `=` is the empty text.
+    Values are YAML, so lists and mappings work; nothing after `=` is the empty text.
     """
     tree: dict[str, Any] = {}
     for override in overrides:
@@ -311,15 +307,15 @@ _SECTION_NAMES = ("prompts", "rewards")  # with dashes they are aliases, without
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandArguments:
-    """A command line sorted out: the recipe, its overrides `a.b=c`, and where to resume."""
+    """A sorted command line."""
 
     recipe: str
-    overrides: list[str]
-    resume: str | None
+    overrides: list[str]  # a.b=c
+    resume: str | None  # checkpoint
 
 
 def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
-    """`quickstart --output_dir runs/a optim.lr=1e-4` -> recipe and overrides.
+    """Sort `quickstart --output_dir runs/a optim.lr=1e-4` into recipe and overrides.
 
     Known names may be written `--name value`, `--name=value` or `name=value`, with dashes or
     underscores; dotted keys too. `--reward` may be repeated. Raises UserError for a name without
@@ -355,7 +351,7 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
 
 
 def _next_value(word: str, plain: str, rest: list[str]) -> str:
-    """The value of `--name` in the words after it, which loses it; flags may stand alone."""
+    """Take the value of `--name` out of the words after it; flags may stand alone."""
     if plain in _FLAGS:
         said = bool(rest) and rest[0].lower() in ("true", "false")
         return rest.pop(0).lower() if said else "true"

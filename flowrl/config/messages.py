@@ -1,4 +1,4 @@
-"""pydantic's errors as sentences: the full key, what was got, what was expected, the nearest."""
+"""List every option of the configuration, and turn pydantic's errors into sentences."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -7,23 +7,16 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from flowrl.utils.fields import Options
-
-# --- The configuration seen from outside: every option's path, type, default and meaning -------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option as a person meets it.
+    """One option as a user sees it."""
 
-    `path` is dotted, items of a list have the number 0; `variant` is the `kind` that an option
-    belongs to, or "".
-    """
-
-    path: str
-    variant: str
+    path: str  # dotted; items of a list have the number 0
+    variant: str  # the `kind` that it belongs to, or ""
     expected: str
     default: Any
     required: bool
@@ -33,32 +26,28 @@ class Option:
 
 
 def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[Option]:
-    """Every option below `model`, sections before what they hold."""
+    """Yield every option below `model`, sections before their options."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{name}"
         inner = sections_in(field.annotation)
-        yield _describe(path, variant, field, bool(inner))
+        extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+        yield Option(
+            path=path,
+            variant=variant,
+            expected=type_text(field.annotation) + _limits(field.metadata),
+            default=field.default,
+            required=field.is_required(),
+            meaning=field.description or "",
+            source=str(extra.get("source", "")),
+            is_section=bool(inner),
+        )
         below = f"{path}.0." if get_origin(field.annotation) is list else f"{path}."
         for section in inner:
             yield from walk(section, below, _kind(section) if len(inner) > 1 else variant)
 
 
-def _describe(path: str, variant: str, field: FieldInfo, is_section: bool) -> Option:
-    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-    return Option(
-        path=path,
-        variant=variant,
-        expected=type_text(field.annotation) + _limits(field.metadata),
-        default=field.default,
-        required=field.is_required(),
-        meaning=field.description or "",
-        source=str(extra.get("source", "")),
-        is_section=is_section,
-    )
-
-
 def sections_in(annotation: Any) -> list[type[Options]]:
-    """The section of a field, of each item of its list, or of each `kind` it may take."""
+    """Return the option classes in a type: of a section, its list's items, or its kinds."""
     if isinstance(annotation, type) and issubclass(annotation, Options):
         return [annotation]
     if get_origin(annotation) in (list, Union, UnionType):
@@ -71,7 +60,7 @@ def _kind(section: type[Options]) -> str:
 
 
 def type_text(annotation: Any) -> str:
-    """A type in a user's words: `int | None` -> "whole number or null"."""
+    """Return a type in a user's words: `int | None` -> "whole number or null"."""
     origin, args = get_origin(annotation), get_args(annotation)
     if sections_in(annotation):
         return "list of sections" if origin is list else "section"
@@ -90,17 +79,16 @@ def type_text(annotation: Any) -> str:
 
 
 def _limits(metadata: Sequence[Any]) -> str:
-    """Bounds in words: [Gt(0), Lt(1)] -> ", above 0, below 1"."""
+    """Return bounds in words: [Gt(0), Lt(1)] -> ", above 0, below 1"."""
     words = {"gt": "above", "ge": "from", "lt": "below", "le": "up to"}
     found = [(word, getattr(m, name, None)) for m in metadata for name, word in words.items()]
     return "".join(f", {word} {limit}" for word, limit in found if limit is not None)
 
 
 def resolve(model: type[Options], loc: Sequence[int | str]) -> tuple[list[str], list[str]]:
-    """A pydantic error location -> the path a user wrote, and the keys known beside its end.
+    """Return the path that a user wrote for a pydantic location, and the keys beside its end.
 
-    pydantic puts names of union members into the location (`window.random.size`), which no
-    user wrote: they are left out.
+    pydantic puts names of union members into locations (`window.random.size`): they are left out.
     """
     path: list[str] = []
     here: list[type[Options]] = [model]
@@ -125,8 +113,6 @@ def _keys(sections: list[type[Options]]) -> list[str]:
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
-# --- pydantic's errors as sentences ------------------------------------------------------------
-
 _WORDS = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
@@ -143,8 +129,8 @@ _WORDS = {
 }
 
 
-def complain(model: type[Options], error: ValidationError) -> str:
-    """One sentence for each option that is wrong, in the order of the file."""
+def format_errors(model: type[Options], error: ValidationError) -> str:
+    """Return one sentence for each wrong option, in the order of the file."""
     problems: dict[str, list[Any]] = {}
     known: dict[str, list[str]] = {}
     for detail in error.errors():
@@ -205,7 +191,7 @@ def _expected(detail: Any) -> str:
 
 
 def _nearest(model: type[Options], path: str, known: list[str]) -> str:
-    """The likeliest key: a neighbour of nearly the same name, else the same name elsewhere."""
+    """Return the likeliest key: a neighbour of a similar name, else that name elsewhere."""
     parent, _, key = path.rpartition(".")
     near = difflib.get_close_matches(key, known, 1, 0.6)
     if near:
@@ -216,7 +202,7 @@ def _nearest(model: type[Options], path: str, known: list[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it is written in YAML, cut where it is long."""
+    """Return a value as YAML has it, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)

@@ -21,8 +21,6 @@ MICRO_BATCH = (
 
 
 class AffineOptions(Options):
-    """Another unit and another zero."""
-
     kind: Literal["affine"] = option("affine", "scale * score + shift.")
     scale: Number = option(1.0, "What the score is multiplied by; not 0.", "1/26 for PickScore")
     shift: Number = option(0.0, "What is added then.")
@@ -40,8 +38,6 @@ class AffineOptions(Options):
 
 
 class ClipOptions(Options):
-    """Nothing is gained beyond a bound."""
-
     kind: Literal["clip"] = option("clip", "The score, but no lower than low, nor above high.")
     low: Number | None = option(None, "The lower bound; null is none.")
     high: Number | None = option(None, "The upper bound; null is none.")
@@ -61,8 +57,6 @@ class ClipOptions(Options):
 
 
 class SigmoidOptions(Options):
-    """Soft bounds."""
-
     kind: Literal["sigmoid"] = option("sigmoid", "1 / (1 + exp(-(score - center) / scale)).")
     center: Number = option(0.0, "The score that becomes 1/2.")
     scale: Positive = option(1.0, "How far from it a score becomes 0.73, or 0.27 below it.")
@@ -74,8 +68,6 @@ class SigmoidOptions(Options):
 
 
 class RankOptions(Options):
-    """Only the order counts."""
-
     kind: Literal["rank"] = option(
         "rank",
         "The share of the prompt's other images with a lower score, equal ones counting half. It "
@@ -89,8 +81,6 @@ class RankOptions(Options):
 
 
 class InlineOptions(Options):
-    """The reward is computed in this process."""
-
     kind: Literal["inline"] = option("inline", "In the training process.")
     micro_batch: Count | None = option(
         None, MICRO_BATCH + " It is halved where the device's memory does not suffice."
@@ -107,8 +97,6 @@ class InlineOptions(Options):
 
 
 class PoolOptions(Options):
-    """The reward is computed in processes of its own."""
-
     kind: Literal["pool"] = option("pool", "In spawned processes, each with a copy of the reward.")
     workers: Count = option(1, "How many processes, of one thread each.")
     timeout: Positive = option(
@@ -127,8 +115,6 @@ class PoolOptions(Options):
 
 
 class HTTPOptions(Options):
-    """The reward is computed by servers, such as flowrl reward-serve."""
-
     kind: Literal["http"] = option("http", "On servers, which know the reward by its name.")
     urls: list[Text] = option(..., "One or more servers that take turns, for example "
                               "[http://127.0.0.1:8400].")  # fmt: skip
@@ -234,7 +220,7 @@ class RewardOptions(Options):
         return self
 
     def build(self) -> "RewardSpec":
-        """Return the reward with its executor. Raises UserError when one of them cannot be had."""
+        """Return the reward with its executor. Raises UserError when one cannot be made."""
         from flowrl.scoring.spec import RewardSpec, load_reward
 
         executor = self.executor
@@ -281,7 +267,7 @@ class FailureOptions(Options):
 
 
 def check_rewards(rewards: list[RewardOptions]) -> None:
-    """Every reward is there once, and there is one to learn from."""
+    """Check that no reward occurs twice, and that there is one to learn from."""
     for i, reward in enumerate(rewards):
         own = reward.name, reward.args, reward.label
         if any(own == (other.name, other.args, other.label) for other in rewards[:i]):

@@ -24,7 +24,7 @@ Plans = Mapping[TreePlan, int]  # each with the first iteration that samples it
 
 
 def check_rollout(rollout: RolloutOptions, optim: OptimOptions) -> None:
-    """Check the noise that the kernel takes, and that updates take whole groups of at least two."""
+    """Check the kernel's noise, and that updates take whole groups of at least two images."""
     if rollout.num_inference_steps < 2:
         raise ValueError(
             "rollout.num_inference_steps is 1, expected at least 2: the last step has no noise"

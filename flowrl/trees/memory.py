@@ -1,4 +1,4 @@
-"""Whether a rollout's latents fit into memory, told before anything is drawn."""
+"""Check before sampling whether a rollout's latents fit into memory."""
 
 import torch
 
@@ -9,11 +9,12 @@ STEP_COPIES = 5  # of the frontier in fp32 within a step: latent, velocity, mean
 
 
 def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> int:
-    """What the trees of `prompts` prompts hold at most, for latents of so many elements.
+    """Return the most bytes that the trees of `prompts` prompts hold.
 
     Every node is kept in the storage dtype of `itemsize` bytes, and once more as it is joined with
     the others; every trained edge has its mean in fp32, once more when it is learned from, where
     parents and children are gathered too; and a step works on the whole frontier in fp32.
+    latent: elements of one.
     """
     c = count(plan).times(prompts)
     kept = 2 * c.nodes * itemsize
@@ -22,7 +23,7 @@ def rollout_bytes(plan: TreePlan, prompts: int, latent: int, itemsize: int) -> i
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory of the device that new tensors can have, None where nobody can tell."""
+    """Return the bytes that new tensors can have on a device, None where it is unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -36,10 +37,7 @@ def free_bytes(device: torch.device) -> int | None:
 def check_memory(
     plan: TreePlan, prompts: int, latent: int, itemsize: int, free: int | None
 ) -> None:
-    """Raises UserError, with the nearest number of prompts that fits, for a rollout that does not.
-
-    prompts: those of one process.
-    """
+    """Raise UserError for a rollout of `prompts` prompts in one process that does not fit."""
     needed = rollout_bytes(plan, prompts, latent, itemsize)
     if free is None or needed <= free:
         return
@@ -48,8 +46,8 @@ def check_memory(
     remedy = (
         f"the nearest rollout.prompts_per_iteration that fits is {fitting} a process"
         if fitting
-        else "not even one prompt fits: lower rollout.group_size or rollout.num_inference_steps, or use a "
-        "rollout.tree with fewer trained steps"
+        else "not even one prompt fits: lower rollout.group_size or rollout.num_inference_steps, "
+        "or use a rollout.tree with fewer trained steps"
     )
     raise UserError(
         f"the rollout holds {c.nodes:,} latents and {c.trained_edges:,} trained edges, with up to "

@@ -1,14 +1,21 @@
-"""A rollout plan: per step the branches, the noise and what is trained; fans off a trunk.
+"""Describe a rollout: per step the branches, the noise and what is trained; fans off a trunk.
 
-A plan describes one tree of a prompt; `roots` of them are drawn. Step i leads from sigma i to
-sigma i + 1 of a schedule with T steps. A plain group is `roots` trees without branches. Every
-plan is compiled into `moves`, which is all that the sampler, the counts and the drawing read.
+A plan describes one tree of a prompt; `roots` of them are sampled. Step i leads from sigma i to
+sigma i + 1 of a schedule with T steps. A plain group is `roots` trees without branches. Sampler,
+counts and plots read a plan only as its `moves`.
+
+    trunk         the nodes from the root on that no fan makes; `steps` describes them
+    branch        the number of children of a node; a fan has a `width` instead
+    fan, comb     a fan: noisy children of the trunk's nodes at one step; a comb: a plan with fans
+    move, cohort  a move makes children of all nodes of one cohort: the next cohort (see `Move`)
+    leaf          a node without children, which is decoded to an image
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Literal
 
 from flowrl.utils.fields import NonNegative, Options, option
@@ -17,14 +24,11 @@ CouplingKind = Literal["independent", "shared", "simplex", "antithetic", "scaled
 
 
 class PlanError(ValueError):
-    """A plan that cannot work: says why, with numbers, and names the nearest one that does.
-
-    leaves: a number that works, where theirs was wrong.
-    """
+    """A plan that cannot work: says why, with numbers, and names the nearest one that does."""
 
     def __init__(self, message: str, *, leaves: int | None = None):
         super().__init__(message)
-        self.leaves = leaves
+        self.leaves = leaves  # a number that works, where theirs was wrong
 
 
 class NoiseCoupling(Options):
@@ -51,30 +55,25 @@ INDEPENDENT = NoiseCoupling()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What happens to every node of the main forest between two sigmas.
+    """What happens to every node of the main forest between two sigmas."""
 
-    branch: children of a node. noise: SDE, else ODE. gain: factor on the noise law's g.
-    train: whether the step's edges are learned from.
-    """
-
-    branch: int = 1
-    noise: bool = False
+    branch: int = 1  # children of a node
+    noise: bool = False  # SDE, else ODE
     coupling: NoiseCoupling = INDEPENDENT
-    gain: float = 1.0
-    train: bool = False
+    gain: float = 1.0  # factor on the kernel's g
+    train: bool = False  # whether the step's edges are learned from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fan:
     """One-step perturbations of the trunk's nodes at `step`, each finished without noise.
 
-    width: children of a node. length: steps that the noisy one merges (E-GRPO, 2601.00423).
     strides: every child is finished once for each, in moves of so many steps (G2RPO, 2510.01982).
     """
 
     step: int
-    width: int
-    length: int = 1
+    width: int  # children of a node
+    length: int = 1  # steps that the noisy one merges (E-GRPO, 2601.00423)
     strides: tuple[int, ...] = (1,)
     coupling: NoiseCoupling = INDEPENDENT
     gain: float = 1.0
@@ -99,7 +98,10 @@ class Move:
     fan: int = -1
 
     def paths(self, parent: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Names of a node's children, which key their noise: a lone child keeps its parent's."""
+        """Return the paths of a node's children, which key their noise.
+
+        A lone child keeps its parent's.
+        """
         mark = () if self.fan < 0 else (-1 - self.fan,)
         if self.branch == 1 and (self.fan < 0 or not self.noise):
             return [parent]
@@ -108,17 +110,15 @@ class Move:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """One rollout of a prompt: `roots` trees alike.
+    """One rollout of a prompt: `roots` trees alike. Raises PlanError for what cannot work.
 
-    same_noise: all roots of a prompt start from one noise. With fans the trunk is not finished
-    itself: it ends where the last fan begins, and the fans' ends are the leaves.
-    Raises PlanError for what cannot work.
+    With fans the trunk ends where the last fan begins, and the fans' ends are the leaves.
     """
 
     roots: int
     steps: tuple[Step, ...]
     fans: tuple[Fan, ...] = ()
-    same_noise: bool = False
+    same_noise: bool = False  # all roots of a prompt start from one noise
 
     def __post_init__(self) -> None:
         if self.roots < 1:
@@ -144,16 +144,8 @@ class TreePlan:
     def _trunk(self) -> Iterator[Move]:
         last = max((fan.step for fan in self.fans), default=len(self.steps))
         for i, step in enumerate(self.steps[:last]):
-            yield Move(
-                source=i,
-                step=i,
-                to=i + 1,
-                branch=step.branch,
-                noise=step.noise,
-                coupling=step.coupling,
-                gain=step.gain,
-                train=step.train,
-            )
+            options = {f.name: getattr(step, f.name) for f in fields(step)}
+            yield Move(source=i, step=i, to=i + 1, **options)
 
     def _fans(self) -> Iterator[Move]:
         made = max((fan.step for fan in self.fans), default=0)  # cohorts so far, the root aside
@@ -181,14 +173,14 @@ class TreePlan:
                     source = made
 
     def without_training(self, steps: range | set[int]) -> "TreePlan":
-        """The same rollout with the edges of these steps not learned from (depth pruning)."""
+        """Return the plan with the edges of these steps not learned from (depth pruning)."""
         kept = [replace(s, train=s.train and i not in steps) for i, s in enumerate(self.steps)]
         fans = tuple(replace(f, train=f.train and f.step not in steps) for f in self.fans)
         return replace(self, steps=tuple(kept), fans=fans)
 
 
 def ode_plan(steps: int) -> TreePlan:
-    """No noise and no branch: the pipeline's own sampler."""
+    """Return a plan without noise and branches: the pipeline's own sampler."""
     return TreePlan(roots=1, steps=(Step(),) * steps)
 
 
@@ -239,34 +231,29 @@ def _check_noise(where: str, branch: int, coupling: NoiseCoupling, gain: float) 
         )
 
 
-# --- One tree of a plan, node by node, and what it costs: exact before anything is drawn -------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """The n nodes of one tree, the root first and parents before children.
 
-    parent: -1 at the root. step: index of the node's sigma. move: number of the move that made
-    it, -1 at the root. path: the child's number at each branching on the way from the root.
-    leaf: the images. noisy: children of stochastic edges; edge: those that are trained.
+    path: the child's number at each branching on the way from the root.
     """
 
-    parent: tuple[int, ...]
-    step: tuple[int, ...]
-    move: tuple[int, ...]
+    parent: tuple[int, ...]  # -1 at the root
+    step: tuple[int, ...]  # index of the node's sigma
+    move: tuple[int, ...]  # that made the node; -1 at the root
     path: tuple[tuple[int, ...], ...]
-    leaf: tuple[int, ...]
-    noisy: tuple[int, ...]
-    edge: tuple[int, ...]
+    leaf: tuple[int, ...]  # the images
+    noisy: tuple[int, ...]  # children of stochastic edges
+    edge: tuple[int, ...]  # children of trained edges
 
     def names(self, cohort: int) -> tuple[tuple[int, ...], ...]:
-        """The paths of a cohort's nodes: the root's, or those that move `cohort - 1` made."""
+        """Return the paths of a cohort's nodes."""
         return tuple(p for p, m in zip(self.path, self.move, strict=True) if m == cohort - 1)
 
 
 @lru_cache(maxsize=64)
 def shape_of(plan: TreePlan) -> Shape:
-    """Nodes come cohort by cohort, in the order of the plan's moves, siblings side by side."""
+    """Return a plan's tree: cohort by cohort, in the order of moves, siblings side by side."""
     parent, step, move = [-1], [0], [-1]
     path: list[tuple[int, ...]] = [()]
     cohorts = [[0]]
@@ -287,17 +274,13 @@ def shape_of(plan: TreePlan) -> Shape:
         move=tuple(move),
         path=tuple(path),
         leaf=tuple(node for node in range(len(parent)) if node not in inner),
-        noisy=_made_by(plan, move, lambda m: m.noise),
-        edge=_made_by(plan, move, lambda m: m.train),
+        noisy=tuple(node for node, m in enumerate(move[1:], 1) if plan.moves[m].noise),
+        edge=tuple(node for node, m in enumerate(move[1:], 1) if plan.moves[m].train),
     )
 
 
-def _made_by(plan: TreePlan, move: list[int], wanted) -> tuple[int, ...]:
-    return tuple(n for n, m in enumerate(move) if m >= 0 and wanted(plan.moves[m]))
-
-
 def widths(plan: TreePlan) -> list[int]:
-    """Nodes of each cohort of one tree: the root, then one number a move."""
+    """Return the number of nodes of each cohort of one tree: the root's, then one a move."""
     found = [1]
     for move in plan.moves:
         found.append(found[move.source] * move.branch)
@@ -305,39 +288,30 @@ def widths(plan: TreePlan) -> list[int]:
 
 
 def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
-    """(step, the moves that start there), in the plan's order: what is computed together."""
-    found: dict[int, list[Move]] = {}
-    for move in plan.moves:
-        found.setdefault(move.step, []).append(move)
-    return list(found.items())
+    """Return (step, the moves that start there) in order: what is computed together."""
+    return [(step, list(moves)) for step, moves in groupby(plan.moves, key=lambda m: m.step)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCounts:
-    """What one rollout of one prompt takes; all its trees, without guidance.
+    """The work of one rollout of one prompt: all its trees, without guidance."""
 
-    forwards: velocities, one a node with children. edges, nodes: of the forest. leaves: images,
-    hence reward calls. trained_edges: transitions that may be learned from. train_forwards: their
-    distinct parents, one forward and backward each. peak_frontier: most nodes in one batch.
-    sequential_forwards: those of as many leaves drawn as separate chains.
-    """
-
-    leaves: int
-    forwards: int
+    leaves: int  # images, hence reward calls
+    forwards: int  # one a node with children
     edges: int
     nodes: int
-    trained_edges: int
-    train_forwards: int
-    peak_frontier: int
-    sequential_forwards: int
+    trained_edges: int  # transitions that may be learned from
+    train_forwards: int  # their distinct parents, one forward and backward each
+    peak_frontier: int  # most nodes in one batch
+    sequential_forwards: int  # of as many leaves sampled as separate chains
 
     def times(self, prompts: int) -> "PlanCounts":
-        """Those of `prompts` prompts drawn together."""
+        """Return the counts of `prompts` prompts sampled together."""
         return PlanCounts(**{f.name: prompts * getattr(self, f.name) for f in fields(self)})
 
 
 def count(plan: TreePlan) -> PlanCounts:
-    """By the widths of the cohorts, without building the tree."""
+    """Count from the widths of the cohorts, without building the tree."""
     width, moves = widths(plan), plan.moves
     sources = {m.source for m in moves}
     trained = {m.source for m in moves if m.train}

@@ -1,4 +1,4 @@
-"""Published forests as plans: one pure function each. `leaves` is images per prompt, exact.
+"""Make the plan of a published method: one function each. `leaves` is images per prompt, exact.
 
 All raise PlanError when `leaves` (the option group_size) cannot be reached, or when a step that
 should have noise lies outside 0..steps - 2: the last step never has noise.
@@ -39,15 +39,14 @@ def dance_grpo(steps: int, leaves: int, trained: Iterable[int]) -> TreePlan:
 def mix_grpo(steps: int, leaves: int, window: range, shared_prefix: bool = True) -> TreePlan:
     """Chains from one noise, stochastic and trained in the window only (MixGRPO, 2507.21802).
 
-    Up to the window all images of a prompt are equal: with shared_prefix this part is drawn
+    Up to the window all images of a prompt are equal: with shared_prefix this part is sampled
     once, as the trunk of one tree; without, once an image.
     """
     noisy = check_window(window, steps)
     if not shared_prefix:
         return _chains(steps, leaves, noisy=noisy, same_noise=True)
     check_leaves(leaves)
-    parts = {noisy[0]: leaves}
-    return TreePlan(roots=1, steps=_forest(steps, noisy, noisy, parts, INDEPENDENT))
+    return TreePlan(roots=1, steps=_forest(steps, noisy, noisy, {noisy[0]: leaves}))
 
 
 def branch_grpo(
@@ -62,12 +61,7 @@ def branch_grpo(
     Steps before the first split of a single tree are not trained: one node a depth has nothing to
     be compared with.
     """
-    roots = _roots_of_splits(steps, leaves, branch, splits)
-    noisy = range(steps - 1)
-    trained = _compared(noisy, splits, roots)
-    return TreePlan(
-        roots=roots, steps=_forest(steps, noisy, trained, dict.fromkeys(splits, branch), coupling)
-    )
+    return _branching(steps, leaves, branch, splits, range(steps - 1), coupling)
 
 
 def branch_grpo_mix(
@@ -79,12 +73,8 @@ def branch_grpo_mix(
     coupling: NoiseCoupling = BRANCH_COUPLING,
 ) -> TreePlan:
     """BranchGRPO with noise and training at the splits and in the window only, ODE elsewhere."""
-    roots = _roots_of_splits(steps, leaves, branch, splits)
     noisy = {*splits, *check_window(window, steps)}
-    trained = _compared(noisy, splits, roots)
-    return TreePlan(
-        roots=roots, steps=_forest(steps, noisy, trained, dict.fromkeys(splits, branch), coupling)
-    )
+    return _branching(steps, leaves, branch, splits, noisy, coupling)
 
 
 def tree_grpo(
@@ -111,7 +101,7 @@ def dynamic_tree(
 ) -> TreePlan:
     """TreeGRPO in twos, the noise growing with the depth (Dynamic-TreeRPO, 2509.23352).
 
-    gain_k = 1 + gain_growth k / w at depth k = 0..w-1, in the draw and in its likelihood. The
+    gain_k = 1 + gain_growth k / w at depth k = 0..w-1, in sampling and in the likelihood. The
     paper describes a linear growth with k; its exact formula could not be compared.
     """
     inside = check_window(window, steps)
@@ -143,7 +133,7 @@ def b2_diffurl(
 
 
 def b2_stage(iteration: int, stages: int, first: int, last: int) -> int:
-    """How many last steps B2-DiffuRL trains at an iteration: few at first, more later.
+    """Return how many last steps B2-DiffuRL trains at an iteration.
 
     m(j) = m_lo + floor(j (m_hi - m_lo + 1) / J) for j < J = stages, then m_hi.
     """
@@ -152,11 +142,8 @@ def b2_stage(iteration: int, stages: int, first: int, last: int) -> int:
     return first + iteration * (last - first + 1) // stages
 
 
-# --- what the presets share --------------------------------------------------------------------
-
-
 def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
-    """How many trees of `unit` leaves make `leaves`; made_of: the unit's factors, as in 2^4."""
+    """Return how many trees of `unit` leaves make `leaves`; made_of: its factors, as in 2^4."""
     if leaves < 1:
         raise PlanError(f"group_size is {leaves}: the nearest that works is {unit}")
     if leaves % unit == 0:
@@ -174,7 +161,7 @@ def check_leaves(leaves: int, unit: int = 1, made_of: str = "1") -> int:
 
 
 def check_window(window: range, steps: int) -> range:
-    """The window if it is a stretch within the steps that may have noise."""
+    """Return the window if it is not empty and within the steps that may have noise."""
     if not window or window.step != 1:
         raise PlanError(f"the window is {window}, expected at least one step and none left out")
     if window[0] < 0 or window[-1] > steps - 2:
@@ -189,7 +176,7 @@ def check_window(window: range, steps: int) -> range:
 
 
 def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
-    """The steps if they are distinct, within 0..T-2 and at least one; name: of the option."""
+    """Return the steps if distinct, within 0..T-2 and at least one; name: of the option."""
     if not chosen:
         raise PlanError(f"{name} is empty, expected at least one step: the nearest that works is 0")
     for n, step in enumerate(chosen):
@@ -205,7 +192,6 @@ def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
 
 
 def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
-    """The nearest distinct steps that may have noise, as many as there are."""
     kept: list[int] = []
     for step in sorted(chosen, key=lambda step: not 0 <= step <= steps - 2):  # good ones first
         free = [i for i in range(steps - 1) if i not in kept]
@@ -214,20 +200,26 @@ def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
     return sorted(kept)
 
 
-def _roots_of_splits(steps: int, leaves: int, branch: int, splits: Sequence[int]) -> int:
-    check_steps("splits", splits, steps)
-    return _roots_of_power(leaves, branch, len(splits))
-
-
 def _roots_of_power(leaves: int, branch: int, power: int) -> int:
     if branch < 2:
         raise PlanError(f"branch is {branch}, expected at least 2: the nearest that works is 2")
     return check_leaves(leaves, branch**power, f"{branch}^{power}" if power > 1 else str(branch))
 
 
-def _compared(noisy: Iterable[int], splits: Sequence[int], roots: int) -> set[int]:
-    """The steps with noise whose edges have others to be compared with."""
-    return {i for i in noisy if roots > 1 or i >= min(splits)}
+def _branching(
+    steps: int,
+    leaves: int,
+    branch: int,
+    splits: Sequence[int],
+    noisy: Iterable[int],
+    coupling: NoiseCoupling,
+) -> TreePlan:
+    check_steps("splits", splits, steps)
+    roots = _roots_of_power(leaves, branch, len(splits))
+    # Before the first split of a single tree an edge has no other to be compared with.
+    trained = {i for i in noisy if roots > 1 or i >= min(splits)}
+    parts = dict.fromkeys(splits, branch)
+    return TreePlan(roots=roots, steps=_forest(steps, noisy, trained, parts, coupling))
 
 
 def _chains(
@@ -238,7 +230,7 @@ def _chains(
     same_noise: bool = False,
 ) -> TreePlan:
     check_leaves(leaves)
-    made = _forest(steps, noisy, noisy if trained is None else trained, {}, INDEPENDENT)
+    made = _forest(steps, noisy, noisy if trained is None else trained, {})
     return TreePlan(roots=leaves, steps=made, same_noise=same_noise)
 
 
@@ -247,7 +239,7 @@ def _forest(
     noisy: Iterable[int],
     trained: Iterable[int],
     branch: dict[int, int],
-    coupling: NoiseCoupling,
+    coupling: NoiseCoupling = INDEPENDENT,
     gains: dict[int, float] | None = None,
 ) -> tuple[Step, ...]:
     noisy, trained, gains = set(noisy), set(trained), gains or {}
@@ -314,8 +306,7 @@ def e_grpo(
 ) -> TreePlan:
     """Fans whose noisy step merges several steps into one (E-GRPO, 2601.00423).
 
-    A step of `at` has a fan for each length that ends
-    before the last step.
+    A step of `at` has a fan for each length that ends before the last step.
     """
     at = check_steps("at", at, steps)
     if len(set(lengths)) < len(lengths) or min(lengths, default=0) < 1:
@@ -336,7 +327,7 @@ def e_grpo(
 
 
 def check_alike(steps: int, at: Sequence[int], lengths: Sequence[int]) -> None:
-    """Raise PlanError if steps of `at` have room for different lengths: draws would vary."""
+    """Raise PlanError if steps of `at` have room for different lengths: group sizes would vary."""
     fits = {sum(k + length <= steps - 1 for length in lengths) for k in at}
     if len(fits) > 1:
         raise PlanError(
@@ -354,9 +345,6 @@ def _comb(steps: int, leaves: int, fans: list[Fan]) -> TreePlan:
     return TreePlan(roots=roots, steps=(Step(),) * steps, fans=tuple(fans))
 
 
-# --- Plans of people's own: a callable under its import path, and a check of what it returns ---
-
-
 def custom(
     steps: int,
     leaves: int,
@@ -368,8 +356,7 @@ def custom(
 ) -> TreePlan:
     """Call `module:attribute` with (iteration, steps, leaves, seed, **args).
 
-    Modules are looked for where Python does, and last in the working directory. Raises PlanError
-    when there is none, or when what it returns is no plan of so many steps and leaves.
+    Raises PlanError when there is none, or it returns no plan of so many steps and leaves.
     """
     try:
         make = load_callable(function)

@@ -1,9 +1,7 @@
 """Windows: which steps have noise, branch or are trained, as functions of the training iteration.
 
-A window is both the option that a recipe sets and the object that answers. Its steps lie within
-0..T-2, since the last of T steps has no noise. They depend on the window's own fields, the seed and
-the iteration alone: random choices have a stream of their own, seeded by these two, so nothing but
-the iteration number, which every checkpoint holds, is needed to resume.
+A window is an option of a recipe. Its steps lie within 0..T-2, since the last of T steps has no
+noise. They depend on its fields, the seed and the iteration alone, so resuming needs no state.
 """
 
 import random
@@ -30,11 +28,7 @@ class _Window(Options):
         """Return the first step of the window in one iteration; it ends at `stop` or before."""
 
     def steps(self, iteration: int, num_steps: int, seed: int) -> range:
-        """Return the steps that the window covers in one iteration.
-
-        Raises:
-            PlanError: the window does not fit into `num_steps`; names the option and what fits.
-        """
+        """Return the steps in one iteration. Raises PlanError for a window that does not fit."""
         last = num_steps - 1
         if last < 1:
             raise PlanError(
@@ -42,8 +36,7 @@ class _Window(Options):
                 "has no noise"
             )
         size, start = getattr(self, "size", last), getattr(self, "start", 0)
-        stop = getattr(self, "stop", None)
-        stop = last if stop is None else stop
+        stop = getattr(self, "stop", None) or last
         where = "rollout.tree.window"
         if stop > last:
             raise PlanError(
@@ -66,8 +59,6 @@ class _Window(Options):
 
 
 class AllSteps(_Window):
-    """Every step but the last."""
-
     kind: Literal["all"] = option("all", "Every step but the last.", FLOW_GRPO)
 
     def _first(self, iteration: int, stop: int, seed: int) -> int:
@@ -75,8 +66,6 @@ class AllSteps(_Window):
 
 
 class FixedWindow(_Window):
-    """The same steps in every rollout."""
-
     kind: Literal["fixed"] = option(
         "fixed", "The window never moves.", "MixGRPO-Flash*, 2507.21802"
     )
@@ -88,8 +77,6 @@ class FixedWindow(_Window):
 
 
 class RandomWindow(_Window):
-    """Consecutive steps at a random place, another in every rollout."""
-
     kind: Literal["random"] = option(
         "random", "The window's place is random, another in every rollout.", FIRST_FAST
     )
@@ -225,15 +212,12 @@ def random_share(num_steps: int, share: float, seed: int, iteration: int) -> fro
 def random_steps(
     among: Sequence[int], number: int | None, seed: int, iteration: int
 ) -> tuple[int, ...]:
-    """Return `number` of these steps, ascending, others in every iteration; None is all.
-
-    Raises PlanError when there are fewer.
-    """
+    """Return `number` of these steps, ascending, others in every iteration; None is all."""
     if number is None:
         return tuple(among)
     if number > len(among):
         raise PlanError(
-            f"draw is {number}, but there are {len(among)} steps to draw from: the nearest that "
+            f"draw is {number}, but there are {len(among)} steps to choose from: the nearest that "
             f"works is {len(among)}"
         )
     return tuple(sorted(_random("comb", seed, iteration).sample(among, number)))

@@ -160,6 +160,7 @@ def test_every_option_is_read():
     package = Path(__file__).parents[2] / "flowrl"
     files = [*package.glob("build/*.py"), *package.glob("config/*.py"), package / "api.py"]
     files += [package / "trees" / "windows.py", *package.glob("export/*.py")]
+    files += [package / "training" / name for name in ("loop.py", "run.py")]
     trees = [ast.parse(path.read_text()) for path in files]
     read = Counter(n.attr for t in trees for n in ast.walk(t) if isinstance(n, ast.Attribute))
     passed = {AuditOptions, NoiseCoupling, *PRESETS.values()}  # by `arguments()` of another object
