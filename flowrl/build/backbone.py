@@ -67,7 +67,7 @@ def backbone_class(name: str) -> Callable[..., Backbone]:
 
 
 def build_backbone(options: PipelineOptions, pipeline: Any, *, guidance: float) -> Backbone:
-    """Raises UserError for a pipeline of another family, and for a backbone that lacks members."""
+    """Return the backbone around a pipeline. Raises UserError for one of another family."""
     p, kind = options, type(pipeline)
     own = FAMILIES.get(kind.__name__)
     of_diffusers = kind.__module__.startswith("diffusers.")
@@ -124,15 +124,12 @@ def build_pipeline(
     revision: str | None = None,
     decoder_learns: bool = False,
 ) -> Any:
-    """Return the pipeline that the configuration names, or `provided`, as `memory` says.
+    """Return the pipeline that the configuration names, or `provided`, placed as `memory` says.
 
     Args:
         without: components that are not loaded.
         revision: None for the recipe's.
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
-
-    Raises:
-        UserError: something is not possible here.
     """
     p, m = config.pipeline, config.memory
     backbone_class(p.backbone)  # raises before anything is loaded
@@ -179,13 +176,9 @@ def rounding_key(memory: MemoryOptions) -> dict[str, Any]:
 
 
 def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:
-    """Pack the network's frozen weights as `pipeline.precision` says, and record it.
+    """Pack the network's frozen weights as `pipeline.precision` says, before adapters are added.
 
-    Call it before adapters are added.
-
-    Raises:
-        UserError: the device lacks the precision, layers cannot be packed, or kernels compute
-            something else.
+    Raises UserError for a precision that the device or a layer cannot have.
     """
     p = config.pipeline
     if p.precision is None:

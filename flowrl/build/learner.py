@@ -66,9 +66,7 @@ def build_learner(
 ) -> Learner:
     """Return everything that the loop needs. Loads the pipeline unless it was provided.
 
-    Args:
-        caches: shared with other parts of the run.
-        needed: what will be encoded; None for `all_prompts_to_encode`.
+    needed: what will be encoded; None for `all_prompts_to_encode`.
     """
     p, r = config.pipeline, config.rollout
     specs = build_rewards(config, given.rewards)
@@ -116,14 +114,9 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
     """Return the adapters, at zero change or as `lora.init_from` has them."""
     lora = config.lora
     policy = Policy(
-        backbone,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=adapted_layers(lora, backbone),
-        seed=config.run.seed,
-        ema_decay=config.ema.decay,
-        keep_old=keep_old,
-    )
+        backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
+        seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
+    )  # fmt: skip
     if lora.init_from is not None:
         state, strength = read_lora(lora.init_from)
         if strength != lora.alpha / lora.rank:
@@ -280,7 +273,7 @@ def build_stop_rule(
 
 
 def with_pipeline_name(config: Config, pipeline: Any) -> Config:
-    """Return the recipe under the name of a pipeline that was provided, if any."""
+    """Return the recipe with the name of a pipeline that was provided, if any."""
     if pipeline is None:
         return config
     name = pipeline.config.get("_name_or_path") or "the pipeline that was given"

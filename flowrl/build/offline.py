@@ -40,10 +40,9 @@ def build_stored(
     """Return the source that reads `rollout.store`, checked against the recipe.
 
     Args:
-        sampler: what would sample instead.
+        sampler: of this recipe without the store.
         backbone: with the guidance of training.
         resample: returns the sampler of another recipe, with the same policy.
-        text_cache: encodes the data set's prompts.
     """
     r, folder = config.rollout, Path(config.run.output_dir)
     assert r.store is not None and r.store.path is not None
@@ -86,7 +85,7 @@ def check_offline(config: Config, needs: Needs) -> None:
     if needs.states != "endpoints":
         raise UserError(
             f"objective.kind {config.objective.kind} learns from {needs.states} of its own "
-            "rollouts, and an offline data set holds clean images alone: set rollout.store to "
+            "rollouts, but an offline data set holds clean images only: set rollout.store to "
             "null, or take an objective on images, such as gdro, dpo or sft"
         )
     if needs.old is not None and needs.old.samples:

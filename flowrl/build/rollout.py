@@ -1,4 +1,4 @@
-"""Build what samples: the generator of exact images, that of previews, and the sampler of both."""
+"""Build what samples: generators of exact images and of candidates, and the sampler of both."""
 
 import functools
 import math
@@ -190,8 +190,7 @@ def build_preview_generator(
 ) -> RolloutGenerator:
     """Return what samples candidates, scored by the rewards that are trained.
 
-    layers, backend: see `preview_layers`. Where they leave the network of `exact` as it is, that
-    one is used.
+    layers, backend: see `preview_layers`; without either, the network of `exact` is used.
     """
     r, e = parts.config.rollout, parts.config.rollout.explore
     assert e is not None

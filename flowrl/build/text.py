@@ -39,14 +39,9 @@ def prompts_to_encode(
     held_out: Sequence[PromptRecord],
     first: int = 0,
 ) -> list[tuple[float, PromptRecord]]:
-    """Return every text that training and evaluation encode, paraphrases included.
+    """Return every text that training from iteration `first` on and evaluation encode.
 
-    Those of an offline data set come on top: `stored_prompts`.
-
-    Args:
-        training: the prompts that training samples from.
-        held_out: the prompts of an evaluation.
-        first: the iteration that training begins with.
+    Paraphrases are included, texts of an offline data set are not: see `stored_prompts`.
     """
     r, e, seed, balance = config.rollout, config.evaluation, config.run.seed, config.prompts.balance
     if training and r.store is None:  # a data set is renewed from all prompts
@@ -75,13 +70,10 @@ def stored_prompts(config: Config, source: Any) -> list[tuple[float, PromptRecor
 
 
 class TextCaches:
-    """The encoded prompts of a run: one `TextCache` with guidance and one without.
-
-    pipeline: one that was provided, in place of the one that the configuration names.
-    """
+    """The encoded prompts of a run: one `TextCache` with guidance and one without."""
 
     def __init__(self, config: Config, pipeline: Any = None):
-        self.config, self.pipeline = config, pipeline
+        self.config, self.pipeline = config, pipeline  # one that was provided, if any
         self._caches: dict[bool, TextCache] = {}
         self._identity: dict[str, Any] | None = None
 
@@ -89,21 +81,16 @@ class TextCaches:
         guided = guidance > 1
         if guided not in self._caches:
             disk = self._disk(guided)
-            every = self.config.memory.text_encoders == "free" and disk is None
-            self._caches[guided] = TextCache(
-                backbone,
-                self.config.rollout.negative_prompt,
-                disk=disk,
-                capacity=None if every else CAPACITY,
-            )
+            keep_all = self.config.memory.text_encoders == "free" and disk is None
+            negative, capacity = self.config.rollout.negative_prompt, None if keep_all else CAPACITY
+            self._caches[guided] = TextCache(backbone, negative, disk=disk, capacity=capacity)
         return self._caches[guided]
 
     def unneeded_encoders(self, prompts: GuidedPrompts) -> list[str]:
         """Return the text encoders that need not be loaded: all or none, by what is on disk."""
         index = self._index()
-        if self.config.memory.text_encoders != "free" or index is None:
-            return []
-        if self.config.rollout.reads_store:
+        kept = self.config.memory.text_encoders != "free" or self.config.rollout.reads_store
+        if kept or index is None:
             return []
         disks = {guided: self._disk(guided) for guided in (False, True)}
         default = self.config.rollout.negative_prompt
@@ -122,8 +109,8 @@ class TextCaches:
     def encode_and_free(self, pipeline: Any, prompts: GuidedPrompts, runtime: Runtime) -> None:
         """With memory.text_encoders free: encode these prompts, then drop the encoders.
 
-        All users must have called `get` before. With a disk each process encodes a share, reads it
-        to the end, and then what the others wrote where it cannot see it.
+        All users must have called `get` before. With a disk each process encodes a share, and
+        reads what the others wrote.
 
         Raises:
             UserError: on all processes, for texts that do not fit into memory, and for a damaged
@@ -137,7 +124,7 @@ class TextCaches:
         on_disk = all(cache.disk is not None for cache in self._caches.values())
         share = texts[runtime.rank :: runtime.world_size] if on_disk else texts
         for part, whole in ((share, True), (texts, False)):
-            with runtime.together():
+            with runtime.raise_on_all():
                 missing = [(cache, p) for cache, p in part if not cache.has(p, whole=whole)]
                 _encode(missing, show=runtime.is_main)
             runtime.wait()
@@ -160,7 +147,7 @@ class TextCaches:
         return PromptCache(Path(folder), key)
 
     def _identify(self) -> dict[str, Any] | None:
-        """Return what tells the encoders from others; None before a Hub pipeline is downloaded."""
+        """Return what identifies the encoders; None before a Hub pipeline is downloaded."""
         if self._identity is None and self.pipeline is not None:
             self._identity = identify_by_weights(self.pipeline)
         elif self._identity is None and (index := self._index()) is not None:

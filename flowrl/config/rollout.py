@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 
 class StoreOptions(Options):
-    """Groups that were drawn before, by flowrl collect."""
+    """An offline data set, as flowrl collect makes it."""
 
     path: Text | None = option(
-        None, "Folder of the store to learn from; null draws the groups of each iteration anew."
+        None, "Folder of the store to learn from; null samples new groups in each iteration."
     )
     refresh_every: Count | None = option(
         None,
-        "Iterations after which the policy draws as many groups again, and training goes on from "
-        "those; null keeps the store. The reference stays the base.",
+        "Iterations after which the policy samples as many groups again, and training goes on "
+        "from those; null keeps the store. The reference stays the base.",
     )
     cache_draws: Count | None = option(
         None,
-        "Points on the way to noise that each image is looked at, over and over: the reference's "
-        "errors there are computed once and kept. null draws new points each time.",
+        "Noised versions of each image that are used over and over: the reference's errors there "
+        "are computed once and kept. null takes new ones each time.",
     )
 
     @model_validator(mode="after")
@@ -92,7 +92,9 @@ class ExploreOptions(Options):
     """The first of two stages of a rollout."""
 
     candidates: Count = option(
-        96, "Trees of each prompt that are drawn cheaply; those of rollout.tree are kept.", SOL_RL
+        96,
+        "Trees of each prompt that are sampled cheaply; those of rollout.tree are kept.",
+        SOL_RL,
     )
     num_inference_steps: Count | None = option(
         6,
@@ -141,7 +143,7 @@ FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
 
 class RolloutOptions(Options):
-    """How images to learn from are drawn."""
+    """How images to learn from are sampled."""
 
     prompts_per_iteration: Count = option(
         8, "Prompts, hence groups, in one iteration.", "published: 16 to 48"
@@ -153,11 +155,11 @@ class RolloutOptions(Options):
     )
     tree: Tree = option(
         FlowGRPOOptions(),
-        "Which steps branch, are stochastic and are trained; a preset by its kind, drawn by "
+        "Which steps branch, are stochastic and are trained; a preset by its kind, shown by "
         "`flowrl tree KIND`.",
     )
     depth_pruning: DepthPruning | None = option(
-        None, "Steps that are drawn but not learned from, moving as training goes; null is none."
+        None, "Steps that are sampled but not learned from, moving as training goes; null is none."
     )
     num_inference_steps: Count = option(
         8, "Denoising steps of a rollout.", "published: 10 for SD3.5"
@@ -192,22 +194,22 @@ class RolloutOptions(Options):
     batch_size: Count = option(96, "Most images that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(
         "auto",
-        "Fold the adapter into the weights while drawing, which is faster; auto folds where that "
+        "Fold the adapter into the weights while sampling, which is faster; auto folds where that "
         "is exact enough for the log-probabilities.",
     )
     compile: Flag = option(
         False,
-        "Draw with a compiled copy of the network: faster on a GPU after a first minute or more. "
+        "Sample with a compiled copy of the network: faster on a GPU after a first minute or more. "
         "It takes the memory of the adapted layers again.",
     )
     explore: ExploreOptions | None = option(
         None,
-        "Draw many more candidates first, cheaply, and only the most telling ones as above, from "
-        "the same noise; null draws no more than are learned from.",
+        "Sample many more candidates first, cheaply, and only the selected ones as above, from the "
+        "same noise; null samples no more than are learned from.",
         "Sol-RL, arXiv 2604.06916",
     )
     store: StoreOptions | None = option(
-        None, "Groups to learn from that were drawn before; null draws those of each iteration."
+        None, "An offline data set to learn from; null samples the groups of each iteration."
     )
 
     @property
@@ -227,14 +229,14 @@ class RolloutOptions(Options):
         return self.guidance_scale if own is None else own
 
     def plan(self, iteration: int, seed: int) -> TreePlan:
-        """What one iteration does. Raises PlanError for what cannot work."""
+        """Return the plan of an iteration. Raises PlanError for what cannot work."""
         whole, pruned = self.whole(iteration, seed), self.depth_pruning
         if pruned is None:
             return whole
         return whole.without_training(pruned.steps(iteration, self.num_inference_steps))
 
     def candidates(self, iteration: int, seed: int) -> TreePlan:
-        """What each candidate of an iteration is grown by; needs `explore`."""
+        """Return the plan of an iteration's candidates; needs `explore`."""
         e = self.explore
         assert e is not None
         if e.num_inference_steps is not None:
@@ -242,7 +244,7 @@ class RolloutOptions(Options):
         return replace(self.plan(iteration, seed), roots=e.candidates)
 
     def whole(self, iteration: int, seed: int) -> TreePlan:
-        """The same before pruning."""
+        """Return the plan of an iteration before depth pruning."""
         return self.tree.plan(
             iteration=iteration, steps=self.num_inference_steps, leaves=self.group_size, seed=seed
         )

@@ -38,8 +38,8 @@ class PipelineOptions(Options):
     )
     precision: Precision | None = option(
         None,
-        "In which the frozen weights are multiplied while drawing and learning alike, so that the "
-        "policy that learns is the one that drew; adapters stay beside them, and evaluations use "
+        "Number format of the frozen weights' matmuls in rollouts and training, so that both use "
+        "the same policy; adapters stay beside them, and evaluations use "
         f"the exact weights. One of {PRECISIONS}; null computes in dtype alone. Choose equal "
         "rollout.batch_size and optim.micro_batch: another kernel's last bit, rounded to few, can "
         "move the ratio by whole nats.",
@@ -99,7 +99,7 @@ class LoRAOptions(Options):
 
 
 class PromptOptions(Options):
-    """What is drawn in training."""
+    """What is sampled in training."""
 
     train: Text = option(
         ...,
@@ -107,7 +107,7 @@ class PromptOptions(Options):
         "split such as tiny:geneval:train.",
     )
     balance: Text | None = option(
-        None, "A metadata key, for example tag, whose values are drawn equally often."
+        None, "A metadata key, for example tag, whose values are sampled equally often."
     )
     retained: Whole | None = option(
         None,
@@ -123,10 +123,10 @@ class EvaluationOptions(Options):
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
     num_images: Count = option(
-        120, "Images drawn and scored at each evaluation; short lists of prompts are repeated."
+        120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
     )
     balance: Text | None = option(
-        None, "A metadata key, for example tag, whose values are drawn equally often."
+        None, "A metadata key, for example tag, whose values are sampled equally often."
     )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
     num_inference_steps: Count = option(
@@ -143,7 +143,7 @@ class EvaluationOptions(Options):
     )
     paraphrases: Flag = option(
         False,
-        "Also draw each prompt that has `paraphrases` in the words of one of them, from the same "
+        "Also sample each prompt that has `paraphrases` in the words of one of them, from the same "
         "noise: scores that fall there show that the policy learned wordings. At most twice the "
         "work.",
         "prompt overfitting in PromptRL",

@@ -30,7 +30,7 @@ INSIDE = "Which steps are stochastic and trained; kind: all, fixed, random, prog
 SIBLINGS = "How the noises of siblings depend on each other: {kind, strength}."
 SIMPLEX = "independent in the paper; simplex loses none of the gradient to the group's mean"
 SPLITS = "Steps at which to branch."
-DRAW = "Steps of `at` that get a fan, drawn for every rollout; null is all of them, far more work."
+DRAW = "Steps of `at` that get a fan, others in every rollout; null is all of them, far more work."
 
 Branch = Annotated[Count, Field(ge=2)]
 Share = Annotated[Number, Field(gt=0, le=1)]
@@ -80,7 +80,7 @@ class DanceGRPOOptions(TreeOptions):
 
     kind: Literal["dance_grpo"] = option("dance_grpo", "Chains from one noise.", DANCE_GRPO)
     trained_share: Share = option(
-        0.6, "Share of the stochastic steps that is trained, drawn for every rollout.", DANCE_GRPO
+        0.6, "Share of the stochastic steps that is trained, others in every rollout.", DANCE_GRPO
     )
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
