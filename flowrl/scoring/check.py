@@ -1,20 +1,20 @@
-"""Reward checks: does a reward work? Tried on images of known order, before training.
+"""Check before training that rewards work, through their executors.
 
-A reward scores its own fixtures (pairs of images of which the first must win) or plain images
-twice: all together, then backwards and in other company. `flowrl reward-check` and every run do
-this, each reward through its own executor. A result is "ok", "warning", "problem" (the reward is
-wrong) or "missing" (its package, weights or server is not there).
+A reward scores its own fixtures (pairs of images of which the first must score higher) or plain
+images twice: all together, then in reverse order and other batches. A result is "ok", "warning",
+"problem" (the reward is wrong) or "missing" (its package, weights or server is not there).
 """
 
+import importlib
 import math
 import random
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.executors.base import Answer, Executor, Reward, RewardFailure
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, ArgumentsRefused, RewardSpec, load_reward, trained
-from flowrl.utils.imports import load_callable
 
 CALLS = 5  # with one image, for the median
 DEADLINE = 60.0  # seconds: a server that loads its model first takes a while
@@ -47,12 +46,11 @@ GENERIC = (
         metadata={"tag": "single_object", "include": [{"class": "dog", "count": 1}]},
     ),
 )
-# Differences between two answers that no policy would learn: of the spread between the images
-# tried (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
+# Allowed differences between two scores of an image: as a share of the spread between images
+# (rounding in bf16 stays below), and of the score itself (float32 sums in another order).
 SPREAD_SHARE, SCORE_SHARE = 0.01, 1e-4
 LONGEST = 400  # characters of a reason that are shown
-# What is not there: by the exceptions that say so, or by the words of a reason that a reward, a
-# process or a server gave in their place; and what to do.
+# What is missing: exception classes or patterns of a reason that show it, and the remedy.
 ABSENT = (
     (
         ("ImportError", "ModuleNotFoundError"),
@@ -73,11 +71,12 @@ ABSENT = (
 HAS_REMEDY = ("run `", "pip install", "see that a server runs")  # reasons that say what to do
 
 Row = tuple[int, int]  # trial, image
+State = Literal["ok", "warning", "missing", "problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCheck:
-    """What the check of one reward found."""
+    """The results of checking one reward."""
 
     results: tuple[CheckResult, ...]  # at least one
     version: str = ""
@@ -91,11 +90,8 @@ def check_before_training(
 ) -> list[CheckResult]:
     """Check every reward that applies to one of the prompts, on a few images each.
 
-    Random number generators are left as they were. Problems among the results are of held-out
-    rewards. size: height and width of plain images.
-
-    Raises:
-        RewardFailure: for a trained reward that is wrong or cannot be asked.
+    Random number generators are restored. size: height and width of plain images. Raises
+    RewardFailure for a trained reward that is wrong or missing; results have held-out ones.
     """
     learned = {spec.name for spec in trained(specs)}
     results: list[CheckResult] = []
@@ -123,10 +119,10 @@ def check_named(
     deadline: float = DEADLINE,
     prompts: Sequence[PromptRecord] = (),
 ) -> RewardCheck:
-    """Check the reward of that name, here or as the servers at `urls` have it; raises nothing.
+    """Check the reward of that name, here or on the servers at `urls`; raises nothing.
 
-    The version and the required metadata of a server's reward must be those of the one here, if
-    that can be made here. deadline: seconds for each answer of the servers.
+    The version and required metadata of a server's reward must be those of the local one, if that
+    can be made. deadline: seconds for each answer of the servers.
     """
     here = None
     try:
@@ -142,11 +138,9 @@ def check_named(
         remote = HTTPExecutor(name, urls, token=token, deadline=deadline)
     except UserError as error:
         return RewardCheck(results=(failure_result(name, error),))
-    try:
+    with closing(remote):
         spec = RewardSpec(name=name, reward=remote, executor=remote)
         return check_reward(spec, prompts, like=here, calls=CALLS)
-    finally:
-        remote.close()
 
 
 def check_reward(
@@ -157,11 +151,11 @@ def check_reward(
     calls: int = 0,
     size: tuple[int, int] = SIZE,
 ) -> RewardCheck:
-    """Score the same images twice, in another order and company, and judge the answers.
+    """Score the same images twice, in another order and other batches, and check the scores.
 
     Args:
-        prompts: to try a reward without fixtures on; generic ones if there are none.
-        like: the same reward in this process, when `spec` asks a server.
+        prompts: for a reward without fixtures; generic ones if empty.
+        like: the same reward in this process, when that of `spec` is on a server.
         calls: with one image, to measure the latency.
         size: height and width of plain images.
     """
@@ -180,11 +174,8 @@ def check_reward(
             latency=latency,
             rate=again.rate,
         )
-    except Exception as error:  # a stranger's code: whatever it raises is what is wrong with it
+    except Exception as error:  # a user's reward may raise anything
         return RewardCheck(results=(failure_result(spec.name, error),))
-
-
-# --- what a reward is tried on ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,26 +196,25 @@ def trials_of(
 ) -> list[Trial]:
     """Return the fixtures of a reward, or plain images for prompts that `spec` applies to.
 
-    Empty when it applies to no prompt. reward: the one that knows its fixtures, `spec.reward` or
-    the same one here when that is on a server. Raises UserError for malformed fixtures.
+    Empty when it applies to no prompt. reward: `spec.reward`, or its local copy when that is on a
+    server. Raises UserError for malformed fixtures.
     """
     fixtures = getattr(reward, "fixtures", None)
     if own := [_trial(spec.name, entry) for entry in fixtures()] if fixtures else []:
         return own
     fits = [p for p in prompts or GENERIC if _can_judge(spec, p)]
     stride = max(len(fits) // PROMPTS, 1)
-    chosen = fits[::stride][:PROMPTS]
     images = plain_images(*size)
-    return [Trial(images=images, prompt=p.text, metadata=p.metadata) for p in chosen]
+    return [
+        Trial(images=images, prompt=p.text, metadata=p.metadata) for p in fits[::stride][:PROMPTS]
+    ]
 
 
 def plain_images(height: int, width: int) -> Tensor:
-    """Return (4, 3, height, width): a red square, a blue one, noise, and nothing."""
-    names = ("square", "noise", "blank")
-    square, noise, blank = (load_callable(f"flowrl_rewards.fixtures:{name}") for name in names)
-    side = max(height, width)
-    whole = torch.stack([square("red", side), square("blue", side), noise(side), blank(side)])
-    return whole[..., :height, :width]
+    """Return (4, 3, height, width): a red square, a blue one, noise, and white paper."""
+    make, side = importlib.import_module("flowrl_rewards.fixtures"), max(height, width)
+    squares = [make.square(color, side) for color in ("red", "blue")]
+    return torch.stack([*squares, make.noise(side), make.blank(side)])[..., :height, :width]
 
 
 def _can_judge(spec: RewardSpec, prompt: PromptRecord) -> bool:
@@ -255,12 +245,9 @@ def _trial(name: str, entry: Mapping[str, Any]) -> Trial:
     return Trial(images=images, prompt=prompt, metadata=dict(metadata), says=says)
 
 
-# --- two rounds of scores ---
-
-
 @dataclass(slots=True, kw_only=True)
 class _Round:
-    """The scores of all images, asked for once."""
+    """One score of every image."""
 
     scores: dict[Row, float] = field(default_factory=dict)
     reasons: dict[Row, str] = field(default_factory=dict)
@@ -289,9 +276,12 @@ def _untouched_randomness() -> Iterator[None]:
 
 
 def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Round, _Round, float]:
-    """Score all images together; backwards, in other company; some alone, for the latency."""
+    """Score all images together, then reversed in other batches, then one `calls` times.
+
+    Returns both rounds and the median seconds of a call with one image (or group).
+    """
     executor, batches = spec.get_executor(), _batches(spec, trials)
-    first, again, alone = _Round(), _Round(), [math.nan]
+    first, again, seconds = _Round(), _Round(), [math.nan]
     for rows in batches:
         first.add(rows, *_ask(executor, trials, rows))
     if not first.known():
@@ -303,8 +293,8 @@ def _score_twice(spec: RewardSpec, trials: list[Trial], calls: int) -> tuple[_Ro
                 again.add(part, *_ask(executor, trials, part))
     if calls:
         rows = batches[0] if spec.whole_groups else batches[0][:1]
-        alone = [_ask(executor, trials, rows)[1] for _ in range(calls)]
-    return first, again, median(alone)
+        seconds = [_ask(executor, trials, rows)[1] for _ in range(calls)]
+    return first, again, median(seconds)
 
 
 def _batches(spec: RewardSpec, trials: list[Trial]) -> list[list[Row]]:
@@ -325,9 +315,6 @@ def _ask(executor: Executor, trials: list[Trial], rows: Sequence[Row]) -> tuple[
     return answer, time.perf_counter() - began
 
 
-# --- what the scores say ---
-
-
 def _problems(
     spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round
 ) -> Iterator[CheckResult]:
@@ -335,7 +322,7 @@ def _problems(
         reason = next(iter(first.reasons.values()), "it gave no reason")
         detail = f"no score for any of {len(first.scores)} images: {line(reason)}"
         remedy = "Mend that before training."
-        yield _missing(spec.name, reason) or _problem(spec.name, detail, remedy)
+        yield _missing(spec.name, reason) or _result(spec.name, detail, remedy)
         return
     for t, trial in enumerate(trials):
         if trial.says:
@@ -346,13 +333,13 @@ def _problems(
 
 
 def _misjudged(name: str, trial: Trial, t: int, found: _Round) -> Iterator[CheckResult]:
-    """A fixture whose two images are not in their known order."""
+    """Yield a problem for a fixture whose images are not in their known order."""
     better, worse = found.scores[t, 0], found.scores[t, 1]
     where = f"fixture {trial.says!r} (prompt {trial.prompt!r})"
     for member, score in enumerate((better, worse)):
         if not math.isfinite(score):
             reason = line(found.reasons[t, member])
-            yield _problem(
+            yield _result(
                 name,
                 f"{where}: expected a score, got none: {reason}",
                 "Mend that, or let the fixture go if the reward has nothing to say to it.",
@@ -360,7 +347,7 @@ def _misjudged(name: str, trial: Trial, t: int, found: _Round) -> Iterator[Check
             return
     if better <= worse:
         relation = "the same" if better == worse else "more"
-        yield _problem(
+        yield _result(
             name,
             f"{where}: expected more for the first image, got {better:.4g}, and {relation} for "
             f"the second, {worse:.4g}",
@@ -374,7 +361,7 @@ def _out_of_bounds(spec: RewardSpec, found: _Round) -> Iterator[CheckResult]:
     for score in found.known():
         slack = 1e-6 * max(1.0, abs(score))  # of float32
         if not low - slack <= score <= high + slack:
-            yield _problem(
+            yield _result(
                 spec.name,
                 f"got the score {score:.4g}, expected one in its bounds [{low:g}, {high:g}]",
                 "Correct the scores or the attribute `bounds`.",
@@ -386,7 +373,7 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
     for row, score in first.scores.items():
         if math.isfinite(score) != math.isfinite(again.scores[row]):
             reason = line(first.reasons.get(row) or again.reasons[row])
-            yield _problem(
+            yield _result(
                 name,
                 f"an image got a score once and none the other time: {reason}",
                 "It must score one image as it does several, in any order.",
@@ -396,7 +383,7 @@ def _unrepeatable(name: str, first: _Round, again: _Round) -> Iterator[CheckResu
     limit = SPREAD_SHARE * (max(known) - min(known)) + SCORE_SHARE * max(map(abs, known))
     worst = max(first.scores, key=lambda row: _gap(first, again, row))
     if _gap(first, again, worst) > limit:
-        yield _problem(
+        yield _result(
             name,
             f"one image got {first.scores[worst]:.6g}, and in other company "
             f"{again.scores[worst]:.6g}; expected the same within {limit:.2g}",
@@ -416,7 +403,7 @@ def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]
         there, here = getattr(spec.reward, key, None), getattr(like, key, None)
         there, here = (tuple(v) if isinstance(v, list | tuple) else v for v in (there, here))
         if (there or here) and there != here:
-            yield _problem(
+            yield _result(
                 spec.name,
                 f"the server's {key} is {there!r}, expected {here!r} as here",
                 "Start it with the same arguments and the same flowrl, or give its --args.",
@@ -424,10 +411,10 @@ def _differences(spec: RewardSpec, like: Reward | None) -> Iterator[CheckResult]
 
 
 def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round) -> CheckResult:
-    """Say what was seen of a reward without problems.
+    """Describe the scores of a reward without problems.
 
-    That all images got the same score is only a warning. They are squares, noise and blank paper:
-    few rewards cannot tell them apart, but one that looks for faces cannot.
+    Equal scores for all images are only a warning: a reward that looks for faces, say, gives
+    squares, noise and white paper the same.
     """
     pairs = sum(bool(trial.says) for trial in trials)
     known = first.known()
@@ -441,22 +428,16 @@ def _passed(spec: RewardSpec, trials: list[Trial], first: _Round, again: _Round)
         gap = max(_gap(first, again, row) for row in first.scores)
         parts.append(f"not deterministic: differs by up to {gap:.2g}")
     parts.append(f"scores {min(known):.4g} to {max(known):.4g}")
+    detail = ", ".join(parts)
     if len(known) == 1 or min(known) < max(known):
-        return CheckResult(topic=spec.name, state="ok", detail=", ".join(parts))
-    return CheckResult(
-        topic=spec.name,
-        state="warning",
-        detail=f"all images got the same score, {known[0]:.4g}: {', '.join(parts)}",
-        remedy="Is its model there, does it read the images? With fixtures() it could show what "
-        "it tells apart.",
-    )
-
-
-# --- what is not there ---
+        return _result(spec.name, detail, state="ok")
+    detail = f"all images got the same score, {known[0]:.4g}: {detail}"
+    remedy = "Is its model there, does it read the images? A method fixtures() would show it."
+    return _result(spec.name, detail, remedy, state="warning")
 
 
 def failure_result(name: str, error: Exception) -> CheckResult:
-    """Return the result of an exception: what is missing, or what is wrong."""
+    """Return the result that an exception means: "missing" or "problem"."""
     text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
     text = text.removeprefix(f"reward {name!r}").lstrip(": ")  # the result names it already
     kinds: set[str] = set()
@@ -464,56 +445,46 @@ def failure_result(name: str, error: Exception) -> CheckResult:
     while cause is not None:
         kinds |= {kind.__name__ for kind in type(cause).__mro__}
         cause = cause.__cause__
-    wrong = _problem(name, line(text), "Mend that before training.")
-    return _missing(name, text, kinds) or wrong
+    return _missing(name, text, kinds) or _result(name, line(text), "Mend that before training.")
 
 
 def _missing(name: str, reason: str, kinds: Collection[str] = ()) -> CheckResult | None:
-    """Return a result that names what is not there, if that is the reason.
-
-    kinds: names of the exceptions' classes; a reason may begin with one.
-    """
+    """Return a result "missing" if a reason or `kinds`, the exceptions' class names, show it."""
     kinds = {*kinds, reason.partition(":")[0]}
     for classes, pattern, remedy in ABSENT:
         if kinds.intersection(classes) or re.search(pattern, reason):
             detail = re.sub(r"^\w+: ", "", line(reason))  # the exception's class says no more
             remedy = "" if any(words in detail for words in HAS_REMEDY) else remedy
-            return CheckResult(topic=name, state="missing", detail=detail, remedy=remedy)
+            return _result(name, detail, remedy, state="missing")
     return None
 
 
 def _inapplicable(spec: RewardSpec) -> CheckResult:
-    """It has no fixtures and no prompt; return what it says when it is asked all the same."""
+    """Return the reward's own reason for not scoring an image with an empty prompt."""
     answer = spec.get_executor().submit(torch.zeros(1, 3, 64, 64), [""], [{}]).result()
-    reason = re.sub(r"^\w+: ", "", line(answer.reasons.get(0, "")))
-    return CheckResult(
-        topic=spec.name,
-        state="missing",
-        detail=reason or "applies to none of the prompts tried, and has no fixtures",
-        remedy="" if reason else "Name prompts that it applies to with --prompts.",
-    )
+    if reason := re.sub(r"^\w+: ", "", line(answer.reasons.get(0, ""))):
+        return _result(spec.name, reason, state="missing")
+    detail = "applies to none of the prompts tried, and has no fixtures"
+    remedy = "Name prompts that it applies to with --prompts."
+    return _result(spec.name, detail, remedy, state="missing")
 
 
 def _load_failure(name: str, args: Mapping[str, Any] | None, error: UserError) -> CheckResult:
-    """Say why a reward cannot be made: it lacks a package or arguments, or is not there at all."""
+    """Return why a reward cannot be made: no package, no arguments, or no such reward."""
     found, cause = failure_result(name, error), error.__cause__
     if found.state == "missing" and (name in BUILT_IN or _lacks_package(name, cause)):
         return found
     refused = isinstance(error, ArgumentsRefused)
     if not args and refused:
-        return CheckResult(
-            topic=name,
-            state="missing",
-            detail=f"needs arguments: {line(str(cause))}",
-            remedy=f"flowrl reward-check {name} --args '{{{_needed_arguments(str(cause))}}}'",
-        )
+        remedy = f"flowrl reward-check {name} --args '{{{_needed_arguments(str(cause))}}}'"
+        return _result(name, f"needs arguments: {line(str(cause))}", remedy, state="missing")
     misnamed = refused or cause is None or type(cause) is LookupError
     remedy = "Correct its name or its arguments." if misnamed else "Correct its code."
-    return _problem(name, line(str(error)), remedy)
+    return _result(name, line(str(error)), remedy)
 
 
 def _lacks_package(name: str, cause: BaseException | None) -> bool:
-    """Return whether a user's own module is there, and a package that it needs is not."""
+    """Return whether a user's own module was found, and a package that it needs was not."""
     while cause is not None and not isinstance(cause, ImportError):
         cause = cause.__cause__
     if cause is None or cause.name is None:  # raised by hand: "needs the package ..."
@@ -531,8 +502,8 @@ def _needed_arguments(reason: str) -> str:
     return ", ".join(f"{name}: VALUE" for name in names)
 
 
-def _problem(name: str, detail: str, remedy: str) -> CheckResult:
-    return CheckResult(topic=name, state="problem", detail=detail, remedy=remedy)
+def _result(name: str, detail: str, remedy: str = "", *, state: State = "problem") -> CheckResult:
+    return CheckResult(topic=name, state=state, detail=detail, remedy=remedy)
 
 
 def line(text: str) -> str:

@@ -1,12 +1,11 @@
-"""Several rewards as one number an image, and what happens when one of them fails.
+"""Combine several rewards into one number an image, and stop a run when too many are missing.
 
 `combine` adds up transformed scores by weight, `combine_gdpo` z-scores of each group.
 
-A reward that fails has no score (`scorer.py`), which is NaN and never 0. A trained reward's
-`on_failure` says what that does: "mask" leaves the image out, its combined reward is NaN (under
-GDPO the reward alone counts 0); "raise" stops the run; a number stands in for the score.
-`FailureLimit` then stops a run when too many images have no reward: too large a share of a rollout,
-or some in too many rollouts in a row. Rewards that are held out or have weight 0 stop nothing.
+A missing score is NaN, never 0. A trained reward's `on_failure` says what follows: "mask" leaves
+the image out, its combined reward is NaN (under GDPO this reward counts 0); "raise" stops the run;
+a number replaces the score. `FailureLimit` then stops a run when too large a share of a rollout has
+no reward, or some images in too many rollouts in a row. Untrained rewards stop nothing.
 """
 
 import math
@@ -20,7 +19,6 @@ from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-UNKNOWN = "the reward gave no finite number"
 Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory's value
 
 
@@ -29,8 +27,7 @@ def combine(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Combine scores into one reward an image, by each reward's transform, on_failure and weight.
 
-    Args:
-        group: (L,) long.
+    group: (L,) long.
 
     Returns:
         The reward (L,) float32, NaN where invalid; valid (L,) bool; the terms of the sum (L, K):
@@ -39,7 +36,7 @@ def combine(
     Raises:
         RewardFailure: for a missing score of a trained reward whose on_failure is "raise".
     """
-    lacks_score(specs, result)
+    check_scores(specs, result)
     weights = train_weights(specs)
     columns = [
         _term(spec, result, column, group) if weight else torch.full_like(scores, math.nan)
@@ -54,7 +51,7 @@ def combine(
 
 
 def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) -> Tensor:
-    """Return (L,) transformed scores of one reward, with stand-ins."""
+    """Return (L,) transformed scores of one reward, missing ones replaced by `on_failure`."""
     scores, applicable = result.scores[:, column], result.applicable[:, column]
     if isinstance(spec.on_failure, int | float):
         missing = applicable & ~result.valid[:, column]
@@ -66,22 +63,26 @@ def _term(spec: RewardSpec, result: RewardResult, column: int, group: Tensor) ->
     return torch.full_like(scores, math.nan).masked_scatter(known, used)
 
 
-def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
-    """Return (L,) bool: images that lack a score of a trained reward that applies, unless a number
-    stands in for it. Raises RewardFailure where such a reward's on_failure is "raise"."""
+def check_scores(specs: Sequence[RewardSpec], result: RewardResult) -> None:
+    """Raise RewardFailure if a trained reward with on_failure "raise" lacks a needed score."""
     missing = result.applicable & ~result.valid
-    found = torch.zeros(len(missing), dtype=torch.bool)
     for spec, column in zip(specs, missing.unbind(1), strict=True):
-        if not spec.trained or isinstance(spec.on_failure, int | float):
-            continue
-        if spec.on_failure == "raise" and bool(column.any()):
+        if spec.trained and spec.on_failure == "raise" and bool(column.any()):
             raise RewardFailure(
                 f"reward {spec.name!r} has no score where it needs one "
-                f"({result.errors.get(spec.name, UNKNOWN)}), and its on_failure is raise: mend the "
-                "reward, or set on_failure to mask, which leaves such images out"
+                f"({result.errors.get(spec.name, 'the reward gave no finite number')}), and its "
+                "on_failure is raise: mend the reward, or set on_failure to mask"
             )
-        found |= column
-    return found
+
+
+def lacks_score(specs: Sequence[RewardSpec], result: RewardResult) -> Tensor:
+    """Mark images that lack a score of a trained reward that applies. (L,) bool
+
+    Rewards whose on_failure is a number never lack one: the number stands in.
+    """
+    needed = [spec.trained and not isinstance(spec.on_failure, int | float) for spec in specs]
+    missing = result.applicable & ~result.valid
+    return (missing & torch.tensor(needed, dtype=torch.bool)).any(1)
 
 
 def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
@@ -101,8 +102,8 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
 def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     """Return the weighted sum of the trained rewards' mean transformed scores (N, K).
 
-    NaN when one of them has no score. Ranks do not compare between evaluations, so scores under a
-    rank are taken as they are. Rewards that compare the images of a prompt are left out: an
+    NaN when one of them has no score. Scores under `rank` are not transformed, since ranks do not
+    compare between evaluations. Rewards that compare the images of a prompt are left out, since an
     evaluation has one image a prompt.
     """
     total = 0.0
@@ -129,14 +130,12 @@ def check_invalid(
     errors: by reward's name, why its scores are missing and of which prompt.
     """
     missing = int((~valid).sum())
-    if missing <= max_invalid_fraction * valid.numel():
-        return
-    raise RewardFailure(
-        f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
-        f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, raise "
-        "failures.max_invalid_fraction, or give the reward a number as on_failure, which then "
-        "stands in for its missing scores"
-    )
+    if missing > max_invalid_fraction * valid.numel():
+        raise RewardFailure(
+            f"{missing} of {valid.numel()} images have no reward, more than the allowed share "
+            f"{max_invalid_fraction:g} ({_reasons(errors)}): mend the reward, raise "
+            "failures.max_invalid_fraction, or give the reward a number as on_failure"
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,10 +167,7 @@ def _reasons(errors: Mapping[str, str] | None) -> str:
 
 
 def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
-    """Return (L, K) weights of the rewards that apply, grown so that their sizes total the same.
-
-    0 where a reward does not apply.
-    """
+    """Return weights (L, K), 0 where a reward does not apply; the others grow to the same total."""
     used = applicable & (weights != 0)
     own = torch.where(used, weights.abs(), 0).sum(1, keepdim=True)
     growth = weights.abs().sum() / torch.where(own > 0, own, 1)
@@ -203,10 +199,10 @@ def z_scores(scores: Tensor, group: Tensor) -> Tensor:
 def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:
     """Return the weighted sum of each reward's z-scores in its group, (L,) float64 on the CPU.
 
-    GDPO (2601.05242). Weights are shared out among the rewards that apply to the prompt. One that
-    applies and failed adds 0 and the others do not grow for it, so that every group sums to 0. An
-    image without any of its scores is NaN. The paper's last step, by the standard deviation of the
-    batch, is `normalise` with scale "global": the batch's mean is 0 already.
+    GDPO (2601.05242). Weights are those of `share_weights`. A reward that applies and failed adds 0
+    and the others do not grow for it, so that every group sums to 0. An image without any of its
+    scores is NaN. The paper's last step, by the standard deviation of the batch, is `normalise`
+    with scale "global": the batch's mean is 0 already.
     """
     scores, group, applicable = scores.detach().cpu(), group.cpu(), applicable.cpu()
     share = share_weights(applicable, weights.detach().cpu().double())

@@ -1,4 +1,4 @@
-"""Score image files: group them by prompt, read them by size, and say why a score is missing."""
+"""Score image files, grouped by prompt and read by size, with reasons for missing scores."""
 
 import json
 import math
@@ -36,14 +36,17 @@ class ImageFile:
     scores: dict[str, float] = field(default_factory=dict)
 
 
+Opened = tuple[ImageFile, Image.Image]
+
+
 class _Missing:
-    """Why scores are missing: the first reason of each reward, and how often it has none."""
+    """The first reason why each reward lacks a score, and how many scores it lacks."""
 
     def __init__(self):
         self._reasons: dict[tuple[str, str], dict[object, str]] = {}
 
     def add(self, source: str, unit: str, which: object, sentence: str) -> None:
-        """source: a reward or a file; unit: what `which` is one of, in the plural."""
+        """Record a missing score of `source`, a reward or a file; unit: the plural of `which`."""
         self._reasons.setdefault((source, unit), {}).setdefault(which, sentence)
 
     def lines(self) -> list[str]:
@@ -72,7 +75,7 @@ def score_files(specs: Sequence[RewardSpec], files: Sequence[ImageFile]) -> Scor
 
 
 def _score_group(specs: Sequence[RewardSpec], group: list[ImageFile], missing: _Missing) -> None:
-    """Ask every reward about all images of one prompt."""
+    """Score all images of one prompt with every reward."""
     fits = []
     for spec in specs:
         if why := _why_not(spec, group[0]):
@@ -121,7 +124,7 @@ def _refuse(spec: RewardSpec, group: list[ImageFile], why: str, missing: _Missin
     missing.add(spec.name, "prompts", group[0].path, sentence)
 
 
-def _ask(spec: RewardSpec, part: list[tuple[ImageFile, Image.Image]], missing: _Missing) -> None:
+def _ask(spec: RewardSpec, part: list[Opened], missing: _Missing) -> None:
     """Score images of one prompt and one size."""
     files, images = [file for file, _ in part], to_tensor([image for _, image in part])
     prompts, metadata = [file.prompt for file in files], [file.metadata for file in files]
@@ -144,7 +147,7 @@ def _bare(spec: RewardSpec, error: UserError) -> str:
     return str(error).removeprefix(f"reward {spec.name!r}").lstrip(": ")
 
 
-def _read(files: Sequence[ImageFile], missing: _Missing) -> Iterator[tuple[ImageFile, Image.Image]]:
+def _read(files: Sequence[ImageFile], missing: _Missing) -> Iterator[Opened]:
     """Yield the files that can be read, with their images."""
     for file in files:
         try:
@@ -154,10 +157,8 @@ def _read(files: Sequence[ImageFile], missing: _Missing) -> Iterator[tuple[Image
             missing.add(str(file.path), "", file.path, f"cannot read {file.path}: {error}")
 
 
-def _by_size(
-    images: Iterator[tuple[ImageFile, Image.Image]],
-) -> list[list[tuple[ImageFile, Image.Image]]]:
-    parts: dict[tuple[int, int], list[tuple[ImageFile, Image.Image]]] = {}
+def _by_size(images: Iterator[Opened]) -> list[list[Opened]]:
+    parts: dict[tuple[int, int], list[Opened]] = {}
     for file, image in images:
         parts.setdefault(image.size, []).append((file, image))
     return list(parts.values())

@@ -1,6 +1,6 @@
-"""Reference scores of rewards, to see that another machine or version computes the same.
+"""Compare rewards on this machine with reference scores, measured with the real weights.
 
-A reference score was measured with the real weights on the images that `flowrl reward-check` uses.
+The images are those of `flowrl reward-check`.
 """
 
 import hashlib
@@ -37,27 +37,24 @@ class ReferenceComparison:
     """A reward's scores here against its reference scores."""
 
     result: CheckResult
-    measured: Entry | None = None  # None when it could not be asked
+    measured: Entry | None = None  # None when it could not be called
 
 
 def compare_all(names: list[str], references: Mapping[str, Entry]) -> list[ReferenceComparison]:
-    """Ask the named rewards and compare; with no names those that have reference scores.
+    """Call the named rewards and compare; without names, those that have reference scores.
 
-    A reward without reference scores, or that cannot be asked, is "missing", never "ok". With no
-    names the other built-in rewards are listed as missing and not asked.
+    A reward without reference scores, or that cannot be called, is "missing", never "ok". Without
+    names the other built-in rewards are listed as missing and not called.
     """
     compared = [compare_one(name, references.get(name)) for name in names or references]
-    rest = [] if names else [name for name in BUILT_IN if name not in references]
-    return compared + [
-        ReferenceComparison(
-            result=CheckResult(topic=name, state="missing", detail="no reference score yet")
-        )
-        for name in rest
-    ]
+    for name in [] if names else [name for name in BUILT_IN if name not in references]:
+        result = CheckResult(topic=name, state="missing", detail="no reference score yet")
+        compared.append(ReferenceComparison(result=result))
+    return compared
 
 
 def compare_one(name: str, entry: Entry | None) -> ReferenceComparison:
-    """Ask a reward, and compare its scores with those of its entry."""
+    """Compare a reward's scores with those of its entry."""
     try:
         measured = measure(name)
     except (UserError, ValueError) as error:
@@ -68,20 +65,18 @@ def compare_one(name: str, entry: Entry | None) -> ReferenceComparison:
 def measure(name: str) -> Entry:
     """Return the scores of a reward with its default arguments on its fixtures, or on plain images.
 
-    Raises UserError when it cannot be asked or leaves an image without a score.
+    Raises UserError when it cannot be called or leaves an image without a score.
     """
     reward = load_reward(name)
     trials = trials_of(RewardSpec(name=name, reward=reward), reward, ())
     if not trials:
-        raise RewardFailure(f"reward {name!r} has nothing to say to the images there are")
+        raise RewardFailure(f"reward {name!r} has no fixtures and applies to no generic prompt")
     rows = []
     for trial in trials:
         images, count = quantise(trial.images), len(trial.images)
         answer = ask(reward, name, images, [trial.prompt] * count, [trial.metadata] * count)
-        if answer.reasons:
-            raise RewardFailure(
-                f"reward {name!r} gave no score: {next(iter(answer.reasons.values()))}"
-            )
+        for reason in answer.reasons.values():
+            raise RewardFailure(f"reward {name!r} gave no score: {reason}")
         levels = to_levels(images).contiguous().numpy().tobytes()
         rows.append(
             {
@@ -94,13 +89,12 @@ def measure(name: str) -> Entry:
 
 
 def recorded(measured: Entry, share: float = SHARE) -> Entry:
-    """Return an entry for the file: what was measured, how near others must come, and by what."""
+    """Return an entry for the file: the measured scores, a tolerance and package versions."""
     largest = max(abs(score) for row in measured["trials"] for score in row["scores"])
-    made_with = {package: found for package in PACKAGES if (found := _installed(package))}
     return {
         "version": measured["version"],
         "tolerance": float(f"{share * largest:.2g}"),
-        "made_with": made_with,
+        "made_with": {name: found for name in PACKAGES if (found := _installed(name))},
         "trials": measured["trials"],
     }
 
@@ -116,19 +110,18 @@ def read_references(path: Path = PATH) -> dict[str, Entry]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} is no file of reference scores ({type(error).__name__}: {error}): expected "
-            "JSON as flowrl golden NAME --write --file JSON makes it"
+            "one that flowrl golden NAME --write --file JSON wrote"
         ) from error
     return found
 
 
 def _check(entry: Entry) -> None:
-    """Raises KeyError, TypeError or ValueError for what is no entry."""
+    """Raise KeyError, TypeError or ValueError for an invalid entry."""
     parts = [entry["tolerance"], *(score for row in entry["trials"] for score in row["scores"])]
     if not all(math.isfinite(part) for part in parts):
         raise ValueError("a number is not finite")
-    if not all(
-        isinstance(part, str) for key in ("version", "images") for part in _parts(entry, key)
-    ):
+    texts = [*_parts(entry, "version"), *_parts(entry, "images")]
+    if not all(isinstance(text, str) for text in texts):
         raise TypeError("a version is no text")
 
 
@@ -153,16 +146,11 @@ def _judge(name: str, measured: Entry, entry: Entry | None) -> CheckResult:
     ]
     prompt, score, reference = max(pairs, key=lambda pair: _gap(*pair[1:]))
     if _gap(score, reference) > entry["tolerance"]:
-        detail = (
-            f"{score:.6g} for {prompt!r}, expected {reference:.6g} within {entry['tolerance']:g}"
-        )
+        wanted = f"{reference:.6g} within {entry['tolerance']:g}"
         made = ", ".join(f"{k} {v}" for k, v in entry.get("made_with", {}).items())
-        return CheckResult(
-            topic=name,
-            state="problem",
-            detail=detail,
-            remedy=f"The reference score was made with {made}: look for what differs here.",
-        )
+        detail = f"{score:.6g} for {prompt!r}, expected {wanted}"
+        remedy = f"The reference score was made with {made}: look for what differs here."
+        return CheckResult(topic=name, state="problem", detail=detail, remedy=remedy)
     detail = f"{len(pairs)} scores agree, the largest difference is {_gap(score, reference):.2g}"
     return CheckResult(topic=name, state="ok", detail=detail)
 

@@ -1,7 +1,4 @@
-"""The protocol of reward servers (docs/reward-servers.md): images as bytes, messages as JSON.
-
-Nothing is ever unpickled.
-"""
+"""Protocol of reward servers (docs/reward-servers.md): encoded images and JSON, never pickles."""
 
 import io
 import math
@@ -10,7 +7,7 @@ import zlib
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 PROTOCOL = 1
 MAX_PIXELS = 2**26  # of all images in one request: 64 of 1024 x 1024
@@ -85,7 +82,7 @@ def _check_size(height: int, width: int, max_pixels: int) -> None:
 
 
 def is_sendable(token: str) -> bool:
-    """Return whether a header can hold the token as it is; if not, it breaks TOKEN_RULE."""
+    """Return whether the token keeps TOKEN_RULE."""
     return all("!" <= character <= "~" for character in token)
 
 
@@ -121,17 +118,16 @@ class ScoreRequest(_StrictModel):
         return items
 
 
+def _finite(score: float | None) -> float | None:
+    return score if score is not None and math.isfinite(score) else None
+
+
 class Result(BaseModel):
     """One image's score, or why there is none. What is not finite is written as null."""
 
     id: str
-    score: Annotated[float | None, Field(strict=True)] = None
+    score: Annotated[float | None, Field(strict=True), AfterValidator(_finite)] = None
     error: str | None = None
-
-    @field_validator("score")
-    @classmethod
-    def _finite(cls, score: float | None) -> float | None:
-        return score if score is not None and math.isfinite(score) else None
 
 
 class Response(BaseModel):
@@ -174,7 +170,7 @@ class Refusal(BaseModel):
 
 
 def error_message(error: ValidationError) -> str:
-    """Return the first thing that is wrong with a message, in one sentence."""
+    """Describe the first error of a message in one sentence."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else str(first["msg"])

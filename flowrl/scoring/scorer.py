@@ -1,11 +1,9 @@
-"""Score images with every reward: they are rounded as a file would, and handed to the executors.
+"""Score images with every reward: round them as a file would, and submit them to the executors.
 
 Images are added as they are decoded, so that rewards work while further ones are generated.
-
-When a reward fails for an image its score is NaN, and `RewardResult.errors` says why; other images
-and rewards go on. A trained reward that no further image can mend (RewardFailure: a missing
+When a reward fails for an image its score is NaN, and `RewardResult.errors` says why; `combine.py`
+decides what that means. A trained reward that would fail for every image (RewardFailure: a missing
 package, an answer of the wrong length) stops the run; of a held-out one the scores are missing.
-What missing scores then do is `combine.py`'s.
 """
 
 import logging
@@ -27,12 +25,12 @@ LOG = logging.getLogger(__name__)
 
 
 class SamplerFailure(UserError):
-    """The images themselves are broken: no reward is to blame."""
+    """The images hold NaN or infinite pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """Rows that a reward was asked about together, and its answer to come."""
+    """Rows submitted to a reward together."""
 
     column: int  # of the reward
     rows: list[int]
@@ -41,9 +39,9 @@ class _Asked:
 
 @dataclass(slots=True, kw_only=True)
 class Scoring:
-    """One batch of images scored by `specs`: `add` some, in order, then take the `result`.
+    """Scores one batch of images with `specs`: `add` some, in order, then take the `result`.
 
-    Rewards only see images that they apply to. One that compares whole groups is asked at the
+    Rewards only see images that they apply to. One that compares whole groups is called at the
     end, a group at a time; it does not apply to a group of one image.
     """
 
@@ -57,9 +55,9 @@ class Scoring:
     def add(
         self, images: Tensor, prompts: list[str], metadata: list[dict], group: Sequence[int] = ()
     ) -> None:
-        """Hand images (L, 3, H, W) in [0, 1] to the rewards.
+        """Submit images (L, 3, H, W) in [0, 1] to the rewards.
 
-        group: the group of each; may be left out when no reward compares groups.
+        group: of each image; needed only for rewards that compare groups.
         Raises SamplerFailure for images that are not finite.
         """
         rows = len(images)
@@ -107,7 +105,7 @@ class Scoring:
         )
 
     def _answer(self, asked: _Asked, spec: RewardSpec) -> Answer:
-        """Return an answer; what stops a run for a trained reward costs others a score."""
+        """Return an answer; a RewardFailure of a held-out reward becomes missing scores."""
         try:
             return self._wait(asked, spec.name)
         except RewardFailure as error:
@@ -116,7 +114,7 @@ class Scoring:
             return failed(len(asked.rows), str(error))
 
     def _wait(self, asked: _Asked, name: str) -> Answer:
-        """Wait for an answer, and log now and then what takes so long; executors have deadlines."""
+        """Wait for an answer and log every `HEARTBEAT`; executors have deadlines."""
         began = time.monotonic()
         while True:
             try:
@@ -139,7 +137,7 @@ class Scoring:
         self._asked.append(_Asked(column=column, rows=rows, answer=answer))
 
     def _ask_groups(self) -> None:
-        """Ask the rewards that compare whole groups."""
+        """Submit whole groups to the rewards that compare them."""
         columns = [c for c, spec in enumerate(self.specs) if spec.whole_groups]
         if not columns or not self._images:
             return
@@ -161,9 +159,8 @@ class Scoring:
             first.setdefault(reason, row)
         reasons = [f"{reason} (prompt {self._prompts[row]!r})" for reason, row in first.items()]
         more = f", and {len(reasons) - SHOWN} more reasons" if len(reasons) > SHOWN else ""
-        return f"no score for {len(why)} of {len(self._prompts)} images: " + (
-            "; ".join(reasons[:SHOWN]) + more
-        )
+        shown = "; ".join(reasons[:SHOWN]) + more
+        return f"no score for {len(why)} of {len(self._prompts)} images: {shown}"
 
 
 def score(

@@ -1,8 +1,7 @@
-"""Rewards behind HTTP: the server's side of docs/reward-servers.md.
+"""Serve rewards over HTTP, as docs/reward-servers.md specifies.
 
-`make_app` has the addresses. `/v1/info` and `/v1/score` ask for the token (`check_token`) before
-they read anything else; `/healthz` asks for none. A score is the same number as in process, since
-the same executors ask the reward.
+`/v1/info` and `/v1/score` check the token before they read anything else; `/healthz` needs none.
+Scores are those of the same reward in process, since the same executors call it.
 """
 
 import asyncio
@@ -53,10 +52,10 @@ MAX_BODY = 64 * 2**20  # bytes
 MAX_BATCH = 64  # images of a request
 MAX_PARTS = 1000
 MAX_UPLOADS = 8  # bodies that are read at a time; each is held in memory
-UPLOADING = 120.0  # seconds that one may take
-MAX_WAITING = 64  # questions at a time; further ones are told to come back
-REMEMBERED = 256  # answers kept for a client that asks again because the first one got lost
-CLOSING = 20.0  # seconds that rewards get to end; a pool may need 15
+UPLOAD_TIMEOUT_S = 120.0  # of one body
+MAX_WAITING = 64  # requests at a time; further ones are refused with 503
+REMEMBERED = 256  # answers kept for a client that repeats a request whose answer got lost
+CLOSE_TIMEOUT_S = 20.0  # of all rewards; a pool may need 15
 
 Rewards = Sequence[RewardSpec] | Mapping[str, Reward]
 
@@ -71,11 +70,9 @@ def make_app(
 ) -> "FastAPI":
     """Return the ASGI application that serves `rewards`: specs, or callables by name.
 
-    A spec's executor asks its reward, by default one thread of its own; the application closes it
-    when it ends. max_body: bytes of a request.
-
-    Raises:
-        UserError: without rewards, and for a token that no header can hold.
+    The application closes the executors of the specs when it ends; a spec without one gets a
+    background thread. max_body: bytes of a request. Raises UserError without rewards, and for a
+    token that no header can hold.
     """
     from fastapi import Depends, FastAPI, Request
     from starlette.responses import Response as Raw
@@ -86,7 +83,9 @@ def make_app(
     uploads = Uploads()
 
     async def authorised(asked: Request) -> None:
-        check_token(token, asked.headers.get("authorization"))
+        given = asked.headers.get("authorization") or ""
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise Refused(401, "this server asks for its token, as Authorization: Bearer TOKEN")
 
     @asynccontextmanager
     async def life(_: FastAPI):
@@ -114,20 +113,11 @@ def make_app(
     return app
 
 
-def check_token(token: str | None, given: str | None) -> None:
-    """Raise Refused unless `given` is the Authorization header that the server's token asks for."""
-    if token and not hmac.compare_digest((given or "").encode(), f"Bearer {token}".encode()):
-        raise Refused(401, "this server asks for its token, as Authorization: Bearer TOKEN")
-
-
 def warm_up(spec: RewardSpec) -> bool:
-    """Load a reward's model before anyone waits for it, by scoring its first fixture.
+    """Load a reward's model by scoring its first fixture, or plain images for an empty list.
 
-    Plain images stand in for an empty list of fixtures. Returns whether it was asked: a reward
-    without `fixtures`, or that applies to no prompt tried, loads at the first question.
-
-    Raises:
-        UserError: when it has no score.
+    Returns False for a reward without `fixtures`, or that applies to no prompt tried: it loads at
+    the first request. Raises UserError when an image gets no score.
     """
     if not hasattr(spec.reward, "fixtures") or spec.executor is None:
         return False
@@ -146,7 +136,7 @@ def warm_up(spec: RewardSpec) -> bool:
 
 
 class ScoringService:
-    """The rewards of a server, their executors, and the answers of late."""
+    """The rewards of a server, their executors, and the latest answers."""
 
     def __init__(self, rewards: Rewards, *, max_batch: int, codecs: Sequence[Codec]):
         if isinstance(rewards, Mapping):
@@ -157,8 +147,8 @@ class ScoringService:
         self.executors: dict[str, Executor] = {
             s.name: s.executor or InlineExecutor(s.reward, s.name, background=True) for s in rewards
         }
-        self.hangs: list[str] = []
-        self._turns = {name: Lock() for name in self.specs}
+        self.not_closed: list[str] = []
+        self._locks = {name: Lock() for name in self.specs}
         self.max_batch, self.codecs = max_batch, codecs
         self._jobs: OrderedDict[str, tuple[bytes, asyncio.Task[Response]]] = OrderedDict()
 
@@ -173,32 +163,30 @@ class ScoringService:
         )
 
     async def answer(self, request: ScoreRequest, blobs: list[bytes]) -> Response:
-        """Score images, once for every key: who asks again waits for the first answer."""
+        """Score images once for every key: a repeated request waits for the first answer."""
         spec = self._check(request)
         digest = _digest(request, blobs)
         known, job = self._jobs.get(request.key, (digest, None))
         if known != digest:
-            raise Refused(
-                409, f"the key {request.key!r} stood for another question; take a new one"
-            )
+            raise Refused(409, f"the key {request.key!r} was of another request; take a new one")
         if job is None:
             if sum(not task.done() for _, task in self._jobs.values()) >= MAX_WAITING:
-                raise Refused(503, f"{MAX_WAITING} questions are waiting; ask later", retry_after=1)
+                raise Refused(503, f"{MAX_WAITING} requests are waiting; ask later", retry_after=1)
             job = asyncio.ensure_future(self._score(spec, request, blobs))
             self._jobs[request.key] = (digest, job)
             job.add_done_callback(lambda done: self._forget(request.key, done))
         return await asyncio.shield(job)
 
     async def close(self) -> None:
-        """End all rewards; `hangs` names those that do not end in time."""
+        """End all rewards; `not_closed` names those that do not end in time."""
         # Not asyncio's threads: a process that ends would wait for them without limit.
         ends = {n: Thread(target=e.close, daemon=True) for n, e in self.executors.items()}
         for thread in ends.values():
             thread.start()
-        limit = time.monotonic() + CLOSING
+        limit = time.monotonic() + CLOSE_TIMEOUT_S
         while any(t.is_alive() for t in ends.values()) and time.monotonic() < limit:
             await asyncio.sleep(0.02)
-        self.hangs = [name for name, thread in ends.items() if thread.is_alive()]
+        self.not_closed = [name for name, thread in ends.items() if thread.is_alive()]
 
     def _check(self, request: ScoreRequest) -> RewardSpec:
         spec = self.specs.get(request.reward)
@@ -222,38 +210,37 @@ class ScoringService:
             images = await asyncio.to_thread(_images, request, blobs)
         except ValueError as error:
             raise Refused(422, str(error)) from error
+        count, scores = len(request.items), dict[int, float]()
         why = await asyncio.to_thread(self._misfits, spec, request.items)
         if spec.whole_groups and 0 in why:
-            why = dict.fromkeys(range(len(request.items)), why[0])
-        rows = [row for row in range(len(request.items)) if row not in why]
-        scores: dict[int, float] = {}
+            why = dict.fromkeys(range(count), why[0])
+        rows = [row for row in range(count) if row not in why]
         if rows:
             answer = await self._ask(spec, images[rows], [request.items[row] for row in rows])
             scores = dict(zip(rows, answer.scores.tolist(), strict=True))
             why |= {rows[row]: text for row, text in answer.reasons.items()}
-        results = [
-            Result(id=item.id, score=scores.get(row), error=why.get(row))
-            for row, item in enumerate(request.items)
-        ]
         return Response(
             protocol=PROTOCOL,
             reward=spec.name,
             version=_version(spec.reward),
             key=request.key,
-            results=results,
+            results=[
+                Result(id=item.id, score=scores.get(row), error=why.get(row))
+                for row, item in enumerate(request.items)
+            ],
         )
 
     def _misfits(self, spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
-        """Return by row why the reward cannot judge it. This may take time, to read a file."""
-        with self._turns[spec.name]:
-            reasons = ((row, _misfit(spec, item)) for row, item in enumerate(items))
-            return {row: text for row, text in reasons if text is not None}
+        """Return by row why the reward cannot score an item; may read files, which takes time."""
+        with self._locks[spec.name]:
+            reasons = [_misfit(spec, item) for item in items]
+        return {row: text for row, text in enumerate(reasons) if text is not None}
 
     async def _ask(self, spec: RewardSpec, images: Tensor, items: list[Item]) -> Answer:
         prompts, metadata = [item.prompt for item in items], [item.metadata for item in items]
 
         def submit():
-            with self._turns[spec.name]:  # an executor that works at once must work alone
+            with self._locks[spec.name]:  # an executor that works at once must work alone
                 return self.executors[spec.name].submit(images, prompts, metadata)
 
         try:
@@ -262,7 +249,7 @@ class ScoringService:
             raise Refused(424, str(error)) from error
 
     def _forget(self, key: str, done: "asyncio.Task[Response]") -> None:
-        """Failures are not remembered, and of the others the latest."""
+        """Forget failures, and all answers but the latest."""
         if done.cancelled() or done.exception():
             self._jobs.pop(key, None)
         finished = [key for key, (_, task) in self._jobs.items() if task.done()]
@@ -271,19 +258,17 @@ class ScoringService:
 
 
 def _misfit(spec: RewardSpec, item: Item) -> str | None:
-    """Return why a reward cannot judge an item; None if it can."""
+    """Return why a reward cannot score an item; None if it can."""
     needed = getattr(spec.reward, "required_metadata", ())
     if missing := [key for key in needed if key not in item.metadata]:
         return f"the metadata lack {', '.join(missing)}"
-    check = getattr(spec.reward, "check", None)
     try:
         if not spec.applies(item.prompt, item.metadata):
             return (
                 "the reward does not apply to this prompt: name the prompts it is for with "
                 "applies_to in the recipe"
             )
-        if check is not None:
-            check(item.prompt, item.metadata)
+        getattr(spec.reward, "check", lambda *_: None)(item.prompt, item.metadata)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -307,21 +292,17 @@ def _images(request: ScoreRequest, blobs: list[bytes]) -> Tensor:
 
 
 def _digest(request: ScoreRequest, blobs: list[bytes]) -> bytes:
-    digest = hashlib.sha256(
-        request.model_dump_json(exclude={"items": {"__all__": {"image"}}}).encode()
-    )
-    for blob in blobs:
-        digest.update(hashlib.sha256(blob).digest())
-    return digest.digest()
+    text = request.model_dump_json(exclude={"items": {"__all__": {"image"}}}).encode()
+    hashes = b"".join(hashlib.sha256(blob).digest() for blob in blobs)
+    return hashlib.sha256(text + hashes).digest()
 
 
 def _describe(name: str, reward: Reward) -> RewardInfo:
-    low, high = getattr(reward, "bounds", None) or (None, None)
     return RewardInfo(
         name=name,
         version=_version(reward),
         scope=getattr(reward, "scope", "sample"),
-        bounds=(low, high),
+        bounds=getattr(reward, "bounds", None) or (None, None),
         required_metadata=list(getattr(reward, "required_metadata", ())),
         deterministic=bool(getattr(reward, "deterministic", True)),
     )
@@ -340,27 +321,24 @@ class Refused(Exception):
 
 
 class Uploads:
-    """The bodies that are being read, of which there are few at a time."""
+    """Reads request bodies, at most `MAX_UPLOADS` at a time."""
 
     def __init__(self):
-        self._reading = 0
+        self._places = asyncio.Semaphore(MAX_UPLOADS)
 
     async def read(self, asked: "Request", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
         """Read a request; raises Refused also for one too many and one that takes too long."""
-        if self._reading >= MAX_UPLOADS:
+        if self._places.locked():
             raise Refused(503, f"{MAX_UPLOADS} uploads are being read; ask later", retry_after=1)
-        self._reading += 1
         try:
-            async with asyncio.timeout(UPLOADING):
+            async with self._places, asyncio.timeout(UPLOAD_TIMEOUT_S):
                 return await read_request(asked, max_body)
         except TimeoutError as error:
-            raise Refused(408, f"the body did not end within {UPLOADING:g} s") from error
-        finally:
-            self._reading -= 1
+            raise Refused(408, f"the body did not end within {UPLOAD_TIMEOUT_S:g} s") from error
 
 
 async def read_request(asked: "Request", max_body: int) -> tuple[ScoreRequest, list[bytes]]:
-    """Return the request and the bytes of its images, one for each item.
+    """Return the request and the bytes of each item's image.
 
     Raises Refused for a body of more than max_body bytes or another form than the protocol's two.
     """
@@ -368,7 +346,7 @@ async def read_request(asked: "Request", max_body: int) -> tuple[ScoreRequest, l
     body = _limited(asked, max_body)
     if kind == "application/json":
         request = _parse(b"".join([chunk async for chunk in body]))
-        return request, [_unpacked(item.id, item.image) for item in request.items]
+        return request, [_decode_base64(item.id, item.image) for item in request.items]
     if kind == "multipart/form-data":
         return await _read_parts(asked, body, max_body)
     raise Refused(
@@ -381,9 +359,7 @@ async def _limited(asked: "Request", max_body: int) -> AsyncGenerator[bytes, Non
     async for chunk in asked.stream():
         size += len(chunk)
         if size > max_body:
-            raise Refused(
-                413, f"the body is larger than {max_body} bytes; send fewer images at a time"
-            )
+            raise Refused(413, f"the body is larger than {max_body} bytes; send fewer images")
         yield chunk
 
 
@@ -401,12 +377,12 @@ async def _read_parts(
     except (MultiPartException, FormParserError) as error:
         raise Refused(400, f"no readable multipart/form-data: {error}") from error
     try:
-        return await _take_apart(form)
+        return await _read_form(form)
     finally:
         await form.close()
 
 
-async def _take_apart(form: "FormData") -> tuple[ScoreRequest, list[bytes]]:
+async def _read_form(form: "FormData") -> tuple[ScoreRequest, list[bytes]]:
     envelope, parts = form.get("request"), form.getlist("image")
     if envelope is None:
         raise Refused(422, "the form has no part named request")
@@ -425,12 +401,10 @@ def _parse(text: str | bytes) -> ScoreRequest:
     try:
         return ScoreRequest.model_validate_json(text)
     except ValidationError as error:
-        raise Refused(
-            422, f"the request is not what the protocol asks for: {error_message(error)}"
-        ) from (error)
+        raise Refused(422, f"the request breaks the protocol: {error_message(error)}") from error
 
 
-def _unpacked(name: str, text: str | None) -> bytes:
+def _decode_base64(name: str, text: str | None) -> bytes:
     if text is None:
         raise Refused(422, f"item {name!r} has no image; expected base64 in the JSON form")
     try:
@@ -444,8 +418,8 @@ def _answer_errors_in_json(app: "FastAPI") -> None:
     from starlette.responses import JSONResponse
 
     async def refused(_: Any, error: Any) -> JSONResponse:
-        later = {"Retry-After": str(error.retry_after)} if error.retry_after else None
-        return JSONResponse({"error": str(error)}, error.status, headers=later)
+        headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+        return JSONResponse({"error": str(error)}, error.status, headers=headers)
 
     async def unknown(_: Any, error: Any) -> JSONResponse:
         text = f"{error.detail}: there is GET /healthz, GET /v1/info and POST /v1/score"

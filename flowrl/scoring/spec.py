@@ -1,12 +1,12 @@
-"""Rewards: where they are found, their part in a run, and which prompts they apply to.
+"""Load rewards, and describe their part in a run and the prompts they apply to.
 
-A reward is a callable (images, prompts, metadata) -> scores; the docstring of `flowrl_rewards` is
-the contract. `scoring.executors` calls it, `scoring.scorer` when images are there.
+A reward is a callable (images, prompts, metadata) -> scores, as `flowrl_rewards` specifies.
 """
 
 import functools
 import importlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,17 +65,13 @@ class RewardSpec:
     # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
 
-    def meant_for(self, metadata: dict) -> bool:
-        """Return whether `applies_to` allows a prompt with these metadata."""
-        return all(metadata.get(key) in values for key, values in self.applies_to.items())
-
     def applies(self, prompt: str, metadata: dict) -> bool:
         """Return whether a prompt is scored: by `applies_to`, required metadata and `applies`.
 
         Where the reward's own `applies` fails, raises UserError if it is trained; else it warns and
         returns False.
         """
-        if not self.meant_for(metadata):
+        if any(metadata.get(key) not in values for key, values in self.applies_to.items()):
             return False
         try:
             test = getattr(self.reward, "applies", None)
@@ -94,12 +90,12 @@ class RewardSpec:
 
     @property
     def trained(self) -> bool:
-        """Whether it is trained on. A failure of another never stops a run."""
+        """Whether it is trained on; other rewards never stop a run."""
         return bool(self.weight) and not self.held_out
 
     @property
     def whole_groups(self) -> bool:
-        """Whether it compares all images of a prompt, which it must then get in one call."""
+        """Whether it compares all images of a prompt, and so needs them in one call."""
         try:
             return getattr(self.reward, "scope", "sample") == "group"
         except UserError:  # a server that does not answer
@@ -118,7 +114,7 @@ class RewardSpec:
 
 @contextmanager
 def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
-    """End what their executors started when the block ends."""
+    """End the processes and threads of their executors when the block ends."""
     try:
         yield
     finally:
@@ -127,7 +123,7 @@ def closing(specs: Sequence[RewardSpec]) -> Iterator[None]:
 
 
 def trained(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
-    """Return the rewards with a weight that are not held out."""
+    """Return the rewards that are trained on."""
     return [spec for spec in specs if spec.trained]
 
 
@@ -165,11 +161,10 @@ class ArgumentsRefused(UserError):
 def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     """Return the reward of that name in BUILT_IN, or of "module:attribute".
 
-    Classes are called with args. Modules are looked for where Python does, and last in the working
-    directory.
+    Classes are called with args. Modules are searched for last in the working directory.
 
     Raises:
-        UserError: when there is none, and for whatever its module or its class raises.
+        UserError: when there is none, and for any error of its module or class.
         ArgumentsRefused: when args do not fit.
     """
     target = _renamed(BUILT_IN.get(name, name))
@@ -180,7 +175,7 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         )
     try:
         found = load_callable(target)
-    except Exception as error:  # a stranger's module may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise UserError(f"cannot load reward {name!r} from {target}: {_one_line(error)}") from error
     if not inspect.isclass(found):
         return cast(Reward, functools.partial(found, **args) if args else found)
@@ -239,9 +234,9 @@ def check_prompts(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) 
                 f"reward {spec.name!r} applies to none of the prompts: "
                 f"it needs {needs} in their metadata"
             )
-    learned = [specs.index(spec) for spec in trained(specs)]
+    learned = [column for column, spec in enumerate(specs) if spec.trained]
     for row, prompt in zip(fits, prompts, strict=True):
-        if learned and not any(row[c] for c in learned):
+        if learned and not any(row[column] for column in learned):
             raise UserError(
                 f"no reward applies to the prompt {prompt.text!r}: remove it or add a reward for it"
             )
@@ -260,23 +255,17 @@ def check_evaluation(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord
 def check_judges(specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]) -> None:
     """Call the method `check(prompt, metadata)` of rewards that have one, for every prompt.
 
-    It raises ValueError for a prompt that the reward applies to and cannot judge, for example with
+    It raises ValueError for a prompt that the reward applies to and cannot score, for example with
     malformed metadata. Raises UserError for the first.
     """
-    for spec in specs:
+    for spec, p in itertools.product(specs, prompts):
         check = getattr(spec.reward, "check", None)
-        if check is None:
-            continue
-        for p in prompts:
-            try:
-                if spec.applies(p.text, p.metadata):
-                    check(p.text, p.metadata)
-            except UserError:
-                raise
-            except ValueError as error:
-                raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {error}") from error
-            except Exception as error:  # of a user's own method
-                raise UserError(
-                    f"reward {spec.name!r}, prompt {p.text!r}: its check failed with "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        try:
+            if check is not None and spec.applies(p.text, p.metadata):
+                check(p.text, p.metadata)
+        except UserError:
+            raise
+        except Exception as error:
+            known = isinstance(error, ValueError)
+            failure = "" if known else f"its check failed with {type(error).__name__}: "
+            raise UserError(f"reward {spec.name!r}, prompt {p.text!r}: {failure}{error}") from error

@@ -6,8 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.scoring.combine import lacks_score
-from flowrl.scoring.combine import FailureLimit, affine, check_invalid, clip, combine, mean_reward, rank, train_weights, weighted_sum
+from flowrl.scoring.combine import (
+    FailureLimit,
+    affine,
+    check_invalid,
+    check_scores,
+    clip,
+    combine,
+    lacks_score,
+    mean_reward,
+    rank,
+    train_weights,
+    weighted_sum,
+)
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.scorer import score
 from flowrl.scoring.spec import RewardResult, RewardSpec
@@ -169,4 +180,4 @@ def test_a_image_lacks_what_no_number_stands_in_for_and_no_watched_reward_counts
     for number, expected in (("mask", [False, True, True]), (0.5, [False, True, False])):
         assert lacks_score([a, spec("b", on_failure=number), c], found).tolist() == expected
     with pytest.raises(RewardFailure, match="'b' has no score where it needs one"):
-        lacks_score([a, spec("b", on_failure="raise"), c], found)
+        check_scores([a, spec("b", on_failure="raise"), c], found)

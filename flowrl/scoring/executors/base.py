@@ -1,4 +1,4 @@
-"""The interface of executors, which take images and answer later, and the one in this process."""
+"""Interface of executors, which take images and answer later, and the one in this process."""
 
 import functools
 import math
@@ -34,8 +34,8 @@ class Answer:
 class Executor(Protocol):
     """Calls one reward. `submit` may return before the answer is there.
 
-    A failure is an Answer of NaN with reasons. The future raises RewardFailure only for what no
-    further image can mend (a missing package, an answer of the wrong length).
+    A failure is an Answer of NaN with reasons. The future raises RewardFailure only for what would
+    fail for every image (a missing package, an answer of the wrong length).
     """
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
@@ -43,7 +43,7 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """End what it started; a second call does nothing."""
+        """End its threads and processes; a second call does nothing."""
         ...
 
 
@@ -77,9 +77,8 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
     """Return scores (count,) and reasons by row of what a reward returned for `count` images.
 
     A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
-    pair of them and a mapping from row to why it is missing. A row with a reason has no score, even
-    where a number stands: servers have written 0 for what failed. Infinity is no score.
-    Raises ValueError for another length or form.
+    pair of them and a mapping from row to reason. A row with a reason has no score, since servers
+    have written 0 for failures; nor has infinity. Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None):
@@ -105,16 +104,16 @@ def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
 def ask(
     reward: Reward, name: str, images: Tensor, prompts: list[str], metadata: list[dict]
 ) -> Answer:
-    """Call a reward in this process.
+    """Call a reward in this process; an exception becomes the reason of its missing scores.
 
-    What it raises becomes the reason why its scores are missing, except a missing package and an
-    answer of the wrong form, which raise RewardFailure: they would fail for every image.
-    torch.cuda.OutOfMemoryError is left to the caller.
+    Raises:
+        RewardFailure: for a missing package and an answer of the wrong form.
+        torch.cuda.OutOfMemoryError: as the reward does.
     """
     began = time.perf_counter()
     try:
         with torch.no_grad():
-            # Copies: what one reward does to them is not for the next to see.
+            # Copies, since a reward may change them in place.
             raw = reward(images.clone(), list(prompts), [dict(m) for m in metadata])
     except ImportError as error:
         raise RewardFailure(f"reward {name!r} cannot run: {error}") from error
@@ -131,8 +130,8 @@ def ask(
 
 
 class _Later(Future):
-    """Work that is done when its result is asked for: the network that generates images has the
-    device and its number format for itself until then."""
+    """Work that is done when its result is taken: until then the network that generates images has
+    the device for itself."""
 
     def __init__(self, work: Callable[[], Answer]):
         super().__init__()
@@ -149,12 +148,11 @@ class _Later(Future):
 
 
 class _Background:
-    """One thread that does work in order. A daemon, unlike the threads of ThreadPoolExecutor: the
+    """One thread that does work in order: a daemon, unlike those of ThreadPoolExecutor, so that the
     interpreter does not wait for a reward that hangs."""
 
     def __init__(self, name: str):
-        self._work: queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]
-        self._work = queue.SimpleQueue()
+        self._work = queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -172,7 +170,7 @@ class _Background:
             if (item := self._work.get()) is not None:
                 item[0].cancel()
         self._work.put(None)
-        self._thread.join(1.0)  # a courtesy; one that hangs is left behind
+        self._thread.join(1.0)  # one that hangs is left behind
 
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
@@ -186,15 +184,14 @@ class _Background:
 
 
 class InlineExecutor:
-    """Calls a reward in this process, when the answer is asked for.
+    """Calls a reward in this process, when the answer is taken; it has no deadline.
 
     Where the device's memory does not suffice, the micro-batch is halved for good, unless the
-    reward compares whole groups. There is no deadline but the reward's own.
+    reward compares whole groups.
 
     Args:
         micro_batch: most images of one call; None is all.
-        background: call it at once in a thread of its own, while further images are generated; for
-            rewards that wait for a network.
+        background: call it at once in a thread of its own, for rewards that wait for a network.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Asking a reward on HTTP servers: `flowrl reward-serve`, or others of docs/reward-servers.md.
+"""Call rewards on HTTP servers: `flowrl reward-serve`, or others of docs/reward-servers.md.
 
-`HTTPExecutor` splits images into requests; its `Client` sends them to the servers in turn. A try
-that failed is repeated with growing pauses. A server that failed `OPENS_AFTER` times in a row is
-left alone for some seconds, and must say that it is ready before it is used again. Whatever the
-servers do, an answer is there within `deadline` seconds: an image without a score has a reason.
+`HTTPExecutor` splits images into requests; its `Client` sends them to the servers in turn. Failed
+requests are retried with growing pauses. A server that failed `OPENS_AFTER` times in a row is not
+used for some seconds, and then only after it answered /healthz. An answer is there within
+`deadline` seconds whatever the servers do: an image without a score has a reason.
 """
 
 import asyncio
@@ -55,10 +55,10 @@ from flowrl.scoring.protocol import (
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row
 BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
-LONGEST_REST = 30.0  # seconds that one server is left alone on its own request
-LONGEST_PAUSE = 600.0  # seconds that all servers are left alone after they were silent
+LONGEST_REST = 30.0  # seconds without requests to a server that asks to wait
+LONGEST_PAUSE = 600.0  # seconds without requests after all servers were silent
 MAX_ANSWER = 16 * 2**20  # bytes
-TRY_AGAIN = {408, 429}  # and 5xx: the only answers worth another try
+TRY_AGAIN = {408, 429}  # and 5xx: only these answers are retried
 REMEDIES = {
     401: "; name the variable with its token in executor.token_env",
     404: "; look at executor.urls",
@@ -71,19 +71,18 @@ T = TypeVar("T")
 class HTTPExecutor:
     """The reward `name` of the servers at `urls`, as executor and as reward.
 
-    Its attributes version, bounds, scope, required_metadata and deterministic are asked for at
-    first use, and raise RewardFailure when no server answers in time. When all servers were silent
-    for a whole deadline twice in a row they are left alone, longer each time.
+    version, bounds, scope, required_metadata and deterministic are fetched at first use, and raise
+    RewardFailure when no server answers in time.
 
     Args:
-        timeout: seconds without a byte, after which a request is tried again.
+        timeout: seconds without a byte, after which a request is retried.
         deadline: seconds for all tries of one `submit`, its time in the queue included.
         micro_batch: most images of a request; None never splits, as groups never are.
         in_flight: most requests at the same time.
         token: the servers' bearer token.
 
     Raises:
-        UserError: for addresses, limits, codecs and tokens that cannot be.
+        UserError: for invalid addresses, limits, codecs and tokens.
     """
 
     differentiable = False
@@ -133,7 +132,7 @@ class HTTPExecutor:
         return answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
-        if len(images) and not images.isfinite().all():
+        if not images.isfinite().all():
             future: Future[Answer] = Future()
             future.set_result(failed(len(images), "images hold NaN or infinite pixels"))
             return future
@@ -161,9 +160,9 @@ class HTTPExecutor:
                 reason = self._pause_reason(session.client, left)
                 raise RewardFailure(f"reward {self.name!r}: {reason}")
             began = time.monotonic()
+            work = session.start(session.client.fetch_info, began + self.deadline)
             try:
-                ends = began + self.deadline
-                self._known = session.start(session.client.fetch_info, ends).result()
+                self._known = work.result()
             except (Again, TimeoutError) as error:
                 self._pause.note(heard=False, began=began)
                 reason = session.client.too_late()
@@ -197,7 +196,7 @@ class HTTPExecutor:
         except (Again, TimeoutError):
             return [failed(count, client.too_late())]
         tasks = []
-        size = self._request_size(info, client.max_batches(), count)
+        size = self._request_size(info, [info.max_batch for info in client.infos()], count)
         for start in range(0, count, size):
             rows = slice(start, start + size)
             ids = [str(row) for row in range(count)[rows]]
@@ -210,7 +209,7 @@ class HTTPExecutor:
                 task.cancel()
 
     def _request_size(self, info: RewardInfo, max_batches: list[int], count: int) -> int:
-        """Return the most images of a request: what all servers take, or one takes of a group."""
+        """Return the most images of a request, by the servers' `max_batches` and `micro_batch`."""
         if info.scope == "sample" and self.micro_batch is not None:
             return min(self.micro_batch, *max_batches)
         most = max(max_batches)
@@ -223,7 +222,7 @@ class HTTPExecutor:
 
 
 class _Session:
-    """A client with the event loop that it runs in, which has a thread of its own."""
+    """A client and the thread of its event loop."""
 
     def __init__(self, client: "Client"):
         self.client = client
@@ -244,18 +243,18 @@ class _Session:
 
 
 class _Pause:
-    """Servers that were silent for a whole deadline twice in a row are left alone, longer each
-    time: dead ones must not cost a deadline at every batch of a run that can do without."""
+    """The pause after servers were silent for a whole deadline twice in a row, longer each time:
+    dead servers must not cost a deadline at every batch."""
 
     def __init__(self, deadline: float):
         self._deadline, self._silences, self._until, self._noted = deadline, 0, 0.0, 0.0
 
     def left(self) -> float:
-        """Return the seconds for which the servers are still left alone."""
+        """Return the seconds until the pause ends."""
         return max(0.0, self._until - time.monotonic())
 
     def note(self, *, heard: bool, began: float) -> None:
-        """Note how a submission of `began` ended; those of the same time count once."""
+        """Record how a submission begun at `began` ended; simultaneous ones count once."""
         now = time.monotonic()
         if heard:
             self._silences, self._until = 0, 0.0
@@ -267,7 +266,7 @@ class _Pause:
 
 
 class Again(Exception):
-    """It did not work now; another try may. after: seconds to wait first, at least."""
+    """A failure to retry. after: least seconds to wait first."""
 
     def __init__(self, sentence: str, after: float = 0.0):
         super().__init__(sentence)
@@ -275,12 +274,12 @@ class Again(Exception):
 
 
 class TooLarge(RewardFailure):
-    """A server refuses a request for its size: 413."""
+    """A server answered 413: the request is too large."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Request:
-    """Images that are scored together, as they travel."""
+    """A request body for images that are scored together."""
 
     ids: list[str]
     key: str  # the same in every try, so that none counts twice
@@ -291,35 +290,34 @@ class _Request:
 
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """One address, and what is known of it."""
+    """The state of one server."""
 
     url: str
     failures: int = 0  # in a row
     suspect: bool = False  # it must answer /healthz before it is used
     rests_until: float = 0.0
-    info: Info | None = None  # what it last said of itself
-    stale: bool = True  # it may be another by now, and must say `info` before it is used
+    info: Info | None = None  # its last answer to /v1/info
+    stale: bool = True  # it may have been replaced: `info` is fetched again before it is used
     trouble: str = "has not answered"
 
     def takes(self, request: _Request) -> bool:
         """Return whether its limits allow a request, as far as they are known."""
-        info = self.info
+        info, refusal = self.info, ""
         if info is None or self.stale:
             return True
         if len(request.ids) > info.max_batch:
-            self.trouble = f"takes {info.max_batch} images at a time, not {len(request.ids)}"
+            refusal = f"takes {info.max_batch} images at a time, not {len(request.ids)}"
         elif request.size > info.max_body:
-            self.trouble = f"takes {info.max_body} bytes at a time, not {request.size}"
+            refusal = f"takes {info.max_body} bytes at a time, not {request.size}"
         elif request.multipart and "multipart" not in info.forms:
-            self.trouble = "takes no multipart/form-data"
-        else:
-            return True
-        return False
+            refusal = "takes no multipart/form-data"
+        self.trouble = refusal or self.trouble
+        return not refusal
 
 
 @dataclass(kw_only=True)
 class Client:
-    """The servers of one reward, asked in turn; to be used in one event loop only."""
+    """Sends requests to the servers of one reward in turn; to be used in one event loop only."""
 
     name: str = field(kw_only=False)
     urls: list[str] = field(kw_only=False)
@@ -342,12 +340,12 @@ class Client:
         )
         self._next = 0
         self._known: RewardInfo | None = None
-        self._version: tuple[str, str] | None = None  # the first, and who said so
+        self._version: tuple[str, str] | None = None  # URL and version of the first answer
         self._fetching = asyncio.Lock()
         self._slots = asyncio.Semaphore(self.in_flight)
 
     async def fetch_info(self, ends: float) -> RewardInfo:
-        """Return what the servers say of the reward; asked once.
+        """Return the servers' description of the reward, fetched once.
 
         Raises:
             Again, TimeoutError: when none answers before `ends`, of time.monotonic().
@@ -359,16 +357,12 @@ class Client:
         return self._known
 
     async def score(
-        self,
-        ids: list[str],
-        images: np.ndarray,
-        prompts: list[str],
-        metadata: list[dict],
+        self, ids: list[str], images: np.ndarray, prompts: list[str], metadata: list[dict],
         ends: float,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         """Score images (b, H, W, 3) uint8; NaN and the reason where no server answers in time.
 
-        Raises RewardFailure for what no further try mends.
+        Raises RewardFailure for what no retry mends.
         """
         try:
             async with asyncio.timeout(ends - time.monotonic()), self._slots:
@@ -376,10 +370,6 @@ class Client:
                 return await _try_until(ends, functools.partial(self._try, request))
         except (Again, TimeoutError):
             return failed(len(ids), self.too_late())
-
-    def max_batches(self) -> list[int]:
-        """Return the most images that each server takes that has said it."""
-        return [info.max_batch for info in self._infos()]
 
     def too_late(self) -> str:
         return (
@@ -390,7 +380,7 @@ class Client:
     def troubles(self) -> str:
         return "; ".join(f"{server.url} {server.trouble}" for server in self.servers)
 
-    def _infos(self) -> list[Info]:
+    def infos(self) -> list[Info]:
         return [server.info for server in self.servers if server.info is not None]
 
     async def _ask_all(self) -> RewardInfo:
@@ -443,15 +433,13 @@ class Client:
     def _pack(
         self, ids: list[str], images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> _Request:
-        multipart = all("multipart" in info.forms for info in self._infos())
+        multipart = all("multipart" in info.forms for info in self.infos())
         blobs = [encode(image, self.codec) for image in images]
         items: list[dict[str, Any]] = [
             {"id": name, "prompt": prompt, "metadata": data}
-            for name, prompt, data in zip(ids, prompts, metadata, strict=True)
+            | ({} if multipart else {"image": base64.b64encode(blob).decode()})
+            for name, prompt, data, blob in zip(ids, prompts, metadata, blobs, strict=True)
         ]
-        if not multipart:
-            for item, blob in zip(items, blobs, strict=True):
-                item["image"] = base64.b64encode(blob).decode()
         key = uuid.uuid4().hex
         head = {"protocol": PROTOCOL, "reward": self.name, "codec": self.codec}
         try:
@@ -461,7 +449,7 @@ class Client:
                 f"reward {self.name!r} is on a server, and metadata travel as JSON: {error}"
             ) from error
         size = len(text) + sum(len(blob) + 200 for blob in blobs) * multipart
-        most = max(info.max_body for info in self._infos())
+        most = max(info.max_body for info in self.infos())
         if size > most:
             raise RewardFailure(
                 f"reward {self.name!r}: {len(items)} images are {size} bytes, and its server "
@@ -491,24 +479,13 @@ class Client:
         return self._read(server, request, data)
 
     def _read(self, server: Server, request: _Request, data: bytes) -> Answer:
-        """Return the scores in a server's answer, or why it makes no sense."""
-        wrong, answer = "", None
+        """Return the scores in a server's answer, or why it is invalid."""
         try:
-            answer = Response.model_validate_json(data)
-        except ValidationError as error:
-            wrong = f"answered no JSON of scores ({error_message(error)})"
-        else:
-            ids = [result.id for result in answer.results]
-            if len(ids) != len(request.ids):
-                wrong = f"answered with {len(ids)} results for {len(request.ids)} images"
-            elif ids != request.ids or answer.reward != self.name:
-                wrong = "answered for other images than were sent"
-            elif answer.key != request.key:
-                wrong = "answered another question, by its key"
-        if wrong or answer is None:
-            self._note_failure(server, wrong)
+            answer = self._parse(request, data)
+        except ValueError as error:
+            self._note_failure(server, str(error))
             advice = "look at its log, and compare it with docs/reward-servers.md"
-            return failed(len(request.ids), f"{server.url} {wrong}; {advice}")
+            return failed(len(request.ids), f"{server.url} {error}; {advice}")
         server.failures, server.trouble = 0, "has not answered"
         self.heard = time.monotonic()
         self._check_version(server, answer.version)
@@ -518,8 +495,22 @@ class Client:
         named = {row: f"{text} (at {server.url})" for row, text in reasons.items()}
         return Answer(scores=values, reasons=named)
 
+    def _parse(self, request: _Request, data: bytes) -> Response:
+        try:
+            answer = Response.model_validate_json(data)
+        except ValidationError as error:
+            raise ValueError(f"answered no JSON of scores ({error_message(error)})") from error
+        ids = [result.id for result in answer.results]
+        if len(ids) != len(request.ids):
+            raise ValueError(f"answered with {len(ids)} results for {len(request.ids)} images")
+        if ids != request.ids or answer.reward != self.name:
+            raise ValueError("answered for other images than were sent")
+        if answer.key != request.key:
+            raise ValueError("answered another question, by its key")
+        return answer
+
     async def _pick(self, request: _Request) -> Server:
-        """Return the next server that does not rest. Raises Again when all that suit do."""
+        """Return the next server that does not rest. Raises Again when none takes the request."""
         for _ in self.servers:
             server = self.servers[self._next % len(self.servers)]
             self._next += 1
@@ -531,7 +522,7 @@ class Client:
         raise Again(self.troubles(), after=max(0.0, wake - time.monotonic()))
 
     async def _recovered(self, server: Server) -> bool:
-        server.rests_until = time.monotonic() + self._pause  # nobody else need try meanwhile
+        server.rests_until = time.monotonic() + self._pause  # no other request need try meanwhile
         try:
             reply = await self.http.get(server.url + "/healthz", timeout=self._pause)
         except httpx.RequestError as error:
@@ -547,7 +538,7 @@ class Client:
     async def _send(self, server: Server, method: str, path: str, **content: Any) -> bytes:
         """Return the body of a 200 answer to one try.
 
-        Raises Again where another try may help, RewardFailure where the server refuses.
+        Raises Again for what to retry, RewardFailure where the server refuses.
         """
         data = bytearray()
         try:
@@ -569,8 +560,7 @@ class Client:
 
     def _note_failure(self, server: Server, trouble: str) -> Again:
         server.trouble = trouble
-        server.failures += 1
-        server.stale = True
+        server.failures, server.stale = server.failures + 1, True
         if server.failures >= OPENS_AFTER:
             server.suspect = True
             server.rests_until = time.monotonic() + self._pause
@@ -584,7 +574,7 @@ class Client:
         server.trouble = status if after is None else f"{status} and asks to wait {after:g} s"
         rest = min(after or 0.0, LONGEST_REST, self.deadline / 2)
         server.rests_until = time.monotonic() + rest
-        # Another server may be free, `_pick` knows.
+        # With several servers `_pick` takes another that is free.
         return Again(f"{server.url} {status}", after=0.0 if len(self.servers) > 1 else after or 0.0)
 
     def _describe(self, error: Exception) -> str:
@@ -596,7 +586,7 @@ class Client:
 
 
 async def _try_until(ends: float, work: Callable[[], Awaitable[T]]) -> T:
-    """Do `work`, again after each Again with growing pauses, until `ends` of time.monotonic().
+    """Retry `work` after each Again with growing pauses, until `ends` of time.monotonic().
 
     Raises the last Again, or TimeoutError at `ends`.
     """
@@ -616,7 +606,7 @@ async def _try_until(ends: float, work: Callable[[], Awaitable[T]]) -> T:
 
 
 def _refusal(data: bytes) -> str:
-    """Return what a server says is wrong."""
+    """Return the error sentence in a server's answer."""
     try:
         return Refusal.model_validate_json(data).error
     except ValidationError:

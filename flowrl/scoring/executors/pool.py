@@ -1,10 +1,9 @@
-"""Asking a reward in processes of its own: one that hangs or crashes harms no other.
+"""Call a reward in processes of its own: one that hangs or crashes harms no other.
 
 Each worker is a thread with one process. A micro-batch that takes too long is stopped by killing
-its process and not tried again; one whose process dies is tried once more, since the machine may be
-to blame. Either way its images alone have no score, and a new process takes the next micro-batch.
-After `IN_A_ROW` without an answer nothing is asked for `REST` seconds, so that a broken reward
-costs minutes, not hours.
+its process; one whose process dies is tried once more, since the machine may be to blame. Only its
+images have no score, and a new process takes the next micro-batch. After `IN_A_ROW` without an
+answer the pool pauses for `REST` seconds, so that a broken reward costs minutes, not hours.
 """
 
 import atexit
@@ -25,7 +24,7 @@ from torch import Tensor
 from flowrl.scoring.executors.base import Answer, RewardFailure, failed, joined, to_levels
 from flowrl.scoring.executors.worker import Context, Reply, prepare, score
 
-START = 120.0  # seconds that a process has to load its reward
+START = 120.0  # seconds for a process to load its reward
 SLACK = 5.0  # seconds
 IN_A_ROW = 3  # micro-batches
 REST = 60.0  # seconds
@@ -34,18 +33,17 @@ CLOSED = "its pool of processes was closed before it could answer"
 
 
 class PoolExecutor:
-    """A reward by its name or import path, made in each of `workers` processes of one thread.
+    """Calls a reward (its name or import path) in each of `workers` processes of one thread.
 
-    Processes start with the first submission, ignore Ctrl-C and end with this one. What is
-    submitted is kept as bytes until it is answered; the queue has no other bound.
+    Processes start with the first submission, ignore Ctrl-C and end with this one. Images wait in
+    the queue as uint8; its length has no limit.
 
     Args:
         timeout: seconds for one micro-batch.
-        micro_batch: most images of one question; None never splits a submission, as rewards that
-            compare the images of a prompt need it.
-        max_tasks: questions after which a process is replaced, against engines that leak.
-        start: seconds more for the first micro-batch of a process, which loads the reward; once
-            one has loaded it, those after it have twice what that took.
+        micro_batch: most images of one; None never splits, for rewards that compare images.
+        max_tasks: micro-batches after which a process is replaced, against engines that leak.
+        start: seconds more for the first micro-batch of a process, which loads the reward; later
+            processes have twice what the first took.
     """
 
     def __init__(
@@ -87,8 +85,7 @@ class PoolExecutor:
         if not starts:
             submission.future.set_result(failed(0, ""))
         self._begin()
-        for index, start in enumerate(starts):
-            rows = slice(start, start + size)
+        for index, rows in enumerate(slice(start, start + size) for start in starts):
             question = levels[rows], prompts[rows], metadata[rows]
             self._parts.put(_Part(submission=submission, index=index, question=question))
         return submission.future
@@ -129,9 +126,7 @@ class PoolExecutor:
         count = len(part.question[1])
         if self._closed:
             return failed(count, CLOSED)
-        with self._lock:
-            resting = time.monotonic() < self._rests_until
-        if resting:
+        if time.monotonic() < self._rests_until:
             return failed(count, f"not asked, after {IN_A_ROW} micro-batches without an answer")
         began = time.perf_counter()
         try:
@@ -164,7 +159,7 @@ class PoolExecutor:
 
 @dataclass(slots=True, kw_only=True)
 class _Submission:
-    """What was asked together; its parts are answered in any order, by any process."""
+    """The answers to one `submit`, whose parts are answered in any order, by any process."""
 
     answers: list[Answer | None]
     future: "Future[Answer]" = field(default_factory=Future)
@@ -194,18 +189,18 @@ class _Part:
 
 
 class Died(Exception):
-    """The process ended with the question unanswered; the message says how."""
+    """The process ended before it answered; the message says how."""
 
 
 class TookTooLong(Exception):
-    """The process was stopped because its time was up; the message says how long it took."""
+    """The process was stopped at its time limit."""
 
 
 class Process:
-    """A process that answers one question at a time, for one thread of the pool.
+    """A process that scores one micro-batch at a time, for one thread of the pool.
 
-    The first question starts it; a new one is started after it died, was stopped or has answered
-    `tasks` questions. setup: the target, arguments and name of its reward.
+    The first micro-batch starts it; a new one is started after it died, was stopped or has answered
+    `tasks` of them. setup: the target, arguments and name of its reward.
     """
 
     def __init__(
@@ -223,13 +218,13 @@ class Process:
     def ask(self, levels: np.ndarray, prompts: list[str], metadata: list[dict]) -> Reply:
         """Return what `worker.score` does.
 
-        Raises Died or TookTooLong; CancelledError after `stop`; RewardFailure for arguments that
+        Raises Died, TookTooLong, CancelledError after `stop`, and RewardFailure for arguments that
         cannot be sent.
         """
         began, limit = time.monotonic(), 0.0
         try:
             question, limit = self._send(levels, prompts, metadata)
-            # Twice as long and more: a process that does not even come up must not be waited for.
+            # A limit here too, since pebble's begins only when the process has started.
             reply = question.result(2 * limit + self.start)
         except CancelledError:
             raise
@@ -257,21 +252,21 @@ class Process:
         return reply
 
     def stop(self) -> None:
-        """Make `ask` raise CancelledError from now on, called from any thread."""
+        """Make `ask` raise CancelledError from now on; thread-safe."""
         with self._lock:
             self._closed = True
             if self._question is not None:
                 self._question.cancel()
 
     def retire(self) -> None:
-        """End the process, if there is one, whatever it does."""
+        """Kill the process, if there is one."""
         if self._pool is not None:
             self._pool.stop()
             self._pool.join()
         self._pool, self._answered = None, 0
 
     def _send(self, *question: Any) -> "tuple[Future[Reply], float]":
-        """Return the reply to come, and the seconds that it may take."""
+        """Return the future reply and its time limit in seconds."""
         with self._lock:
             if self._closed:
                 raise CancelledError
@@ -287,7 +282,7 @@ class Process:
 
 
 def _describe(error: Exception) -> str:
-    """Say what the process died of."""
+    """Say how the process died."""
     if not isinstance(error, ProcessExpired):
         return f"its process ended before it took up the images ({error})"
     code = error.exitcode or 0

@@ -1,4 +1,4 @@
-"""What runs in a pool's process: one reward, made at the first question, on one thread.
+"""Run one reward in a process of a pool, on one thread; the first micro-batch loads it.
 
 This module imports neither torch nor numpy, whose libraries read `ONE_THREAD` when they are loaded.
 """
@@ -43,8 +43,8 @@ class _Process(SpawnProcess):
 
 
 class Context(SpawnContext):
-    """Spawned processes that leave the script alone that was started: running it a second time
-    would train a second time where it has no `if __name__ == "__main__":`."""
+    """Spawned processes that do not import the script that was started: one without
+    `if __name__ == "__main__":` would train a second time."""
 
     Process = _Process  # pyright: ignore[reportAssignmentType]
 
@@ -61,7 +61,7 @@ def _without_main() -> Iterator[None]:
 
 
 def prepare(target: str, args: Mapping[str, Any], name: str) -> None:
-    """Set up a new process. It cannot fail: `score` makes the reward and says why it could not."""
+    """Set up a new process; `score` loads the reward, so that its errors are reported."""
     global _setup
     os.environ.update(ONE_THREAD)
     _setup = target, dict(args), name
@@ -69,10 +69,7 @@ def prepare(target: str, args: Mapping[str, Any], name: str) -> None:
 
 
 def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Reply:
-    """Score images (B, 3, H, W) uint8.
-
-    Only plain data goes back: an exception of someone else's might not survive the way.
-    """
+    """Score images (B, 3, H, W) uint8. Returns plain data: not every exception can be pickled."""
     import torch
 
     from flowrl.scoring.executors.base import InlineExecutor, RewardFailure, failed
@@ -98,7 +95,7 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
 
 
 def _end_with_parent() -> None:
-    """End this process with the one that started it, whatever ended that and whatever runs here."""
+    """End this process when the one that started it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while parent.is_alive() and os.getppid() == parent.pid:

@@ -42,7 +42,7 @@ def test_beyond_a_few_bodies_at_a_time_a_client_is_told_to_come_back():
 
 
 def test_a_body_that_does_not_end_gives_its_place_back(monkeypatch):
-    monkeypatch.setattr(request_body, "UPLOADING", 0.05)
+    monkeypatch.setattr(request_body, "UPLOAD_TIMEOUT_S", 0.05)
 
     async def upload():
         uploads = Uploads()
