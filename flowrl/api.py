@@ -127,7 +127,7 @@ def align(
             pipeline = learner.policy.backbone.pipeline
             evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
             held_out = evaluator.prompts if evaluator else ()
-            with runtime.together():
+            with runtime.raise_on_all():
                 try_rewards(learner, [*training_prompts(config, given), *held_out])
             stored = stored_prompts(config, learner.source)
             texts.encode_and_free(pipeline, [*needed, *stored], runtime)
@@ -381,7 +381,7 @@ def collect(
 
     packed = restore_linear_after(learner.policy.network)
     with closing(learner.specs), packed, steps or nullcontext():
-        with runtime.together():
+        with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)
         metadata = dataset_metadata(config, sampler)
@@ -555,7 +555,7 @@ def audit(
     with closing(learner.specs), packed, bar or nullcontext():
         for one in resolved:
             preview_layers(_drawing(config, learner), one)  # refuses what cannot work
-        with runtime.together():
+        with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         exact = _exact_samples(config, learner, bar)
         rows = [

@@ -157,8 +157,8 @@ class Policy:
         return self._by_name[POLICY]
 
     @torch.no_grad()
-    def after_update(self) -> None:
-        """Move the EMA towards the policy; its decay warms up as (1 + n) / (10 + n)."""
+    def update_ema_and_count(self) -> None:
+        """Count update n and move the EMA to the policy; its decay rises as (1 + n) / (10 + n)."""
         self.updates += 1
         if self.ema_decay is not None:
             decay = min(self.ema_decay, (1 + self.updates) / (10 + self.updates))
@@ -177,7 +177,7 @@ class Policy:
             to.copy_(of)
 
     @property
-    def best_name(self) -> str:
+    def export_adapter(self) -> str:
         """The adapter that is evaluated and exported: the EMA where there is one."""
         return EMA if self.ema_decay is not None else POLICY
 

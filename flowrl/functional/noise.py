@@ -19,7 +19,7 @@ def noise_seed(
     step: int,
     role: str,
 ) -> int:
-    """A 63-bit seed from the name of one draw: a hash, so that no two names are alike by pattern.
+    """Hash of the name, so that similar names get unrelated seeds. 63 bits.
 
     prompt: uid of the prompt; root: which image of its group; path: child index at each branch
     of a tree on the way from the root; step: index in the schedule; role: what the draw is for
@@ -39,8 +39,8 @@ def keyed_noise(
 ) -> Tensor:
     """Standard normal rows, each a function of its own seed alone. (len(seeds), *shape)
 
-    Drawn in fp32 on the CPU, so that the values depend on neither `device` nor `dtype`. The
-    generator there uses 32 bits of a seed: of n draws about n^2 / 2^33 pairs are equal.
+    Sampled in fp32 on the CPU, so that the values depend on neither `device` nor `dtype`. torch's
+    CPU generator uses 32 bits of the seed: of n rows about n^2 / 2^33 pairs are equal.
     """
     noise = torch.empty(len(seeds), *shape)
     generator = torch.Generator()

@@ -49,12 +49,14 @@ def velocity_gain(step: Step, sigma: Tensor, sigma_next: Tensor, g: Tensor) -> T
 
 
 def mean_one(weight: Tensor, move: Tensor) -> Tensor:
-    """Scale weights of edges so that their mean over the moves is 1. weight: (E,), move: (E,) long
+    """Scale the weights of edges so that their mean over the moves is 1.
 
-    TempFlow-GRPO (2508.04324) weighs by the step's std. Its code has 2.25 sigma_t sqrt|dt|, and
-    2.25 is 1 / mean for ten steps of SD3 at level 0.7 alone. GRPO-Guard (2510.22319) weighs by
-    1 / |dt| so that all steps pull alike, which for Flow-SDE is 1 / pull but in the step from
-    sigma = 1, and for CPS is not.
+    weight: (E,); move: (E,) long, the move of each edge.
+
+    TempFlow-GRPO (2508.04324) weights a step by its std. Its code has 2.25 sigma_t sqrt|dt|, where
+    2.25 is 1 / mean only for ten steps of SD3 at noise level 0.7. GRPO-Guard (2510.22319) weights
+    a step by 1 / |dt|, to make the gradients of all steps equally large: for Flow-SDE this is
+    proportional to 1 / |velocity_gain|, except in the step from sigma = 1; for CPS it is not.
     """
     _, number, size = move.unique(return_inverse=True, return_counts=True)
     return weight / ((weight / size[number]).sum() / len(size))
@@ -64,8 +66,8 @@ def mean_one(weight: Tensor, move: Tensor) -> Tensor:
 class GRPO:
     """Clipped surrogate of each trained step, weighted by its advantage.
 
-    See the options of the same names; kernel: the rollout's. Exactly one of clip_nats and clip_eps
-    is not None.
+    Fields: see `GRPOOptions` in config/objectives.py; kernel is the rollout's. Exactly one of
+    clip_nats and clip_eps is not None.
     """
 
     kernel: StepKernel

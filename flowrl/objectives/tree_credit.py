@@ -23,7 +23,7 @@ from flowrl.objectives.advantage import (
 from flowrl.trajectory import Rollout
 
 Fusion = Literal["uniform", "path", "local"]
-Edges = Literal["node", "sibling", "path", "fan"]
+EdgeCredit = Literal["node", "sibling", "path", "fan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Leaves:
     valid: Tensor  # (N, l) bool
     advantage: Tensor  # (N, l)
     group: Tensor  # (N,) long, prompt of the tree
-    siblings: Tensor  # (l,) long, the node of the last split above a leaf
+    last_split: Tensor  # (l,) long, the node of the last split above a leaf
 
 
 Keep = Callable[[Leaves], Tensor]  # -> (N, l) bool, the images that are learned from
@@ -49,14 +49,14 @@ def keep_all(leaves: Leaves) -> Tensor:
 class TreeCredit:
     """Fuse the leaves' rewards upward, normalise, credit the edges, select those to learn from.
 
-    See the options of the same names. The trees of all processes are credited, since a group may
-    lie on several of them; each process takes the edges of its own trees.
+    Fields: see `CreditOptions` in config/objectives.py. The trees of all processes are credited,
+    since a group may lie on several of them; each process takes the edges of its own trees.
     """
 
     rewards: str = "sum"
     fusion: Fusion = "uniform"
     path_coef: float = 1.0
-    edges: Edges = "node"
+    edges: EdgeCredit = "node"
     scope: Scope = "prompt"
     center: Center = "mean"
     scale: Scale | Literal["auto"] = "auto"
@@ -82,7 +82,7 @@ class TreeCredit:
             valid=valid,
             advantage=node[:, leaf],
             group=group,
-            siblings=last_split(parent, leaf),
+            last_split=last_split(parent, leaf),
         )
         kept = edges_above(below, self.keep(leaves))
         own = rollout.trees.cpu()
@@ -202,7 +202,7 @@ def _softmax_mean(value: Tensor, log_weight: Tensor) -> Tensor:
 def credit_edges(
     advantage: Tensor,
     known: Tensor,
-    edges: Edges,
+    edges: EdgeCredit,
     *,
     parent: Tensor,
     leaf: Tensor,
@@ -235,7 +235,7 @@ def credit_edges(
 def keep_parent_top1(leaves: Leaves) -> Tensor:
     """Keep the best leaf of every last split: Parent-Top1 of BranchGRPO (2509.06040)."""
     kept = torch.zeros_like(leaves.valid)
-    for tree, ranked in _sibling_sets(leaves.reward, leaves.valid, leaves.siblings):
+    for tree, ranked in _sibling_sets(leaves.reward, leaves.valid, leaves.last_split):
         kept[tree, ranked[0]] = True
     return kept
 
@@ -243,7 +243,7 @@ def keep_parent_top1(leaves: Leaves) -> Tensor:
 def keep_extreme(leaves: Leaves, count: int) -> Tensor:
     """Keep a prompt's `count` best and `count` worst leaves: Extreme-b of BranchGRPO.
 
-    The trees of a prompt stand side by side and are as many for each.
+    A prompt's trees are consecutive; all prompts have equally many.
     """
     if count < 1:
         raise ValueError(f"count is {count}: keep at least 1 of the best and the worst leaves")
@@ -263,7 +263,7 @@ def keep_b2_pairs(leaves: Leaves, threshold: float = 0.5) -> Tensor:
     being a z-score of the prompt.
     """
     kept = torch.zeros_like(leaves.valid)
-    for tree, ranked in _sibling_sets(leaves.advantage, leaves.valid, leaves.siblings):
+    for tree, ranked in _sibling_sets(leaves.advantage, leaves.valid, leaves.last_split):
         best, worst = ranked[0], ranked[-1]
         kept[tree, best] |= leaves.advantage[tree, best] >= threshold
         kept[tree, worst] |= leaves.advantage[tree, worst] < -threshold
@@ -303,10 +303,10 @@ def _highest_count(ranked: Tensor, count: int) -> int:
     return count - variance.tolist().index(variance.max().item())
 
 
-def _sibling_sets(score: Tensor, valid: Tensor, siblings: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (tree, its valid leaves best first) for every set that has a valid leaf."""
-    for tree, name in torch.cartesian_prod(torch.arange(len(score)), siblings.unique()).tolist():
-        leaves = torch.nonzero(valid[tree] & (siblings == name)).squeeze(1)
+def _sibling_sets(score: Tensor, valid: Tensor, split: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield (tree, valid leaves of one split, best first), where there is a valid leaf."""
+    for tree, name in torch.cartesian_prod(torch.arange(len(score)), split.unique()).tolist():
+        leaves = torch.nonzero(valid[tree] & (split == name)).squeeze(1)
         if len(leaves):
             yield tree, leaves[_best_first(score[tree, leaves])]
 

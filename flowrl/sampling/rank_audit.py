@@ -564,7 +564,7 @@ class PrecisionController:
         return self._switch_to(resolved, since)
 
     def _switch_to(self, resolved: Resolved, since: int) -> tuple[Resolved, RolloutGenerator]:
-        with self.exact.runtime.together():
+        with self.exact.runtime.raise_on_all():
             self._now = resolved, self.make(resolved, since)
         return self._now
 

@@ -192,7 +192,7 @@ class RolloutGenerator:
         own = request.take(trees)
         cond = self.encode_prompts(own)
         scoring, parts = Scoring(specs=self.specs), []
-        with self.runtime.together():
+        with self.runtime.raise_on_all():
             for part in self._sample(own, plan, cond, scoring):
                 if keep:
                     parts.append(part)
@@ -211,7 +211,7 @@ class RolloutGenerator:
     def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
         """Return this process's trees of the request: (R,) long, possibly none."""
         unit = plan.roots if self.whole_prompts else 1
-        return self.runtime.share(len(request.prompt), unit)
+        return self.runtime.local_rows(len(request.prompt), unit)
 
     @torch.no_grad()
     def encode_prompts(self, own: RolloutRequest) -> Conditioning:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
-from flowrl.functional.groups import Interval, paired_bootstrap
+from flowrl.functional.bootstrap import Interval, paired_bootstrap
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -22,7 +22,7 @@ from flowrl.sampling.rollout import (
     submit_images,
 )
 from flowrl.sampling.sampler import Schedule
-from flowrl.scoring.combine import check_invalid, lacks_score
+from flowrl.scoring.combine import check_invalid, check_scores, lacks_score
 from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
@@ -171,8 +171,8 @@ class Evaluator:
         """
         results, kept = [Scoring(specs=self.specs).result()], []
         waiting: list[Scoring] = []
-        own = runtime.share(len(request.prompt))
-        with runtime.together():
+        own = runtime.local_rows(len(request.prompt))
+        with runtime.raise_on_all():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
             self.text_cache.learn(prompts, self.batch_size)
@@ -186,6 +186,7 @@ class Evaluator:
                     results.append(waiting.pop(0).result())
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
+        check_scores(self.specs, result)
         # Means over the few images that have a score would mislead.
         known = ~lacks_score(self.specs, result)
         check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)

@@ -67,7 +67,7 @@ class Learner:
         metrics = self.learn(rollout, iteration)
         old = self.objective.needs.old
         if old is not None:
-            # For the next rollout, but now: what a failed rollout saves must not move it twice.
+            # Now, not before the next rollout: if that one fails, a resumed run would repeat it.
             self.policy.update_old(old.decay(iteration + 1))
         timer.lap("time/train")
         return rollout, rollout_metrics(rollout) | metrics | timer.seconds
@@ -86,7 +86,7 @@ class Learner:
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            with runtime.together():
+            with runtime.raise_on_all():
                 self._backward(part, rows, models, means)
             metrics = means.result()
             self._check_loss(metrics)
@@ -98,12 +98,12 @@ class Learner:
             self._check_norm(norm)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            policy.after_update()
+            policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
         return means.result()
 
     def _models(self, rollout: Rollout) -> Models:
-        """Return the models that the objective declares, with a micro-batch of rows in a graph."""
+        """Return the models that the objective declares, each checkpointed by micro-batch."""
         needs, size = self.objective.needs, self.optim.micro_batch
         declared: dict[str, Any] = {}
         if needs.reference:

@@ -162,7 +162,7 @@ class Run:
             return None
         if self._latest is not None and self._latest[0] == self.done:
             return self._latest[1]
-        with self._policy.using(self._policy.best_name):
+        with self._policy.using(self._policy.export_adapter):
             evaluation = self._evaluate(self.done)
         self._latest = self.done, evaluation
         score = self.score(evaluation) if self.stop is None else self.stop.score(evaluation)
@@ -227,7 +227,7 @@ class Run:
                 "best": list(self.best) if self.best else None,
                 "best_by": self._best_by,
             }
-            pipeline, adapter = self._policy.backbone.pipeline, self._policy.best_name
+            pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
             for folder in (self.checkpoints.path(self.done), self.folder):
                 save_lora(pipeline, folder, adapter=adapter)
             best = self.best[1] if self.best else None

@@ -19,7 +19,7 @@ from pathlib import Path
 import flowrl
 from flowrl.api import audit
 from flowrl.config import Config
-from flowrl.functional.groups import Interval
+from flowrl.functional.bootstrap import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, AuditReport
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text

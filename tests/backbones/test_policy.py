@@ -126,7 +126,7 @@ def test_the_average_moves_by_its_decay_and_can_be_merged(make, inputs):
     ema = [t.double() for t in policy.state_dict()["adapters"][EMA]]
     for n in range(1, 6):
         disturb(policy, seed=n)
-        policy.after_update()
+        policy.update_ema_and_count()
         d = min(decay, (1 + n) / (10 + n))
         ema = [d * e + (1 - d) * p.double() for e, p in zip(ema, policy.parameters(), strict=True)]
     found = policy.state_dict()["adapters"][EMA]
@@ -194,7 +194,7 @@ def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
 def test_stored_and_exported_adapters_come_back(make, inputs, tmp_path):
     policy = make(ema_decay=0.9)
     disturb(policy)
-    policy.after_update()
+    policy.update_ema_and_count()
     other = make(ema_decay=0.9, seed=9)
     other.load_state_dict(policy.state_dict())
     assert torch.equal(velocity(other, inputs), velocity(policy, inputs))

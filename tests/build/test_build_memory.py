@@ -179,7 +179,7 @@ def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts,
     texts, given = TextCaches(config), ProvidedObjects()
     learner = build_learner(config, Runtime(device="cpu"), given, texts)
     second = SimpleNamespace(
-        rank=1, world_size=2, is_main=False, together=nullcontext, wait=lambda: None
+        rank=1, world_size=2, is_main=False, raise_on_all=nullcontext, wait=lambda: None
     )
     backbone, needed = learner.policy.backbone, all_prompts_to_encode(config, given)
     texts.encode_and_free(backbone.pipeline, needed, second)

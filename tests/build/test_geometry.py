@@ -71,7 +71,7 @@ def test_trees_are_dealt_as_training_deals_them(load, gpus):
     total = load.prompts * load.roots
     for rank, dealt in enumerate(deal(total, gpus, unit)):
         runtime = SimpleNamespace(world_size=gpus, rank=rank)
-        assert Runtime.share(runtime, total, unit).tolist() == list(dealt)  # type: ignore[arg-type]
+        assert Runtime.local_rows(runtime, total, unit).tolist() == list(dealt)  # type: ignore[arg-type]
 
 
 @given(
@@ -138,7 +138,9 @@ def test_eight_prompts_in_two_updates_on_eight_gpus():
 def test_shares_that_cannot_be_dealt_are_refused():
     # A gpu more than prompts is refused where they are whole.
     whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
-    with pytest.raises(UserError, match="objective.kind gdro compares: .*prompts_per_iteration=10, or 8 proc"):
+    with pytest.raises(
+        UserError, match="objective.kind gdro compares: .*prompts_per_iteration=10, or 8 proc"
+    ):
         check_split(whole, 9)
     check_split(BASE, 9)
     # An objective that compares an update has one process.

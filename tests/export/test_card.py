@@ -11,7 +11,7 @@ from PIL import Image
 from flowrl.export.gallery import GalleryRow
 from flowrl.export.hub import Licence, licence_of
 from flowrl.export.model_card import Card, write_card
-from flowrl.functional.groups import Interval
+from flowrl.functional.bootstrap import Interval
 from flowrl.training.evaluate import EvaluationComparison
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'

@@ -19,7 +19,7 @@ from flowrl.export.gallery import (
     gallery_page,
     write_gallery,
 )
-from flowrl.functional.groups import Interval
+from flowrl.functional.bootstrap import Interval
 from flowrl.training.evaluate import EvaluationComparison
 
 HOSTILE = [

@@ -17,7 +17,7 @@ from flowrl.export.summary import (
     precisions,
     reward_curves,
 )
-from flowrl.functional.groups import Interval
+from flowrl.functional.bootstrap import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
 from flowrl.training.evaluate import EvaluationComparison
 
@@ -30,7 +30,9 @@ def test_a_given_pipeline_is_a_base_on_the_hub_by_its_name_alone(tiny_config, tm
         ("/data/me/base", False),
     ]:
         pipeline = SimpleNamespace(config={"_name_or_path": name} if name else {})
-        policy = SimpleNamespace(best_name="policy", backbone=SimpleNamespace(pipeline=pipeline))
+        policy = SimpleNamespace(
+            export_adapter="policy", backbone=SimpleNamespace(pipeline=pipeline)
+        )
         learner: Any = SimpleNamespace(policy=policy)
         (tmp_path / "metrics.jsonl").write_text("")
         run: Any = SimpleNamespace(folder=tmp_path, done=0, stopped="")

@@ -20,12 +20,12 @@ from flowrl.objectives.tree_credit import (
 )
 
 
-def leaves(score, valid, siblings=None, group=None) -> Leaves:
+def leaves(score, valid, last_split=None, group=None) -> Leaves:
     """Trees (N, l) whose rewards are their advantages, by default each of a prompt of its own."""
     return Leaves(
         reward=score, valid=valid, advantage=score,
         group=torch.arange(len(score)) if group is None else group,
-        siblings=torch.zeros(score.shape[1]).long() if siblings is None else siblings,
+        last_split=torch.zeros(score.shape[1]).long() if last_split is None else last_split,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ class Process:
 
     world_size: int = 1
     rank: int = 0
-    share = Runtime.share
+    local_rows = Runtime.local_rows
 
     @property
     def is_main(self):

@@ -57,7 +57,7 @@ def test_an_exact_twin_is_the_merged_policy_bit_for_bit_for_every_adapter(make, 
         disturb(policy)
         policy.update_old()
         disturb(policy, seed=1)
-        policy.after_update()
+        policy.update_ema_and_count()
         args = inputs(policy)
         model = RolloutModel(policy, (), Plain(policy.backbone.dtype))
         found = []

@@ -250,7 +250,7 @@ def test_a_process_without_a_share_draws_nothing(make_learner, drawn, monkeypatc
     plan = learner.source.plan(0)
     request = learner.source.request(0, plan)
     nothing = torch.arange(0)
-    monkeypatch.setattr(type(learner.runtime), "share", lambda self, total, unit=1: nothing)
+    monkeypatch.setattr(type(learner.runtime), "local_rows", lambda self, total, unit=1: nothing)
     scored = learner.source.generator.generate(request, plan, Timer())
     assert scored.parts == [] and scored.result.scores.shape == (0, 1)
     assert drawn == []

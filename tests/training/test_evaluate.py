@@ -70,7 +70,7 @@ def test_all_prompts_are_encoded_before_the_first_batch(evaluator, runtime, monk
 
 def test_a_process_with_no_share_adds_nothing(evaluator, runtime, monkeypatch):
     """Fewer images than processes: the last one has nothing to draw."""
-    monkeypatch.setattr(Runtime, "share", lambda self, total: torch.arange(0))
+    monkeypatch.setattr(Runtime, "local_rows", lambda self, total: torch.arange(0))
     result = evaluator(evaluator.backbone.velocity, runtime)
     assert result.scores.shape == (0, 2) and len(result.images) == 0
     assert result.images.shape[1:] == (3, 64, 64) and result.images.dtype == torch.uint8

@@ -14,7 +14,7 @@ def runtime():
 
 def test_a_process_takes_its_share_and_alone_everything(runtime, monkeypatch):
     assert (runtime.rank, runtime.world_size, runtime.is_main) == (0, 1, True)
-    assert runtime.share(5).tolist() == [0, 1, 2, 3, 4]
+    assert runtime.local_rows(5).tolist() == [0, 1, 2, 3, 4]
     rows = torch.rand(3, 2)
     assert torch.equal(runtime.gather(rows), rows)
     assert runtime.sum(2.5) == 2.5 and runtime.merge({"a": "b"}) == {"a": "b"}
@@ -26,7 +26,7 @@ def test_a_process_takes_its_share_and_alone_everything(runtime, monkeypatch):
             shares = []
             for rank in range(processes):
                 monkeypatch.setattr(Runtime, "rank", rank)
-                shares.append(runtime.share(total).tolist())
+                shares.append(runtime.local_rows(total).tolist())
             assert [row for share in shares for row in share] == list(range(total))
             assert max(map(len, shares)) - min(map(len, shares)) <= 1
 

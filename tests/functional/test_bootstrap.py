@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flowrl.functional.groups import paired_bootstrap
+from flowrl.functional.bootstrap import paired_bootstrap
 
 
 def scores(n, seed=0):
