@@ -71,19 +71,6 @@ def test_the_three_sizes_of_the_recipes_are_measured_by_default(run):
     assert re.search(r"phase +seconds\ndecode +1\.5\n\nwhat +is *\nforward_share +0\.93", out)
 
 
-def test_counts_and_sizes_that_cannot_be_are_one_sentence(run):
-    for words, told in (
-        ("solrl --counts 24/96", "such as 24/96@6/10"),
-        ("solrl --counts 9/6@2/3", "keep is 9 of 6 candidates"),
-        ("solrl --scale 0.1", "whole numbers are expected"),
-        ("solrl --counts 4/16@9/5", "4/16@9/5"),
-        ("solrl --size sana-1.6b --size nosuch", "'nosuch'"),
-        ("iteration --size flux.1-dev --size nosuch", "'nosuch'"),
-    ):
-        code, _, err, asked = run(*words.split())
-        assert code and told in err and err.count("\n") == 1 and not asked, words
-
-
 def test_the_commands_of_the_page_are_understood(run):
     commands = re.findall(r"^flowrl bench (.*)$", PAGE, re.MULTILINE)
     for words in commands:

@@ -27,7 +27,6 @@ LITTLE = {"prompts": 2, "group_size": 3, "steps": 3, "batch": 6, "micro_batch": 
 
 @pytest.fixture
 def run(monkeypatch, tiny_size):
-    """The record of a tiny network of a size's make; plan: bytes by phase, None as planned."""
 
     def make(name: str, plan: dict | None = None, **options) -> dict:
         monkeypatch.setitem(MODEL_SPECS, name, tiny_size(name))
@@ -118,14 +117,11 @@ def test_real_sizes_spend_their_time_in_forwards_and_need_what_was_planned(name)
     assert row["of_planned"] == pytest.approx(1, abs=OF_PLANNED)
 
 
-# --- whose time and memory it was ------
-
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A processor whose time only passes when it is told to."""
     now = [0.0]
     monkeypatch.setattr(timing.time, "process_time", lambda: now[0])
 
@@ -174,7 +170,6 @@ def test_forwards_and_seconds_belong_to_the_phase_that_was_entered_last(clock):
 
 
 def test_the_loop_is_training_s_own(make_learner):
-    """Two iterations with their updates, of which the second is told apart."""
     learner = make_learner(optim={"updates_per_rollout": 2, "ratio_tolerance": 100.0})
     before = [p.clone() for p in learner.policy.parameters()]
     phases, velocities = measure(learner)

@@ -28,8 +28,6 @@ def inputs(backbone: RandomBackbone, rows: int = 3) -> tuple[torch.Tensor, Condi
 
 @torch.no_grad()
 def test_velocities_follow_all_inputs_row_by_row_and_decode(backbone):
-    # Velocities follow all inputs row by row.
-    # Velocities are like latents and follow all they are given.
     for name in ["sd3.5-large", "sd3.5-medium", "flux.1-dev", "sana-1.6b"]:
         made = backbone(name)
         x, cond = inputs(made)
@@ -39,21 +37,17 @@ def test_velocities_follow_all_inputs_row_by_row_and_decode(backbone):
         assert not torch.allclose(v, made.velocity(x, torch.tensor(0.9), cond))
         other = Conditioning(tensors={n: t.flip(0) for n, t in cond.tensors.items()})
         assert not torch.allclose(v, made.velocity(x, torch.tensor(0.5), other))
-    # A row does not depend on its batch.
     for name in ["sd3.5-large", "flux.1-dev", "sana-1.6b"]:
         made = backbone(name)
         x, cond = inputs(made)
         whole = made.velocity(x, torch.tensor(0.5), cond)
         alone = made.velocity(x[1:2], torch.tensor(0.5), cond.take(torch.tensor([1])))
         torch.testing.assert_close(whole[1:2], alone, atol=1e-5, rtol=1e-4)
-    # Images and schedules are of the published make.
-    # Latents decode to images of the size asked for.
     for name in ["sd3.5-large", "flux.1-dev", "sana-1.6b"]:
         made = backbone(name)
         images = made.decode(inputs(made)[0])
         assert images.shape == (3, 3, *made.image_size()) and images.dtype == torch.float32
         assert 0 <= images.min() < images.max() <= 1
-    # A schedule goes from noise to none as the sizes own does.
     for name, middle in [("sd3.5-large", 0.707), ("flux.1-dev", 0.61), ("sana-1.6b", 0.75)]:
         sigmas = backbone(name).sigmas(10)
         assert sigmas.shape == (11,) and 0.999 < sigmas[0] <= 1 and sigmas[-1] == 0
@@ -113,6 +107,5 @@ def test_a_copy_computes_with_its_network_and_bad_sizes_are_refused(backbone):
         v, own = (one.velocity(x, torch.tensor(0.5), cond) for one in (both, made))
         expected = other.velocity(x, torch.tensor(0.5), cond)
     assert torch.equal(v, expected) and not torch.equal(v, own)
-    # Images that cannot be patched are refused.
     with pytest.raises(UserError, match="images of 40 pixels a side: expected a multiple of 16"):
         backbone("flux.1-dev", pixels=40)

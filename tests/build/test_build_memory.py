@@ -75,7 +75,6 @@ def run(tiny_config, prompts, tmp_path_factory):
 
 @pytest.fixture
 def loads(monkeypatch):
-    """What `load_pipeline` is told not to load, a list for each pipeline."""
     found, original = [], build_memory.load_pipeline
 
     def load(path, **options):

@@ -9,8 +9,7 @@ from torch import nn
 from flowrl.api import align
 from flowrl.backbones.lora_files import load_lora
 from flowrl.build import backbone as build_precision
-from flowrl.build.learner import ProvidedObjects, build_evaluator
-from flowrl.build.rewards import build_rewards
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_rewards
 from flowrl.errors import UserError
 from flowrl.quantization import rollout_model as prepare
 from flowrl.quantization.linear import exact_weights, same_precision_layers
@@ -36,9 +35,6 @@ def learner(make_learner, tmp_path):
 
 def ratio_errors(learner, iterations):
     return [learner.iterate(i)[1][NATS] for i in range(iterations)]
-
-
-# --- the lesson -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance", [1.0, pytest.param(2.0, marks=pytest.mark.slow)])
@@ -86,9 +82,6 @@ def test_the_policy_begins_at_its_reference_and_only_its_adapter_moves(learner):
     assert one.learn(one.source.collect(1, Timer()), 1)["policy/kl"] > 0
 
 
-# --- a run ----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def config_for(tiny_config, tmp_path):
     def make(name, *, low=True, iterations=2, **pipeline):
@@ -103,7 +96,6 @@ def config_for(tiny_config, tmp_path):
 
 
 def numbers(folder):
-    """What every iteration logged, but for times and evaluations at the ends of sessions."""
     lines = [line for line in read_metrics(folder) if "loss" in line]
     left_out = ("time/", "eval/")
     return [{k: v for k, v in line.items() if not k.startswith(left_out)} for line in lines]
@@ -179,9 +171,6 @@ def test_a_precision_that_cannot_be_used_is_not_written(learner, tmp_path, monke
     with pytest.raises(UserError, match="something else"):
         learner()
     assert not (tmp_path / build_precision.FILE).exists()
-
-
-# --- options --------------------------------------------------------------------------------------
 
 
 def test_layers_that_stay_exact_can_be_named_and_auto_packs_only_what_is_native(learner):

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from flowrl.build.rewards import build_rewards
+from flowrl.build.learner import build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.scoring.combine import rank
@@ -103,7 +103,6 @@ class Recorded:
 
 @pytest.fixture
 def made(monkeypatch):
-    """Executors of other modules, recorded as they are made; they would accept the arguments."""
     found: list[Recorded] = []
 
     def record(real, *args, **options):

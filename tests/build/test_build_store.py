@@ -20,7 +20,6 @@ OBJECTIVE = {"kind": "gdro"}
 
 @pytest.fixture(scope="module")
 def stored(make_learner, tiny_config, tmp_path_factory):
-    """Two iterations with groups of four."""
     sampler = make_learner(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE).source
     config = tiny_config(rollout=ROLLOUT | {"group_size": 4}, objective=OBJECTIVE)
     return write_groups(
@@ -30,7 +29,6 @@ def stored(make_learner, tiny_config, tmp_path_factory):
 
 @pytest.fixture
 def prepare(make_learner, tiny_config, stored, tmp_path):
-    """A learner that reads the store, `size` images of a group at a time."""
 
     def make(specs=None, size=2, **options):
         run = {"output_dir": str(tmp_path)}

@@ -128,7 +128,6 @@ def test_eight_prompts_in_two_updates_on_eight_gpus():
     assert nearest_prompts(BASE, 8) == (16,)
     four = split_work(BASE, 4)
     assert four.even and four.update_rows == found.update_rows == (24, 24)
-    # Gradient accumulation follows the micro batch.
     # 24 images of an update, 4 forwards each, 16 at a time
     assert split_work(BASE, 1).shares[0].micro_batches == (6, 6)
     assert split_work(BASE, 2).shares[0].micro_batches == (3, 3)
@@ -136,22 +135,18 @@ def test_eight_prompts_in_two_updates_on_eight_gpus():
 
 
 def test_shares_that_cannot_be_dealt_are_refused():
-    # A gpu more than prompts is refused where they are whole.
     whole = replace(BASE, whole_prompts=True, together="group", judge="objective.kind gdro")
     with pytest.raises(
         UserError, match="objective.kind gdro compares: .*prompts_per_iteration=10, or 8 proc"
     ):
         check_split(whole, 9)
     check_split(BASE, 9)
-    # An objective that compares an update has one process.
     update = replace(BASE, together="update", judge="objective.kind kto")
     check_split(update, 1)
     with pytest.raises(UserError, match="kto compares all .* 2 processes do not share: start one"):
         check_split(update, 2)
     assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
-    # Updates take whole groups.
     with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):
         split_work(replace(BASE, prompts=7, updates=3), 1)
-    # No gpu at all is refused.
     with pytest.raises(UserError, match="got 0 GPUs"):
         check_split(BASE, 0)

@@ -184,7 +184,6 @@ def passes_itself(section: type) -> bool:
 
 
 def owned_options(model: type[Options]) -> set[tuple[type, str]]:
-    """Every option below `model` that is no section, with the class that declares it."""
     found = set()
     for name, field in model.model_fields.items():
         inner = sections_in(field.annotation)
@@ -240,9 +239,6 @@ def test_rewards_can_be_named_on_the_command_line():
     with pytest.raises(UserError, match="--learning_rate has no value"):
         sort_arguments(["a", "--learning_rate"])
     assert sort_arguments(["--resume_from_checkpoint", "latest", "a"]).resume == "latest"
-
-
-# --- trees ---------------------------------------------------------------------------------------
 
 
 def trees_of(overrides):
@@ -304,7 +300,6 @@ def test_a_comparison_that_could_teach_nothing_or_the_opposite_is_refused():
 
 
 def test_every_iteration_is_looked_at_before_the_first():
-    """A drawn window of one step, two steps pruned: some iteration would have nothing to learn."""
     tree = "rollout.tree={kind: tree_grpo, branch: 2, window: {kind: random, size: 1}}"
     pruned = PRUNED % "start: 1, size: 2, stop: 1"
     for seed in range(3):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowrl.config.rollout import RolloutOptions
+from flowrl.config.rollout import RolloutOptions, StoreOptions
 from flowrl.config.sections import (
     EvaluationOptions,
     PromptOptions,
@@ -35,3 +35,8 @@ def test_rules_between_sections_are_checked():
     check_stopping(RunOptions(), EvaluationOptions())
     with pytest.raises(ValueError, match="evaluation.every is 0"):
         check_stopping(run, EvaluationOptions())
+    for name in ("refresh_every", "cache_draws"):
+        with pytest.raises(ValueError, match=f"store.{name} is set without rollout.store.path"):
+            StoreOptions.model_validate({name: 4})
+        assert getattr(StoreOptions.model_validate({"path": "a"}), name) is None
+        assert getattr(StoreOptions.model_validate({"path": "a", name: 4}), name) == 4

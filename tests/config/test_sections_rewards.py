@@ -27,28 +27,23 @@ def parse(*overrides):
 
 
 def test_options_of_rewards_read_back():
-    # A reward is computed here as it is unless something is said.
     reward = parse().rewards[0]
     assert reward.executor == InlineOptions() and reward.transform is None
     assert (reward.applies_to, reward.on_failure) == ({}, "mask")
     assert parse().failures == FailureOptions(max_invalid_fraction=0.1, max_streak=None)
-    # Everything that can be said reads back from the resolved form.
     config = parse_config(SMALLEST | {"rewards": WHOLE, "failures": {"max_streak": 3}})
     assert parse_config(load_yaml(config_yaml(config))) == config
     first, *_, last = config.rewards
     assert isinstance(first.executor, PoolOptions) and first.executor.micro_batch is None
     assert isinstance(last.executor, HTTPOptions) and isinstance(last.transform, RankOptions)
     assert first.applies_to["tag"] == ["ocr", 3, True] and first.on_failure == -1.5
-    # A recipe can be changed in one place.
     reward = parse("rewards.0.executor={kind: pool, workers: 4}", "rewards.0.on_failure=0").rewards[
         0
     ]
     assert isinstance(reward.executor, PoolOptions) and reward.executor.workers == 4
     assert reward.on_failure == 0
-    # Images travel in the forms that servers read.
     field = HTTPOptions.model_fields["codec"]
     assert set(get_args(field.annotation)) == set(get_args(Codec))
-    # Options are explained.
     for option in ["transform", "transform.scale", "executor.urls", "on_failure"]:
         assert explain(f"rewards.0.{option}")
 
@@ -72,7 +67,6 @@ WHOLE = [
 
 
 def test_wrong_options_of_rewards_are_named():
-    # A wrong option is named with what was expected.
     for override, sentence in [
         ("transform={kind: affin}", "transform.kind is 'affin': .*; did you mean affine?"),
         ("transform={scale: 2}", "Option rewards.0.transform.kind is missing"),
@@ -106,18 +100,15 @@ def test_wrong_options_of_rewards_are_named():
         with pytest.raises(UserError, match=sentence.replace("?", r"\?")) as caught:
             parse(f"rewards.0.{override}")
         assert "\n" not in str(caught.value)
-    # Arguments belong to the server that makes the reward.
     remote = "rewards=[{name: x, args: {a: 1}, executor: {kind: http, urls: ['http://127.0.0.1']}}]"
     with pytest.raises(UserError, match="the server makes the reward: give them to the server"):
         parse(remote)
-    # A streak is a number of iterations.
     for streak, valid in [(1, True), (3, True), (0, False)]:
         if valid:
             assert parse(f"failures.max_streak={streak}").failures.max_streak == streak
         else:
             with pytest.raises(UserError, match="failures.max_streak is 0"):
                 parse(f"failures.max_streak={streak}")
-    # Something is learned and nothing twice.
     check_rewards([Section(name="ocr"), Section(name="ocr", args={"mode": "strict"})])
     with pytest.raises(ValueError, match="rewards.1 is 'ocr' with the same args"):
         check_rewards([Section(name="ocr"), Section(name="ocr", weight=2.0)])

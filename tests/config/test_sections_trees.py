@@ -18,14 +18,7 @@ def plan(kind: str, *, iteration=0, steps=20, leaves=16, seed=0, **options):
     return section.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
 
 
-def test_every_tree_has_a_name_for_the_card():
-    from flowrl.export.summary import METHODS
-
-    assert METHODS.keys() == PRESETS.keys()
-
-
 def test_plans_depend_on_seed_and_iteration_alone():
-    # Defaults make a plan that seed and iteration decide alone.
     for kind in [k for k in PRESETS if k != "custom"]:
         leaves = LEAVES.get(kind, 16)
         made = [plan(kind, iteration=i, leaves=leaves, seed=4) for i in range(0, 200, 10)]
@@ -33,7 +26,6 @@ def test_plans_depend_on_seed_and_iteration_alone():
         assert {count(p).leaves for p in made} == {leaves}
         moves = kind not in ("ode", "flow_grpo", "branch_grpo", "tempflow")
         assert (len(set(made)) > 1) == moves
-    # What is drawn depends on the seed.
     for kind in ["flow_grpo_fast", "dance_grpo", "tree_grpo", "g2rpo", "e_grpo"]:
         leaves = LEAVES.get(kind, 16)
         first, second = (
@@ -97,7 +89,6 @@ def test_options_that_cannot_work_are_named():
             continue
         with pytest.raises(PlanError, match=words):
             plan(kind, **options)
-    # Windows that do not fit name option and nearest value.
     for window, option in [
         ({"kind": "fixed", "size": 3, "start": 18}, "size"),
         ({"kind": "fixed", "size": 3, "start": 19}, "start"),
@@ -109,6 +100,5 @@ def test_options_that_cannot_work_are_named():
             plan("mix_grpo", window=window)
         near = int(re.search(r"nearest valid value is (\d+)", str(caught.value))[1])
         assert plan("mix_grpo", window=window | {option: near})
-    # A single step has no window.
     with pytest.raises(PlanError, match="rollout.num_inference_steps is 1, expected at least 2"):
         plan("mix_grpo", steps=1)
