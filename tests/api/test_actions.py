@@ -84,13 +84,6 @@ def sample(tiny_pipeline_path, tmp_path):
     return make
 
 
-def test_a_gallery_can_be_generated_again_with_other_prompts(run_dir, tmp_path):
-    options = {"prompts": "tiny:ocr:test", "count": 3, "seed": 5}
-    page = gallery(run_dir, base=None, lora=None, output_dir=tmp_path, **options)
-    assert page.is_file() and page.parent == tmp_path
-    assert "data:image" in page.read_text()
-
-
 def test_samples_and_galleries_follow_the_seed_the_lora_and_its_strength(run_dir, sample, tmp_path):
     run = str(run_dir)
     base, aligned = sample(), sample(lora=run)

@@ -133,12 +133,3 @@ def test_a_file_that_is_no_image_is_told_and_the_rest_is_scored(grey, tmp_path):
     scored = score([tmp_path], ["brightness", BRIGHT], None)
     assert math.isnan(scored.rows[0]["brightness"]) and scored.rows[1]["brightness"] == 1.0
     assert any(line.startswith(f"cannot read {tmp_path / 'a.png'}: ") for line in scored.missing)
-
-
-def test_scoring_says_what_is_missing(tmp_path):
-    with pytest.raises(UserError, match="no image at"):
-        score([tmp_path / "none.png"], ["brightness"], None)
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    (tmp_path / "p.txt").write_text("one\ntwo\n")
-    with pytest.raises(UserError, match="1 prompts for 2|2 prompts for 1"):
-        score([tmp_path], ["brightness"], str(tmp_path / "p.txt"))

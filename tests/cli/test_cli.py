@@ -165,12 +165,6 @@ def test_score_passes_on_the_arguments_of_each_reward(run, built):
     assert len(built) == 1
 
 
-def test_gallery_passes_on_every_strength_in_order(run, built):
-    assert run("gallery", "runs/quickstart", "--rlg", "2", "--rlg", "0.5")[0] == 0
-    assert run("gallery", "runs/quickstart")[0] == 0
-    assert [list(options["rlg"]) for _, options in built] == [[2, 0.5], []]
-
-
 def test_explain_prints_an_option_and_doctor_what_it_finds(run):
     code, out, _ = run("explain", "optim.lr")
     assert code == 0 and "Learning rate." in out

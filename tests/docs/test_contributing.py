@@ -1,6 +1,5 @@
 """The examples of CONTRIBUTING.md run as they stand."""
 
-import importlib.util
 import re
 import shlex
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowrl.backbones.base import backbone_members
-from flowrl.build.backbone import backbone_class
 from flowrl.config import load_config
 from flowrl.config.load import sort_arguments
 from flowrl.config.trees import CustomTreeOptions
@@ -82,43 +79,3 @@ def test_the_objective_of_the_guide_is_found_by_its_path_and_learns(here, make_l
     assert first["policy/kl"] == 0 and second["policy/kl"] > 0
     assert first["endpoints/images"] == 8 and first["grad/norm"] > 0
     assert not all(map(torch.equal, before, learner.policy.parameters()))
-
-
-def test_the_backbone_of_the_guide_is_the_examples_and_found_by_its_path(monkeypatch):
-    whole = (ROOT / "examples" / "z_image.py").read_text()
-    parts = [part.strip("\n") for part in example("backbone").split("    ...\n")]
-    assert len(parts) == 3 and not parts[-1]
-    head, *lines = parts[0].splitlines()
-    for part in (head, "\n".join(lines), parts[1]):
-        assert f"{part}\n" in whole
-    found = re.findall(r"^flowrl train (?:.*\\\n)+.*", TEXT, re.M)
-    (command,) = (words for words in found if "pipeline.backbone" in words)
-    request = sort_arguments(shlex.split(command.replace("\\\n", " "))[2:])
-    config = load_config(request.recipe, request.overrides)
-    assert config.rollout.guidance_scale == config.evaluation.guidance_scale == 5
-    assert config.pipeline.height == config.pipeline.width == 1024
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
-    made = backbone_class(config.pipeline.backbone)
-    assert made.__name__ == "ZImage"
-    assert layers_lacking(config.lora.targets or made.lora_targets) == []
-    quickstart = load_config("quickstart").lora.targets
-    assert layers_lacking(quickstart) == quickstart  # SD3's names
-
-
-def layers_lacking(targets) -> list[str]:
-    """Endings that no layer of a tiny Z-Image has."""
-    place = ROOT / "tests" / "examples" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("tiny_z_image", place)
-    assert spec is not None and spec.loader is not None
-    spec.loader.exec_module(tiny := importlib.util.module_from_spec(spec))
-    with torch.random.fork_rng():
-        names = [name for name, _ in tiny.transformer().named_modules()]
-    return [target for target in targets if not any(name.endswith(target) for name in names)]
-
-
-def test_the_guide_says_what_every_member_of_a_backbone_is():
-    section = TEXT.split("## A backbone")[1]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| ")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == {*backbone_members(), "layer_rules"}

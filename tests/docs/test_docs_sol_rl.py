@@ -3,9 +3,7 @@
 import re
 import shlex
 from pathlib import Path
-from typing import get_args
 
-import pytest
 import torch
 import typer
 import yaml
@@ -13,19 +11,10 @@ import yaml
 from flowrl.cli import app
 from flowrl.config import load_config, parse_config
 from flowrl.config.load import sort_arguments
-from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
-from flowrl.quantization.backends import (
-    PRECISIONS,
-    Capability,
-    FP8Dequantised,
-    NVFP4Emulated,
-    native_formats,
-    resolve,
-)
+from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated
 from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of
-from flowrl.sampling.rank_audit import OnMiss, audit_ranks
-from flowrl.sampling.two_stage import SELECT_RULES, break_even_gain, two_stage_ratio
+from flowrl.sampling.two_stage import break_even_gain, two_stage_ratio
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "sol-rl.md").read_text(encoding="utf-8")
@@ -57,20 +46,6 @@ def test_the_costs_on_the_page_are_those_of_the_cost_model():
         assert ratio * int(n) / int(k) > 1  # "dearer, never cheaper"
 
 
-def test_cards_have_the_precisions_of_the_table():
-    asked = []
-    for capabilities, _, nvfp4, fp8, best in rows("compute capability"):
-        found = [(int(a), int(b)) for a, b in re.findall(r"(\d+)\.(\d)", capabilities)]
-        asked += found
-        for compute in found or [None]:
-            device = "cuda" if compute else "cpu"
-            one = Capability(device=device, name="a card", compute=compute, scaled_mm=True)
-            has = native_formats(one)
-            assert ("nvfp4" in has, "fp8" in has) == (nvfp4 == "yes", fp8 == "yes")
-            assert resolve("auto", one).format == best
-    assert len(asked) >= 8
-
-
 def test_layers_that_are_quantised_are_those_of_the_table():
     table = {name: (what, share) for name, what, share, _ in rows("pipeline")}
     assert set(table) == set(MODEL_SPECS)
@@ -96,15 +71,6 @@ def test_products_err_as_much_as_the_page_says():
         assert told in PAGE
 
 
-def test_ranks_and_choices_of_options_are_those_of_the_page():
-    score = torch.arange(96.0)[None]
-    (perfect,) = audit_ranks(score, score, 24).prompts
-    assert (perfect.perfect_best, perfect.perfect_worst, perfect.rank_random) == (6.5, 90.5, 48.5)
-    assert "ranks 6.5 and 90.5, one at random 48.5" in " ".join(PAGE.split())
-    for name in (*SELECT_RULES, *PRECISIONS, *get_args(OnMiss)):
-        assert re.search(rf"`(?:\w+: )?{name}`", PAGE), name
-
-
 def test_recipes_and_commands_of_the_page_are_possible():
     for text in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL):
         given = {"prompts": {"train": "tiny:all:train"}, "rewards": [{"name": "ocr"}]}
@@ -125,12 +91,3 @@ def test_recipes_and_commands_of_the_page_are_possible():
             command = command.get_command(typer.Context(command), path[-1])
             assert command is not None, f"there is no command {' '.join(path)}"
         command.make_context(path[-1], words[len(path) :])
-
-
-def test_trees_of_one_noise_are_refused():
-    for kind in ["dance_grpo", "mix_grpo", "dynamic_tree"]:
-        assert f"`{kind}`" in PAGE
-        tree = f"rollout.tree={{kind: {kind}}}"
-        assert load_config("quickstart", [tree])
-        with pytest.raises(UserError, match="nothing to choose among"):
-            load_config("quickstart", [tree, "rollout.explore={num_inference_steps: null}"])

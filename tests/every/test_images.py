@@ -122,8 +122,3 @@ def test_a_pipeline_of_another_family_is_named(load_tiny, tiny_config):
         message = f"pipeline.backbone is {other}, but .* write pipeline.backbone={family}"
         with pytest.raises(UserError, match=message):
             build_backbone(config.pipeline, load_tiny(family=family), guidance=1.0)
-
-
-def test_a_negative_prompt_is_refused_where_flux_would_ignore_it(tmp_path):
-    with pytest.raises(UserError, match="negative prompt is 'dull', but FLUX.1 takes none"):
-        one_sample("tiny-flux", tmp_path, negative="dull")

@@ -141,15 +141,6 @@ def test_encoding_images_is_the_inverse_of_the_latents_scale(load):
     assert z.shape[1:] == backbone.latent_shape()
 
 
-def test_sizes_and_guidance_that_do_not_fit_are_refused(load):
-    # What is guidance to one and none to the other is refused.
-    with pytest.raises(UserError, match="guidance is 1, but .* set rollout.guidance_scale and"):
-        made(load(), 1.0)
-    # A size that the patches do not divide is refused.
-    with pytest.raises(UserError, match="pipeline.width is 72, expected a multiple of 16"):
-        made(load(), width=72)
-
-
 # --- training ------------------------------------------------------------------------------------
 
 

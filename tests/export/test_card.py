@@ -11,8 +11,7 @@ from PIL import Image
 from flowrl.export.gallery import GalleryRow
 from flowrl.export.hub import Licence, licence_of
 from flowrl.export.model_card import Card, write_card
-from flowrl.functional.bootstrap import Interval
-from flowrl.training.evaluate import EvaluationComparison
+from flowrl.training.evaluate import EvaluationComparison, Interval
 
 HOSTILE = 'a: "cat" --- \n---\nlicense: mit\n``` <b>| [x](http://example.com) {{ 7*7 }} \'#'
 
@@ -133,24 +132,3 @@ def test_the_licence_is_that_of_the_base(tmp_path):
     header, body = parts(tmp_path, unknown)
     assert not {"base_model", "base_model_relation", "license"} & set(header)
     assert "tiny-sd3" in body and "The base model's licence holds for this LoRA too." in body
-
-
-def test_a_base_in_16_bits_is_loaded_in_them_on_a_gpu(tmp_path):
-    for dtype, of_torch in [("bf16", "bfloat16"), ("fp16", "float16")]:
-        made = card(base_model=FLUX, load_from=f"{FLUX!r}, revision='v1'", dtype=dtype, **PLAIN)
-        (code,) = code_blocks(parts(tmp_path, made)[1], "python")
-        ast.parse(code)
-        load = f"from_pretrained({FLUX!r}, revision='v1', dtype=torch.{of_torch}).to(\"cuda\")"
-        assert load in code and code.startswith("import torch\n")
-
-
-def test_the_card_says_how_it_was_trained_why_it_ended_early_and_what_its_rows_are(tmp_path):
-    _, plain = parts(tmp_path, card(**PLAIN))
-    told = {"stopped": "Stopped at 7: x_y.", "legend": "corrected/R is R."}
-    _, body = parts(tmp_path, card(**told, training="Candidates: 6 steps.", **PLAIN))
-    command = "With the `config.yaml` beside this card:\n\n```bash\nflowrl train quickstart\n```"
-    assert f"## Training\n\nCandidates\\: 6 steps.\n\n{command}" in body
-    assert f"## Training\n\n{command}" in plain
-    assert "iterations. Stopped at 7\\: x\\_y.\n\n## Use" in body
-    assert "bootstrap over them.\ncorrected/R is R.\n" in body
-    assert "iterations.\n\n## Use" in plain and "bootstrap over them.\n\n" in plain

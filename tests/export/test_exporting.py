@@ -17,10 +17,9 @@ from flowrl.backbones.lora_files import (
     save_lora,
     weight_change,
 )
-from flowrl.cli import main
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
-from flowrl.export.formats import export_comfyui, export_diffusers, export_merged, recipe_of
+from flowrl.export.formats import export_comfyui, export_diffusers, export_merged
 
 PROMPTS = ["a red circle", "two stars"]
 SIZE = {"sd3": {}, "flux": {"height": 64, "width": 64}}
@@ -180,17 +179,6 @@ def test_a_copy_for_diffusers_is_the_file_and_says_its_strength(load_tiny, one, 
         check_header(bare)
 
 
-def test_a_checkpoint_finds_the_recipe_of_its_run(one, tiny_config):
-    step = one / "checkpoints" / "step-000001"
-    step.mkdir(parents=True)
-    (one / FILE).rename(step / FILE)
-    assert recipe_of(step) == tiny_config()
-    stranger = one / "loras" / "other"
-    stranger.mkdir(parents=True)
-    (step / FILE).rename(stranger / FILE)
-    assert recipe_of(stranger) is None  # that recipe is of another run
-
-
 def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(
     load_tiny, tiny_config, tmp_path, monkeypatch
 ):
@@ -207,21 +195,3 @@ def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(
         with pytest.raises(UserError, match="far enough"):
             export_merged(str(tmp_path), tmp_path / "m", base=base, revision=None, dtype=dtype)
     assert asked == [("a/b", "bf16", "abc"), ("c/d", "fp16", None)]
-
-
-def test_the_command_says_what_is_missing_and_where_it_wrote(one, capsys, monkeypatch):
-    monkeypatch.chdir(one)
-    for words, told in (
-        (". --to lora", ""),
-        (".", "needs --to"),
-        (". --format hub --to x", "--to x is given"),
-        ("nowhere --to x", "no LoRA at nowhere"),
-        (". --to x --dtype bf16", "--dtype is of --format merged"),
-        (". --to x --format merged --private", "--private is of --format hub"),
-        (". --format hub --backbone sd3", "--backbone is of --format comfyui"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            main(["export", *words.split()])
-        out, err = capsys.readouterr()
-        assert bool(end.value.code) == bool(told) and told in err
-        assert told or out.strip() == f"lora/{FILE}"

@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from flowrl.export.gallery import (
-    GalleryRow,
-    changes,
-    gallery_grid,
-    gallery_page,
-    write_gallery,
-)
-from flowrl.functional.bootstrap import Interval
-from flowrl.training.evaluate import EvaluationComparison
+from flowrl.export.gallery import GalleryRow, changes, gallery_grid, gallery_page, write_gallery
+from flowrl.training.evaluate import EvaluationComparison, Interval
 
 HOSTILE = [
     '<script>alert("x")</script>',

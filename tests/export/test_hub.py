@@ -158,13 +158,6 @@ def test_nothing_is_loaded_when_it_could_not_be_pushed(hub, tiny_config, tmp_pat
     assert hub.asked == [made, made, ("auth_check", "us/named")]
 
 
-def test_an_older_client_is_not_asked_what_it_cannot_tell(hub, monkeypatch):
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", lambda _, name: pytest.fail("asked"))
-    assert open_repository("x") == "me/x"
-
-
 def run_folder(folder: Path) -> Path:
     """Of a run, as far as the upload looks at it."""
     (folder / "card").mkdir(parents=True)
@@ -200,13 +193,6 @@ def test_a_failed_upload_loses_nothing_and_says_how_to_push_later(
         f"the run was ended by run.stop_when_hacking {later}",
         f"the run was interrupted {later}",
     ]
-
-
-def test_files_that_cannot_be_staged_do_not_end_a_finished_run(hub, tmp_path, caplog):
-    folder = run_folder(tmp_path / "run")
-    (folder / "README.md").write_bytes(b"\xff")
-    publish(SimpleNamespace(folder=folder, interrupted=False, stopped=""), "me/x")  # type: ignore
-    assert "the upload to me/x failed: 'utf-8' codec" in caplog.text and hub.files == {}
 
 
 def test_only_the_main_process_uploads_and_a_repository_may_be_private(hub, tiny_config, tmp_path):

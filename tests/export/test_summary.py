@@ -1,43 +1,13 @@
 """What the end of a run says."""
 
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
-from flowrl.build.learner import with_pipeline_name
 from flowrl.config import Config
-from flowrl.export.model_card import front_matter
-from flowrl.export.summary import (
-    METHODS,
-    OBJECTIVES,
-    card,
-    legend,
-    method,
-    precisions,
-    reward_curves,
-)
-from flowrl.functional.bootstrap import Interval
+from flowrl.export.summary import METHODS, OBJECTIVES, legend, method, precisions, reward_curves
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, audit_ranks
-from flowrl.training.evaluate import EvaluationComparison
-
-
-def test_a_given_pipeline_is_a_base_on_the_hub_by_its_name_alone(tiny_config, tmp_path):
-    for name, on_hub in [
-        (None, False),
-        ("me/mine", True),
-        ("runs/of/mine", False),
-        ("/data/me/base", False),
-    ]:
-        pipeline = SimpleNamespace(config={"_name_or_path": name} if name else {})
-        policy = SimpleNamespace(
-            export_adapter="policy", backbone=SimpleNamespace(pipeline=pipeline)
-        )
-        learner: Any = SimpleNamespace(policy=policy)
-        (tmp_path / "metrics.jsonl").write_text("")
-        run: Any = SimpleNamespace(folder=tmp_path, done=0, stopped="")
-        made = card(with_pipeline_name(tiny_config(), pipeline), learner, run, [], [])
-        assert made.on_hub == on_hub == ("base_model" in front_matter(made))
+from flowrl.training.evaluate import EvaluationComparison, Interval
 
 
 def test_the_method_is_named_by_tree_objective_and_choice_of_candidates(tiny_config):

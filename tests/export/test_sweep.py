@@ -7,12 +7,7 @@ import pytest
 import torch
 
 from flowrl.build.learner import ProvidedObjects, build_evaluator
-from flowrl.export.summary import (
-    evaluate_strengths,
-    gallery_rows,
-    sweep_summary,
-    write_sweep,
-)
+from flowrl.export.summary import evaluate_strengths, gallery_rows, sweep_summary, write_sweep
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
 from flowrl.utils.distributed import Runtime

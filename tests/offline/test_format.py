@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 
 from flowrl.errors import UserError
 from flowrl.offline.format import (
-    COLUMNS,
     README,
     DatasetMetadata,
     StoredImage,
@@ -263,24 +261,3 @@ def test_the_card_and_the_bytes_are_a_function_of_the_store(folder, tmp_path):
         assert (tmp_path / "a" / path).read_bytes() == (tmp_path / "b" / path).read_bytes()
     append_shard(tmp_path / "b", 1, latents(), images(shard=1))
     assert open_dataset(tmp_path / "b").identity != a.identity
-
-
-def test_the_card_gives_every_column_a_type(folder):
-    append_shard(folder, 0, latents(), images())
-    header = yaml.safe_load((folder / README).read_text().split("---")[1])
-    given = {f["name"]: f["dtype"] for f in header["dataset_info"]["features"]}
-    rows = [json.loads(line) for line in rows_file(folder, 0).read_text().splitlines()]
-    assert all(list(row) == list(given) for row in rows)
-    assert list(given) == [*COLUMNS, "reward/ocr", "reward/geneval"]
-    python = {"string": str, "int64": int, "bool": bool, "float64": float}
-    for row in rows:
-        for name, value in row.items():
-            assert value is None or type(value) is python[given[name]], name
-
-
-def test_the_datasets_library_reads_the_rows(folder):
-    datasets = pytest.importorskip("datasets")
-    append_shard(folder, 0, latents(), images(scores=[[math.nan, 1.0]] * 4))
-    append_shard(folder, 1, latents(), images(shard=1))
-    rows = datasets.load_dataset(str(folder), cache_dir=str(folder.parent / "cache"))["train"]
-    assert len(rows) == 8 and rows[0]["reward/ocr"] is None and rows[7]["prompt"] == "a ring"

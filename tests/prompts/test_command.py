@@ -1,7 +1,6 @@
 """`flowrl prompts`: files to train and evaluate on."""
 
 import json
-import re
 
 import pytest
 import typer
@@ -9,7 +8,6 @@ from typer.testing import CliRunner
 
 from flowrl.cli.data import prompts
 from flowrl.errors import UserError
-from flowrl.prompts.generate.geneval import geneval_sets
 from flowrl.prompts.records import load_prompts
 
 
@@ -46,13 +44,6 @@ def test_two_files_are_written_that_training_reads(run, tmp_path):
         assert not {p.text for p in train} & {p.text for p in test}
 
 
-def test_the_same_seed_writes_the_same_bytes(run, tmp_path):
-    for folder, seed in (("a", "5"), ("b", "5"), ("c", "6")):
-        run("ocr", "-o", folder, "--count", "30", "--seed", seed)
-    a, b, c = ((tmp_path / name / "train.jsonl").read_bytes() for name in "abc")
-    assert a == b != c
-
-
 def test_own_words_templates_classes_and_ratios_are_used(run, tmp_path):
     (tmp_path / "words.txt").write_text("ART\nBOX\nCUP\nDOG\nEGG\n")
     (tmp_path / "wordings.txt").write_text('the word "{}"\na sign with "{}"\n')
@@ -84,12 +75,3 @@ def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path):
         code, _, error = run(*words, "-o", "sets")
         assert code == 1 and says in error
         assert not (tmp_path / "sets").exists()
-
-
-def test_the_help_says_the_largest_count_of_geneval_prompts():
-    told = " ".join((prompts.__doc__ or "").split())
-    (largest, held_out) = map(int, re.findall(r"at most (\d+) beside (\d+) held-out", told)[0])
-    train, test = geneval_sets(largest, held_out)
-    assert (len(train), len(test)) == (largest, held_out)
-    with pytest.raises(UserError, match="of the kind counting"):
-        geneval_sets(largest + 4, held_out)

@@ -1,9 +1,8 @@
 import json
-import sys
 
 import datasets
 import pytest
-from datasets import config, exceptions
+from datasets import config
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
@@ -80,12 +79,6 @@ def test_lists_of_several_types_are_read_from_data_sets_of_json_lines(tmp_path):
     expected = as_jsonl(tmp_path / "set" / "rows.jsonl", rows)
     assert load_prompts(tmp_path / "set") == expected
     assert expected[0].metadata["include"][1] == place
-
-
-def test_the_usual_columns_are_recognised(tmp_path):
-    for column in ("prompt", "text", "caption"):
-        table([{column: "a cat", "other": "b"}]).to_parquet(tmp_path / f"{column}.parquet")
-        assert load_prompts(tmp_path / f"{column}.parquet")[0].text == "a cat"
 
 
 def test_text_of_columns_is_read_as_json_only_where_it_is(tmp_path):
@@ -184,23 +177,3 @@ def test_no_name_is_refused_and_not_the_working_directory(tmp_path, monkeypatch)
         monkeypatch.chdir(tmp_path)
         with pytest.raises(UserError, match="hf:NAME"):
             load_prompts(name)
-
-
-def test_a_hub_that_cannot_be_asked_says_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="someone/prompts.*hub cannot be reached: load it once"):
-        load_prompts("hf:someone/prompts")
-
-    # A gated data set says what to do.
-    def refuse(*_, **__):
-        raise exceptions.DatasetNotFoundError("Dataset 'x/y' is a gated dataset.")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(UserError, match="accept its terms on its page"):
-        load_prompts("hf:x/y")
-    # Without the package only data sets are out of reach.
-    (tmp_path / "p.txt").write_text("a cat")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    assert load_prompts(tmp_path / "p.txt")[0].text == "a cat"
-    with pytest.raises(UserError, match="pip install datasets"):
-        load_prompts("hf:x/y")

@@ -1,19 +1,8 @@
 """Methods side by side: what a curve, a crossing and a row of the table are."""
 
 import pytest
-from PIL import Image
 
-from scripts.compare.runs import (
-    Run,
-    cost_to_reach,
-    markdown,
-    mean_curve,
-    points,
-    rows,
-    time_to_stay,
-    write_charts,
-    write_table,
-)
+from scripts.compare.runs import Run, cost_to_reach, mean_curve, points, rows, time_to_stay
 
 SCORE = "eval/r"
 
@@ -79,23 +68,3 @@ def test_others_are_measured_by_the_first_methods_final_score_and_its_time():
     assert second["s / iteration"] == "1.00" and second["forwards / iteration"] == "30"
     (never,) = rows([*FAST[:1], run("lost", 0, 1.0, [0.1, 0.2, 0.1])], SCORE)[1:]
     assert never["reaches"] == never["stays above"] == never["reaches, by seed"] == "never"
-
-
-def test_the_files_hold_every_evaluation_and_two_charts(tmp_path):
-    write_table(tmp_path / "curves.csv", [*SLOW, *FAST])
-    write_charts(tmp_path, [*SLOW, *FAST], SCORE, axes=("wall-time", "forwards"))
-    lines = (tmp_path / "curves.csv").read_text().splitlines()
-    assert lines[0] == "method,seed,iteration,seconds,forwards,images,eval/r"
-    assert lines[2] == "chains,0,2,8.0,60,0,0.2000" and len(lines) == 1 + 4 * 3
-    two = run("two", 0, 1.0, [0.1, 0.2])  # with a column of candidates
-    for line in two.metrics[1:]:
-        line["explore/candidates"] = 8
-    write_table(tmp_path / "curves.csv", [*FAST, two])
-    lines = (tmp_path / "curves.csv").read_text().splitlines()
-    assert lines[0] == "method,seed,iteration,seconds,forwards,images,candidates,eval/r"
-    assert lines[1].split(",")[6] == "0" and lines[-1].split(",")[6] == "16"
-    for name in ("wall-time.png", "forwards.png"):
-        with Image.open(tmp_path / name) as chart:
-            assert len(chart.convert("RGB").getcolors(100_000) or []) > 3
-    table = markdown(rows([*SLOW, *FAST], SCORE))
-    assert table.splitlines()[2].startswith("| chains | 4.00 | 30 | 4 | 16 | 0.100 |")

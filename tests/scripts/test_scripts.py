@@ -6,9 +6,7 @@ import shlex
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from flowrl.cli import train as training
 from flowrl.config import load_config
@@ -68,57 +66,3 @@ def test_a_run_to_go_on_with_brings_its_own_recipe(tmp_path, monkeypatch):
 
 
 # --- gallery entries ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def run(tmp_path):
-    """What a finished run leaves, one of its images large."""
-    folder = tmp_path / "runs" / "small"
-    for name, side in (
-        ("card/curve.png", 20),
-        ("card/aligned-1.png", 500),
-        ("gallery/grid.png", 9),
-    ):
-        pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels).save(folder / name)
-    (folder / "README.md").write_text("![](card/curve.png) url: card/aligned-1.png")
-    (folder / "config.yaml").write_text("run: {}")
-    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-    (folder / "gallery" / "index.html").write_text("<html>")
-    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"weights")
-    return folder
-
-
-def test_entries_hold_what_can_be_looked_at(run, tmp_path):
-    (entry,) = script("make_gallery").main([str(run), "--output", str(tmp_path / "gallery")])
-    assert entry == tmp_path / "gallery" / "small"
-    files = {p.relative_to(entry).as_posix() for p in entry.rglob("*") if p.is_file()}
-    assert files == {
-        "README.md", "config.yaml", "metrics.jsonl", "card/curve.png", "card/aligned-1.webp",
-        "gallery/grid.png", "gallery/index.html",
-    }  # fmt: skip
-    assert (entry / "README.md").read_text() == "![](card/curve.png) url: card/aligned-1.webp"
-    assert (entry / "card/curve.png").read_bytes() == (run / "card/curve.png").read_bytes()
-    assert Image.open(entry / "card/aligned-1.webp").size == (500, 500)
-    # An entry is replaced and a large page left out.
-    main, words = script("make_gallery").main, [str(run), "--output", str(tmp_path / "gallery")]
-    main(words)
-    (run / "card" / "aligned-1.png").unlink()
-    (run / "gallery" / "index.html").write_bytes(b" " * 2_000_001)
-    (entry,) = main(words)
-    assert [p.name for p in (entry / "card").iterdir()] == ["curve.png"]
-    assert [p.name for p in (entry / "gallery").iterdir()] == ["grid.png"]
-
-
-def test_entries_that_cannot_be_made_are_refused(run, tmp_path):
-    # A run that is not finished is refused before anything is written.
-    other = run.parent / "unfinished"
-    other.mkdir()
-    words = [str(run), str(other), "--output", str(tmp_path / "gallery")]
-    with pytest.raises(UserError, match="unfinished has no README.md, config.yaml"):
-        script("make_gallery").main(words)
-    assert not (tmp_path / "gallery").exists()
-    # Every entry needs a name of its own.
-    with pytest.raises(UserError, match="a name of its own for each"):
-        script("make_gallery").main([str(run), str(run)])

@@ -158,20 +158,6 @@ def finish(process: subprocess.Popen) -> str:
     return output
 
 
-@pytest.mark.slow  # "killed while the end is saved" states it inside one process
-def test_killed_twice_and_resumed_it_ends_bit_identical(whole, config_for, tmp_path):
-    folder = tmp_path / "run"
-    config = config_for(folder)
-    for resume, iteration in (([], 1), (["--resume", "latest"], 3)):
-        process = launch(config, tmp_path, *resume)
-        wait_for(process, folder, iteration)
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert process.returncode == -signal.SIGKILL
-    finish(launch(config, tmp_path, "--resume", "latest"))
-    assert_same_run(folder, whole)
-
-
 def test_ctrl_c_saves_exits_with_0_and_the_run_goes_on(whole, config_for, tmp_path):
     folder = tmp_path / "run"
     config = config_for(folder)

@@ -60,8 +60,3 @@ def test_accumulation_set_in_the_launcher_is_refused(monkeypatch):
 def test_a_device_that_is_not_there_is_an_error_and_not_a_slow_run():
     with pytest.raises(UserError, match="pipeline.device is cuda"):
         Runtime(device="cuda")
-
-
-def test_a_second_precision_in_one_process_is_explained(runtime):
-    with pytest.raises(UserError, match="new process"):
-        Runtime(device="cpu", mixed_precision="bf16")

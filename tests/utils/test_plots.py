@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from flowrl.utils.plots import DARK, LIGHT, draw_curves, running_mean
-from scripts.compare.runs import draw_comparison
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 
@@ -38,23 +37,6 @@ def test_a_rising_curve_ends_at_the_upper_right_in_both_themes():
 def test_any_finite_values_can_be_drawn_the_same_each_time(values):
     curves = {"reward/mean": list(enumerate(values))}
     assert draw_curves(curves) == draw_curves(curves)
-
-
-def test_panels_stand_two_in_a_row():
-    height, width, _ = pixels(draw_curves({"a": []})).shape
-    sizes = [pixels(draw_curves(dict.fromkeys("abc"[:n], []))).shape[:2] for n in (2, 3)]
-    assert sizes == [(height, 2 * width), (2 * height, 2 * width)]
-    with pytest.raises(ValueError, match="at least one curve"):
-        draw_curves({})
-
-
-def test_a_comparison_has_a_colour_for_each_line_and_a_band_around_it():
-    lines = {name: [(0, 0.0), (1, float(i))] for i, name in enumerate("abc")}
-    plain = draw_comparison(lines, title="t", x_label="x", level=0.5)
-    assert all(len(ink(plain, color)) for color in LIGHT.lines[:3])
-    assert draw_comparison(lines, title="t", x_label="x", bands={"a": [(0, 0), (1, 2)]}) != plain
-    with pytest.raises(ValueError, match="1 to 10 lines"):
-        draw_comparison({}, title="t", x_label="x")
 
 
 @given(values=st.lists(FINITE, min_size=1, max_size=50), window=st.integers(1, 20))
