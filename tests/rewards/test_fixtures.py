@@ -7,7 +7,6 @@ from flowrl_rewards.detectors.tiny import TinyDetector
 from flowrl_rewards.detectors.tiny_shapes import SHAPES
 from flowrl_rewards.fixtures import NAMED, SPOTS, blank, noise, shapes, square, word
 from flowrl_rewards.images import to_uint8
-from flowrl_rewards.ocr import rapidocr_reader
 from flowrl_rewards.tiny_palette import COLORS, PAPER
 
 IMAGES = {
@@ -75,16 +74,3 @@ def test_the_first_of_two_shapes_stands_on_the_left():
     (found,) = TinyDetector()(to_uint8(shapes([("star", "red"), ("cross", "blue")])[None]))
     left, right = sorted(found, key=lambda d: d.box[0])
     assert (left.name, right.name) == ("star", "cross")
-
-
-def test_words_fit_and_are_read_by_a_real_engine():
-    for text in ["CAT", "Hello", "GRAND OPENING", "Fresh bread", "Open every day"]:
-        for size in [96, 128, 256]:
-            image = to_uint8(word(text, size)[None])[0]
-            border = [image[0], image[-1], image[:, 0], image[:, -1]]
-            assert all((edge == PAPER[0]).all() for edge in border)
-            lines = READ(image[..., ::-1].copy())
-            assert "".join(lines).replace(" ", "").lower() == text.replace(" ", "").lower()
-
-
-READ = rapidocr_reader()

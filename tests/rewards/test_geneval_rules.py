@@ -196,34 +196,6 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
             check({"tag": "two_object", "include": include, "exclude": exclude})
 
 
-JUNK = st.sampled_from([None, True, 0, -1, "cat", ["cat"], {"class": "cat"}, ("left of", "0")])
-POSITIONS = st.tuples(st.sampled_from(["left of", "above", "on"]), st.sampled_from([0, 1, "0"]))
-
-
-def mostly(right: st.SearchStrategy) -> st.SearchStrategy:
-    return st.integers(0, 9).flatmap(lambda n: right if n < 9 else JUNK)
-
-
-ENTRIES = st.fixed_dictionaries(
-    {"class": mostly(st.just("cat")), "count": mostly(st.integers(1, 2))},
-    optional={"color": mostly(st.just("red")), "position": mostly(POSITIONS)},
-)
-LISTS = mostly(st.lists(mostly(ENTRIES), max_size=2))
-
-
-@given(st.sampled_from(TAGS), LISTS, LISTS, st.lists(detections, max_size=5))
-def test_whatever_metadata_hold_they_are_refused_in_a_sentence_or_can_be_judged(
-    tag, include, exclude, found
-):
-    try:
-        check({"tag": tag, "include": include, "exclude": exclude})
-    except ValueError:
-        return
-    objects = by_class(found, 0.3)
-    assert 0 <= partial(objects, include) <= 1
-    assert official(objects, include, exclude or ()) in (0, 1)
-
-
 def test_null_is_as_good_as_nothing():
     entry = one("cat", color=None, position=None)
     check({"tag": "single_object", "include": [entry], "exclude": None})

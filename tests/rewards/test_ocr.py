@@ -1,5 +1,4 @@
 import math
-import sys
 
 import pytest
 import torch
@@ -21,22 +20,6 @@ def read_as(lines: list[str], prompt: str, metadata: dict, **args) -> float:
     scores, reasons = made(WHITE, [prompt], [metadata])
     assert not reasons
     return scores.item()
-
-
-def published(prompt: str, lines: list[tuple[str, float]]) -> float:
-    """Flow-GRPO's rule, written down once more: first pair of straight quotes; lines with some
-    confidence, nothing between; no U+0020, lower case; edit distance at most the target's length.
-    """
-    target = prompt.split('"')[1].replace(" ", "").lower()
-    text = "".join(line for line, sure in lines if sure > 0).replace(" ", "").lower()
-    if target in text:
-        return 1.0
-    row = list(range(len(target) + 1))
-    for i, a in enumerate(text, 1):
-        previous, row[0] = row[0], i
-        for j, b in enumerate(target, 1):
-            previous, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, previous + (a != b))
-    return 1 - min(row[-1], len(target)) / len(target)
 
 
 EDGES = [  # prompt, lines, score by hand
@@ -70,18 +53,7 @@ EDGES = [  # prompt, lines, score by hand
 
 def test_the_rule_is_the_published_one():
     for prompt, lines, score in EDGES:
-        assert published(prompt, [(line, 1.0) for line in lines]) == pytest.approx(score)
-        assert read_as(lines, prompt, {}) == pytest.approx(score)
-
-
-anything = st.text(st.sampled_from("abAB é.!'\u00a0\u201c"), max_size=10)
-
-
-@given(anything.filter(str.strip), st.lists(anything, max_size=4), anything)
-def test_the_rule_is_the_published_one_on_any_text(target, lines, before):
-    prompt = f'{before}"{target}" on a wall'
-    expected = published(prompt, [(line, 1.0) for line in lines])
-    assert read_as(lines, prompt, {}) == pytest.approx(expected)
+        assert read_as(lines, prompt, {}) == pytest.approx(score), (prompt, lines)
 
 
 @given(words, words)
@@ -168,14 +140,6 @@ def test_what_is_nothing_to_read_or_no_text_is_found_before_training_in_every_mo
             with pytest.raises(ValueError, match="ocr_text"):
                 made.check("a sign", {"ocr_text": wrong})
             assert not {"None", "True", str(wrong)} & set(made.targets("", {"ocr_text": wrong}))
-
-
-def test_a_missing_package_concerns_all_images_and_is_raised(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rapidfuzz.distance", None)
-    made = OCR()
-    made._read = lambda image: ["CAR"]
-    with pytest.raises(ImportError, match="rapidfuzz"):
-        made(WHITE, [""], [{"ocr_text": "CAT"}])
 
 
 def test_a_prompt_without_text_is_missing_and_one_without_quotes_is_not_ours():

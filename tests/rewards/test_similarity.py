@@ -72,15 +72,8 @@ def test_a_reference_may_have_another_size_and_be_a_data_url(red_file):
 
 
 def test_a_reference_that_cannot_be_opened_is_found_at_the_start(tmp_path):
-    for reference in [
-        "missing.png",
-        "data:image/png;base64,%%%",
-        "data:image/png;base64,AAAA",
-        "",
-        "a\0b",
-        7,
-        None,
-    ]:
+    broken = ("data:image/png;base64,%%%", "data:image/png;base64,AAAA")
+    for reference in ("missing.png", *broken, "", "a\0b", 7, None):
         with pytest.raises(ValueError, match=r'metadata\["reference"\].*cannot be opened'):
             Similarity(folder=str(tmp_path)).check("", {"reference": reference})
 

@@ -32,18 +32,10 @@ def test_the_final_score_is_a_share_of_5_and_the_axes_are_averaged_and_brought_t
 
 
 def test_a_text_of_another_form_is_missing_not_0():
+    wrong = ("0", "7", "4/10", "**4** / 10", "4 out of 10", "4,5", "1-5", "1\u20135", "4.5.2")
     for form, text in [
+        *(("1.5", f"Final Score: {score}") for score in (*wrong, "4\nFinal Score: 2/10")),
         ("1.5", "a nice cat"),
-        ("1.5", "Final Score: 0"),
-        ("1.5", "Final Score: 7"),
-        ("1.5", "Final Score: 4/10"),
-        ("1.5", "Final Score: **4** / 10"),
-        ("1.5", "Final Score: 4 out of 10"),
-        ("1.5", "Final Score: 4,5"),
-        ("1.5", "Final Score: 1-5"),
-        ("1.5", "Final Score: 1\u20135"),
-        ("1.5", "Final Score: 4.5.2"),
-        ("1.5", "Final Score: 4\nFinal Score: 2/10"),
         ("2.0", AXES.format("1-5", 4, 4)),
         ("2.0", "Final Score: 5"),
         ("2.0", AXES.format(4, 4, "good")),

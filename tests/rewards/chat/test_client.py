@@ -155,13 +155,8 @@ def test_the_same_question_is_asked_once_in_a_batch_and_with_a_cache_never_again
 
 def test_the_cache_separates_texts_images_lengths_and_probabilities():
     different = [
-        question("a"),
-        question("b"),
-        question("a", BLUE),
-        question("a", RED, BLUE),
-        question("a", BLUE, RED),
-        question("a", max_tokens=9),
-        question("a", alternatives=5),
+        *(question("a", *images) for images in ((), (BLUE,), (RED, BLUE), (BLUE, RED))),
+        *(question("b"), question("a", max_tokens=9), question("a", alternatives=5)),
     ]
     with scripted(lambda body: completion("5", {"5": 1.0})) as server:
         chat = Chat("m", server.url, cache=True)

@@ -76,15 +76,3 @@ def test_the_rule_names_ten_colours_and_others_can_be_given(tiny_clip):
     find.load()
     assert set(find(random_image(), [thing()])) <= {"red", "blue"}
     assert find(random_image(), []) == []
-
-
-@pytest.mark.weights
-def test_the_real_checkpoint_names_painted_squares():
-    for color in COLORS:
-        from flowrl_rewards.fixtures import square
-
-        image = (square(color).permute(1, 2, 0) * 255).byte().numpy()
-        box = (49, 49, 175, 175)
-        mask = np.zeros(image.shape[:2], bool)
-        mask[49:175, 49:175] = True
-        assert ClipColors()(image, [thing(box, mask, "square")]) == [color]

@@ -74,20 +74,6 @@ def test_a_batch_scores_as_its_images_alone_and_rows_do_not_meet(clip, random_im
     )
 
 
-def test_equal_prompts_are_encoded_once_with_the_same_result(tiny_clip, random_images):
-    clip = Clip(tiny_clip, reward="a test", device="cpu")
-    encode, seen = clip.texts.encode, []
-    clip.texts.encode = lambda prompts: seen.append(prompts) or encode(prompts)
-    shared = clip.texts(PROMPTS)
-    assert seen == [["a red circle", "two blue stars", "a green ring"]]
-    assert torch.equal(shared[0], shared[2])
-    with torch.no_grad():
-        torch.testing.assert_close(shared, encode(PROMPTS), rtol=0, atol=1e-6)
-    same = random_images(1).expand(4, -1, -1, -1)
-    scores = clip.cosine(same, PROMPTS)
-    assert scores[0] == scores[2] != scores[1]
-
-
 def test_long_prompts_are_cut_with_a_warning(clip):
     long = "a red circle " * 9
     with pytest.warns(UserWarning, match=r"a test reads 14 tokens .* prompt of 29"):

@@ -12,16 +12,9 @@ from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import BUILT_IN, load_reward
 
 OFFLINE = (
-    "geneval",
-    "ocr",
-    "similarity",
-    "diversity",
-    "compressibility",
-    "incompressibility",
-    "brightness",
-    "tiny_colors",
-    "tiny_quality",
-)
+    "geneval ocr similarity diversity compressibility incompressibility brightness tiny_colors "
+    "tiny_quality"
+).split()
 LACKING = {  # what the others say on a machine without weights, packages and servers
     "pickscore": "run `hf download yuvalkirstain/PickScore_v1",
     "clipscore": "run `hf download openai/clip-vit-large-patch14",

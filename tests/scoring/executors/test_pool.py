@@ -7,7 +7,6 @@ from concurrent.futures import wait
 import psutil
 import pytest
 import torch
-from flowrl_rewards.fixtures import word
 from torch import Tensor
 
 from flowrl.scoring.executors.base import Answer, InlineExecutor, RewardFailure
@@ -68,20 +67,6 @@ def test_scores_are_those_of_this_process_bit_for_bit_in_the_order_of_the_images
     found = pair.submit(images, prompts, slow_first).result(PATIENCE)
     assert torch.equal(found.scores, expected.scores) and found.scores.dtype == torch.float32
     assert not found.reasons and found.seconds >= 0.3
-
-
-def test_words_are_read_as_in_this_process():
-    images = quantise(torch.stack([word("FLOW", 64), word("RIVER", 64), word("SEA", 64)]))
-    metadata = [{"ocr_text": text} for text in ("FLOW", "RAVEN", "SEA")]
-    pool = PoolExecutor("ocr", {"mode": "strict"}, "ocr", micro_batch=2)
-    try:
-        answer = pool.submit(images, [""] * 3, metadata)
-        here = InlineExecutor(load_reward("ocr", {"mode": "strict"}), "ocr")
-        expected = here.submit(images, [""] * 3, metadata).result()
-        assert torch.equal(answer.result(PATIENCE).scores, expected.scores)
-        assert expected.scores[0] == 1 and 0 < expected.scores[1] < 1
-    finally:
-        pool.close()
 
 
 def test_no_image_is_lost_or_scored_twice_however_long_each_takes(pair, tmp_path):

@@ -70,14 +70,9 @@ def test_addresses_limits_and_tokens_that_cannot_be_are_refused_and_no_token_is_
     for urls in ([], ["localhost:8400"], ["ftp://example.com"]):
         with pytest.raises(UserError, match="http://HOST:PORT"):
             HTTPExecutor("mean", urls)
-    for name, value in (
-        ("micro_batch", 0),
-        ("timeout", 0.0),
-        ("timeout", float("nan")),
-        ("deadline", -1.0),
-        ("deadline", float("inf")),
-        ("in_flight", 0),
-    ):
+    wrong = {"micro_batch": [0], "timeout": [0.0, float("nan")], "in_flight": [0]}
+    wrong["deadline"] = [-1.0, float("inf")]
+    for name, value in ((name, value) for name, values in wrong.items() for value in values):
         with pytest.raises(UserError, match=f"'mean': {name} is {value}"):
             HTTPExecutor("mean", [NOWHERE], **{name: value})
     for token in ("schlüssel", "two words", "line\n", "\x07"):

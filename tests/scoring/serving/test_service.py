@@ -6,12 +6,13 @@ import time
 
 import pytest
 import torch
+from starlette.requests import Request as Asked
 
 from flowrl.errors import UserError
 from flowrl.scoring import server as service
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.protocol import LOSSLESS, PROTOCOL, Item, ScoreRequest, encode
-from flowrl.scoring.server import make_app
+from flowrl.scoring.server import MAX_UPLOADS, Refused, Uploads, make_app
 from flowrl.scoring.spec import RewardSpec
 
 IMAGES = torch.zeros(1, 3, 8, 8)
@@ -89,3 +90,33 @@ def test_closing_does_not_wait_for_a_reward_that_hangs(monkeypatch):
 
     assert asyncio.run(close()) < 1.0
     assert made.not_closed == ["hangs"]
+
+
+def arriving(ends: bool) -> Asked:
+    """A question whose body comes at once or never."""
+
+    async def receive():
+        if not ends:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    headers = [(b"content-type", b"application/json")]
+    return Asked({"type": "http", "headers": headers}, receive)
+
+
+async def refusal(uploads: Uploads, asked: Asked) -> Refused:
+    with pytest.raises(Refused) as caught:
+        await uploads.read(asked, 100)
+    return caught.value
+
+
+def test_a_body_that_does_not_end_gives_its_place_back(monkeypatch):
+    monkeypatch.setattr(service, "UPLOAD_TIMEOUT_S", 0.05)
+
+    async def upload():
+        uploads = Uploads()
+        reading = [refusal(uploads, arriving(False)) for _ in range(MAX_UPLOADS)]
+        return await asyncio.gather(*reading), await refusal(uploads, arriving(True))
+
+    slow, after = asyncio.run(upload())
+    assert {refused.status for refused in slow} == {408} and after.status == 422

@@ -51,14 +51,9 @@ def test_a_reward_that_compares_groups_is_loaded_with_a_whole_one():
 
 
 def test_a_reward_that_cannot_score_its_own_image_is_not_served():
-    class Broken:
-        def fixtures(self):
-            return [fixture("it works", IMAGES[0], IMAGES[1], "a prompt")]
+    def broken(images, prompts, metadata):
+        raise OSError("no weights")
 
-        def __call__(self, images, prompts, metadata):
-            raise OSError("no weights")
-
-    reward = Broken()
-    spec = RewardSpec(name="broken", reward=reward, executor=InlineExecutor(reward, "broken"))
-    with pytest.raises(UserError, match="'broken' cannot score its own fixture 0: OSError: no w"):
-        warm_up(spec)
+    broken.fixtures = lambda: [fixture("it works", IMAGES[0], IMAGES[1], "a prompt")]
+    with pytest.raises(UserError, match="'mine' cannot score its own fixture 0: OSError: no w"):
+        warmed(broken)
