@@ -25,7 +25,6 @@ def tensors(network: nn.Module) -> dict[str, Tensor]:
 
 
 def adapted(policy: Policy) -> dict[str, Any]:
-    """PEFT's layers by name."""
     names = [name for name, _ in policy.network.named_modules() if name.endswith(".lora_A")]
     return {(n := name.removesuffix(".lora_A")): policy.network.get_submodule(n) for name in names}
 
@@ -36,7 +35,6 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 @torch.no_grad()
 def velocity(model: RolloutModel, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
-    """Of the adapter that was synced last."""
     return with_network(model.policy.backbone, model.network).velocity(x, sigma, cond)
 
 

@@ -56,9 +56,6 @@ def test_weights_written_in_place_are_followed_without_compiling_anew():
     assert recompilations() == warm + 1
 
 
-# --- torch's limit of graphs ----------------------------------------------------------------------
-
-
 class Blocks(nn.Module):
     """As many as it is told, so that networks of this class differ in what is compiled."""
 
@@ -74,7 +71,6 @@ class Blocks(nn.Module):
 
 @pytest.fixture
 def limited():
-    """To what torch begins with; undone afterwards."""
     torch.compiler.reset()
     with config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
         yield
@@ -115,9 +111,6 @@ def test_a_higher_limit_that_someone_set_is_left(limited):
         config.recompile_limit = before
         compile_network(Blocks(1), backend="eager")
         assert config.recompile_limit == after and config.fail_on_recompile_limit_hit
-
-
-# --- rollout models ------------------------------------------------------------------------------
 
 
 @pytest.mark.slow  # a minute of compiling

@@ -59,35 +59,6 @@ def test_every_cell_is_the_documented_format_or_an_error_that_names_the_others()
         assert found.native == (requested != "nvfp4-emulated")
 
 
-def test_emulation_says_that_it_is_not_faster_and_runs_only_by_its_name():
-    for device in DEVICES:
-        backends = {
-            requested: found.backend
-            for requested in PRECISIONS
-            if (found := attempt(requested, DEVICES[device])) is not None
-        }
-        assert "not faster" in resolve("nvfp4-emulated", DEVICES[device]).reason
-        assert [r for r, b in backends.items() if b == backends["nvfp4-emulated"]] == [
-            "nvfp4-emulated"
-        ]
-
-
-def attempt(requested: str, capability: Capability) -> Resolved | None:
-    try:
-        return resolve(requested, capability)
-    except UserError:
-        return None
-
-
-def test_the_automatic_choice_says_what_lower_precisions_lack():
-    reason = resolve("auto", DEVICES["hopper"]).reason
-    assert "nvfp4: needs" in reason and "10.0" in reason and "9.0" in reason
-    assert "fp8: needs" not in reason
-    with pytest.raises(UserError, match=r"torch\.nn\.functional\.scaled_mm"):
-        resolve("nvfp4", DEVICES["blackwell, old torch"])
-    assert "scaled_mm" in resolve("auto", DEVICES["blackwell, old torch"]).reason
-
-
 def test_errors_name_the_option_and_an_unknown_precision_the_known_ones():
     cases = (("", "precision"), ("pipeline", "pipeline.precision"), ("--", "--precision"))
     for where, name in cases:
@@ -115,21 +86,8 @@ def test_one_step_down_at_a_time_ends_at_bf16():
         assert seen == steps
 
 
-def test_the_cpu_has_no_compute_capability():
-    found = capability_of(torch.device("cpu"))
-    assert (found.device, found.compute) == ("cpu", None)
-    assert found.scaled_mm == hasattr(torch.nn.functional, "scaled_mm")
-
-
 def test_a_rocm_device_is_not_taken_for_an_nvidia_generation(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
     assert native_formats(capability_of(torch.device("cuda"))) == ("bf16",)
-
-
-@pytest.mark.gpu
-def test_this_gpu_gets_a_precision_that_its_generation_has():
-    found = capability_of(torch.device("cuda"))
-    assert found.name == torch.cuda.get_device_name()
-    assert resolve("auto", found).format in native_formats(found)

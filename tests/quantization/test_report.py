@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.quantization.backends import Capability, next_lower, resolve
+from flowrl.quantization.backends import Capability, resolve
 from flowrl.quantization.layer_rules import LayerRules, choose_layers
-from flowrl.quantization.rollout_model import describe_precision, read_precision, write_precision
+from flowrl.quantization.rollout_model import read_precision, write_precision
 
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 EMULATED, PLAIN = resolve("nvfp4-emulated", CPU), resolve("bf16", CPU)
@@ -18,24 +18,6 @@ EMULATED, PLAIN = resolve("nvfp4-emulated", CPU), resolve("bf16", CPU)
 def choices():
     network = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
     return choose_layers(network, LayerRules(keep=("b",), min_dim=0), "nvfp4")
-
-
-def test_what_is_not_quantised_is_told_by_its_dtype_and_why_if_it_was_not_asked_for_by_name():
-    for dtype, name in ((torch.float32, "float32"), (torch.float16, "float16")):
-        assert (
-            describe_precision(PLAIN, (), dtype=dtype) == f"candidates are not quantised ({name})"
-        )
-    lower = next_lower(EMULATED, CPU)
-    assert lower is not None
-    text = describe_precision(lower, (), dtype=torch.float32)
-    assert "(float32): " in text and text.endswith("nvfp4-emulated")
-    assert "natively" in describe_precision(resolve("auto", CPU), (), dtype=torch.float32)
-
-
-def test_emulation_is_told_by_its_option_and_with_its_share(choices):
-    text = describe_precision(EMULATED, choices, dtype=torch.float32)
-    assert text.startswith("candidates are computed in nvfp4-emulated by ")
-    assert text.endswith("1 of 2 layers are quantised, 50% of their weights")
 
 
 def test_the_file_says_what_it_is_about_and_since_when(choices, tmp_path):

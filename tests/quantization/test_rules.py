@@ -31,7 +31,6 @@ def reasons(network, rules=NONE, **options) -> dict[str, str]:
 
 
 def endings(choices) -> set[str]:
-    """The last parts of the names of quantised layers of blocks, whatever the block."""
     return {".".join(c.name.split(".")[2:]) for c in choices if c.format}
 
 
@@ -151,25 +150,6 @@ def test_a_pattern_that_matches_nothing_is_an_error_with_the_option_and_a_layer_
         with pytest.raises(UserError, match=r"pipeline\.keep_layers") as error:
             choose_layers(nn.ModuleDict(parts), NONE, "nvfp4", keep=[pattern], where="pipeline")
         assert all(word in str(error.value) for word in words), pattern
-
-
-def test_what_to_do_when_nothing_is_left_fits_the_cause():
-    where = "rollout.explore"
-    for shapes, least, option, number in (
-        ({"a": (64, 64), "b": (32, 32)}, 48, True, "32"),
-        ({"a": (64, 64)}, 48, False, "48"),
-        ({"a": (64, 64)}, 64, True, "64"),
-        ({"a": (64, 64), "b": (64, 63)}, 0, False, "1"),
-        ({"b": (64, 63)}, 0, False, "bf16"),
-        ({}, 0, False, "bf16"),
-    ):
-        network = nn.ModuleDict({n: nn.Linear(i, o) for n, (o, i) in shapes.items()})
-        keep = ["a"] if "a" in shapes else []
-        with pytest.raises(UserError) as error:
-            choose_layers(network, NONE, "nvfp4", min_dim=least, keep=keep, where=where)
-        advice, case = str(error.value), (shapes, least)
-        assert f"{len(keep)} are kept by name (rollout.explore.keep_layers)" in advice, case
-        assert (f"{where}.min_dim below" in advice) == option and number in advice, case
 
 
 def test_only_a_plain_1x1_convolution_is_a_linear_layer_at_every_pixel():
