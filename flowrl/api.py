@@ -25,6 +25,7 @@ from flowrl.build.learner import (
     build_backbone,
     build_evaluator,
     build_learner,
+    build_rewards,
     build_run,
     check_evaluations,
     evaluation_prompts,
@@ -32,7 +33,6 @@ from flowrl.build.learner import (
     with_pipeline_name,
 )
 from flowrl.build.offline import dataset_metadata
-from flowrl.build.rewards import build_rewards
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
 from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
 from flowrl.config import Config, config_yaml, load_config, parse_config

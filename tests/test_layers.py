@@ -14,7 +14,7 @@ PACKAGE = ROOT / "flowrl"
 # the few modules beside the packages.
 LAYERS = [
     {"errors", "utils", "functional", "tiny"},
-    {"prompts", "trees", "reference_cache", "trajectory"},
+    {"prompts", "trees", "trajectory"},
     {"config"},
     {"backbones"},
     {"quantization"},

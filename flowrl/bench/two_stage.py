@@ -302,7 +302,6 @@ def measure(
         },
         repeats,
     )
-    two = best["two"]
     return Costs(
         device=device_name(exact.backbone.device),
         prompts=len(candidates.prompt) // preview.roots,
@@ -314,8 +313,8 @@ def measure(
         ),
         batch=exact.batch_size,
         single=best["single"]["total"],
-        two=two.pop("total"),
-        split=two,
+        two=best["two"].pop("total"),
+        split=best["two"],
         exact_step=best["exact"]["step"],
         low_step=best["low"]["step"],
         peft_step=best["peft"]["step"],

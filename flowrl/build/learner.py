@@ -18,7 +18,6 @@ from flowrl.build.backbone import (
     set_precision,
 )
 from flowrl.build.offline import build_stored, check_offline
-from flowrl.build.rewards import build_rewards
 from flowrl.build.rollout import RolloutParts, build_sampler, check_rollout_memory
 from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode
 from flowrl.build.work_split import check_split, iteration_work
@@ -33,6 +32,7 @@ from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrase
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Sampler, Source
 from flowrl.scoring.combine import mean_reward
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
@@ -41,10 +41,6 @@ from flowrl.training.run import Run, StopRule, stop_rule
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
-
-# Options under `pipeline` that leave evaluations as they are, which use the exact weights.
-INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
-PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +104,37 @@ def build_learner(
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
     )
+
+
+def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> list[RewardSpec]:
+    """Return the rewards in `given`, by name, or those of the recipe.
+
+    Raises UserError when one cannot be made, or when two have one name.
+    """
+    if given:
+        return [
+            RewardSpec(name=name, reward=reward, executor=InlineExecutor(reward, name))
+            for name, reward in given.items()
+        ]
+    specs: list[RewardSpec] = []
+    try:
+        for entry in config.rewards:
+            specs.append(entry.build())
+            if [spec.name for spec in specs].count(specs[-1].name) > 1:
+                raise UserError(
+                    f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "
+                    "one, or give it a label"
+                )
+    except UserError:
+        for spec in specs:
+            spec.close()
+        raise
+    return specs
+
+
+# Options under `pipeline` that leave evaluations as they are, which use the exact weights.
+INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
+PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
 def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Policy:

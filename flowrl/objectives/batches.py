@@ -9,8 +9,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.functional.groups import lone, undecided
-from flowrl.reference_cache import ReferenceErrors
-from flowrl.trajectory import Conditioning, Metrics, Rollout, Tree
+from flowrl.trajectory import Conditioning, Metrics, ReferenceErrors, Rollout, Tree
 
 Compared = Literal["image", "group", "update"]
 

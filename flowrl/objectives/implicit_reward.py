@@ -10,8 +10,7 @@ from flowrl.functional.gaussian import velocity_kl
 from flowrl.objectives.base import Models, Needs, OldPolicy
 from flowrl.objectives.batches import Compared, Endpoints
 from flowrl.objectives.noising import WEIGHTINGS, NoisedImages, Noising
-from flowrl.reference_cache import ReferenceErrors
-from flowrl.trajectory import Rollout
+from flowrl.trajectory import ReferenceErrors, Rollout
 
 
 def implicit_reward(err: Tensor, err_ref: Tensor, implicit_beta: float | Tensor) -> Tensor:

@@ -15,12 +15,11 @@ from flowrl.functional.noise import keyed_uniform, noise_seed
 from flowrl.offline.format import DTYPES, OfflineDataset, StoredGroup, open_dataset
 from flowrl.offline.writer import Refresher
 from flowrl.prompts.records import PromptSampler
-from flowrl.reference_cache import ReferenceErrors
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import learning_seed
 from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec, trained
-from flowrl.trajectory import Rollout, Tree
+from flowrl.trajectory import ReferenceErrors, Rollout, Tree
 from flowrl.utils.distributed import Runtime
 
 

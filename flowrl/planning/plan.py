@@ -12,9 +12,13 @@ from typing import Any
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.sd3 import dual_targets
 from flowrl.build.backbone import backbone_class
-from flowrl.build.work_split import iteration_work
-from flowrl.build.work_split import split_work
-from flowrl.build.work_split import IterationWork, WorkSplit, micro_batches
+from flowrl.build.work_split import (
+    IterationWork,
+    WorkSplit,
+    iteration_work,
+    micro_batches,
+    split_work,
+)
 from flowrl.config import Config
 from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowrl.functional.bootstrap import Interval, paired_bootstrap
-from flowrl.training.evaluate import Evaluation
+from flowrl.training.evaluate import Evaluation, Interval, paired_bootstrap
 from scripts.compare.runs import Point, Run, cost_to_reach, mean_curve, seconds_of
 
 

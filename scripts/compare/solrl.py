@@ -19,8 +19,8 @@ from pathlib import Path
 import flowrl
 from flowrl.api import audit
 from flowrl.config import Config
-from flowrl.functional.bootstrap import Interval
 from flowrl.sampling.rank_audit import AuditEvent, AuditLog, AuditReport
+from flowrl.training.evaluate import Interval
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 from scripts.compare.outcomes import differences, outcome, table

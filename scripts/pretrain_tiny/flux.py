@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 from scripts.pretrain_tiny.encoders import CLIP_WIDTH, T5_WIDTH, clip_encoder, t5_encoder
 from scripts.pretrain_tiny.sd3 import LATENT_CHANNELS
+from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 
 WIDTH, DOUBLE, SINGLE, HEADS = 128, 2, 6, 4
 SHORT, LONG = 12, 512  # T5 tokens: the presets' length, diffusers' default

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.sana import stock_instruction
-from scripts.pretrain_tiny.vocab import gemma_tokenizer
 from scripts.pretrain_tiny.encoders import GEMMA_WIDTH, GEMMA_WINDOW, gemma_encoder
+from scripts.pretrain_tiny.vocab import gemma_tokenizer
 
 LATENT_CHANNELS = 32
 WIDTH, LAYERS, HEADS = 128, 8, 4

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 from scripts.pretrain_tiny.encoders import CLIP_WIDTH, T5_WIDTH, projecting_clip_encoder, t5_encoder
+from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 
 LATENT_CHANNELS = 16
 WIDTH, LAYERS, HEADS = 128, 5, 4

@@ -5,8 +5,15 @@ from itertools import combinations, permutations
 from math import prod
 from typing import Any
 
-from flowrl.prompts.generate.templates import Sets, TemplateKind, sample_sets
-from flowrl.prompts.generate.words import COCO, COLORS, article, plural
+from flowrl.prompts.generate.templates import (
+    COCO,
+    COLORS,
+    Sets,
+    TemplateKind,
+    article,
+    plural,
+    sample_sets,
+)
 from flowrl.tiny.world import NUMBERS, one
 
 # In this order everywhere. The default ratio is what Flow-GRPO (arXiv 2505.05470) trains on.

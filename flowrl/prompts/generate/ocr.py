@@ -5,8 +5,14 @@ from collections.abc import Hashable, Sequence
 from math import perm
 
 from flowrl.errors import UserError
-from flowrl.prompts.generate.templates import Sets, TemplateKind, apportion, sample_sets, shuffled
-from flowrl.prompts.generate.words import WORDS
+from flowrl.prompts.generate.templates import (
+    WORDS,
+    Sets,
+    TemplateKind,
+    apportion,
+    sample_sets,
+    shuffled,
+)
 
 LENGTHS = ("1 word", "2 words", "3 words", "4 words")
 RATIO = (1, 3, 3, 3)

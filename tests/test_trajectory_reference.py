@@ -2,7 +2,7 @@
 
 import torch
 
-from flowrl.reference_cache import ReferenceErrors
+from flowrl.trajectory import ReferenceErrors
 
 
 class Two:
