@@ -30,7 +30,6 @@ FAMILIES: dict[str, Any] = {"sd3": SD3, "flux": Flux, "sana": Sana}
 
 @pytest.fixture(scope="module")
 def request_() -> RolloutRequest:
-    """One tree of each of four prompts."""
     return RolloutRequest(
         prompts=load_prompts("tiny:all:test", limit=COUNT),
         prompt=torch.arange(COUNT),
@@ -43,7 +42,6 @@ def request_() -> RolloutRequest:
 
 @pytest.fixture(scope="module")
 def tiny_images() -> Tensor:
-    """Images of the tiny world, which the autoencoders know."""
     prompts = split_prompts("colors", "test")[:COUNT]
     return to_tensor([Image.fromarray(draw_tiny(p, Random(i))) for i, p in enumerate(prompts)])
 
@@ -97,7 +95,6 @@ def ours(request_: RolloutRequest) -> Callable[..., tuple[Any, Tensor]]:
 
 @pytest.fixture(scope="module")
 def theirs(request_: RolloutRequest) -> Callable[..., Tensor]:
-    """What the backbone's pipeline itself samples from the same noise."""
 
     def sample(backbone: Any, output: str = "latent") -> Tensor:
         latents = request_.noise((), 0, "init", backbone.latent_shape())

@@ -96,23 +96,3 @@ def test_sd3_attends_by_xformers_when_told_so(networks, xformers):
         told = copy.deepcopy(network)(**inputs).sample
     assert len(xformers) >= network.config.num_layers
     torch.testing.assert_close(told, own, rtol=1e-4, atol=1e-4)
-
-
-def test_sana_whose_linear_attention_it_would_replace_is_left_alone(networks, xformers):
-    def processors():
-        return [type(m.processor) for m in networks["sana"].modules() if hasattr(m, "processor")]
-
-    before = processors()
-    with pytest.raises(UserError, match="native or null$"):
-        set_attention(networks["sana"], "xformers", CUDA)
-    assert processors() == before
-
-
-def test_a_missing_library_is_named(networks, monkeypatch):
-    from diffusers.models import attention_dispatch, attention_processor
-
-    monkeypatch.setattr(attention_processor, "is_xformers_available", lambda: False)
-    monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", False)
-    for family in ("sd3", "flux"):
-        with pytest.raises(UserError, match="cannot be used here.*install `?xformers"):
-            set_attention(networks[family], "xformers", CUDA)

@@ -41,7 +41,6 @@ def linear_layers(network):
 
 
 def held(network):
-    """Bytes of the linear layers' weights as they are kept."""
     weights = [layer.weight.data for layer in linear_layers(network)]
     parts = [
         getattr(weight, name) if name else weight
@@ -134,13 +133,6 @@ def test_bitsandbytes_is_refused_on_a_cpu_and_on_what_is_loaded_already(monkeypa
         UserError, match="GPUs alone: on the CPU set memory.base_library to torchao"
     ):
         check_base_bits(BaseBits(bits=4, library="bitsandbytes"), CPU)
-
-
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    for library in ["bitsandbytes", "torchao"]:
-        monkeypatch.setattr(base_weights.importlib.util, "find_spec", lambda name: None)
-        with pytest.raises(UserError, match=rf'pip install "\.\[{library}\]"'):
-            check_base_bits(BaseBits(bits=8, library=library), CUDA)
 
 
 def test_what_makes_no_sense_together_is_told_before_anything_is_loaded(tiny_config):

@@ -70,6 +70,8 @@ def test_beyond_its_capacity_the_oldest_are_forgotten_and_none_without_one():
     cache = TextCache(backbone, capacity=2)
     cache(records("a", "bb", "ccc"))
     assert [cache.has(r) for r in records("a", "bb", "ccc")] == [False, True, True]
+    cache(records("bb", "a"))  # the one that was used last stays
+    assert [text for text, _ in cache.known] == ["bb", "a"]
     endless = TextCache(backbone, capacity=None)
     endless(records(*map(str, range(9))))
     assert len(endless.known) == 9 and endless.nbytes() == 9 * 16
@@ -140,12 +142,8 @@ def test_texts_are_encoded_in_the_encoders_own_dtype_under_autocast_too():
     assert backbone.autocast == [False]
 
 
-# --- what tells one pipeline's text encoders from another's --------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path):
-    """The index and the text encoders of a pipeline, as far as files go."""
     (tmp_path / "model_index.json").write_text(
         '{"_class_name": "X", "text_encoder": ["a", "B"], "text_encoder_2": ["a", "B"], "vae": []}'
     )

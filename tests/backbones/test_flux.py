@@ -47,12 +47,6 @@ def test_sigmas_are_shifted_by_the_number_of_tokens(pipeline):
     assert torch.equal(pipeline.scheduler.sigmas, before["sigmas"])
 
 
-def test_more_tokens_than_the_pipeline_takes_are_refused(pipeline):
-    assert Flux(pipeline, max_sequence_length=512).max_sequence_length == 512
-    with pytest.raises(UserError, match="max_sequence_length is 513, .* set it to 512 or less"):
-        Flux(pipeline, max_sequence_length=513)
-
-
 def test_keys_that_a_scheduler_lacks_are_as_in_the_pipeline_and_its_own_sigmas_are_kept(pipeline):
     backbone = Flux(copy.copy(pipeline))
     before = backbone.sigmas(4)

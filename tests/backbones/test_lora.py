@@ -29,7 +29,6 @@ def recipe(family="sd3", **lora):
 
 
 def policy_of(pipeline, config):
-    """A policy that is not its base: both factors of all adapters are drawn."""
     policy = build_policy(
         config, build_backbone(config.pipeline, pipeline, guidance=1.0), keep_old=False
     )
@@ -92,7 +91,6 @@ def test_its_own_pipeline_takes_the_lora_whole_and_samples_the_policys_images(sa
 
 @pytest.fixture(scope="module")
 def dual(load_tiny):
-    """A pipeline whose first two of four blocks attend to the image twice."""
     from diffusers import SD3Transformer2DModel
 
     def load():

@@ -27,7 +27,6 @@ class Pipeline(SimpleNamespace):
 
 
 def network():
-    """Two layers that share a weight, and a buffer."""
     found = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)).requires_grad_(False)
     found[1].weight = found[0].weight
     return found
@@ -38,7 +37,6 @@ def tensors(module):
 
 
 def test_a_visitor_is_on_the_device_inside_and_home_after():
-    # A visitor is on the device inside and its own tensors are back after.
     module = network()
     before = tensors(module)
     with moved_to([module], META):
@@ -48,7 +46,6 @@ def test_a_visitor_is_on_the_device_inside_and_home_after():
     after = tensors(module)
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     assert module.state_dict().keys() == network().state_dict().keys()
-    # A visitor goes home when the work fails.
     module = network()
     with pytest.raises(RuntimeError), moved_to([module], META):
         raise RuntimeError
@@ -61,21 +58,18 @@ def test_a_visitor_is_on_the_device_inside_and_home_after():
 
 
 def test_encoders_stay_on_the_cpu_and_the_autoencoder_visits():
-    # An autoencoder is on the backbones device while it decodes.
     pipeline = Pipeline(vae=network())
     with autoencoder_on_device(SimpleNamespace(pipeline=pipeline, device=META)):
         assert pipeline.vae[0].weight.device == META
     assert pipeline.vae[0].weight.device == CPU
     with autoencoder_on_device(SimpleNamespace(pipeline=None, device=META)):
         pass
-    # What is kept away stays on the cpu when a pipeline is placed.
     pipeline = Pipeline(
         transformer=network(), text_encoder=network(), text_encoder_2=network(), scheduler=object()
     )
     assert place_pipeline(pipeline, META, ("text_encoder",)) is pipeline
     devices = [getattr(pipeline, n)[0].weight.device for n in pipeline.components if n[0] == "t"]
     assert devices == [META, CPU, CPU]
-    # An object that is no pipeline has nothing to free.
     assert encoders_of(None) == [] and not are_freed(None)
     assert not are_freed(Pipeline(transformer=network()))
 

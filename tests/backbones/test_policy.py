@@ -58,7 +58,6 @@ def test_a_fresh_policy_is_the_plain_network_and_a_disturbed_one_is_not(make, lo
 
 
 def test_weights_come_back_bit_for_bit_after_merging(make, inputs):
-    # Merged weights are put back bit for bit and compute the same.
     policy = make()
     disturb(policy)
     before, expected = weights(policy), velocity(policy, inputs)
@@ -70,7 +69,6 @@ def test_weights_come_back_bit_for_bit_after_merging(make, inputs):
     assert all(torch.equal(after[k], before[k]) for k in before)
     torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(velocity(policy, inputs), expected)
-    # Weights come back when the block raises.
     policy = make()
     disturb(policy)
     before = weights(policy)
@@ -111,7 +109,6 @@ def test_reference_and_old_have_no_graph_and_give_the_policy_back(make, inputs):
         assert not other.requires_grad
         assert not torch.allclose(other, expected, atol=1e-3)
         assert torch.equal(velocity(policy, inputs), expected)
-    # The old policy is the one that was remembered.
     policy = make(keep_old=True)
     disturb(policy)
     policy.update_old()
@@ -133,7 +130,6 @@ def test_the_average_moves_by_its_decay_and_can_be_merged(make, inputs):
     for expected, tensor in zip(ema, found, strict=True):
         torch.testing.assert_close(tensor.double(), expected, rtol=1e-5, atol=1e-6)
     assert (1 + 1) / (10 + 1) < decay < (1 + 5) / (10 + 5)  # both branches were taken
-    # Merging an average folds the average.
     policy = make(ema_decay=0.9)
     disturb(policy)
     with policy.merged(EMA):  # still the fresh adapter, which changes nothing
@@ -166,13 +162,10 @@ def test_adapters_are_fp32_on_a_bf16_network_and_learn(make, inputs):
 
 
 def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
-    # A pipeline that carries an adapter is refused by name.
     backbone = SD3(load_tiny(), max_sequence_length=12)
     Policy(backbone, rank=2, alpha=2, seed=0)
     with pytest.raises(UserError, match="already carries an adapter 'default'"):
         Policy(backbone, rank=2, alpha=2, seed=0)
-    # Other adapters are refused before anything changes.
-    # The state of other adapters is refused before anything changes.
     for options in [{"rank": 2}, {"ema_decay": None}, {"targets": ["attn.to_q"]}]:
         state = make(ema_decay=0.9).state_dict()
         policy = make(**({"ema_decay": 0.9, "seed": 3} | options))
@@ -180,13 +173,11 @@ def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
         with pytest.raises(UserError, match="ema.decay"):
             policy.load_state_dict(state)
         assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
-    # A lora of another shape is refused with what to set.
     for options in [{"rank": 8}, {"targets": ["attn.to_q"]}]:
         first = make()
         save_lora(first.backbone.pipeline, tmp_path, adapter=POLICY)
         with pytest.raises(UserError, match="lora.rank and lora.targets"):
             make(**options).start_from(read_lora(tmp_path)[0])
-    # Targets that match nothing are an error.
     with pytest.raises(UserError, match="attn.nothing"):
         make(targets=["attn.nothing"])
 
@@ -201,7 +192,6 @@ def test_stored_and_exported_adapters_come_back(make, inputs, tmp_path):
     with other.using(EMA), policy.using(EMA):
         assert torch.equal(velocity(other, inputs), velocity(policy, inputs))
     assert other.updates == 1
-    # A policy starts from an exported lora.
     first = make()
     disturb(first)
     save_lora(first.backbone.pipeline, tmp_path, adapter=POLICY)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import flowrl
 from flowrl.backbones.guidance import RLG
 from flowrl.errors import UserError
 from flowrl.functional.sde import extrapolate
@@ -17,7 +16,6 @@ STEPS = 3
 
 
 def add_lora(network: Any, *targets: str, seed: int = 0) -> None:
-    """An adapter that changes what it is on, unlike a fresh one of PEFT's."""
     from peft import LoraConfig
 
     with torch.random.fork_rng():
@@ -54,20 +52,10 @@ def pipeline(load_tiny) -> Any:
 
 @pytest.fixture
 def forwards(pipeline) -> list[bool]:
-    """Whether the adapters were on, at each forward of the transformer."""
     seen: list[bool] = []
     layer = next(m for m in pipeline.transformer.modules() if hasattr(m, "lora_A"))
     layer.register_forward_pre_hook(lambda *_: seen.append(not layer.disable_adapters))
     return seen
-
-
-def test_the_class_is_public_and_takes_a_finite_strength():
-    # The public name is this class.
-    assert flowrl.RLG is RLG
-    # A strength is a finite number.
-    for strength in [float("nan"), float("inf")]:
-        with pytest.raises(UserError, match="expected a finite number"):
-            RLG(SimpleNamespace(), strength)
 
 
 def test_at_0_and_1_images_are_the_bases_and_the_loras_bit_for_bit(plain, pipeline):
@@ -89,7 +77,6 @@ def test_only_other_strengths_cost_two_forwards(pipeline, forwards):
 
 
 def by_hand(plain: Any, pipeline: Any, strength: float, guidance: float) -> Tensor:
-    """A sampling loop of two pipelines, each with its own guidance, then combined."""
     prompts = {"negative_prompt": "a blue ring", "max_sequence_length": 12}
     embeds, negative, pooled, negative_pooled = plain.encode_prompt(
         "a red circle", None, None, do_classifier_free_guidance=True, **prompts
@@ -203,7 +190,6 @@ def test_what_others_have_put_around_the_forward_stays(pipeline):
 
 @pytest.mark.parametrize("inside", [False, True], ids=["offloaded before", "offloaded inside"])
 def test_it_holds_for_every_image_of_an_offloaded_pipeline(pipeline, inside):
-    """Its hooks are taken off and put on again after each image."""
     for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "vae"):  # shared by all tests
         setattr(pipeline, name, copy.deepcopy(getattr(pipeline, name)))
     aligned = draw(pipeline)
@@ -247,6 +233,9 @@ def adapted_text(pipeline: Any) -> None:
 
 
 def test_where_the_base_cannot_be_had_it_says_so(load_tiny):
+    for strength in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="expected a finite number"):
+            RLG(SimpleNamespace(), strength)
     for spoil, says in (
         (lambda pipeline: pipeline.unload_lora_weights(), "has no active LoRA"),
         (lambda pipeline: pipeline.transformer.disable_adapters(), "has no active LoRA"),

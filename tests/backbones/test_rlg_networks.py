@@ -1,7 +1,6 @@
 """RLG on other networks than a transformer of flowrl's own pipelines: any with adapters of PEFT."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,8 +19,6 @@ def inject(network: torch.nn.Module) -> None:
 
 
 def test_other_networks_with_adapters_are_guided_or_refused():
-    # Other networks with adapters are guided or refused.
-    # A cache between calls is refused.
     network = torch.nn.Sequential(torch.nn.Linear(2, 2))
     network.is_cache_enabled = True  # type: ignore[assignment]
     inject(network)
@@ -51,7 +48,6 @@ def test_other_networks_with_adapters_are_guided_or_refused():
     expected = [extrapolate(b, n(x), 2.0) for b, n in zip(bases, (first, second), strict=True)]
     with RLG(pipeline, 2.0):
         assert torch.equal(first(x), expected[0]) and torch.equal(second(x), expected[1])
-    # What is put around it inside stays and is guided no more.
     network, x = torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.randn(3, 2)
     base = network(x)
     inject(network)
@@ -102,68 +98,3 @@ def test_hooks_that_come_and_go_inside_stay_as_they_are():
             assert torch.equal(network(x), aligned) and hook.calls == before + 2 * after
             remove_hook_from_module(network)
             assert network.forward == own and not hasattr(network, "_old_forward")
-
-
-@pytest.fixture(scope="module")
-def diffusion() -> Any:
-    """A Stable Diffusion pipeline with random weights: a U-Net that predicts noise."""
-    from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline
-    from diffusers import UNet2DConditionModel as UNet
-
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        unet = UNet(
-            sample_size=8,
-            block_out_channels=(8, 16),
-            layers_per_block=1,
-            down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
-            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
-            cross_attention_dim=8,
-            norm_num_groups=4,
-            attention_head_dim=4,
-        )
-        vae = AutoencoderKL(block_out_channels=(8,), norm_num_groups=4)
-    pipeline = StableDiffusionPipeline(
-        vae=vae,
-        unet=unet,
-        scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),  # type: ignore[arg-type]
-        text_encoder=None,  # type: ignore[arg-type]  # it is given embeddings
-        tokenizer=None,  # type: ignore[arg-type]
-        safety_checker=None,  # type: ignore[arg-type]
-        feature_extractor=None,  # type: ignore[arg-type]
-        requires_safety_checker=False,
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def test_a_unet_that_predicts_noise_is_guided_too(diffusion):
-    from peft import LoraConfig
-
-    embeds = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(2))
-
-    def latents() -> Tensor:
-        return diffusion(
-            prompt_embeds=embeds,
-            negative_prompt_embeds=-embeds,
-            guidance_scale=2.0,
-            num_inference_steps=1,
-            generator=torch.Generator().manual_seed(1),
-            output_type="latent",
-        ).images
-
-    base = latents()
-    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        diffusion.unet.add_adapter(config)
-    aligned = latents()
-    assert (aligned - base).abs().max() > 0.01
-    found = {}
-    for strength in (0, 1, 1.5):
-        with RLG(diffusion, strength):
-            found[strength] = latents()
-    assert torch.equal(found[0], base) and torch.equal(found[1], aligned)
-    # One deterministic step is affine in the noise that the network predicts.
-    torch.testing.assert_close(found[1.5], base + 1.5 * (aligned - base), rtol=1e-4, atol=1e-4)
-    assert torch.equal(latents(), aligned)

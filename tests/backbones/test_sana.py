@@ -52,7 +52,6 @@ def test_text_and_masks_are_the_pipelines_own_instruction_included(
 
 
 def test_masked_tokens_say_nothing_and_others_do(pipeline, request_):
-    """Prompts are padded to one length; what stands there must not matter."""
     backbone = Sana(pipeline, guidance=1.0, max_sequence_length=24)
     cond = TextCache(backbone)(request_.prompts)
     mask = cond.tensors["mask"].bool()
@@ -68,11 +67,3 @@ def test_masked_tokens_say_nothing_and_others_do(pipeline, request_):
     plain = velocity(torch.zeros_like(mask))
     torch.testing.assert_close(velocity(~mask), plain, rtol=0, atol=1e-5)
     assert not torch.allclose(velocity(mask), plain, atol=1e-4)
-
-
-def test_the_cache_gathers_masks_with_the_text(pipeline, request_):
-    backbone = Sana(pipeline, max_sequence_length=12)
-    cache = TextCache(backbone, NEGATIVE)
-    whole, turned = cache(request_.prompts), cache(request_.prompts[::-1])
-    for name, tensor in whole.tensors.items():
-        assert torch.equal(turned.tensors[name], tensor.flip(0)), name

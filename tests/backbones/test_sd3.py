@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from flowrl.backbones.sd3 import SD3
-from flowrl.backbones.text_cache import TextCache
-from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture(scope="module")
@@ -40,36 +38,6 @@ def test_a_scheduler_that_shifts_by_the_number_of_tokens_is_told_it(pipeline):
     even.set_timesteps(6)
     sigmas = backbone.sigmas(6)
     torch.testing.assert_close(sigmas, shift * even.sigmas / (1 + (shift - 1) * even.sigmas))
-
-
-def test_text_asked_for_long_ago_is_forgotten(pipeline):
-    cache = TextCache(SD3(pipeline, max_sequence_length=12), capacity=2)
-    records = load_prompts("tiny:colors:train", limit=3)
-    first = cache(records)  # more at once than are kept
-    assert len(first) == 3
-    assert [text for text, _ in cache.known] == [r.text for r in records[1:]]
-    cache([records[1], records[0]])
-    assert [text for text, _ in cache.known] == [r.text for r in (records[1], records[0])]
-
-
-def test_text_is_encoded_once_for_each_text_and_negative(pipeline, monkeypatch):
-    backbone = SD3(pipeline, guidance=2.0, max_sequence_length=12)
-    seen, encode = [], backbone.encode
-
-    def count(prompts, negatives):
-        seen.extend(zip(prompts, negatives, strict=True))
-        return encode(prompts, negatives)
-
-    monkeypatch.setattr(backbone, "encode", count)
-    cache = TextCache(backbone, "dull", batch_size=2)
-    records = load_prompts("tiny:colors:train", limit=3)
-    first = cache([*records, records[0]])
-    second = cache(records[::-1])
-    assert seen == [(r.text, "dull") for r in records]
-    assert len(first) == 4
-    for name, tensor in first.tensors.items():
-        assert torch.equal(tensor[0], tensor[3])
-        assert torch.equal(second.tensors[name], tensor[[2, 1, 0]])
 
 
 def test_encoded_images_have_the_distribution_of_the_samplers_latents(pipeline, tiny_images):
