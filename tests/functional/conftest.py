@@ -1,5 +1,3 @@
-"""Helper modules lie beside the tests; pytest's importlib mode puts no folder on the path."""
-
 import sys
 from pathlib import Path
 

@@ -42,8 +42,6 @@ class GaussianFlow:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A kernel at one noise level."""
-
     kernel: StepKernel
     level: float
 
@@ -64,7 +62,6 @@ class AffineSteps:
 
 
 def extract(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor) -> AffineSteps:
-    """Read a, b, c of every step off the kernel, one row a step. sigmas: (T+1,); g: (T,)"""
     sigma, sigma_next = sigmas[:-1], sigmas[1:]
     x = flow.mean(sigma)[:, None]
     at_mean, std = sampler.kernel.step(x, flow.velocity(x, sigma), sigma, sigma_next, g)
@@ -76,7 +73,6 @@ def extract(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor) -> 
 def moments(
     flow: GaussianFlow, sampler: Sampler, sigmas: Tensor, g: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Exact mean and variance of the chain at every sigma, from the marginal at the first."""
     steps = extract(flow, sampler, sigmas, sampler.g(sigmas) if g is None else g)
     centre = flow.mean(sigmas).tolist()
     means, variances = [centre[0]], [flow.var(sigmas[0]).item()]
@@ -92,7 +88,6 @@ def final_var(flow: GaussianFlow, sampler: Sampler, sigmas: Tensor) -> float:
 
 
 def order(counts: list[int], errors: list[float]) -> float:
-    """Order of convergence: minus the least-squares slope of log |error| over log count."""
     return -float(np.polyfit(np.log(counts), np.log(np.abs(errors)), 1)[0])
 
 
@@ -101,7 +96,6 @@ def uniform_sigmas(steps: int) -> Tensor:
 
 
 def shifted_sigmas(steps: int, shift: float, smallest: float) -> Tensor:
-    """Even steps from 1 to `smallest`, moved towards noise, and then 0."""
     even = torch.linspace(1, smallest, steps, dtype=F64)
     return torch.cat([shift * even / (1 + (shift - 1) * even), torch.zeros(1, dtype=F64)])
 
@@ -120,7 +114,6 @@ def no_noise(sigmas: Tensor, level: float) -> Tensor:
 
 
 def levels(kernel: StepKernel, *wanted: float) -> tuple[float, ...]:
-    """The noise levels to test a kernel at; re-noising has but one."""
     return (1.0,) if kernel.name == "renoise" else wanted
 
 

@@ -18,14 +18,11 @@ def assert_exact(value, expected, tolerance=1e-12):
 
 
 def assert_exact_with_nan(value, expected, tolerance=1e-12):
-    """The same, where NaN stands for no value and is expected."""
     assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
 @dataclass(frozen=True)
 class Grown:
-    """The structure of one tree, as tensors."""
-
     parent: Tensor
     step: Tensor
     leaf: Tensor
@@ -38,13 +35,11 @@ class Grown:
         return torch.nonzero(self.parent == node).flatten().tolist()
 
     def path(self, node: int) -> list[int]:
-        """From the root to the node."""
         up = [] if self.parent[node] < 0 else self.path(int(self.parent[node]))
         return [*up, node]
 
 
 def from_parents(parent: list[int]) -> Grown:
-    """Steps are depths; leaves the nodes without children, in order."""
     step = [0]
     for above in parent[1:]:
         step.append(step[above] + 1)
@@ -60,7 +55,6 @@ def from_plan(plan: TreePlan) -> Grown:
 def branching(
     steps: int, splits: dict[int, int], coupling: NoiseCoupling | None = None
 ) -> TreePlan:
-    """splits: children at each splitting step."""
     coupling = coupling or NoiseCoupling()
     made = (
         Step(branch=splits.get(i, 1), noise=i < steps - 1, train=i < steps - 1, coupling=coupling)
@@ -70,7 +64,6 @@ def branching(
 
 
 def comb() -> Grown:
-    """Fans of 2 at steps 0 and 1 of 3, each child finished once; 4 leaves."""
     plain = tuple(Step() for _ in range(3))
     return from_plan(
         TreePlan(roots=1, steps=plain, fans=(Fan(step=0, width=2), Fan(step=1, width=2)))
@@ -83,7 +76,6 @@ LOPSIDED = from_parents([-1, 0, 0, 1, 1, 1, 2, 6])  # leaves 3, 4, 5 below 1, an
 
 @st.composite
 def trees(draw, most: int = 14) -> Grown:
-    """Any tree of up to `most` nodes, parents first."""
     n = draw(st.integers(1, most))
     return from_parents([-1, *(draw(st.integers(0, node - 1)) for node in range(1, n))])
 
@@ -107,7 +99,6 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fused(tree: Grown, reward: Tensor, valid: Tensor, log_prob: Tensor) -> dict[str, Tensor]:
-    """Values by each of the three fusions."""
     return {
         "uniform": fuse_uniform(tree.below, reward, valid),
         "path": fuse_path(tree.below, reward, valid, log_prob),

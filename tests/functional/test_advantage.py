@@ -15,7 +15,6 @@ scopes = st.sampled_from(["group", "global"])
 
 
 def group_advantage(reward, valid, group, *, scope="group", eps=1e-4, ddof=0):
-    """GRPO's advantage as the trainer computes it: images are trees of one node."""
     only = torch.ones(1, 1, dtype=torch.bool)
     value = fuse_uniform(only, reward[:, None], valid[:, None])
     among = population("prompt", group=group, parent=torch.tensor([-1]), step=torch.tensor([0]))
@@ -25,7 +24,6 @@ def group_advantage(reward, valid, group, *, scope="group", eps=1e-4, ddof=0):
 
 @st.composite
 def rollouts(draw):
-    """reward (NaN where invalid), valid, group of up to 20 images in up to 4 groups."""
     n = draw(st.integers(1, 20))
     column = lambda elements: draw(st.lists(elements, min_size=n, max_size=n))  # noqa: E731
     reward = torch.tensor(column(st.floats(-5, 5, width=16)), dtype=F64)
@@ -35,7 +33,6 @@ def rollouts(draw):
 
 
 def in_numpy(reward, valid, group, scope, ddof):
-    """(reward - group mean) / (std + 1e-4) row by row, in NumPy; 0 without two unequal rewards."""
     reward, valid, group = (t.numpy() for t in (reward, valid, group))
     advantage = np.zeros(len(reward))
     for i in np.flatnonzero(valid):
@@ -85,7 +82,6 @@ def test_clipping_bounds_both_sides():
 
 
 def test_stats_count_groups_that_teach_nothing():
-    """Group 0 learns, 1 is tied, 2 has one valid row, 3 has none."""
     nan = math.nan
     reward = torch.tensor([1.0, 3.0, 0.1, 0.1, 2.0, nan, nan, nan])
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])

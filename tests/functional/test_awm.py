@@ -32,12 +32,10 @@ def test_likelihoods_are_those_of_their_names():
 
 
 def test_the_power_of_ghuber_is_free():
-    """Power 1 is the weighting by sigma."""
     assert_close(ghuber_likelihood(ERR, SIGMA, 1.0), -SIGMA * ERR)
 
 
 def test_on_policy_the_gradient_is_that_of_advantage_weighted_matching():
-    """Ratio 1, value -A, and nothing clipped however small the range."""
     for name in LIKELIHOODS:
         err = ERR.clone().requires_grad_()
         likelihood = LIKELIHOODS[name](err, SIGMA)
@@ -48,7 +46,6 @@ def test_on_policy_the_gradient_is_that_of_advantage_weighted_matching():
 
 
 def test_off_policy_the_gradient_has_the_ratio_and_is_zero_where_clipped():
-    """A better row that has become likelier, and a worse one less likely, are left alone."""
     change, advantage = f64(0.3, 0.3, -0.3, -0.3, 0.05), f64(1.0, -1.0, 1.0, -1.0, 2.0)
     err = f64(0.2, 0.4, 0.6, 0.8, 1.0).requires_grad_()
     old = LIKELIHOODS["t"](err.detach(), SIGMA) - change

@@ -1,5 +1,3 @@
-"""Weights and tangents of reward back-propagation, against closed forms."""
-
 import pytest
 import torch
 from hypothesis import given
@@ -28,7 +26,6 @@ def test_straight_through_has_the_value_bit_for_bit_and_the_surrogates_gradient(
 
 @given(times, st.integers(0, 20), st.integers(0, 20), st.data())
 def test_lagrange_weights_are_exact_below_their_order(support, start, end, data):
-    """For every power of time that is lower than the number of supports."""
     power = data.draw(st.integers(0, len(support) - 1))
     at, a, b = (torch.tensor(t, dtype=F64) / 20 for t in (support, start, end))
     integral = (b ** (power + 1) - a ** (power + 1)) / (power + 1)
@@ -56,7 +53,6 @@ def test_the_gain_is_one_for_all_steps_and_fills_up_for_a_few():
 
 
 def test_weighted_choices_have_the_law_of_drawing_one_by_one():
-    """Pairs of 3 numbers, by p_i p_j / (1 - p_i) + p_j p_i / (1 - p_j)."""
     u = torch.rand(40_000, 3, generator=torch.Generator().manual_seed(0))
     p = torch.tensor([1.0, 2.0, 5.0], dtype=F64) / 8
     found = weighted_choice(u, 8 * p, 2)
@@ -79,7 +75,6 @@ sigmas = st.floats(0.0, 0.95)
 
 @given(sigmas, sigmas)
 def test_known_noise_gives_the_clean_latent_back_and_scales_the_velocitys_error(t, to):
-    """Exact for the true velocity; an error of it comes out |t - t'| / (1 - t') times as large."""
     generator = torch.Generator().manual_seed(0)
     x0, noise, error = torch.randn(3, 4, 3, generator=generator, dtype=F64)
     start = torch.full((4,), t, dtype=F64)

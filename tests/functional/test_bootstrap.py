@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flowrl.functional.bootstrap import paired_bootstrap
+from flowrl.training.evaluate import paired_bootstrap
 
 
 def scores(n, seed=0):

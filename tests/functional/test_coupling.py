@@ -1,5 +1,3 @@
-"""Couplings are linear: fed unit vectors, they show their covariance. Nothing is sampled."""
-
 import pytest
 import torch
 from grown import F64, randn
@@ -20,7 +18,6 @@ KEEPING = [
 
 
 def correlation(kind: str, strength: float, siblings: int) -> float:
-    """Of a child's noise with that of a sibling, averaged over its siblings."""
     if kind == "shared":
         return 1 / (1 + strength**2)
     return -1 / (siblings - 1) if kind in ("simplex", "antithetic") else 0.0

@@ -1,5 +1,3 @@
-"""Distances between images by where their paths parted."""
-
 import itertools
 
 import pytest
@@ -45,7 +43,6 @@ def test_distances_are_the_means_over_pairs_written_out(shape, seed):
 
 
 def test_small_distances_are_exact_though_all_images_share_a_large_part():
-    """In a Gram matrix of the latents as they are, differences of 1e-3 in 1e5 would drown."""
     base = (1e5 * randn(100)).expand(1, 6, 100)
     found = pairwise_distance_by_ancestor(base, ancestors(BALANCED), torch.zeros(1))
     assert found == {0: pytest.approx(0, abs=1e-9), 2: pytest.approx(0, abs=1e-9)}

@@ -1,12 +1,9 @@
-"""LoRAs of layers that are kept as one add exactly what their parts add."""
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.backbones.lora_files import weight_change
-from flowrl.backbones.lora_files import stack_outputs, swap_halves
+from flowrl.backbones.lora_files import stack_outputs, swap_halves, weight_change
 
 
 def factors(rank: int, rows: int, columns: int = 3):

@@ -1,5 +1,3 @@
-"""What the nodes of a tree are worth by the rewards of their leaves."""
-
 import math
 
 import pytest
@@ -26,7 +24,6 @@ def test_a_uniform_value_is_the_mean_of_the_valid_leaves_below(case):
 
 @given(case=rewarded(), beta=st.sampled_from([0.5, 1.0, 3.0]), seed=st.integers(0, 99))
 def test_path_weights_are_the_softmax_of_the_log_probs_summed_from_the_node(case, beta, seed):
-    """Against equation 3 written out, leaf by leaf and edge by edge."""
     tree, reward, valid = case
     log_prob = edge_log_probs(tree, len(reward), seed)
     value = fuse_path(tree.below, reward, valid, log_prob, beta)
@@ -92,7 +89,6 @@ def test_nothing_of_an_invalid_reward_leaks_and_only_nodes_without_a_valid_leaf_
 
 
 def test_log_probs_of_any_size_give_weights():
-    """Summed over a latent they are in the ten thousands; the likeliest leaf then has it all."""
     for log_prob in [-1e5, 1e5]:
         edges = torch.zeros(1, len(LOPSIDED.parent), dtype=F64)
         edges[0, 3:6] = log_prob * torch.tensor([3.0, 1.0, 2.0])

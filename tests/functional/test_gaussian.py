@@ -31,7 +31,6 @@ def assert_exact(value, expected):
 
 
 def noisy_steps(sampler, schedule):
-    """sigma, sigma_next, g of all stochastic steps of a schedule, one row each."""
     sigmas = schedule(10)
     return sigmas[:-2], sigmas[1:-1], sampler.g(sigmas)[:-1]
 
@@ -122,7 +121,6 @@ def test_ratio_has_the_gradient_of_the_density():
 
 
 def test_every_axis_but_the_first_is_reduced():
-    """Packed latents have three axes, images four, videos five."""
     x, mean, mean_old = randn(3, 2, 24)
     std = torch.tensor([0.5, 0.7], dtype=F64)
     flat = log_ratio(x, mean, mean_old, std)

@@ -1,5 +1,3 @@
-"""Several rewards as one: shared weights, and GDPO."""
-
 import math
 from types import SimpleNamespace
 
@@ -31,7 +29,6 @@ def several_rewards(draw, entry=REAL, missing=True):
 
 
 def published(scores, weights, group, applicable):
-    """GDPO row by row in NumPy: what an image is worth, NaN where none of its scores is known."""
     s, w, g, fits = (t.numpy().astype(float) for t in (scores, weights, group, applicable))
     total = np.full(len(s), nan)
     for i in range(len(s)):
@@ -56,7 +53,6 @@ def test_gdpo_is_the_formula_row_by_row(case):
 
 @given(case=several_rewards(), value=st.floats(-1e6, 1e6, width=32), step=st.sampled_from([0, 1]))
 def test_a_reward_that_is_the_same_throughout_contributes_exactly_0(case, value, step):
-    """So does one whose differences are below the floor."""
     scores, weights, group, applicable = case
     scores, weights = scores.clone(), weights.clone()
     even = torch.arange(len(scores)) % 2 == 0
@@ -72,7 +68,6 @@ def test_a_reward_that_is_the_same_throughout_contributes_exactly_0(case, value,
 
 
 def test_equal_scores_of_any_size_are_no_difference():
-    """The mean of three times 0.1e12 is not 0.1e12 up to 1e-6."""
     scores, group = torch.full((3, 1), 0.1e12 / 3, dtype=torch.float64), torch.zeros(3).long()
     assert z_scores(scores, group).flatten().tolist() == [0.0] * 3
 
@@ -90,7 +85,6 @@ def rollout(scores, weights, group, applicable):
 
 @given(case=several_rewards())
 def test_the_option_gdpo_alone_is_the_published_advantage(case):
-    """(c - mean of the batch) / (std of the batch + 1e-4), over all valid images."""
     worth = published(*case).numpy()
     assume(np.isfinite(worth).any())
     valid = worth[np.isfinite(worth)]

@@ -12,7 +12,6 @@ KEYS = torch.tensor([0.5, 0.1, 0.2, 0.3, 0.9, 0.8])
 
 @st.composite
 def grouped(draw):
-    """Rewards with ties, in groups of any names, sizes and order."""
     names = draw(st.lists(st.sampled_from([-3, 0, 4, 900]), min_size=1, max_size=12))
     rewards = draw(st.lists(st.integers(0, 3), min_size=len(names), max_size=len(names)))
     keys = draw(st.permutations(range(len(names))))

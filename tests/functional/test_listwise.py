@@ -20,7 +20,6 @@ def gradient(loss, at: torch.Tensor) -> torch.Tensor:
 
 
 def plainly(s, reward, group, tau, key) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full loss and its gradient in s, row by row as the formula reads."""
     loss, slope = torch.zeros_like(s), torch.zeros_like(s)
     for name in group.unique().tolist():
         rows = [i for i in range(len(s)) if group[i] == name]
@@ -54,7 +53,6 @@ def test_the_full_loss_and_its_coefficients_are_those_of_the_formula(case, tau):
 
 @given(case=lists(), tau=st.sampled_from([0.0, 0.05, 0.5]))
 def test_top1_is_the_cross_entropy_of_the_softmax_with_that_of_the_rewards(case, tau):
-    """At tau 0 all best share the target; the gradient is that of softmax minus target."""
     s, reward, group, _ = case
     value, slope = torch.zeros_like(s), torch.zeros_like(s)
     for name in group.unique():

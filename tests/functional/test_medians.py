@@ -1,30 +1,10 @@
-"""Groups measured by their median: MC-GRPO."""
-
 import pytest
 import torch
-from grown import F64, assert_exact
-from hypothesis import given
-from hypothesis import strategies as st
+from grown import assert_exact
 
 from flowrl.objectives.advantage import normalise, population
 
 SINGLE = {"parent": torch.tensor([-1]), "step": torch.tensor([0])}  # a tree of one node
-
-
-ODD = st.lists(st.integers(-50, 50), min_size=3, max_size=13).filter(lambda r: len(r) % 2)
-
-
-@given(rewards=ODD)
-def test_the_pivot_of_an_odd_group_has_advantage_exactly_zero_and_may_be_dropped(rewards):
-    reward = torch.tensor(rewards, dtype=F64)
-    one = population("prompt", group=torch.zeros(len(rewards)).long(), **SINGLE)
-    advantage = normalise(reward[:, None], one, center="median", scale="mad", floor=1e-3)[:, 0]
-    middle = sorted(rewards)[len(rewards) // 2]
-    distance = sorted(abs(r - middle) for r in rewards)[len(rewards) // 2]
-    assert_exact(advantage, (reward - middle) / (distance + 1e-3), 1e-9)
-    assert not advantage[reward == middle].any()
-    if len(set(rewards)) == len(rewards):
-        assert int((advantage != 0).sum()) == len(rewards) - 1
 
 
 def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two():
@@ -38,7 +18,6 @@ def test_the_median_of_an_even_number_is_the_mean_of_the_middle_two():
 
 
 def test_ties_of_more_than_half_leave_a_mad_of_zero_and_the_floor_alone():
-    """The outlier's advantage is then a thousand times its distance: clip it."""
     one = population("prompt", group=torch.zeros(5).long(), **SINGLE)
     reward = torch.tensor([[1.0], [1.0], [1.0], [1.0], [3.0]])
     advantage = normalise(reward, one, center="median", scale="mad", floor=1e-3)

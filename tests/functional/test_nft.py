@@ -109,10 +109,3 @@ def test_published_maps_from_advantages_to_the_unit_interval():
 def test_every_map_stays_in_the_unit_interval_and_is_one_half_at_zero(advantage, limit, r_map):
     r = reward_to_unit(f64(advantage, 0.0), limit, r_map)
     assert 0 <= r[0] <= 1 and r[1] == 0.5
-
-
-def test_unknown_words_are_refused():
-    with pytest.raises(ValueError, match="r_map"):
-        reward_to_unit(ADVANTAGE, r_map="some")
-    with pytest.raises(ValueError, match="pred_space"):
-        nft_loss(V, V_OLD, X, X0, SIGMA, R, MIX, pred_space="noise")  # pyright: ignore

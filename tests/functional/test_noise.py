@@ -6,37 +6,9 @@ from hypothesis import strategies as st
 
 from flowrl.functional.noise import keyed_noise, noise_seed
 
-KEY = {
-    "seed": 0,
-    "iteration": 3,
-    "prompt": "a1b2",
-    "root": 1,
-    "path": (2, 0),
-    "step": 4,
-    "role": "step",
-}
-OTHER = {
-    "seed": 1,
-    "iteration": 4,
-    "prompt": "a1b3",
-    "root": 2,
-    "path": (2, 1),
-    "step": 5,
-    "role": "init",
-}
-
-numbers = st.integers(0, 99)
-keys = st.fixed_dictionaries(
-    {
-        "seed": numbers,
-        "iteration": numbers,
-        "prompt": st.text(max_size=4),
-        "root": numbers,
-        "path": st.lists(numbers, max_size=3).map(tuple),
-        "step": numbers,
-        "role": st.text(max_size=4),
-    }
-)
+FIELDS = ("seed", "iteration", "prompt", "root", "path", "step", "role")
+KEY = dict(zip(FIELDS, (0, 3, "a1b2", 1, (2, 0), 4, "step"), strict=True))
+OTHER = dict(zip(FIELDS, (1, 4, "a1b3", 2, (2, 1), 5, "init"), strict=True))
 
 
 def noise(seeds, shape=(16, 8, 8), **kwargs):
@@ -63,12 +35,6 @@ def test_seeds_tell_all_keys_apart_and_stay_the_same():
     # A seed stays the same between releases and machines.
     assert noise_seed(**KEY) == 8967696811266256172
     assert noise_seed(**{**KEY, "path": [2, 0]}) == noise_seed(**KEY)
-
-
-@settings(max_examples=500)
-@given(one=keys, other=keys)
-def test_seeds_are_equal_only_for_equal_keys(one, other):
-    assert (noise_seed(**one) == noise_seed(**other)) == (one == other)
 
 
 @settings(max_examples=30)

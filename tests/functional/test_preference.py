@@ -24,16 +24,11 @@ def gradient(loss, at: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(loss(at).sum(), at)[0]
 
 
-# --- pairs ----------------------------------------------------------------------------------------
-
-
 def test_dpo_is_the_logistic_loss_of_half_the_scaled_difference():
     delta_w, delta_l = f64(-0.02, 0.05), f64(0.01, -0.1)
     expected = -logsigmoid(-BETA / 2 * (delta_w - delta_l))
     assert_close(dpo_loss(delta_w, delta_l, BETA), expected, rtol=1e-12, atol=0)
 
-
-# --- single labels --------------------------------------------------------------------------------
 
 LABEL = f64(1.0, -1.0, -1.0, 1.0, 1.0)
 
@@ -72,8 +67,6 @@ def test_utilities_are_those_of_their_names():
     assert_close(slopes[:, 2], f64(0.25, 0.5, 0.5))
     assert_close(slopes[:, [0, 4]], f64(0, 0, 1, 0, 0, 1).view(3, 2), rtol=0, atol=1e-12)
 
-
-# --- whole groups ---------------------------------------------------------------------------------
 
 ADVANTAGE = f64(1.2, -0.7, -0.9, 0.7, -0.3)  # sums to 0 in both groups
 

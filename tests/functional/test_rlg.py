@@ -1,5 +1,3 @@
-"""Guidance by a LoRA: a velocity extrapolated from the base's through the aligned one."""
-
 import torch
 from gaussian_flow import F64, GaussianFlow
 

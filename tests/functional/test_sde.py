@@ -1,5 +1,3 @@
-"""Exact properties of single steps and of chains, on the analytic Gaussian flow."""
-
 import math
 
 import pytest
@@ -35,7 +33,6 @@ def randn(*shape, dtype=F64):
 
 
 def test_every_step_is_the_affine_map_of_the_theory():
-    """Hence mean and variance of every chain, which are products of these maps."""
     for sampler in SAMPLERS:
         for schedule in SCHEDULES.values():
             for flow in FLOWS:
@@ -83,9 +80,6 @@ def test_rows_do_not_see_each_other():
             assert_exact(alone[1][0], std[i], 1e-14)
 
 
-# --- noise of the steps of a schedule -------------------------------------------------------------
-
-
 def test_step_to_clean_data_has_no_noise_and_every_other_has():
     for kernel in KERNELS.values():
         for schedule in SCHEDULES.values():
@@ -125,9 +119,6 @@ def test_levels_that_a_kernel_does_not_have_are_refused():
             renoise_noise(uniform_sigmas(4), level)
 
 
-# --- chains ---------------------------------------------------------------------------------------
-
-
 def test_marginals_inside_the_path_are_reached_at_first_order():
     counts = [1000, 2000, 4000]
     for sampler in (SAMPLERS[0], FLOW_SDE[2], DANCE_SDE[2]):
@@ -137,9 +128,6 @@ def test_marginals_inside_the_path_are_reached_at_first_order():
                 sigmas = torch.linspace(0.9, 0.1, n + 1, dtype=F64)
                 errors.append(final_var(flow, sampler, sigmas) - flow.var(sigmas[-1]).item())
             assert order(counts, errors) == pytest.approx(1, abs=0.01), (str(sampler), flow)
-
-
-# --- the consistency kernel -----------------------------------------------------------------------
 
 
 def test_renoising_is_cps_at_level_one():

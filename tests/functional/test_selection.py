@@ -1,5 +1,3 @@
-"""Which leaves are kept, and the edges above them."""
-
 import itertools
 import math
 
@@ -30,7 +28,6 @@ def leaves(score, valid, last_split=None, group=None) -> Leaves:
 
 
 def max_variance(reward, valid, group, count):
-    """Of rows (G,): trees of one image each."""
     return keep_max_variance(leaves(reward[:, None], valid[:, None], group=group), count)[:, 0]
 
 

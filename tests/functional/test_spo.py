@@ -34,7 +34,6 @@ def test_the_loss_is_the_published_formula(w, l, beta, clip):  # noqa: E741
 
 
 def test_a_ratio_outside_the_clip_has_no_gradient_on_either_side():
-    """Each side by itself: the other still learns."""
     for sign in [1, -1]:
         w, l = f64(sign * 0.2, 0.01).requires_grad_(), f64(0.02, sign * 0.2).requires_grad_()  # noqa: E741
         loss = spo_loss(w, l, logratio_beta=10.0, clip=0.1)

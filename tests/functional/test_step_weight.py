@@ -1,5 +1,3 @@
-"""Weights of denoising steps: mean 1, and what they make of each step's pull on the velocity."""
-
 import math
 
 import torch
@@ -16,7 +14,6 @@ SHAPE = (2, 3)
 
 
 def noisy(sampler, schedule):
-    """sigma, sigma_next, g and std of all stochastic steps, one row each."""
     sigmas = schedule(10)
     ends = sigmas[:-2], sigmas[1:-1], sampler.g(sigmas)[:-1]
     still = torch.zeros(9, 1, dtype=F64)
@@ -61,15 +58,6 @@ def test_weights_have_mean_one_over_steps_however_many_edges_a_step_has(sizes, v
     first = [sum(sizes[:m]) for m in range(len(sizes))]
     assert_close(mean_one(std, move)[first], each / each.mean(), rtol=1e-12, atol=0)
     assert_close(mean_one(1 / std, move)[first].mean(), torch.ones((), dtype=F64))
-
-
-def test_a_gaussian_ratio_with_noise_weights_starts_as_the_normalised_ratio():
-    for sampler in [Sampler(k, a) for k in KERNELS.values() for a in levels(k, 0.3, 0.8)]:
-        for schedule in SCHEDULES.values():
-            ends, std = noisy(sampler, schedule)
-            weight = mean_one(std, torch.arange(9))
-            weighted = lift(weight, torch.ones(9, *SHAPE)) * pulls(sampler, ends, std, log_ratio)
-            assert_close(weighted * std.mean(), pulls(sampler, ends, std, ratio_norm))
 
 
 def test_equal_weights_make_all_steps_pull_alike():

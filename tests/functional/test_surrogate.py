@@ -65,7 +65,6 @@ def test_ranges_may_differ_by_row():
 
 @given(seed=st.integers(0, 2**31), std=st.floats(0.05, 2))
 def test_a_range_in_nats_means_the_same_for_every_kind_of_ratio(seed, std):
-    """A step whose whole latent has log-ratio L is at the edge of the range of |L| nats."""
     x, mean, mean_old = torch.randn(
         3, 1, 4, 3, 3, dtype=F64, generator=torch.Generator().manual_seed(seed)
     )

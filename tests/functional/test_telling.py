@@ -63,11 +63,6 @@ def test_more_than_there_are_cannot_be_kept():
             chosen([0.1, 0.2, 0.3], keep)
 
 
-def test_an_unknown_mode_is_named():
-    with pytest.raises(ValueError, match="best_worst"):
-        chosen([0.1, 0.2], 1, "best")
-
-
 @given(SCORES, st.integers(1, 40), st.sampled_from(SELECT_RULES), st.integers(0, 9))
 def test_the_kept_are_distinct_ascending_finite_and_as_many_as_can_be(proxy, keep, mode, seed):
     keep = min(keep, len(proxy))

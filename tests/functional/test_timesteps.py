@@ -22,7 +22,6 @@ SIGMAS = SCHEDULES["sd3"](10).float()
 
 
 def test_logit_normal_sigmas_have_a_normal_logit():
-    """The share below sigma is the normal distribution's at logit(sigma), for every u."""
     for mean, std in [(0.0, 1.0), (0.5, 0.7)]:
         u = (torch.arange(50, dtype=F64) + 0.5) / 50
         sigma = LogitNormalTimes(mean=mean, std=std)(u, SIGMAS)
@@ -61,9 +60,6 @@ def test_stratified_numbers_are_uniform_in_their_part():
     assert_close(in_strata(u), f64(0.0, 0.75, 0.125, 0.875).view(2, 2))
 
 
-# --- the rollout's own sigmas ---------------------------------------------------------------------
-
-
 def test_the_noisiest_part_of_a_schedule_leaves_out_its_end():
     assert torch.equal(noisiest(SIGMAS, 1.0), SIGMAS[:10])
     assert torch.equal(noisiest(SIGMAS, 0.9), SIGMAS[:9])
@@ -96,7 +92,6 @@ def test_every_ordered_choice_is_equally_likely():
 
 
 def test_strata_of_a_schedule_are_even_stretches_of_it():
-    """Indices 1 to 8 in three stretches: 1-2, 3-5 and 6-8."""
     sigmas = noisiest(SIGMAS, 0.9, skip_first=True)
     low, high = (one_of_each_stretch(torch.full((2, 3), u), sigmas) for u in (0.0, LAST))
     assert torch.equal(low, SIGMAS[[1, 3, 6]].expand(2, 3))

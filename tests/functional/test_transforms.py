@@ -20,7 +20,6 @@ ELEMENTWISE = {
 
 @st.composite
 def scored(draw, most=15):
-    """scores, a third of them missing, with ties; groups of any size in any order."""
     n = draw(st.integers(1, most))
     entry = st.one_of(st.integers(-3, 3).map(float), st.floats(-3, 3, width=16), st.just(nan))
     scores = torch.tensor(draw(st.lists(entry, min_size=n, max_size=n))).double()

@@ -1,11 +1,10 @@
-"""What all objectives share that follow the reward's gradient."""
-
 import math
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import toy_rollout
 from toy_chains import N, Toy, assert_same, chains, field, gradient, loss_of, no_network, with_seed
 
 from flowrl.objectives.base import Models, checkpointed
@@ -39,7 +38,6 @@ MAKERS = {
 
 
 def rollout_of(batch) -> Rollout:
-    """A rollout whose chains are those of the batch."""
     steps = batch.steps + 1
     numbers = torch.arange(steps)
     tree = Tree(
@@ -48,18 +46,10 @@ def rollout_of(batch) -> Rollout:
         g=torch.zeros(steps), leaf=numbers[-1:], noisy=numbers[:0], edge=numbers[:0],
         sigmas=batch.sigmas, forwards=0,
     )  # fmt: skip
-    return Rollout(
-        tree=tree, cond=batch.cond, prompts=("a", "b"), metadata=({}, {}),
-        images=torch.zeros(N, 3, 1, 1), trees=torch.arange(N), scores=torch.zeros(N, 1),
-        applicable=torch.ones(N, 1, dtype=torch.bool), terms=torch.zeros(N, 1),
-        names=("r",), weights=torch.ones(1), reward=torch.zeros(N),
-        valid=torch.ones(N, dtype=torch.bool), group=batch.prompt, log_prob=tree.log_prob,
-        seed=3,
-    )  # fmt: skip
+    return toy_rollout.rollout_of(tree, torch.zeros(N), batch.cond, seed=3)
 
 
 def in_parts(objective, toy, batch, size, **fields):
-    """Gradient as the trainer accumulates it."""
     total = 0
     for chunk in batch.chunks(size):
         loss, _ = loss_of(objective, checkpointed(toy, size), chunk, **fields)
@@ -107,7 +97,6 @@ def test_the_reference_is_called_only_when_it_was_declared():
 
 
 def test_images_without_a_gradient_are_dropped_and_counted():
-    """The others' gradients are what they were, and nothing becomes NaN."""
     for make in MAKERS.values():
         toy, objective = Toy(), make()
         batch = objective.prepare(rollout_of(chains(toy)))

@@ -1,5 +1,3 @@
-"""Credit over whole rollouts: published recipes as settings, and shares of processes."""
-
 import itertools
 import math
 from dataclasses import replace
@@ -7,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from toy_rollout import rollout_of
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.tree_credit import (
@@ -40,26 +39,8 @@ def rollout(plan: TreePlan, reward: list[float], prompts: int = 1, scores=None) 
         sigmas=torch.linspace(1, 0, steps + 1), kernel=KERNELS["flow_sde"], noise_level=0.5
     )
     tree = sample_tree(lambda x, sigma, p: 0.5 * x, noise(), prompt, plan, schedule, noise)
-    worth = torch.tensor(reward)
-    scores = worth[:, None] if scores is None else scores
-    return Rollout(
-        tree=tree,
-        cond=Conditioning(tensors={"a": torch.zeros(prompts, 1)}),
-        prompts=("p",) * prompts,
-        metadata=({},) * prompts,
-        images=torch.zeros(len(worth), 3, 1, 1),
-        trees=torch.arange(len(tree)),
-        scores=scores,
-        applicable=torch.ones_like(scores, dtype=torch.bool),
-        terms=scores,
-        names=("r",),
-        weights=torch.ones(scores.shape[1]),
-        reward=worth,
-        valid=worth.isfinite(),
-        group=prompt.repeat_interleave(len(tree.leaf)),
-        log_prob=tree.log_prob,
-        seed=0,
-    )
+    cond = Conditioning(tensors={"a": torch.zeros(prompts, 1)})
+    return rollout_of(tree, torch.tensor(reward), cond, prompts=("p",) * prompts, scores=scores)
 
 
 def z(values: list[float], ddof: int = 0, floor: float = 1e-4) -> Tensor:
@@ -93,7 +74,6 @@ def test_branch_grpo_compares_the_nodes_of_one_depth():
 
 
 def test_siblings_are_told_what_they_gained_over_their_parent():
-    """Raw values: the gains along a path sum to the reward minus the root's value."""
     credit = TreeCredit(edges="sibling", scope="leaf", scale="none")
     advantage, _ = credit(rollout(TREE, REWARD))
     gains = advantage[0]
@@ -111,7 +91,6 @@ def test_leaves_as_trajectories_of_their_own_weigh_a_shared_step_by_their_number
 
 
 def test_fans_are_compared_with_their_own_and_strides_are_summed():
-    """Two trees; leaves: fan 0 with stride 1 (2), with stride 2 (2), then fan 1 (2)."""
     r = rollout(COMB, [0.0, 1.0, 0.2, 0.8, 0.5, 0.6, 0.3, 0.1, 0.9, 0.4, 0.7, 0.2])
     by_class = r.reward.view(2, 12 // 2)
     order = r.tree.move[r.tree.leaf]

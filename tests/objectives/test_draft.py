@@ -1,5 +1,3 @@
-"""DRaFT-K and AlignProp against plain autograd through the same steps."""
-
 import pytest
 import torch
 from toy_chains import T, Toy, assert_same, chains, field, full, gradient, loss_of, only
@@ -34,7 +32,6 @@ def test_k_steps_are_autograd_through_the_last_k():
 
 
 def test_the_reward_is_asked_at_the_rollouts_own_images_to_the_last_bit():
-    """Also when the policy has moved since: the values are the rollout's."""
     batch = chains(Toy())
     asked = []
 

@@ -1,5 +1,3 @@
-"""Points on the way to noise: named by image or group, so that batches do not change them."""
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from toy_policy import Toy
 from flowrl.objectives.base import Models
 from flowrl.objectives.dpo import DPO
 from flowrl.objectives.noising import Noising, ScheduleTimes
-from flowrl.reference_cache import ReferenceErrors
+from flowrl.trajectory import ReferenceErrors
 
 
 def batch(name: str = "gdro", **known):
@@ -61,9 +59,6 @@ def test_the_rollouts_own_sigmas_are_taken_without_repeating():
     points = own(batch())
     expected = SIGMAS[:-1].sort().values.expand(8, -1)
     assert torch.equal(points.by_image(points.sigma).sort(1).values, expected)
-
-
-# --- errors of the reference that are kept --------------------------------------------------------
 
 
 def known_batch(pool: int, seed: int = 5):

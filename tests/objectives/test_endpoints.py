@@ -1,5 +1,3 @@
-"""Clean images as a batch: groups side by side, never cut unless images stand alone."""
-
 from dataclasses import replace
 
 import torch

@@ -1,5 +1,3 @@
-"""FlowBP-Sparse and FlowBP-Bridge against plain autograd."""
-
 import pytest
 import torch
 from toy_chains import (

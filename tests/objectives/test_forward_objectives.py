@@ -1,5 +1,3 @@
-"""Objectives on clean images: their value and gradient at the anchor, however they are cut."""
-
 import math
 from dataclasses import replace
 
@@ -27,7 +25,6 @@ from flowrl.objectives.noising import WEIGHTINGS
 
 
 def whole_gradient(objective, toy, batch, size, field=None):
-    """Accumulated over micro-batches as the trainer does it."""
     total = 0
     for chunk in batch.chunks(size):
         loss, _ = loss_of(objective, field or toy, chunk, moved(toy), moved(toy, 0.02))
@@ -63,7 +60,6 @@ def test_two_passes_give_the_gradient_of_one():
 
 
 def test_a_step_raises_what_it_should():
-    """Images with a high reward are fitted better after a step, relative to those with a low."""
     for name in OBJECTIVES:
         toy, objective = Toy(), OBJECTIVES[name]()
         batch = objective.prepare(images())
@@ -81,7 +77,6 @@ def test_a_step_raises_what_it_should():
 
 
 def written_out(name, toy, batch, reference, old):
-    """The mean loss of an objective of `OBJECTIVES` from velocities at its points."""
     objective = OBJECTIVES[name]()
     points = objective.noising(batch)
     v, v_ref, v_old = (points.velocity(net) for net in (toy, reference, old))
@@ -144,7 +139,6 @@ def toy_copy(toy):
 
 @torch.no_grad()
 def errors(toy):
-    """(8,) of all images at many points."""
     everything = LAIR(**compared(), advantage=Advantages(), kappa=1.0).prepare(images())
     points = noising(64)(everything)
     return points.error(points.velocity(toy)).mean(1).double()
@@ -202,7 +196,6 @@ def test_tied_prompts_are_dropped_and_counted():
 
 
 def test_tied_prompts_stay_where_they_hold_the_policy():
-    """With no gradient at the anchor: GDRO pulls to no best, which might be a failure."""
     for name in ["gdro", "lair", "nft"]:
         tied = images((0.5,) * 8)
         objective = OBJECTIVES[name]()
@@ -219,7 +212,6 @@ def test_tied_prompts_stay_where_they_hold_the_policy():
 
 
 def test_missing_rewards_are_left_out_and_counted():
-    """They change neither the loss nor the gradient of the others."""
     for name in OBJECTIVES:
         rewards = list(REWARD)
         rewards[2] = math.nan

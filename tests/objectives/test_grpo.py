@@ -1,5 +1,3 @@
-"""GRPO against autograd on a toy policy whose log-density is written out independently."""
-
 import math
 from dataclasses import replace
 
@@ -133,7 +131,6 @@ def test_exactly_one_clip_is_asked_for():
 
 
 def per_edge(batch: Transitions) -> Transitions:
-    """The same edges with a parent each, as if none had siblings."""
     gathered = {name: getattr(batch, name)[batch.parent] for name in ("x", "sigma", "prompt")}
     rows = torch.arange(len(batch))
     return replace(batch, **gathered, group=batch.group[batch.parent], parent=rows)
@@ -161,7 +158,6 @@ def test_one_forward_a_parent_gives_the_gradient_of_one_an_edge():
 
 
 def test_a_process_takes_its_own_trees_of_all_advantages():
-    """Advantages come from the whole group, also where a process holds only a part of it."""
     whole = collect(Toy())
     own = torch.tensor([2, 3])  # cuts both groups
     t = whole.tree

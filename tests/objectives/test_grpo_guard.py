@@ -1,5 +1,3 @@
-"""GRPO with a normalised ratio and with weights of steps: GRPO-Guard and TempFlow-GRPO."""
-
 import itertools
 import math
 from dataclasses import replace
@@ -160,7 +158,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batch():
 
 
 def test_the_pull_to_the_reference_has_no_weights():
-    """UniGRPO: all noise levels count alike in the squared difference of velocities."""
     for ratio, step_weight in EVERY:
         toy, reference = Toy(), Toy(seed=1)
         rollout = collect(toy, reward=torch.ones(len(REWARD)))  # no advantages: the pull alone
@@ -173,7 +170,6 @@ def test_the_pull_to_the_reference_has_no_weights():
 
 
 def test_a_ratio_that_is_off_in_one_step_is_seen_in_nats_with_either_ratio():
-    """The trainer compares the same number, whatever is clipped."""
     toy = Toy()
     batch = grpo().prepare(collect(toy))
     wrong = replace(batch, mean_old=batch.mean_old + 1e-3)

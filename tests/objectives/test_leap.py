@@ -1,5 +1,3 @@
-"""LeapAlign and FlowBP-Lagrange against plain autograd."""
-
 import pytest
 import torch
 from toy_chains import (
@@ -27,7 +25,6 @@ from flowrl.objectives.reward_backprop.leap_align import (
 
 
 def leap(toy, own, start, end, x, objective):
-    """One leap of one chain, written out: the predicted state."""
     steps = even_supports(start, end, objective.supports)
     weights = lagrange_weights(own.sigmas[steps], own.sigmas[start], own.sigmas[end])
     moved = x
@@ -47,7 +44,6 @@ def leap(toy, own, start, end, x, objective):
 
 
 def written_out(toy, batch, objective):
-    """Mean loss by plain autograd."""
     losses, floor = [], objective.distance_floor
     for n, (k, j) in enumerate(zip(*(t.tolist() for t in objective.pairs(batch)), strict=True)):
         own = only(batch, n)

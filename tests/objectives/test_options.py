@@ -1,5 +1,3 @@
-"""Options build the objectives that they describe, and refuse what cannot work."""
-
 from dataclasses import replace
 from typing import get_args
 

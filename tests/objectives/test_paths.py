@@ -1,10 +1,9 @@
-"""Chains as they are taken from a rollout and dealt out."""
-
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from toy_rollout import rollout_of
 
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -32,15 +31,9 @@ def rollout(plan=ODE, dtype=torch.float32) -> Rollout:
         sigmas=torch.linspace(1, 0, STEPS + 1), kernel=KERNELS["flow_sde"], noise_level=0.7
     )
     tree = sample_tree(velocity, noise().to(dtype), prompt, plan, schedule, noise)
-    leaves = len(prompt) * len(tree.leaf)
-    return Rollout(
-        tree=tree, cond=Conditioning(tensors={"c": torch.eye(PROMPTS)}), prompts=("a", "b", "c"),
-        metadata=({}, {}, {}), images=torch.zeros(leaves, 3, 1, 1), trees=torch.arange(len(tree)),
-        scores=torch.zeros(leaves, 1), terms=torch.zeros(leaves, 1),
-        applicable=torch.ones(leaves, 1, dtype=torch.bool), names=("r",), weights=torch.ones(1),
-        reward=torch.arange(leaves).float(), valid=torch.ones(leaves, dtype=torch.bool),
-        group=prompt.repeat_interleave(len(tree.leaf)), log_prob=tree.log_prob, seed=5,
-    )  # fmt: skip
+    reward = torch.arange(float(len(prompt) * len(tree.leaf)))
+    cond = Conditioning(tensors={"c": torch.eye(PROMPTS)})
+    return rollout_of(tree, reward, cond, prompts=("a", "b", "c"), seed=5)
 
 
 def test_a_chain_holds_its_states_and_velocities_in_32_bits():

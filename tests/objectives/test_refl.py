@@ -1,5 +1,3 @@
-"""ReFL and DRaFT-LV against plain autograd, and in a world where their means are known."""
-
 import torch
 from toy_chains import T, Toy, assert_same, chains, gradient, loss_of, only, reward_of, velocity
 

@@ -1,38 +1,16 @@
-"""On the tiny pipeline: steps along each objective's gradient raise a differentiable reward."""
-
 from dataclasses import replace
 
 import pytest
 import torch
 
-from flowrl.config.objectives import (
-    AlignPropOptions,
-    DRaFTLVOptions,
-    DRaFTOptions,
-    FlowBPBridgeOptions,
-    FlowBPLagrangeOptions,
-    FlowBPSparseOptions,
-    LeapAlignOptions,
-    ReFLOptions,
-    SRPOOptions,
-    UniformTruncationOptions,
-)
+from flowrl.config.objectives import DRaFTOptions, FlowBPBridgeOptions, SRPOOptions
 from flowrl.objectives.base import Models
 from flowrl.objectives.reward_backprop.decoder import RewardGradient
 from flowrl.sampling.rollout import Timer
 
-OBJECTIVES = {
-    "refl": ReFLOptions(),
-    "draft": DRaFTOptions(steps=2),
-    "draft_lv": DRaFTLVOptions(),
-    "align_prop": AlignPropOptions(),
-    "align_prop_uniform": AlignPropOptions(truncation=UniformTruncationOptions()),
+OBJECTIVES = {  # a renoised image; a chain with the pull to the reference
     "srpo": SRPOOptions(),
-    "leap_align": LeapAlignOptions(),
-    "flowbp_sparse": FlowBPSparseOptions(steps=2),
-    "drtune": FlowBPSparseOptions(steps=2, spacing="even", gain_coef=0),
     "flowbp_bridge": FlowBPBridgeOptions(steps=3, kl_coef=1e-3),
-    "flowbp_lagrange": FlowBPLagrangeOptions(hinge=5.0),
 }
 
 
@@ -46,7 +24,7 @@ class Cyan:
 
 @pytest.fixture(scope="module")
 def ascend(make_learner):
-    def make(objective, steps=4, **changes):
+    def make(objective, **changes):
         learner = make_learner(
             rewards={"cyan": Cyan()},
             objective={"kind": "rwr"},
@@ -54,7 +32,7 @@ def ascend(make_learner):
                 "tree": {"kind": "ode"},
                 "prompts_per_iteration": 2,
                 "group_size": 2,
-                "num_inference_steps": steps,
+                "num_inference_steps": 4,
             },
             **changes,
         )
@@ -64,16 +42,9 @@ def ascend(make_learner):
     return make
 
 
-QUICK = {"srpo", "flowbp_bridge"}  # a renoised image; a chain with the pull to the reference
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OBJECTIVES]
-)
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_few_steps_raise_the_reward_of_the_same_prompts(ascend, name):
-    # Leaps of higher order extrapolate: over a few long steps weights may have the other sign.
-    steps = 10 if name == "flowbp_lagrange" else 4
-    learner = ascend(OBJECTIVES[name].build(), steps, optim={"lr": 5e-3, "micro_batch": 3})
+    learner = ascend(OBJECTIVES[name].build(), optim={"lr": 5e-3, "micro_batch": 3})
     rewards = []
     for _ in range(2):  # the same prompts and noise each time
         rollout, metrics = learner.iterate(0)
@@ -85,7 +56,6 @@ def test_a_few_steps_raise_the_reward_of_the_same_prompts(ascend, name):
 
 
 def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
-    """Against finite differences of the policy's weights, the sampler and the decoder between."""
     learner = ascend(DRaFTOptions(steps=4).build(), optim={"micro_batch": 16})
     parameters = learner.policy.parameters()
     generator = torch.Generator().manual_seed(0)
@@ -113,7 +83,6 @@ def test_draft_through_all_steps_is_the_gradient_of_the_images_reward(ascend):
 
 
 def learner_reward(learner, rollout):
-    """Mean of the reward that is not rounded to 8 bits."""
     values, _ = learner.reward_gradient(rollout)(
         rollout.tree.leaves(), rollout.tree.prompt_of_leaves()
     )

@@ -1,5 +1,3 @@
-"""Rewards and their gradients at clean latents, through a decoder."""
-
 import functools
 import math
 from dataclasses import replace
@@ -22,8 +20,6 @@ from flowrl.scoring.spec import RewardSpec
 
 
 class Red:
-    """Mean red channel, times a weight of its own."""
-
     name = "red"
     differentiable = True
 
@@ -35,8 +31,6 @@ class Red:
 
 
 class Contrast:
-    """Applies to prompts with a word, NaN for those that also have another."""
-
     name = "contrast"
     differentiable = True
 

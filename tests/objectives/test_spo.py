@@ -1,5 +1,3 @@
-"""SPO against autograd on a toy policy, and which pairs it finds."""
-
 import math
 from dataclasses import replace
 
@@ -22,14 +20,12 @@ def spo(kernel: str = "flow_sde", **options) -> SPO:
 
 
 def pairs(batch):
-    """Rows of winner and loser of each pair."""
     rows = torch.arange(len(batch)).view(-1, 2)
     first = (batch.advantage.view(-1, 2)[:, 0] > 0)[:, None]
     return torch.where(first, rows, rows.flip(1)).unbind(1)
 
 
 def log_ratios(policy, reference, rollout, kernel, batch):
-    """Latent means of the policy's and the reference's log-densities subtracted, of each pair."""
     ratio = log_density(policy, rollout, kernel, batch)
     ratio = ratio - log_density(reference, rollout, kernel, batch).detach()
     winner, loser = pairs(batch)
@@ -103,7 +99,6 @@ def edges_of(batch, prompt):
 
 
 def test_children_are_ranked_by_the_mean_of_the_images_below_them():
-    """First prompt: 0, .4 | .7, 1; second: .3, .3 | .2, .9, so its first lower split is tied."""
     rollout = collect(Toy(), plan=BINARY, reward=EIGHT)
     batch = spo().prepare(rollout)
     x, node = rollout.tree.x, rollout.tree.step
@@ -152,7 +147,6 @@ def test_ties_and_missing_rewards_make_no_pair_and_are_counted():
 
 
 def test_fans_of_different_lengths_are_not_compared():
-    """From one latent, but by other laws: a pair in each."""
     fans = (Fan(step=0, width=2), Fan(step=0, width=2, length=2))
     plan = TreePlan(1, (ODE,) * T, fans=fans)
     reward = torch.tensor([0.1, 0.2, 0.8, 0.9]).repeat(PROMPTS)
@@ -166,7 +160,6 @@ def test_fans_of_different_lengths_are_not_compared():
 
 
 def test_the_fusion_is_that_of_a_steps_credit():
-    """The likelier image weighs more: two images below a child, one far likelier."""
     rollout = collect(Toy(), plan=BINARY, reward=EIGHT)
     tree = rollout.tree
     log_prob = torch.zeros_like(rollout.log_prob)

@@ -1,5 +1,3 @@
-"""SRPO against plain autograd of its two branches."""
-
 import pytest
 import torch
 from toy_chains import Toy, assert_same, chains, field, gradient, loss_of, reward_of
@@ -12,7 +10,6 @@ WORDS = {"positive_words": "good", "negative_words": "rather bad"}
 
 
 def written_out(toy, batch, objective):
-    """Mean loss over both branches by plain autograd."""
     row, sigma, to = objective.points(batch)
     noise = fresh_noise(batch, "noise") if objective.noise == "fresh" else batch.x[:, 0]
     noise, t, s = noise[row], sigma[:, None], to[:, None]

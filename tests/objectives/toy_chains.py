@@ -35,7 +35,6 @@ def cond() -> Conditioning:
 
 
 def schedule(steps: int = T) -> torch.Tensor:
-    """Steps of unequal lengths from 1 to 0."""
     return torch.linspace(1, 0, steps + 1, dtype=F64) ** 1.5
 
 
@@ -67,7 +66,6 @@ def reward_of(x0, prompt, words=""):
 
 
 def field(x0, prompt, words=""):
-    """`reward_of` as a reward field."""
     with torch.enable_grad():
         x = x0.detach().requires_grad_()
         r = reward_of(x, prompt, words)
@@ -93,13 +91,11 @@ def gradient(loss, toy):
 
 
 def velocity(toy, batch, x, step: int, rows=None):
-    """At schedule step `step`, written without the objectives' own tools."""
     rows = torch.arange(len(batch)) if rows is None else rows
     return toy(x, batch.sigmas[step].expand(len(x)), batch.cond.take(batch.prompt[rows]))
 
 
 def full(toy, batch, first: int = 0, jacobians: bool = True):
-    """Loss of chains run again from their states at `first`, by plain autograd."""
     x = batch.x[:, first]
     for i in range(first, batch.steps):
         seen = x if jacobians else x.detach()
@@ -116,7 +112,6 @@ def assert_same(a, b, atol=1e-12):
 
 
 def straight_through(surrogate, value):
-    """The value of one tensor with the gradient of another."""
     return value.detach() + tangent(surrogate)
 
 

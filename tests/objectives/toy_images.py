@@ -2,6 +2,7 @@
 
 import torch
 from toy_policy import D, Toy, cond, no_network
+from toy_rollout import rollout_of
 
 from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM
@@ -19,30 +20,12 @@ REWARD = (0.1, 0.5, 0.9, 0.3, 0.2, 0.7, 0.8, 0.25)  # of two prompts, four image
 
 
 def images(reward=REWARD, group=None, seed: int = 5) -> Rollout:
-    """Images of two prompts, by default as many of each, those of one side by side."""
     rewards = torch.tensor(reward)
     if group is None:
         group = torch.arange(2).repeat_interleave(len(rewards) // 2)
     generator = torch.Generator().manual_seed(1)
     x0 = torch.randn(len(rewards), D, generator=generator).double()
-    return Rollout(
-        tree=single_node_trees(x0, group, SIGMAS),
-        cond=cond(),
-        prompts=("a", "b"),
-        metadata=({}, {}),
-        images=torch.zeros(0, 3, 1, 1),
-        trees=torch.arange(len(rewards)),
-        scores=rewards[:, None],
-        applicable=torch.ones(len(rewards), 1, dtype=torch.bool),
-        terms=rewards[:, None],
-        names=("r",),
-        weights=torch.ones(1),
-        reward=rewards,
-        valid=rewards.isfinite(),
-        group=group,
-        log_prob=torch.zeros(len(rewards), 1),
-        seed=seed,
-    )
+    return rollout_of(single_node_trees(x0, group, SIGMAS), rewards, cond(), seed=seed)
 
 
 def noising(count: int = 2, share="group") -> Noising:
@@ -50,7 +33,6 @@ def noising(count: int = 2, share="group") -> Noising:
 
 
 def compared(weighting: str = "uniform", count: int = 2, **options) -> dict:
-    """Arguments of objectives that compare the policy with an anchor."""
     return {"noising": noising(count), "weighting": weighting, "implicit_beta": 3.0} | options
 
 
@@ -78,7 +60,6 @@ OBJECTIVES = {
 
 
 def moved(toy: Toy, by: float = 0.05) -> Toy:
-    """A copy at another place."""
     other = Toy()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -88,7 +69,6 @@ def moved(toy: Toy, by: float = 0.05) -> Toy:
 
 
 def loss_of(objective, toy, batch, reference=None, old=None):
-    """Of `toy`, against networks that are called only if that was declared."""
     needs = objective.needs
     models = Models(
         policy=toy,

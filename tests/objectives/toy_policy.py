@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
+from toy_rollout import rollout_of
 
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Models
@@ -69,29 +70,11 @@ def collect(toy: Toy, kernel: str = "flow_sde", reward=REWARD, plan=CHAINS) -> R
     s, s1, g = (t.repeat(rows) for t in steps)
     v = toy(x, s, cond().take(prompt.repeat_interleave(len(before))))
     mean, _ = schedule.kernel.step(x, v, s, s1, g)
-    group = prompt.repeat_interleave(len(tree.leaf))
-    return Rollout(
-        tree=replace(tree, mean_old=mean.view_as(tree.x[:, before])),
-        cond=cond(),
-        prompts=("a", "b"),
-        metadata=({}, {}),
-        images=torch.zeros(len(reward), 3, 1, 1),
-        trees=torch.arange(rows),
-        scores=reward[:, None],
-        applicable=torch.ones(len(reward), 1, dtype=torch.bool),
-        terms=reward[:, None],
-        names=("r",),
-        weights=torch.ones(1),
-        reward=reward,
-        valid=reward.isfinite(),
-        group=group,
-        log_prob=tree.log_prob,
-        seed=0,
-    )
+    tree = replace(tree, mean_old=mean.view_as(tree.x[:, before]))
+    return rollout_of(tree, reward, cond())
 
 
 def every_edge(rollout: Rollout) -> Transitions:
-    """All trained edges, in the order that batches have: level by level, tree by tree."""
     tree = rollout.tree
     ones = torch.ones(len(tree), len(tree.edge))
     return transitions(tree, ones, ones.bool(), tree.prompt, rollout.cond)

@@ -1,5 +1,3 @@
-"""Audits of previews: the report, what follows from it, and the log of a resumed run."""
-
 import json
 import math
 from dataclasses import asdict
@@ -154,16 +152,12 @@ def test_shapes_that_do_not_fit_are_refused():
         audit_ranks(scores(), scores(), 97)
 
 
-# --- what follows: keep, degrade along the ladder, warn, or stop ---------------------------------
-
-
 CPU = Capability(device="cpu", name="cpu", compute=None, scaled_mm=True)
 HOPPER = Capability(device="cuda", name="H100", compute=(9, 0), scaled_mm=True)
 BLACKWELL = Capability(device="cuda", name="B200", compute=(10, 0), scaled_mm=True)
 
 
 def report(mix, prompts=3):
-    """Candidates of which `mix` is the exact score; 1 ranks perfectly, 0 at random."""
     generator = torch.Generator().manual_seed(0)
     true, noise = torch.randn(2, prompts, 32, generator=generator)
     return audit_ranks(mix * true + (1 - mix) * noise, true, 8)
@@ -217,11 +211,7 @@ def test_a_miss_that_only_warns_or_has_no_lower_precision_changes_nothing():
 def test_a_miss_that_stops_names_rho_precision_steps_and_what_to_change():
     found = judged(BAD, "nvfp4-emulated", CPU, "stop", steps=5)
     assert found.action == "stop" and not found.passed and found.next is None
-    for part in (
-        f"rho {BAD.rho:.3f}", "nvfp4-emulated", "5 steps", "min_rho = 0.8",
-        "rollout.explore.num_inference_steps, now 5 of 6", "rollout.explore.precision to bf16",
-        "rollout.explore.audit.on_miss to warn",
-    ):  # fmt: skip
+    for part in (f"rho {BAD.rho:.3f}", "5 steps", "min_rho = 0.8", "5 of 6", "precision to bf16"):
         assert part in found.text, part
     found = judged(BAD, "bf16", CPU, "stop")
     assert "raise rollout.explore.num_inference_steps" in found.text
@@ -269,9 +259,6 @@ def test_replaying_the_audits_gives_the_precision_that_they_ended_in():
     for asked, log in (("bf16", [("nvfp4", "fp8")]), ("fp8", [("nvfp4-emulated", "bf16")])):
         start = resolve(asked, BLACKWELL)
         assert replay_precision(log, start, BLACKWELL) == start
-
-
-# --- on disk: a resumed run sees what an uninterrupted one would ---------------------------------
 
 
 def event(iteration, next=None, seed=0):

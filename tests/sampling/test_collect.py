@@ -1,5 +1,3 @@
-"""Who draws the rollouts, and what every objective may rely on."""
-
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -27,7 +25,6 @@ NFT = {"kind": "nft", "noising": {"count": 2}, "old_decay": {"rate": None, "limi
 
 
 def watched(learner) -> list[int]:
-    """Rows of every forward of the learner's network from now on."""
     rows, forward = [], learner.policy.network.forward
 
     def watch(*args, **options):
@@ -156,8 +153,6 @@ def test_an_objective_is_a_known_kind_or_ones_own(make_learner, tiny_config):
 
 
 class Told:
-    """An executor that writes down when it is given images, and answers when it is asked."""
-
     def __init__(self, events: list[str]):
         self.events = events
 
@@ -171,7 +166,6 @@ class Told:
 
 
 def sampling(learner, **changes):
-    """The learner's source with changes to its stage."""
     return replace(learner.source, generator=replace(learner.source.generator, **changes))
 
 
@@ -202,8 +196,6 @@ def test_a_forest_that_is_drawn_in_parts_is_the_whole_one(make_learner):
 
 
 class Compares:
-    """Looks at the whole group: how far each image is from the mean of all."""
-
     scope = "group"
 
     def __init__(self):

@@ -1,5 +1,3 @@
-"""The forest that the sampler grows: its shape, its means, and what its noise-free steps are."""
-
 import pytest
 import torch
 from toy_forest import Counting, D, chain, grown, named_noise, schedule, velocity
@@ -23,16 +21,8 @@ def branching(*at: int, branch: int = 2, roots: int = 1, coupling=INDEPENDENT) -
     return TreePlan(roots, tuple(split if i in at else NOISY for i in range(T - 1)) + (ODE,))
 
 
-COMB = TreePlan(
-    2,
-    (ODE,) * T,
-    fans=(
-        Fan(step=0, width=3, strides=(1, 2)),
-        Fan(step=1, width=2, length=2),
-        Fan(step=1, width=2),
-        Fan(step=3, width=2, gain=0.5),
-    ),
-)
+FANS = [(0, 3, {"strides": (1, 2)}), (1, 2, {"length": 2}), (1, 2, {}), (3, 2, {"gain": 0.5})]
+COMB = TreePlan(2, (ODE,) * T, fans=tuple(Fan(step=i, width=w, **more) for i, w, more in FANS))
 PLANS = {
     "chains": chains(),
     "tree": branching(0, 2, 3),
@@ -68,7 +58,6 @@ def test_without_branches_it_is_the_plain_sampler_bit_for_bit():
 
 
 def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
-    """With the noises that were used: recovered from the nodes, so to float tolerance."""
     for plan in PLANS.values():
         numbers = schedule(T)
         tree = grown(plan, numbers)
@@ -92,7 +81,6 @@ def test_the_way_to_every_leaf_can_be_walked_again_as_a_chain():
 
 
 def test_replaying_one_leaf_with_its_recorded_noise_is_exact():
-    """The noises by name, coupled as its siblings' were: the chain's latent to the last bit."""
     for coupling in [
         NoiseCoupling(),
         NoiseCoupling(kind="shared", strength=1.5),

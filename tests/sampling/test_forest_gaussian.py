@@ -39,8 +39,6 @@ def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
 
 @dataclass
 class UnitDraws:
-    """Draw number d is 1 in tree d alone; the last tree has none at all."""
-
     trees: int
     names: dict = field(default_factory=dict)
 
@@ -85,7 +83,6 @@ def covariance(a: list[float], std: list[float], parted: int | None, rho: float)
 
 
 def rho(coupling: NoiseCoupling, siblings: int, i: int, j: int) -> float:
-    """Correlation of the noises of siblings number i and j."""
     if coupling.kind == "shared":
         return 1 / (1 + coupling.strength**2)
     if coupling.kind == "simplex":
@@ -124,26 +121,6 @@ def test_two_leaves_share_what_came_before_they_parted():
                         expected = covariance(a, std, parted, rho(coupling, branch, *number))
                         assert (slope[i] @ slope[j]).item() == pytest.approx(expected, abs=EXACT)
 
-
-def test_every_leaf_is_distributed_like_the_end_of_a_chain():
-    """Whatever the tree and its coupling: mean and variance of each leaf, to float tolerance."""
-    for coupling in [
-        NoiseCoupling(),
-        NoiseCoupling(kind="shared", strength=0.5),
-        NoiseCoupling(kind="shared", strength=4.0),
-        NoiseCoupling(kind="simplex"),
-        NoiseCoupling(kind="antithetic"),
-    ]:
-        numbers = schedule("flow_sde", 0.7, T)
-        chain = TreePlan(1, (NOISY,) * (T - 1) + (ODE,))
-        split = Step(branch=2, noise=True, coupling=coupling, train=True)
-        tree = TreePlan(1, tuple(split if i in (0, 2, 5) else NOISY for i in range(T - 1)) + (ODE,))
-        _, mean, slope = response(chain, numbers)
-        _, means, slopes_ = response(tree, numbers)
-        torch.testing.assert_close(means, mean.expand_as(means), rtol=0, atol=EXACT)
-        torch.testing.assert_close(
-            slopes_.square().sum(1), slope.square().sum(1).expand(8), rtol=0, atol=EXACT
-        )
     # The noise is normal, so mean and variance are the whole distribution.
 
 

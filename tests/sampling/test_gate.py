@@ -1,5 +1,3 @@
-"""Audits before rollouts: what is told, what a miss changes, and that a resumed run repeats it."""
-
 import json
 import logging
 import weakref
@@ -152,13 +150,6 @@ def test_a_recipe_that_explores_in_more_steps_begins_at_its_own_precision(
     assert precision(tmp_path)["format"] == "nvfp4"
 
 
-def test_a_miss_may_only_be_told(make_learner, options, tmp_path, caplog):
-    learner = make_learner(**options(min_rho=1.0, on_miss="warn"))
-    learner.source.collect(0, Timer())
-    assert "below rollout.explore.audit.min_rho" in caplog.text
-    assert precision(tmp_path)["format"] == "nvfp4"
-
-
 def test_audits_come_when_they_are_due_and_not_where_they_are_off(make_learner, options, tmp_path):
     learner = make_learner(**options(min_rho=-1.0, every=2))
     found = [bool(learner.source.collect(i, Timer()).explored.audit) for i in range(4)]
@@ -170,8 +161,6 @@ def test_audits_come_when_they_are_due_and_not_where_they_are_off(make_learner, 
 def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
     tiny_config, options, load_tiny, tmp_path
 ):
-    """And ends with the same weights, though the policy it begins with would pass no audit."""
-
     def run(folder, *parts):
         changes = options(min_rho=1.0, every=3)
         changes["rollout"]["explore"]["audit"]["min_rho"] = 1.0
@@ -193,7 +182,6 @@ def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
 
 
 def test_what_was_drawn_depends_on_the_audits_verdict_alone(make_learner, options):
-    """An audit draws nothing that the rollout's own randomness would notice."""
     audited = make_learner(**options(min_rho=-1.0)).source.collect(0, Timer())
     plain = make_learner(**options(every=0)).source.collect(0, Timer())
     assert torch.equal(audited.explored.proxy, plain.explored.proxy)

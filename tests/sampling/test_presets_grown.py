@@ -1,10 +1,7 @@
-"""Every preset, drawn: what its plan counts is what the sampler does, and iterations agree."""
-
 import torch
-from toy_forest import Counting, grown, schedule, velocity
+from toy_forest import Counting, grown
 
 from flowrl.config.trees import PRESETS
-from flowrl.functional.sde import KERNELS
 from flowrl.trajectory import transitions
 from flowrl.trees.plan import count
 
@@ -49,20 +46,6 @@ def test_the_plan_counts_what_the_sampler_does():
             kept = torch.ones(len(tree), len(tree.edge))
             batch = transitions(tree, kept, kept.bool(), tree.prompt, None)  # type: ignore[arg-type]
             assert (len(batch), len(batch.x)) == (counts.trained_edges, counts.train_forwards)
-
-
-def test_a_trained_step_starts_at_its_parent_with_noise_left():
-    for name in SIZES:
-        plan = plan_of(name)
-        tree, numbers = grown(plan), schedule(T)
-        kept = torch.ones(len(tree), len(tree.edge))
-        batch = transitions(tree, kept, kept.bool(), tree.prompt, None)  # type: ignore[arg-type]
-        assert bool((batch.g > 0).all()) and bool((batch.sigma_next > 0).all())
-        v = velocity(batch.x, batch.sigma[:, None], batch.prompt)
-        x, v, s = (t[batch.parent] for t in (batch.x, v, batch.sigma))
-        mean, _ = KERNELS["flow_sde"].step(x, v, s, batch.sigma_next, batch.g)
-        torch.testing.assert_close(mean, batch.mean_old, rtol=1e-5, atol=1e-5)
-        assert torch.equal(numbers.sigmas[batch.step], s)
 
 
 def test_windows_and_fans_move_with_the_iteration():

@@ -1,5 +1,3 @@
-"""An image depends on its name alone: not on its batch, its neighbours or its process."""
-
 import math
 from dataclasses import replace
 
@@ -34,7 +32,6 @@ def request_of(records=RECORDS, plan=PLAN, **options):
 
 
 def judged(reward, request, leaves=1):
-    """The scores of black images that are handed in one by one."""
     scoring = Scoring(specs=[RewardSpec(name="reward", reward=reward)])
     count = len(request.prompt) * leaves
     images = submit_images(scoring, torch.zeros(count, 3, 4, 4).split(1), request, leaves)

@@ -19,13 +19,10 @@ def schedule(steps: int, kernel: StepKernel = FLOW, level: float = 0.5) -> Sched
 
 
 def velocity(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
-    """Each row by itself, and by elementwise operations alone: no bit depends on the batch."""
     return 0.3 * x + 0.5 * x / (1 + x * x) + sigma + prompt.to(x)[:, None]
 
 
 class Counting:
-    """A velocity field that counts the rows it is asked for, and its calls."""
-
     def __init__(self, size: int | None = None):
         self.rows = self.calls = 0
         self.size = size
@@ -60,7 +57,6 @@ def grown(
     dtype: torch.dtype = torch.float32,
     field=velocity,
 ) -> Tree:
-    """The plan's trees of some prompts."""
     roots = list(range(prompts * plan.roots))
     prompt = torch.arange(prompts).repeat_interleave(plan.roots)
     x = named_noise([p if plan.same_noise else r for r, p in enumerate(prompt.tolist())])

@@ -9,7 +9,6 @@ from flowrl.trees.plan import Fan, NoiseCoupling, Step, TreePlan
 
 @st.composite
 def steps_of(draw, total: int):
-    """`total` steps, at most two of which branch; the last is without noise."""
     branching = draw(st.sets(st.integers(0, total - 2), max_size=2))
     made = []
     for i in range(total - 1):
@@ -52,7 +51,6 @@ def plans(draw):
 
 
 def nearest(error: object) -> list[int]:
-    """The numbers that a message recommends."""
     found = re.search(r"nearest[a-z ]* (?:is|are) ([\d to,and]+)", str(error))
     assert found, f"{error} names no nearest number"
     return [int(n) for n in re.findall(r"\d+", found[1])]

@@ -1,5 +1,3 @@
-"""Published combs: fans off trunks, their costs against the papers', and refusals."""
-
 import math
 
 import pytest
@@ -15,7 +13,6 @@ SETS = st.sets(st.integers(0, 8), min_size=1, max_size=4).map(sorted)
 
 @given(steps=st.integers(2, 12), width=st.integers(1, 5), trunks=st.integers(1, 4))
 def test_tempflow_takes_the_forwards_of_trunks_and_tails(steps, width, trunks):
-    """N (T - 1) + N K T (T - 1) / 2: the trunk ends at the last fan, in step T - 2."""
     plan = presets.tempflow(steps, trunks * width * (steps - 1), width)
     total = count(plan)
     assert plan.roots == trunks and not plan.same_noise

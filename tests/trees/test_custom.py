@@ -1,5 +1,3 @@
-"""Plans of people's own, under an import path."""
-
 import pytest
 from any_plan import nearest
 

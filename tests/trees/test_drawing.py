@@ -1,11 +1,9 @@
-"""Tables add up to the counts, and drawings show each leaf, branch and kind of edge."""
-
 from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees import presets
-from flowrl.trees.plan import Step, TreePlan, count, shape_of
+from flowrl.trees.plan import count, shape_of
 from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 
 
@@ -95,19 +93,7 @@ def test_what_is_left_out_is_said():
     text = draw(plan, max_leaves=3)
     assert len(text.splitlines()) == 1 + 3 + 1 + 3
     assert "The first 3 of 16 leaves are drawn." in text
-    assert "One of 2 trees alike, which start from noises of their own." in text
     assert "The first" not in draw(plan) and "trees alike" not in draw(presets.tempflow(4, 3, 1))
-    assert "which start from one noise" in draw(presets.dance_grpo(4, 3, [0]))
-
-
-def test_only_the_signs_that_occur_are_explained():
-    for step, said in [
-        (Step(), ("ODE",)),
-        (Step(noise=True), ("stochastic", "ODE")),
-        (Step(noise=True, train=True), ("stochastic and trained", "ODE")),
-    ]:
-        legend = draw(TreePlan(roots=1, steps=(step, Step()))).splitlines()[-1]
-        assert [part[2:] for part in legend.split(", ")] == list(said)
 
 
 def test_every_fifth_step_is_numbered_above_its_column():

@@ -1,5 +1,3 @@
-"""A rollout that memory cannot hold is refused before it is drawn, with one that it can."""
-
 import re
 
 import pytest

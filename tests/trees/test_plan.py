@@ -1,5 +1,3 @@
-"""What a plan refuses, and the moves it is compiled into."""
-
 from dataclasses import replace
 
 import pytest
@@ -78,12 +76,7 @@ def test_what_cannot_work_is_refused_in_one_sentence():
         (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches"),
         (lambda: plan(Step(train=True), Step()), "trained .* noise"),
         (lambda: plan(replace(NOISY, gain=0.0), Step()), "gain"),
-        (
-            lambda: plan(
-                replace(NOISY, branch=3, coupling=NoiseCoupling(kind="antithetic")), Step()
-            ),
-            "antithetic .* 4",
-        ),
+        (lambda: plan(replace(NOISY, branch=3, coupling=ANTITHETIC), Step()), "antithetic .* 4"),
         (lambda: plan(Step(), Step(), fans=(Fan(step=1, width=2),)), "0"),
         (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=0),)), "width"),
         (lambda: plan(Step(), Step(), fans=(Fan(step=0, width=1, strides=()),)), "strides"),

@@ -1,5 +1,3 @@
-"""Published forests: exact leaves, the papers' costs, and refusals that name what works."""
-
 import pytest
 from any_plan import nearest
 from hypothesis import given
@@ -125,7 +123,6 @@ def test_a_dynamic_trees_noise_grows_with_its_depth_in_the_window():
 def test_b2_diffurl_takes_its_formula_less_the_velocity_that_siblings_share(
     branch, steps, trees, data
 ):
-    """(T - m) + K m in the paper, where each of K children computes the velocity at the split."""
     last = data.draw(st.integers(2, steps))
     plan = presets.b2_diffurl(steps, trees * branch, branch, last)
     assert count(plan).forwards == trees * (steps - last + branch * last - (branch - 1))
@@ -140,8 +137,6 @@ def test_b2_diffurl_trains_more_steps_stage_by_stage():
     assert set(found[:100]) == set(range(14, 21)) and set(found[100:]) == {20}
     assert [presets.b2_stage(j, 3, 14, 20) for j in range(5)] == [14, 16, 18, 20, 20]
 
-
-# --- refusals ----------------------------------------------------------------------------------
 
 LEAVES = {
     "branch_grpo": (20, lambda n: presets.branch_grpo(20, n, 2, [0, 3, 6, 9])),
@@ -174,7 +169,6 @@ def test_of_two_equally_near_numbers_of_leaves_both_are_named():
 
 
 def test_a_split_where_none_can_be_names_the_nearest_splits_that_work():
-    """Step 9 is the last of 10; step 3 is there already."""
     for wrong in [-1, 9, 10, 30, 3]:
         with pytest.raises(PlanError, match=f"splits .* {wrong}[, ]") as caught:
             presets.branch_grpo(10, 8, 2, [0, 3, wrong])

@@ -1,5 +1,3 @@
-"""A tree node by node, and counts that equal it; the formulas of the papers."""
-
 import math
 from collections import Counter
 
@@ -47,7 +45,6 @@ def test_counts_are_those_of_the_tree_walked_node_by_node(plan):
 
 @given(plans())
 def test_no_two_noises_share_a_name(plan):
-    """The noise of an edge is keyed by its child's path and the step where it begins."""
     shape = shape_of(plan)
     keys = [(shape.path[n], plan.moves[shape.move[n]].step) for n in shape.noisy]
     ends = [(shape.path[n], shape.step[n]) for n in shape.noisy]
@@ -71,9 +68,6 @@ def test_levels_hold_every_move_once_in_order(plan):
     assert [step for step, _ in found] == sorted({m.step for m in plan.moves})
     assert [m for _, moves in found for m in moves] == list(plan.moves)
     assert all(m.step == step for step, moves in found for m in moves)
-
-
-# --- the papers' numbers -----------------------------------------------------------------------
 
 
 def test_the_worked_example_of_branchgrpo():

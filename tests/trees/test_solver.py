@@ -1,5 +1,3 @@
-"""The solver's splits are the best of all, by its own criterion on trees walked node by node."""
-
 import itertools
 import math
 from functools import cache
@@ -19,7 +17,6 @@ def forest(steps: int, roots: int, branch: int, splits) -> TreePlan:
 
 
 def unshared(plan: TreePlan) -> float:
-    """The harmonic mean over splits of the steps after them, and T + 1 for several trees."""
     steps = len(plan.steps)
     found = [steps - i for i, step in enumerate(plan.steps) if step.branch > 1]
     if plan.roots > 1 or not found:
@@ -42,7 +39,6 @@ def all_sets(steps, leaves, branch, roots):
 
 
 def brute_force(steps, leaves, budget, branch, roots):
-    """The best within the budget, or None."""
     within = [one for one in all_sets(steps, leaves, branch, roots) if one[1] <= budget]
     most = max((one[0] for one in within), default=0.0)
     return min((one[1:] + one[:1] for one in within if one[0] >= most * (1 - 1e-12)), default=None)

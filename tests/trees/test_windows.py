@@ -1,5 +1,3 @@
-"""Windows: where they may stand, how they move, and that seed and iteration decide alone."""
-
 import collections
 
 import pytest
