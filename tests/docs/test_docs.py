@@ -47,13 +47,8 @@ def commands(page: str, *names: str) -> list[list[str]]:
 def test_every_key_on_a_page_is_an_option_and_links_lead_somewhere():
     keys = {option.path for option in walk(Config)}
     tops = {key.partition(".")[0] for key in keys}
-    for page, least in {
-        "objectives": 8,
-        "recipes": 8,
-        "rewards": 4,
-        "sol-rl": 12,
-        "memory": 4,
-    }.items():
+    pages = {"objectives": 8, "recipes": 8, "rewards": 4, "sol-rl": 12, "memory": 4}
+    for page, least in pages.items():
         words = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", PAGES[page]))
         named = {w for w in words if w.partition(".")[0] in tops and not w.endswith((".md", ".py"))}
         assert len(named) >= least and named <= keys, page

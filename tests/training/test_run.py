@@ -242,7 +242,7 @@ def test_going_on_from_an_older_checkpoint_leaves_the_later_branch(
     whole, config_for, load_tiny, tmp_path
 ):
     folder = tmp_path / "run"
-    config = config_for(folder, keep=5, checkpoint_every=1)
+    config = config_for(folder, keep_checkpoints=5, checkpoint_every=1)
     align(config)
     older = folder / "checkpoints" / "step-000002"
     align(config.model_copy(update={"run": config.run.model_copy(update={"iterations": 3})}),
