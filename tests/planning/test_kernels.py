@@ -37,7 +37,6 @@ def cudas_autocast() -> Iterator[None]:
 
 
 def pretend(network: nn.Module) -> None:
-    """Parameters and buffers on a GPU that is not there."""
     for module in network.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():

@@ -155,17 +155,7 @@ def test_training_in_few_bits_keeps_the_exact_weights_too():
     assert few["matmul buffers"] > exact["matmul buffers"]
 
 
-def test_a_plan_of_sana():
-    assert peak(footprints(small("sana-1.6b"), setup("sana-1.6b"))).total > 0
-
-
-@pytest.mark.slow
-def test_a_plan_of_sd3():
-    assert peak(footprints(small("sd3.5-medium"), setup("sd3.5-medium"))).total > 0
-
-
 def test_more_gpus_never_need_more():
-    """That is, fewer prompts a GPU never do."""
     found = [total(prompts_per_gpu=prompts) for prompts in (1, 2, 3, 5, 8)]
     assert found == sorted(found)
 

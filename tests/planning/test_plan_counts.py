@@ -37,7 +37,6 @@ def of(config) -> UpdateWork:
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_iteration_takes_as_many_forwards_as_are_counted(make_learner, tiny_config, name):
-    """Rows that the network really sees, without graph and with one, guidance twice."""
     rollout, objective, updates = CASES[name]
     tree = {} if objective["kind"] == "grpo" else {"tree": {"kind": "ode"}}
     changes = {
@@ -98,7 +97,6 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     sd3 = load_config("quickstart", changes[1:])
     assert not doubles(flux, 3.5) and doubles(sd3, 3.5) and not doubles(sd3, 1.0)
     assert of(sd3).sampling == 2 * of(flux).sampling
-    # Work does not depend on the number of gpus.
     config = load_config("sd3.5-medium-grpo-24gb")
     load = next(iter(count_work(config).loads))
     assert split_work(load, 1).update_rows == split_work(load, 4).update_rows == (288, 288)

@@ -11,12 +11,7 @@ from flowrl.backbones.flux import Flux
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from flowrl.planning.model_specs import (
-    MODEL_SPECS,
-    build_autoencoder,
-    build_pipeline,
-    spec_name,
-)
+from flowrl.planning.model_specs import MODEL_SPECS, build_autoencoder, build_pipeline, spec_name
 
 BACKBONES = {"sd3": SD3, "flux": Flux, "sana": Sana}
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -28,15 +23,11 @@ def numbers(module: nn.Module) -> int:
 
 @pytest.fixture(scope="module")
 def pipelines():
-    """Each size's pipeline, built once, without memory."""
     return {name: build_pipeline(name) for name in MODEL_SPECS}
 
 
 def backbone_of(pipeline, name: str, pixels: int | None = None) -> Backbone:
     return BACKBONES[MODEL_SPECS[name].family](pipeline, height=pixels, width=pixels)
-
-
-# --- parameters ---------------------------------------------------------------------------------
 
 
 def test_encoders_and_autoencoders_have_as_many_parameters_as_published():
@@ -45,12 +36,8 @@ def test_encoders_and_autoencoders_have_as_many_parameters_as_published():
         made = [encoder.build(torch.bfloat16) for encoder in encoders]
         assert [numbers(m) for m in made] == [encoder.parameters for encoder in encoders]
         assert {t.device for m in made for t in m.parameters()} == {META}
-    # The whole autoencoder has as many parameters as published.
     for name in MODEL_SPECS:
         assert numbers(build_autoencoder(name)) == MODEL_SPECS[name].autoencoder_params
-
-
-# --- adapters -----------------------------------------------------------------------------------
 
 
 def adapted(pipeline, name: str, *more: str) -> tuple[int, int]:
@@ -87,9 +74,6 @@ def test_as_many_layers_are_adapted_as_the_blocks_have(pipelines):
     assert found == (layers, layers * 32 * 2 * 1536)
     large = adapted(pipelines["sd3.5-large"], "sd3.5-large", *second)
     assert large == adapted(pipelines["sd3.5-large"], "sd3.5-large")
-
-
-# --- latents and schedules ----------------------------------------------------------------------
 
 
 class Still(nn.Module):
@@ -146,7 +130,6 @@ def rounded(sigmas: Tensor) -> list[float]:
 
 
 def test_schedules_are_shifted_as_published(pipelines):
-    # Sd35 shifts twice by 3.
     for name in ["sd3.5-medium", "sd3.5-large"]:
         found = rounded(own(pipelines, name, 512).sigmas(10))
         assert found == [
@@ -162,7 +145,6 @@ def test_schedules_are_shifted_as_published(pipelines):
             0.0089,
             0,
         ]
-    # Flux shifts by the image s size.
     found = rounded(own(pipelines, "flux.1-dev", 512).sigmas(6))
     assert found == [1, 0.9037, 0.7897, 0.6525, 0.4842, 0.273, 0]
     # Of 4,096 tokens: sigma = e^1.15 / (e^1.15 + 1 / s - 1).
@@ -174,16 +156,11 @@ def test_schedules_are_shifted_as_published(pipelines):
     torch.testing.assert_close(sigmas, 3 * s / (1 + 2 * s), atol=1e-6, rtol=0)
 
 
-# --- names --------------------------------------------------------------------------------------
-
-
 def test_repositories_are_known_by_one_name():
-    # A repository on the hub is known by its name.
     assert spec_name("black-forest-labs/FLUX.1-dev") == "flux.1-dev"
     assert spec_name("stabilityai/stable-diffusion-3.5-medium") == "sd3.5-medium"
     sana = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
     assert spec_name(sana) == "sana-1.6b"
     assert spec_name("somebody/else") is None
-    # No two sizes claim one repository.
     names = [name for size in MODEL_SPECS.values() for name in (size.checkpoint, *size.also)]
     assert len(names) == len(set(names))

@@ -27,7 +27,6 @@ def numbers(module: nn.Module) -> int:
 def test_transformers_have_the_published_parameters_on_the_meta_device():
     for name in MODEL_SPECS:
         assert round(numbers(build_transformer(name)) / 1e9, 1) == BILLIONS[name]
-    # The count is exact to the last weight.
     for name, parameters in [
         ("sd3.5-large", 8_056_627_520),
         ("sd3.5-medium", 2_243_171_520),
@@ -35,7 +34,6 @@ def test_transformers_have_the_published_parameters_on_the_meta_device():
         ("sana-1.6b", 1_604_462_752),
     ]:
         assert sum(p.numel() for p in build_transformer(name).parameters()) == parameters
-    # This diffusers knows every key of the configurations.
     import diffusers
 
     for spec in MODEL_SPECS.values():
@@ -43,7 +41,6 @@ def test_transformers_have_the_published_parameters_on_the_meta_device():
         for class_name, config in parts:
             known = inspect.signature(getattr(diffusers, class_name).__init__).parameters
             assert set(config) <= set(known)
-    # Building on the meta device takes no memory and keeps the dtype.
     for name in MODEL_SPECS:
         network = build_transformer(name, dtype=torch.float16)
         assert {t.device.type for t in network.state_dict().values()} == {"meta"}
@@ -52,17 +49,14 @@ def test_transformers_have_the_published_parameters_on_the_meta_device():
 
 
 def test_decoders_and_latents_have_the_published_shapes():
-    # A decoder comes without its encoder.
     for name, millions in [("flux.1-dev", 49.5), ("sana-1.6b", 159.2)]:
         assert round(numbers(build_autoencoder(name, encoder=False)) / 1e6, 1) == millions
-    # Latents are as large as the autoencoder makes them.
     for name, shapes in [
         ("sd3.5-large", {512: (16, 64, 64), 1024: (16, 128, 128)}),
         ("flux.1-dev", {512: (16, 64, 64), 1024: (16, 128, 128)}),
         ("sana-1.6b", {512: (32, 16, 16), 1024: (32, 32, 32)}),
     ]:
         assert {pixels: MODEL_SPECS[name].latent_shape(pixels) for pixels in shapes} == shapes
-    # Images that cannot be patched are refused.
     for name, pixels in [("flux.1-dev", 520), ("sana-1.6b", 0)]:
         with pytest.raises(
             UserError, match=f"images of {pixels} pixels a side: expected a multiple"
@@ -71,22 +65,16 @@ def test_decoders_and_latents_have_the_published_shapes():
 
 
 def test_networks_are_shortened_and_randomised_at_their_scale():
-    # Shortened networks are as wide and unknown ones are refused.
     assert shortened(MODEL_SPECS["flux.1-dev"].config, 2) == dict(
         MODEL_SPECS["flux.1-dev"].config
-    ) | {
-        "num_layers": 2,
-        "num_single_layers": 2,
-    }
+    ) | {"num_layers": 2, "num_single_layers": 2}
     medium = shortened(MODEL_SPECS["sd3.5-medium"].config, 2)
     assert medium["dual_attention_layers"] == [0, 1]
     assert medium["caption_projection_dim"] == 24 * 64
-    # An unknown name and too few layers are refused.
     with pytest.raises(UserError, match="there is no size 'sdxl', expected one of flux.1-dev"):
         model_spec("sdxl")
     with pytest.raises(UserError, match="layers is 1, expected 2 or more"):
         build_transformer("sana-1.6b", layers=1)
-    # Random weights are the seed s and keep the scale of what goes through.
     conv, norm, linear = nn.Conv2d(64, 256, 3), nn.GroupNorm(8, 256), nn.Linear(256, 512)
     weights = []
     for seed in (0, 0, 1):

@@ -3,12 +3,7 @@ import torch
 from small_sizes import TARGETS, setup, small
 
 from flowrl.errors import UserError
-from flowrl.planning.activations import (
-    add_adapter,
-    block_counts,
-    nbytes,
-    with_block_counts,
-)
+from flowrl.planning.activations import add_adapter, block_counts, nbytes, with_block_counts
 from flowrl.planning.memory import (
     BACKENDS,
     NetworkCopy,
