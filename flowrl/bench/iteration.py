@@ -16,7 +16,7 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import move, random_text
-from flowrl.bench.rollout import with_random_rewards
+from flowrl.bench.rollout import sampler, with_random_rewards
 from flowrl.bench.timing import Phase, Timeline, device_name, on_gpu, watched
 from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.build.work_split import split_work
@@ -172,10 +172,9 @@ def _learner(
     prompts = [f"prompt {i}" for i in range(work.prompts)]
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
-    assert isinstance(learner.source, Sampler)  # no offline data set here
-    generator = learner.source.generator
-    texts = RandomTexts(model_spec(name), generator.backbone, guided=work.guidance > 1)
-    source = replace(learner.source, generator=replace(generator, text_cache=texts))
+    own = sampler(learner)
+    texts = RandomTexts(model_spec(name), own.generator.backbone, guided=work.guidance > 1)
+    source = replace(own, generator=replace(own.generator, text_cache=texts))
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     return replace(learner, source=source, optim=loose)
 
@@ -196,7 +195,7 @@ class RandomTexts(TextCache):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedSampler:
-    """A sampler with random rewards that tells a timeline its phases; training follows them."""
+    """A sampler with random rewards that reports its phases, and training's, to a timeline."""
 
     own: Sampler
     timeline: Timeline
@@ -212,20 +211,16 @@ class WatchedSampler:
 
 
 def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
-    """Return the phases of an iteration, and the velocities of its rollout.
-
-    An iteration before it warms up and creates the optimiser's state.
-    """
-    source, timeline = learner.source, Timeline(learner.runtime.device)
-    assert isinstance(source, Sampler)
-    learner.iterate(0)
+    """Return the phases of an iteration, and the velocities of its rollout."""
+    source, timeline = sampler(learner), Timeline(learner.runtime.device)
+    learner.iterate(0)  # warms up and creates the optimiser's state
     generator = watched(
         source.generator, timeline, sync="rollout", sample="rollout", decode="decode",
         reward="rewards",
     )  # fmt: skip
-    sampler = WatchedSampler(own=replace(source, generator=generator), timeline=timeline)
+    observed = WatchedSampler(own=replace(source, generator=generator), timeline=timeline)
     with timeline.forwards_of(learner.policy.network):
-        rollout, _ = replace(learner, source=sampler).iterate(1)
+        rollout, _ = replace(learner, source=observed).iterate(1)
     found = timeline.phases()
     return {name: found.get(name, Phase()) for name in PHASES}, rollout.tree.forwards
 
@@ -235,11 +230,10 @@ def plan(spec: ModelSpec, config: Config, device: torch.device) -> dict[str, int
 
     They lack the driver's memory, and what lies idle between tensors.
     """
-    section = config.pipeline
-    if section.precision is not None:  # "auto" as this GPU has it
-        format = precision_name(resolve(section.precision, capability_of(device)))
-        section = section.model_copy(update={"precision": format})
-    config = config.model_copy(update={"pipeline": section})
+    if config.pipeline.precision is not None:  # "auto" as this GPU has it
+        format = precision_name(resolve(config.pipeline.precision, capability_of(device)))
+        section = config.pipeline.model_copy(update={"precision": format})
+        config = config.model_copy(update={"pipeline": section})
     work = count_work(config)
     kind = work.kinds[0]  # every iteration is of one kind here
     setup = build_setup(config, spec, work.needs, split_work(kind.load, 1), kind)

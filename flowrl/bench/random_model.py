@@ -52,6 +52,8 @@ class RandomBackbone:
         )
         self.transformer: nn.Module = self.family.transformer
         self.lora_targets: tuple[str, ...] = self.family.lora_targets
+        self.decode, self.image_size = self.family.decode, self.family.image_size
+        self.latent_shape, self.sigmas = self.family.latent_shape, self.family.sigmas
 
     def encode(self, prompts: Sequence[str], negatives: Sequence[str]) -> Conditioning:
         guided = self.guidance > 1
@@ -63,29 +65,14 @@ class RandomBackbone:
         # Copies of this backbone hold other networks of the same shape.
         return with_network(self.family, self.transformer).velocity(x, sigma, cond)
 
-    def decode(self, x0: Tensor) -> Tensor:
-        return self.family.decode(x0)
-
     def encode_images(self, images: Tensor) -> Tensor:
         raise NotImplementedError("a random backbone only samples: it has no encoder")
-
-    def image_size(self) -> tuple[int, int]:
-        return self.family.image_size()
-
-    def latent_shape(self) -> tuple[int, ...]:
-        return self.family.latent_shape()
-
-    def sigmas(self, steps: int) -> Tensor:
-        return self.family.sigmas(steps)
 
 
 def random_text(
     size: ModelSpec, rows: int, *, guided: bool, device: torch.device, dtype: torch.dtype
 ) -> Conditioning:
-    """Return noise in place of text embeddings, under the families' names; always the same.
-
-    guided: negative prompts too, which FLUX has no place for.
-    """
+    """Return noise in place of text embeddings, under the families' names; always the same."""
     generator = torch.Generator(device).manual_seed(0)
     noise = functools.partial(torch.randn, generator=generator, device=device, dtype=dtype)
 
@@ -97,7 +84,7 @@ def random_text(
         return found | {f"{prefix}mask": ones}
 
     tensors = text("embeds", "")
-    if guided and size.family != "flux":
+    if guided and size.family != "flux":  # FLUX takes no negative prompts
         tensors |= text("negative", "negative_")
     return Conditioning(tensors=tensors)
 

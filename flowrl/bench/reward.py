@@ -63,10 +63,9 @@ def bench_reward(
     executors: dict[str, Executor] = {HERE: InlineExecutor(reward, name, micro_batch=micro_batch)}
     with contextlib.ExitStack() as closing:
         for count in workers:
-            pool = PoolExecutor(
+            pool = executors[_pool(count)] = PoolExecutor(
                 name, args, name, workers=count, timeout=600.0, micro_batch=micro_batch
             )
-            executors[_pool(count)] = pool
             closing.callback(pool.close)
         jobs = {job: _job(executor, questions) for job, executor in executors.items()}
         for job in jobs.values():
@@ -94,7 +93,7 @@ def _job(executor: Executor, questions: Sequence[_Question]) -> Callable[[], Non
         futures = [executor.submit(q.images, q.prompts, q.metadata) for q in questions]
         for answer in [future.result() for future in futures]:
             for reason in answer.reasons.values():
-                raise UserError(f"an image has no score, so there is no speed to tell: {reason}")
+                raise UserError(f"an image has no score, so there is no speed to report: {reason}")
 
     return ask
 
@@ -107,11 +106,9 @@ def _questions(spec: RewardSpec, count: int, sizes: Sequence[int]) -> list[_Ques
             f"reward {spec.name!r} applies to none of the tiny world's prompts, so there are no "
             "images to measure it with"
         )
-    shares = [len(range(start, count, len(sizes))) for start in range(len(sizes))]
     prompts, made = cycle(known), []
-    for size, share in zip(sizes, shares, strict=True):
-        asked = list(islice(prompts, share))
-        if asked:
+    for start, size in enumerate(sizes):
+        if asked := list(islice(prompts, len(range(start, count, len(sizes))))):
             images = torch.stack([_image(prompt, size) for prompt in asked])
             texts, metadata = [p.text for p in asked], [p.metadata for p in asked]
             made.append(_Question(images=images, prompts=texts, metadata=metadata))

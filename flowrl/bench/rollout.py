@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from flowrl.trees.plan import PlanCounts, count
 from flowrl.utils.distributed import Runtime
 
 GROUP = 8
+SPLITS = [0, 3, 6, 9]  # steps of the tree
 
 
 def bench_rollout(
@@ -40,8 +42,7 @@ def bench_rollout(
     rollout = with_random_rewards(learner.source.collect(0, Timer()))
     transitions: Transitions = learner.objective.prepare(rollout)  # type: ignore[assignment]
 
-    def forwards() -> None:
-        _forwards(learner, transitions, steps)
+    forwards = partial(_forwards, learner, transitions, steps)
 
     def merged(job: Callable[[], None]) -> None:
         with learner.policy.merged():
@@ -49,10 +50,10 @@ def bench_rollout(
 
     jobs: dict[str, Callable[[], None]] = {
         "forwards": forwards,
-        "forwards and backwards": lambda: _passes(learner, transitions, batch),
-        "sampler": lambda: sample(learner),
-        "update": lambda: update(learner, rollout),
-        "sampler, LoRA merged": lambda: merged(lambda: sample(learner)),
+        "forwards and backwards": partial(_passes, learner, transitions, batch),
+        "sampler": partial(sample, learner),
+        "update": partial(update, learner, rollout),
+        "sampler, LoRA merged": lambda: merged(partial(sample, learner)),
         "forwards, LoRA merged": lambda: merged(forwards),
     }
     seconds = best_of(jobs, repeats)
@@ -122,11 +123,6 @@ def update(learner: Learner, rollout: Rollout) -> None:
     """Learn from a rollout again: its likelihood ratio is 1 in the first round only."""
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     replace(learner, optim=loose).learn(rollout, 0)
-
-
-# --- trees against chains -----------------------------------------------------------------------
-
-SPLITS = [0, 3, 6, 9]
 
 
 def bench_tree(

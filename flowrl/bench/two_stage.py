@@ -19,14 +19,7 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import RandomBackbone, move
 from flowrl.bench.rollout import bench_learner, sampler
-from flowrl.bench.timing import (
-    Seconds,
-    Timeline,
-    best_parts,
-    device_name,
-    on_gpu,
-    watched,
-)
+from flowrl.bench.timing import Seconds, Timeline, best_parts, device_name, on_gpu, watched
 from flowrl.build.rollout import EXPLORING
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -210,10 +203,7 @@ class Costs:
 
     @property
     def to_peft(self) -> float:
-        """Return two stages by one of the network as it is trained, the published baseline.
-
-        That one is computed from its seconds a step.
-        """
+        """Return two stages by the published baseline: N images at the seconds of `peft_step`."""
         images = self.prompts * self.counts.candidates
         return self.two / (images * (self.counts.steps * self.peft_step + self.finish))
 
@@ -243,11 +233,6 @@ class Costs:
         }
 
 
-def _as_columns(resolved: Resolved) -> dict[str, Any]:
-    """Return what a precision became, for a row."""
-    return {"precision": precision_name(resolved), "native": resolved.native}
-
-
 @contextmanager
 def name_own_options() -> Iterator[None]:
     """Name the bench's own option where no layer is left to be quantised."""
@@ -258,9 +243,6 @@ def name_own_options() -> Iterator[None]:
         if not nothing:
             raise
         raise UserError(f"{text}{nothing}: give --min-dim 0, or a precision of bf16") from error
-
-
-# --- measuring ----------------------------------------------------------------------------------
 
 
 def full_batch(most: int, *counts: int) -> int:
@@ -325,10 +307,7 @@ def measure(
 
 
 def _collect(source: Sampler, low: RolloutGenerator | None, peaks: list[int]) -> Seconds:
-    """Time a whole rollout as training samples it; add its peaks of memory to `peaks`.
-
-    low: the generator of candidates; None explores nothing.
-    """
+    """Time a rollout, with candidates by `low` if any; add its peaks of memory to `peaks`."""
     timeline, generators = Timeline(source.generator.backbone.device), [source.generator]
     regenerate, names = _watched(source.generator, timeline, "regenerate")
     source = replace(source, generator=regenerate)
@@ -349,8 +328,7 @@ def _watched(
     generator: RolloutGenerator, timeline: Timeline, stage: str
 ) -> tuple[RolloutGenerator, list[str]]:
     """Return the same generator, and the names of its phases."""
-    parts = ("sync", "sample", "decode", "reward")
-    names = {part: f"{stage}: {part}" for part in parts}
+    names = {part: f"{stage}: {part}" for part in ("sync", "sample", "decode", "reward")}
     return watched(generator, timeline, **names), list(names.values())
 
 
@@ -369,22 +347,15 @@ class _UntilScored(Timer):
 
 @torch.no_grad()
 def _batch(
-    generator: RolloutGenerator,
-    request: RolloutRequest,
-    plan: TreePlan,
-    *,
-    finish: bool = False,
+    generator: RolloutGenerator, request: RolloutRequest, plan: TreePlan, *, finish: bool = False
 ) -> Seconds:
-    """Time one full batch, by image: a "step" of sampling; "finish", decoding and scoring.
-
-    New weights are in place before.
-    """
+    """Time one full batch, by image: a "step" of sampling; "finish", decoding and scoring."""
     part = request.take(torch.arange(min(generator.batch_size, len(request.prompt))))
     timeline, schedule = Timeline(generator.backbone.device), generator.schedule()
     backbone, scoring = generator.backbone, Scoring(specs=generator.specs)
     cond = generator.encode_prompts(part)
     with generator.network() as velocity:
-        timeline.enter("sample")
+        timeline.enter("sample")  # with new weights in place
         tree = sample_request(backbone, velocity, cond, part, plan, schedule, generator.batch_size)
         if finish:
             timeline.enter("finish")
@@ -397,7 +368,7 @@ def _batch(
 
 
 def _beside_weights(generator: RolloutGenerator, policy: Policy, adapter: str) -> RolloutGenerator:
-    """Return a generator with the network as it is trained: the adapter beside the weights."""
+    """Return the generator with the network as it is trained: the adapter beside the weights."""
     network = functools.partial(
         policy_velocity, policy, policy.backbone, adapter, merged=False, runtime=generator.runtime
     )
@@ -469,8 +440,8 @@ def bench_solrl(
 
         peft = _beside_weights(source.generator, policy, OLD)
         costs = measure(source, peft, learn, repeats=repeats)
-    what = {"model": model, **_as_columns(resolved), "compiled": rollout["compile"]}
-    return what | costs.row()
+    what = {"model": model, "precision": precision_name(resolved), "native": resolved.native}
+    return what | {"compiled": rollout["compile"]} | costs.row()
 
 
 # --- on networks of published sizes with random weights -----------------------------------------
@@ -527,7 +498,8 @@ def bench_sizes(
     what = {
         "layers": "all" if layers is None else f"{layers} of each kind: says nothing of speed",
         "pixels": backbone.pixels,
-        **_as_columns(resolved),
+        "precision": precision_name(resolved),
+        "native": resolved.native,
         "compiled": compile,
         "quantised_layers": quantised,
         "quantised_share": quantised_share(networks.choices) if quantised else 0.0,

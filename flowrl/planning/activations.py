@@ -126,7 +126,6 @@ def _encoder_peak(encoder: TextEncoder, rows: int, tokens: int, dtype: torch.dty
 
 # --- a network, its adapter and its inputs ------------------------------------------------------
 
-
 SHORT = 3  # blocks of each kind that are counted: the first and the last may be special
 
 
@@ -402,14 +401,11 @@ FLASH_HEAD = 256  # widest head of FlashAttention; wider ones go to memory-effic
 
 
 class CUDAEmulation(TorchFunctionMode):
-    """Casts as autocast on CUDA does and takes fused kernels, on the meta device.
-
-    lower: autocast's dtype, None without autocast.
-    """
+    """Casts as autocast on CUDA does and takes fused kernels, on the meta device."""
 
     def __init__(self, lower: torch.dtype | None):
         super().__init__()
-        self.lower = lower
+        self.lower = lower  # autocast's dtype, None without autocast
         self._weights: dict[int, tuple[Tensor, Tensor]] = {}
 
     def forget(self) -> None:

@@ -296,17 +296,10 @@ class InspectedReward:
 
 
 def inspect_reward(entry: RewardOptions) -> InspectedReward:
-    """Find the reward that an entry names, without weights and servers.
-
-    Raises:
-        UserError: there is no such reward, or it does not take its arguments.
-    """
+    """Find an entry's reward without weights. Raises UserError for a wrong name or arguments."""
     if isinstance(entry.executor, HTTPOptions):
         return InspectedReward(name=entry.label or entry.name, reward=None, entry=entry)
-    if entry.name in BUILT_IN:
-        reward = _built_in(entry.name, entry.args)
-    else:
-        reward = _find(entry.name)
+    reward = _built_in(entry.name, entry.args) if entry.name in BUILT_IN else _find(entry.name)
     name = entry.label or getattr(reward, "name", entry.name)
     # The name of a class may be a property, which only its objects have.
     name = name if isinstance(name, str) else entry.name

@@ -10,13 +10,7 @@ from torch import nn
 
 from flowrl.backbones.loading import DTYPES
 from flowrl.errors import UserError
-from flowrl.planning.activations import (
-    Forward,
-    decode_peak,
-    encode_peak,
-    nbytes,
-    transformer_peak,
-)
+from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
 from flowrl.planning.model_specs import ModelSpec, build_network
 from flowrl.quantization.backends import Backend, FP8Rowwise, NVFP4Emulated, NVFP4Native
 from flowrl.quantization.layer_rules import choose_layers, matrices, matrix_shape, rules_of
@@ -130,11 +124,7 @@ def peak(footprints: list[Footprint]) -> Footprint:
 
 
 def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
-    """Return the phases of an iteration, in their order.
-
-    Raises:
-        UserError: the network cannot cut images of this height or width into patches.
-    """
+    """Return the phases in order. Raises UserError for images that make no whole patches."""
     return _Planner(spec, setup).footprints()
 
 
@@ -247,8 +237,7 @@ class _Planner:
 
     def decode(self, images: int) -> int:
         s = self.setup
-        rows = min(s.decode_batch, images)
-        return decode_peak(self.spec, rows, s.height, s.width, s.torch_dtype)
+        return decode_peak(self.spec, min(s.decode_batch, images), s.height, s.width, s.torch_dtype)
 
     def latents(self, plan: TreePlan, prompts: int) -> int:
         spec, setup = self.spec, self.setup

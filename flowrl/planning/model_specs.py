@@ -99,11 +99,7 @@ class ModelSpec:
         return self.autoencoder_config["sample_size"]
 
     def latent_shape(self, pixels: int) -> tuple[int, int, int]:
-        """Return the latent shape (C, h, w) of a square image.
-
-        Raises:
-            UserError: the network cannot cut such an image into patches.
-        """
+        """Return (C, h, w) of a square image. Raises UserError if it makes no whole patches."""
         unit = self.factor * (2 if self.family != "sana" else 1)
         if pixels < unit or pixels % unit:
             raise UserError(f"images of {pixels} pixels a side: expected a multiple of {unit}")
@@ -135,10 +131,7 @@ def model_spec(name: str) -> ModelSpec:
 
 def spec_name(checkpoint: str) -> str | None:
     """Return the name of the published model with the shapes of this repository, or None."""
-    for name, spec in MODEL_SPECS.items():
-        if checkpoint in (spec.checkpoint, *spec.also):
-            return name
-    return None
+    return next((n for n, s in MODEL_SPECS.items() if checkpoint in (s.checkpoint, *s.also)), None)
 
 
 def text_tokens(family: str, longest: int) -> int:
@@ -242,10 +235,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def build_network(class_name: str, config: Mapping[str, Any], dtype: torch.dtype) -> nn.Module:
-    """Build a network of diffusers on the meta device, frozen and in eval mode.
-
-    Keys of `config` that this version of diffusers does not know are left out.
-    """
+    """Build a diffusers network on the meta device, frozen, in eval mode; skip unknown keys."""
     import diffusers
 
     network_class = getattr(diffusers, class_name)
@@ -281,10 +271,7 @@ def build_autoencoder(
     encoder: bool = True,
     seed: int = 0,
 ) -> nn.Module:
-    """Build a published autoencoder with random weights, on request without its encoder.
-
-    Raises UserError for an unknown name.
-    """
+    """Build a published autoencoder like `build_transformer`, on request without its encoder."""
     spec = model_spec(name)
     network = build_network(spec.autoencoder, spec.autoencoder_config, dtype)
     if not encoder:
@@ -301,10 +288,7 @@ def build_pipeline(
     encoder: bool = False,
     seed: int = 0,
 ) -> Any:
-    """Build diffusers' pipeline around random networks, without text encoders.
-
-    layers: see `build_transformer`. encoder: see `build_autoencoder`.
-    """
+    """Build diffusers' pipeline around the two networks above, without text encoders."""
     import diffusers
 
     spec = model_spec(name)

@@ -24,14 +24,7 @@ from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
-from flowrl.planning.memory import (
-    AUTO,
-    Footprint,
-    MemorySetup,
-    NetworkCopy,
-    footprints,
-    peak,
-)
+from flowrl.planning.memory import AUTO, Footprint, MemorySetup, NetworkCopy, footprints, peak
 from flowrl.planning.model_specs import ModelSpec, spec_for, text_tokens
 from flowrl.planning.suggestions import Remedies, find_remedies
 from flowrl.trees.plan import TreePlan, count
@@ -64,22 +57,16 @@ class Plan:
 
 
 def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Plan:
-    """Plan a recipe on so many GPUs of `memory` bytes each.
-
-    Raises:
-        UserError: an iteration cannot be split among so many GPUs.
-    """
+    """Plan a recipe on GPUs of `memory` bytes. Raises UserError if they cannot split its work."""
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
-    phases: tuple[Footprint, ...] = ()
+    phases = () if spec is None else _phases(config, spec, work, gpus)
     remedies = None
-    if spec is not None:
-        phases = _phases(config, spec, work, gpus)
-        if memory is not None and peak(list(phases)).total > memory:
-            remedies = find_remedies(
-                config, lambda changed: peak(list(_phases(changed, spec, work, gpus))), memory
-            )
+    if spec is not None and memory is not None and peak(list(phases)).total > memory:
+        remedies = find_remedies(
+            config, lambda changed: peak(list(_phases(changed, spec, work, gpus))), memory
+        )
     return Plan(
         geometry=split,
         transitions=work.needs.states == "transitions",
@@ -207,11 +194,8 @@ def count_work(config: Config) -> RunWork:
     """Count the work of a whole run."""
     r, e = config.rollout, config.evaluation
     needs = config.objective.build(r.kernel).needs
-    groups = [
-        entry
-        for entry in config.rewards
-        if getattr(inspect_reward(entry).reward, "scope", "sample") == "group"
-    ]
+    scopes = [getattr(inspect_reward(e).reward, "scope", "sample") for e in config.rewards]
+    groups = [e for e, scope in zip(config.rewards, scopes, strict=True) if scope == "group"]
     whole_trained = any(entry.weight and not entry.held_out for entry in groups)
     loads: Counter[IterationWork] = Counter()
     known: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
@@ -301,11 +285,7 @@ def _audit_forwards(config: Config) -> int:
 def build_setup(
     config: Config, spec: ModelSpec, needs: Needs, split: WorkSplit, kind: IterationKind
 ) -> MemorySetup:
-    """Return the setup of the busiest GPU in iterations of this kind.
-
-    Raises:
-        UserError: the network has no layers for the adapter.
-    """
+    """Return the busiest GPU's setup. Raises UserError where no layers are named to adapt."""
     p, r, m, e = config.pipeline, config.rollout, config.memory, config.evaluation
     share, load = max(split.shares, key=lambda s: s.trees), split.load
     rows = max(max(s.rows) for s in split.shares) * load.row_forwards
@@ -349,27 +329,22 @@ def _targets(config: Config, spec: ModelSpec) -> tuple[str, ...]:
             f"pipeline.backbone {config.pipeline.backbone!r} does not say which layers it adapts "
             "before it is made: set lora.targets, or make lora_targets an attribute of its class"
         )
-    if not lora.dual_attention:
-        return targets
-    return targets + dual_targets(spec.transformer, spec.config)
+    return targets + (dual_targets(spec.transformer, spec.config) if lora.dual_attention else ())
 
 
 def _copies(config: Config) -> dict[str, Any]:
     """Return the setup's `merged`, `copies` and `training_copy`."""
     p, r, e = config.pipeline, config.rollout, config.rollout.explore
     mergeable = p.precision is None and config.memory.base_bits is None
-    merged = r.merge_lora
-    if merged == "auto":
-        merged = p.dtype == "fp32" and mergeable
+    merged = p.dtype == "fp32" and mergeable if r.merge_lora == "auto" else r.merge_lora
     copies, training_copy = [], None
     if r.compile:
         copies.append(NetworkCopy(format="bf16", merge=merged))
     if e is not None and (e.precision != "bf16" or (e.lora == "merge" and mergeable) != merged):
         keep = None if e.keep_layers is None else tuple(e.keep_layers)
-        low_bit = NetworkCopy(
-            format=e.precision, merge=e.lora == "merge", min_dim=e.min_dim, keep=keep
+        copies.append(
+            NetworkCopy(format=e.precision, merge=e.lora == "merge", min_dim=e.min_dim, keep=keep)
         )
-        copies.append(low_bit)
     if p.precision not in (None, "bf16"):
         keep = None if p.keep_layers is None else tuple(p.keep_layers)
         # The larger of what auto may be: bf16 keeps nothing beside the weights.

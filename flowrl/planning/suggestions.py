@@ -33,10 +33,7 @@ class Remedies:
 
 
 def find_remedies(config: Config, peak: Peak, memory: int) -> Remedies:
-    """Find changes with which a recipe fits a GPU of `memory` bytes.
-
-    What does not go with the rest of the recipe is left out.
-    """
+    """Find changes that fit a recipe to `memory` bytes, of those that the recipe allows."""
     now, alone = peak(config), []
     for words, costs in _touching(config, now.phase):
         if (changed := _changed(config, words)) is not None:
