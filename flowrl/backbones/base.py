@@ -60,15 +60,10 @@ class Backbone(Protocol):
         ...
 
 
-def backbone_members() -> list[str]:
-    """Return the names of a `Backbone`'s members."""
-    methods = [name for name in vars(Backbone) if not name.startswith("_")]
-    return [*Backbone.__annotations__, *methods]
-
-
 def missing_members(backbone: Any) -> list[str]:
     """Return the names of `Backbone` members that an object lacks."""
-    return [name for name in backbone_members() if not hasattr(backbone, name)]
+    methods = [name for name in vars(Backbone) if not name.startswith("_")]
+    return [name for name in (*Backbone.__annotations__, *methods) if not hasattr(backbone, name)]
 
 
 def guided(
@@ -93,10 +88,7 @@ def check_patches(height: int, width: int, unit: int) -> None:
 
 
 def shift_for(tokens: int, config: Mapping[str, Any], *, max_shift: float) -> float:
-    """Return `mu` of a scheduler's dynamic shifting for this number of image tokens.
-
-    max_shift: used where the scheduler's configuration has none.
-    """
+    """Return `mu` of a scheduler's dynamic shifting; `max_shift` if its configuration has none."""
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
     return calculate_shift(

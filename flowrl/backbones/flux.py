@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flowrl.backbones import sd3
 from flowrl.backbones.base import check_patches, in_fp32, shift_for
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
@@ -15,10 +16,7 @@ from flowrl.trajectory import Conditioning
 # Flow-GRPO's list for FLUX (2505.05470): attention and feed-forward of both streams. Of the
 # single-stream blocks only the attention's inputs match these endings.
 LORA_TARGETS = (
-    *(f"attn.{name}" for name in (
-        "to_q", "to_k", "to_v", "to_out.0",
-        "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out",
-    )),
+    *sd3.LORA_TARGETS,
     "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
 )  # fmt: skip
 

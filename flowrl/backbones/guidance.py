@@ -118,7 +118,7 @@ class _Guided:
         forward = self.__wrapped__
         if self.strength == 1:
             return forward(*args, **kwargs)
-        with _switched_off(self.layers):
+        with switched_off(self.layers):
             base = forward(*args, **kwargs)
         if self.strength == 0:
             return base
@@ -146,7 +146,7 @@ def _adapters(network: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def _switched_off(layers: list[Any]) -> Iterator[None]:
+def switched_off(layers: list[Any]) -> Iterator[None]:
     """Switch adapters off inside the block. PEFT's own switch also rewrites `requires_grad`."""
     for layer in layers:
         layer._disable_adapters = True

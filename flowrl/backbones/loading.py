@@ -119,22 +119,19 @@ def hub_error_message(error: BaseException, name: str, revision: str | None = No
             f"no space is left on the disk that {name} is kept on: free some, or set HF_HOME to a "
             "folder on a larger one"
         )
+    at = f" --revision {revision}" if revision else ""
     # Offline mode and a missing network look alike: first whether the network was forbidden.
     if "OfflineModeIsEnabled" in kinds or (is_offline() and kinds & NETWORK):
         return (
             f"{name} is not on this machine, and HF_HUB_OFFLINE forbids to fetch it: unset it, or "
-            f"download it first with hf download {name}{_of(revision)}"
+            f"download it first with hf download {name}{at}"
         )
     if kinds & NETWORK:
         return (
             f"{name} is not on this machine, and the Hub cannot be reached: check the network, or "
-            f"download it where there is one with hf download {name}{_of(revision)} and copy it"
+            f"download it where there is one with hf download {name}{at} and copy it"
         )
     return ""
-
-
-def _of(revision: str | None) -> str:
-    return f" --revision {revision}" if revision else ""
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -193,16 +190,16 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
             f"pipeline.attention is {name!r}, which needs a GPU, and this run is on the CPU: set "
             f"it to {NATIVE} or null"
         )
-    switchable, joint = _switchable(network), _joint(network)
+    switchable = any(hasattr(part, "_attention_backend") for part in _processors(network))
+    joint = _joint(network)
     if not switchable and name == NATIVE:
         return
     if not switchable and not (joint and name == XFORMERS):
+        other = f", or to {XFORMERS}" if joint else ""
         raise UserError(
             f"pipeline.attention is {name!r}, but diffusers' {type(network).__name__} "
             "computes attention by torch's scaled_dot_product_attention, which takes a flash "
-            f"kernel by itself where there is one: set it to {NATIVE} or null"
-            + f", or to {XFORMERS}"
-            * joint
+            f"kernel by itself where there is one: set it to {NATIVE} or null{other}"
         )
     try:
         if switchable:
@@ -215,10 +212,6 @@ def set_attention(network: Any, name: str, device: torch.device) -> None:
             f"pipeline.attention is {name!r}, which cannot be used here: "
             f"{str(error).splitlines()[0].rstrip('.')}; or set it to {NATIVE} or null"
         ) from error
-
-
-def _switchable(network: Any) -> bool:
-    return any(hasattr(processor, "_attention_backend") for processor in _processors(network))
 
 
 def _joint(network: Any) -> bool:
@@ -235,10 +228,7 @@ def _processors(network: Any) -> list[Any]:
 
 
 def enable_gradient_checkpointing(network: Any) -> None:
-    """Compute each block of a diffusers transformer again in the backward pass, to save memory.
-
-    Raises UserError for a network that cannot.
-    """
+    """Recompute each block in the backward pass, to save memory. Raises UserError if it cannot."""
     if not getattr(network, "_supports_gradient_checkpointing", False):
         raise UserError(
             f"memory.gradient_checkpointing is true, but {type(network).__name__} has no such "

@@ -87,9 +87,8 @@ def _plain(value: Any) -> Any:
     """Return a value as JSON has it: sets sorted, enumerations by their text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
-    return (
-        value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else str(value)
-    )
+    kept = (bool, int, float, str, list, dict, type(None))
+    return value if isinstance(value, kept) else str(value)
 
 
 def lora_file(source: str | Path) -> Path:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.guidance import switched_off
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
 from flowrl.trajectory import Conditioning
@@ -126,14 +127,8 @@ class Policy:
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Use no adapter inside the block."""
-        layers = list(_lora_layers(self.network))
-        for layer in layers:
-            layer._disable_adapters = True  # PEFT's own switch also walks over requires_grad
-        try:
+        with switched_off(list(_lora_layers(self.network))):
             yield
-        finally:
-            for layer in layers:
-                layer._disable_adapters = False
 
     @contextlib.contextmanager
     def merged(self, name: str = POLICY) -> Iterator[None]:

@@ -43,21 +43,17 @@ def loading_config(base: BaseBits, dtype: torch.dtype) -> Any:
 
     dtype: of the matmuls, and of what stays exact.
     """
-    from diffusers import PipelineQuantizationConfig
-
-    return PipelineQuantizationConfig(quant_mapping={"transformer": _config(base, dtype)})
-
-
-def _config(base: BaseBits, dtype: torch.dtype) -> Any:
-    from diffusers import BitsAndBytesConfig, TorchAoConfig
+    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoConfig
 
     if base.library == "torchao":
-        return TorchAoConfig(_int8())
-    if base.bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-    )
+        config = TorchAoConfig(_int8())
+    elif base.bits == 8:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+        )
+    return PipelineQuantizationConfig(quant_mapping={"transformer": config})
 
 
 def _int8() -> Any:
@@ -73,7 +69,9 @@ def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
     loading.
     """
     if is_quantised(network):
-        held = _held_as(network)
+        weight = next(w for w in network.parameters() if not is_plain(w))
+        kinds = {"Params4bit": "bitsandbytes 4", "Int8Params": "bitsandbytes 8"}
+        held = kinds.get(type(weight).__name__, _library(weight))
         if held not in (f"{base.library} {base.bits}", base.library):
             LOG.warning(
                 "memory.base_bits is %d with %s, but the pipeline that was given is rounded "
@@ -97,13 +95,6 @@ def quantise_in_place(network: nn.Module, base: BaseBits) -> None:
 def is_quantised(network: nn.Module) -> bool:
     """Whether some weight is kept in another format than floating-point numbers."""
     return any(not is_plain(weight) for weight in network.parameters())
-
-
-def _held_as(network: nn.Module) -> str:
-    """Return the library of quantised weights, with the bits for bitsandbytes."""
-    weight = next(w for w in network.parameters() if not is_plain(w))
-    kinds = {"Params4bit": "bitsandbytes 4", "Int8Params": "bitsandbytes 8"}
-    return kinds.get(type(weight).__name__, _library(weight))
 
 
 def _library(weight: torch.Tensor) -> str:

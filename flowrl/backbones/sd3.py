@@ -25,10 +25,7 @@ DUAL_TARGETS = tuple(f"attn2.{name}" for name in ("to_q", "to_k", "to_v", "to_ou
 
 
 def dual_targets(made: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return name endings of the image stream's second attention, in blocks of SD3.5-medium.
-
-    made: the network's class. Raises UserError where its configuration has no such blocks.
-    """
+    """Return name endings of SD3.5-medium's second attention. Raises UserError without one."""
     if not config.get("dual_attention_layers"):
         raise UserError(
             f"lora.dual_attention is true, but this {made} has no block with a "

@@ -40,7 +40,8 @@ class PromptCache:
         self.key = {"version": VERSION, **key}
 
     def path(self, prompt: str, negative: str) -> Path:
-        name = _digest(_json({**self.key, "prompt": prompt, "negative": negative}).encode())
+        whole = {**self.key, "prompt": prompt, "negative": negative}
+        name = _digest(json.dumps(whole, sort_keys=True).encode())
         return self.folder / name[:2] / f"{name}.safetensors"
 
     def has(self, prompt: str, negative: str) -> bool:
@@ -84,20 +85,13 @@ class PromptCache:
 
 def _content(tensors: Mapping[str, Tensor]) -> str:
     """Return a digest of names and bytes; shapes are in the header."""
-    parts = [name.encode() + _bytes(tensors[name]) for name in sorted(tensors)]
+    flat = {name: tensor.contiguous().flatten() for name, tensor in tensors.items()}
+    parts = [name.encode() + flat[name].view(uint8).numpy().tobytes() for name in sorted(flat)]
     return _digest(b"".join(parts))
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.contiguous().flatten().view(uint8).numpy().tobytes()
 
 
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True)
 
 
 CAPACITY = 2_048  # prompts; at the real sizes one takes megabytes
@@ -132,10 +126,7 @@ class TextCache:
         self.known: OrderedDict[Key, Conditioning] = OrderedDict()
 
     def __call__(self, prompts: Sequence[PromptRecord]) -> Conditioning:
-        """Return the conditioning of len(prompts) rows on the backbone's device.
-
-        Raises UserError for a prompt that is not cached once the text encoders are freed.
-        """
+        """Return the prompts' conditioning. Raises UserError if one needs freed text encoders."""
         keys = [self.key(prompt) for prompt in prompts]
         self._recall(keys)
         found = Conditioning.cat([self.known[key] for key in keys]).to(self.backbone.device)
@@ -207,7 +198,6 @@ class TextCache:
                         self.disk.save(*key, self.known[key])
 
     def _unknown(self, key: Key) -> UserError:
-        """Return the error for a prompt that would need the freed text encoders."""
         path = None if self.disk is None else self.disk.path(*key)
         if path is not None and path.exists():
             return UserError(
@@ -225,7 +215,6 @@ class TextCache:
 
 
 INDEX = "model_index.json"
-READERS = (ENCODER, "tokenizer")  # how the names of text encoders and tokenizers begin
 SAMPLED = 64  # values of each weight
 
 
@@ -254,7 +243,8 @@ def identify_by_files(index: Path) -> dict[str, Any]:
     folder = index.parent
     if folder.parent.name == "snapshots":  # as the Hub's cache is laid out
         return {"commit": folder.name}
-    parts = sorted(p for name in READERS for p in folder.glob(f"{name}*/**/*") if p.is_file())
+    kinds = (ENCODER, "tokenizer")
+    parts = sorted(p for name in kinds for p in folder.glob(f"{name}*/**/*") if p.is_file())
     stats = [(p.relative_to(folder).as_posix(), p.stat()) for p in parts]
     return {"files": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
 

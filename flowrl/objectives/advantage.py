@@ -1,6 +1,6 @@
 """Advantages: how much better an image, or a node of a tree, is than those it is compared with."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,11 +32,9 @@ class Advantages:
     clip: float = 5.0
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
-        """Return the images' advantages, and which images are compared.
+        """Return advantages (G,) fp32, 0 where there is nothing to compare with, and a mask (G,).
 
-        Returns:
-            (G,) fp32, 0 where there is nothing to compare with; and (G,) bool, images with a
-            reward of prompts with at least two of them.
+        The mask is True for images with a reward of prompts with at least two of them.
         """
         value, valid = image_reward(rollout, self.rewards)
         group = rollout.group.cpu()
@@ -183,7 +181,10 @@ def normalise(
     flat, tiny = exact.flatten(), rounding.expand_as(exact).flatten()
     counted = (among.counted & known).flatten()
     advantage = torch.zeros_like(flat)
-    for rows in _populations(among.key, known):
+    places = torch.nonzero(known.flatten()).squeeze(1)
+    names, order = among.key.flatten()[places].sort(stable=True)
+    sizes = names.unique_consecutive(return_counts=True)[1].tolist()
+    for rows in places[order].split(sizes):
         members = flat[rows[counted[rows]]]
         tolerance = tiny[rows].max()
         if len(members) > 1 and bool(members.max() - members.min() > tolerance):
@@ -218,13 +219,6 @@ def _spread(scale: Scale, leaves: Tensor, ddof: int, floor: float) -> Callable[[
     return spreads[_choice("advantage scale", scale, spreads)]
 
 
-def _populations(key: Tensor, known: Tensor) -> Iterator[Tensor]:
-    """Yield the flat indices of the nodes with a value, population by population."""
-    rows = torch.nonzero(known.flatten()).squeeze(1)
-    names, order = key.flatten()[rows].sort(stable=True)
-    yield from rows[order].split(names.unique_consecutive(return_counts=True)[1].tolist())
-
-
 def _choice(what: str, word: str, options: Collection[str]) -> str:
     if word not in options:
         raise ValueError(f"{what} is {word!r}; it must be one of {', '.join(options)}")
@@ -237,9 +231,6 @@ def exact_rewards(reward: Tensor, valid: Tensor) -> Tensor:
     if not bool(exact[valid.cpu()].isfinite().all()):
         raise ValueError("a valid reward is not finite: mark its leaf invalid instead")
     return exact
-
-
-# --- What the groups of a rollout can teach ----------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

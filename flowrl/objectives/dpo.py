@@ -67,8 +67,6 @@ def pairs(batch: Endpoints) -> tuple[Tensor, Tensor]:
     return winner, loser
 
 
-# --- Diffusion-KTO (2404.04465): images that are liked or not, without pairs -------------------
-
 Utility = Callable[[Tensor], Tensor]
 UTILITIES: dict[str, Utility] = {
     "sigmoid": torch.sigmoid,  # Kahneman and Tversky's: averse to losses, saturated either side
@@ -87,8 +85,9 @@ def kto_loss(
     weight: float | Tensor = 1.0,
     utility: Utility = torch.sigmoid,
 ) -> Tensor:
-    """Return Diffusion-KTO's w (1 - U(y implicit_beta (g - z0))), g = err_ref - err. (N,)
+    """Return w (1 - U(y implicit_beta (g - z0))), g = err_ref - err, of Diffusion-KTO. (N,)
 
+    2404.04465: images that are liked or not, without pairs.
     label: (N,) +1 liked, -1 disliked. z0: (), `kto_anchor` of these rows if None. weight: a
     number, or (N,) to balance the two kinds. Coefficient y w implicit_beta U'(.).
     """
@@ -117,8 +116,7 @@ class KTO(ImplicitReward):
     def prepare(self, rollout: Rollout) -> Endpoints:
         """Return signal 1 for images that are liked, -1 for the rest.
 
-        Without a threshold tied prompts have neither, and are dropped, and so are images at the
-        mean.
+        Without a threshold tied prompts and images at the mean are dropped.
         """
         if self.like_above is None:
             away, keep = Advantages()(rollout)
@@ -143,14 +141,12 @@ class KTO(ImplicitReward):
         }
 
 
-# --- DGPO (2510.08425), which is GDPO-SR (2603.16769): one preference for a whole group --------
-
-
 def dgpo_loss(
     err: Tensor, err_ref: Tensor, advantage: Tensor, group: Tensor, implicit_beta: float | Tensor
 ) -> Tensor:
     """Return DGPO's -log sigmoid(-S), S = (implicit_beta / K) sum_i A_i delta_i. (N,)
 
+    2510.08425, which is GDPO-SR (2603.16769): one preference for a whole group.
     Every row has the loss of its group, so that the mean over rows is that over groups by their
     size K. Coefficient of a group's loss: (implicit_beta / K) A_i sigmoid(S).
     """

@@ -65,10 +65,7 @@ def best_error(err: Tensor, reward: Tensor, group: Tensor) -> Tensor:
 
 
 def _ranked(reward: Tensor, group: Tensor, order_key: Tensor) -> GroupRows:
-    """The groups' table with every line in falling order of reward, then of `order_key`.
-
-    Padding may end up anywhere in a line.
-    """
+    """Sort each group by falling reward, then `order_key`; padding may end up anywhere."""
     require_finite(reward)
     rows = group_rows(group)
     order = order_key[rows.index].argsort(1, descending=True)
@@ -130,9 +127,6 @@ class GDRO(ImplicitReward):
             "policy/error_best": best.detach(),
             "policy/implicit_reward_std": s.detach().std(correction=0),
         }
-
-
-# --- Diffusion-LAIR (2605.26491) ---------------------------------------------------------------
 
 
 def lair_loss(s: Tensor, advantage: Tensor, kappa: float) -> Tensor:

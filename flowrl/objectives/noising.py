@@ -139,9 +139,6 @@ class Noising:
         )
 
 
-# --- Distributions of noise levels -------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformTimes:
     """Every sigma alike, moved towards noise as a sampling schedule is (shift > 1)."""
@@ -239,9 +236,6 @@ def _check_enough(u: Tensor, sigmas: Tensor) -> None:
             f"{u.shape[-1]} different sigmas asked of {len(sigmas)}: "
             "take fewer, or a larger part of the schedule"
         )
-
-
-# --- Flow matching -----------------------------------------------------------------------------
 
 
 def noised(x0: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:

@@ -74,7 +74,11 @@ class SPO:
         edge, own = tree.edge.cpu(), rollout.trees.cpu()
         value = self.values(rollout)[own][:, edge].flatten()
         known = (~value.isnan()).nonzero().squeeze(1)
-        siblings = _siblings(tree.parent.cpu()[edge], tree.move.cpu()[edge], len(tree))
+        # A number for the children of one parent by one move, tree by tree.
+        moves = torch.stack((tree.parent.cpu()[edge], tree.move.cpu()[edge]))
+        _, family = moves.unique(dim=1, return_inverse=True)
+        width = int(family.max()) + 1 if len(family) else 1
+        siblings = (torch.arange(len(tree))[:, None] * width + family).flatten()
         # Of equal children the first: their noises are alike in law.
         pairs = best_and_worst(value[known], siblings[known], -known.double())
         winner, loser = (known[rows] for rows in pairs)
@@ -114,13 +118,6 @@ class SPO:
                 "policy/clip_share": (excess.abs() > self.clip).float().mean(),
             }
         return loss.mean(), metrics
-
-
-def _siblings(parent: Tensor, move: Tensor, trees: int) -> Tensor:
-    """Return a number for the children of one parent by one move, tree by tree. (R * e,) long"""
-    _, family = torch.stack((parent, move)).unique(dim=1, return_inverse=True)
-    width = int(family.max()) + 1 if len(family) else 1
-    return (torch.arange(trees)[:, None] * width + family).flatten()
 
 
 def _winner_first(batch: Transitions) -> Tensor:

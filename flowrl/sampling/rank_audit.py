@@ -36,8 +36,6 @@ from flowrl.utils.files import write_text
 
 LOG = logging.getLogger(__name__)
 
-# --- the report ---------------------------------------------------------------------------------
-
 # JSON has no NaN: it is written as null.
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
@@ -99,15 +97,12 @@ class AuditReport:
 
     def summary(self) -> dict[str, Any]:
         """Return means over prompts and the counts of what was left out, named for display."""
+        names = ("overlap_best", "overlap_worst", "rank_best", "rank_worst", "retention")
         return {
             "tau": self.mean("tau"),
             "rho": self.rho,
             "pooled rho": self.pooled_rho,
-            "overlap best": self.mean("overlap_best"),
-            "overlap worst": self.mean("overlap_worst"),
-            "rank best": self.mean("rank_best"),
-            "rank worst": self.mean("rank_worst"),
-            "retention": self.mean("retention"),
+            **{name.replace("_", " "): self.mean(name) for name in names},
             "no rho": self.without_rho,
             "missing": self.missing,
         }
@@ -163,9 +158,6 @@ def _audit_prompt(proxy: Tensor, true: Tensor, keep: int, select: SelectRule) ->
         retention=contrast_retention(true, chosen, perfect),
         **found,
     )
-
-
-# --- measures of one prompt's N candidates ------------------------------------------------------
 
 
 def paired(proxy: Tensor, true: Tensor) -> Tensor:
@@ -267,8 +259,6 @@ def _correlation(measure: Callable[..., Any], proxy: Tensor, true: Tensor) -> fl
         return math.nan
     return float(measure(*sides)[0])
 
-
-# --- what an audit decides ----------------------------------------------------------------------
 
 OnMiss = Literal["degrade", "stop", "warn"]
 Action = Literal["keep", "degrade", "warn", "stop"]
@@ -391,8 +381,6 @@ def _ways_out(resolved: Resolved, lower: Resolved | None, steps: int, most: int)
     return ", or ".join(ways) or _left(steps, most)
 
 
-# --- the audits of a run, on disk ---------------------------------------------------------------
-
 FILE = "audits.jsonl"
 
 
@@ -459,11 +447,8 @@ class AuditLog:
         return found
 
     def _write(self, events: Sequence[AuditEvent]) -> None:
-        lines = [_EVENT.dump_json(event).decode() for event in events]
-        write_text(self.path, "".join(line + "\n" for line in lines))
+        write_text(self.path, "".join(_EVENT.dump_json(e).decode() + "\n" for e in events))
 
-
-# --- the precision of a run's previews ----------------------------------------------------------
 
 # Metrics that are logged, by their names in `AuditReport.summary`.
 METRICS = {"tau": "tau", "rho": "rho", "pooled rho": "pooled_rho", "retention": "contrast"}
@@ -548,10 +533,7 @@ class PrecisionController:
         )
 
     def _restore(self, iteration: int) -> tuple[Resolved, RolloutGenerator]:
-        """Switch to the precision that the audits of earlier sessions have come to.
-
-        Audits of candidates with another number of steps say nothing about these.
-        """
+        """Switch to the precision that earlier audits of candidates with as many steps came to."""
         if self.exact.runtime.is_main:
             self.log.rewind(iteration)
         steps = len(self.plan(iteration).steps)

@@ -222,10 +222,7 @@ class RolloutGenerator:
     def _sample(
         self, own: RolloutRequest, plan: TreePlan, cond: Conditioning, scoring: Scoring
     ) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield trees and their images, `batch_size` roots at a time, and submit the images.
-
-        However wide a tree is at some step, so many of them make whole batches.
-        """
+        """Yield trees and images; `batch_size` roots make whole batches at every width."""
         if not len(own.prompt):
             return
         schedule = self.schedule()
@@ -272,10 +269,7 @@ def sample_request(
 
 @torch.no_grad()
 def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent).
-
-    An offloaded autoencoder is on the backbone's device in the meantime.
-    """
+    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent)."""
     with autoencoder_on_device(backbone):
         for part in x0.split(batch_size):
             yield backbone.decode(part).cpu()
@@ -309,9 +303,6 @@ def gather_results(result: RewardResult, runtime: Runtime) -> RewardResult:
         name: runtime.gather(getattr(result, name)) for name in ("scores", "valid", "applicable")
     }
     return replace(result, **tensors, errors=runtime.merge(result.errors))
-
-
-# --- sampling networks: the policy's own, or a copy made for rollouts ---------------------------
 
 
 @contextmanager

@@ -118,10 +118,7 @@ def _advance(
     noise: KeyedNoise,
     paths: tuple[tuple[int, ...], ...],
 ) -> None:
-    """Add the cohort that a move makes from w parents a tree, v (R * w, *latent) their velocities.
-
-    paths: the parents' w paths in every tree.
-    """
+    """Add the cohort of a move from w parents a tree: v (R * w, *latent), and their w `paths`."""
     parents = nodes.x[move.source]
     trees, width = parents.shape[:2]
     x, sigmas = parents.flatten(0, 1).float(), schedule.sigmas

@@ -118,9 +118,6 @@ def best_and_worst(count: int, keep: int) -> tuple[slice, slice]:
     return slice(0, best), slice(count - (keep - best), count)
 
 
-# --- what two stages should cost, before anything is run ----------------------------------------
-
-
 def two_stage_ratio(
     *,
     candidates: int,

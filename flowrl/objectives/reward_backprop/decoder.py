@@ -46,8 +46,7 @@ class RewardGradient:
     def __call__(self, rollout: Rollout) -> RewardField:
         """Return the field of this rollout's prompts.
 
-        An image without an applicable score has reward and gradient NaN; a gradient that is not
-        finite is left as it is.
+        Without an applicable score reward and gradient are NaN; other gradients are left as found.
         """
 
         def field(x0: Tensor, prompt: Tensor, words: str = "") -> tuple[Tensor, Tensor]:
