@@ -20,8 +20,13 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-from flowrl.build.learner import Given, all_texts, build_evaluator, build_learner
-from flowrl.build.backbone import Texts
+from flowrl.build.learner import (
+    ProvidedObjects,
+    all_prompts_to_encode,
+    build_evaluator,
+    build_learner,
+)
+from flowrl.build.text import TextCaches
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.backbones.offload import encoders_of
@@ -64,7 +69,7 @@ for name, case in cases.items():
         # One group without signal, in the share of one process only.
         return [0.5 if p == prompts_of[0] else s for p, s in zip(prompts, scores.tolist())]
 
-    learner = build_learner(case, runtime, Given(rewards={"r": reward}))
+    learner = build_learner(case, runtime, ProvidedObjects(rewards={"r": reward}))
     prompts_of = [p.text for p in learner.source.prompts.at(0)]
     generator = torch.Generator().manual_seed(0)
     for p in learner.policy.parameters():
@@ -89,7 +94,8 @@ for name, case in cases.items():
         "metrics": {k: v for k, v in metrics.items() if k.startswith("explore/")},
         "chosen": None if rollout.explored is None else rollout.explored.chosen,
     }
-evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, Given())
+given = ProvidedObjects()
+evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, given)
 for count in (5, 1):
     import dataclasses
 
@@ -101,11 +107,11 @@ for place in ("", f"-{runtime.rank}"):
     prompts = folder / f"prompts-{runtime.world_size}{place}"
     asked = ["memory.text_encoders=free", f"memory.prompt_cache={prompts}"]
     case = load_config(Path(sys.argv[1]), asked)
-    texts, given = Texts(case), Given()
+    texts, given = TextCaches(case), ProvidedObjects()
     learned = build_learner(case, runtime, given, texts)
     backbone = learned.policy.backbone
     build_evaluator(case, backbone.pipeline, learned.specs, given, texts)
-    needed = all_texts(case, given)
+    needed = all_prompts_to_encode(case, given)
     texts.encode_and_free(backbone.pipeline, needed, runtime)
     seen[f"texts {len(place)}"] = [
         len(needed),
@@ -130,7 +136,7 @@ def short(images, prompts, metadata):
 
 
 for reward in (dead, short):
-    learner = build_learner(config, runtime, Given(rewards={reward.__name__: reward}))
+    learner = build_learner(config, runtime, ProvidedObjects(rewards={reward.__name__: reward}))
     try:
         learner.iterate(0)
     except UserError as error:
