@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flowrl.backbones.base import guided
 from flowrl.backbones.flux import Flux
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
@@ -94,3 +95,9 @@ def test_images_have_gradients_and_the_autoencoder_takes_none(pipelines, family)
     (backbone.decode(x0)[0].sum()).backward()
     assert x0.grad is not None and x0.grad[0].abs().sum() > 0 and not x0.grad[1].any()
     assert all(p.grad is None for p in pipelines[family].vae.parameters())
+
+
+def test_guidance_moves_away_from_the_unconditional_velocity():
+    x, cond = torch.zeros(2, 3), (torch.full((2, 1), 5.0), torch.full((2, 1), 1.0))
+    found = guided(lambda x, text: x + text, 3.0, x, cond)
+    assert torch.equal(found, torch.full((2, 3), 1 + 3.0 * (5 - 1)))
