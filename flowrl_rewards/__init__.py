@@ -15,7 +15,7 @@ Optional attributes say more:
     required_metadata  keys a prompt's metadata must have; the reward does not apply to others
     applies            (prompt, metadata) -> bool, when keys alone cannot tell
     check              (prompt, metadata), raises ValueError for a prompt that it applies to and
-                       cannot judge; asked of every prompt before anything is drawn
+                       cannot judge; asked of every prompt before anything is sampled
     scope              "sample", or "group" when all images of one prompt are scored together
     version            everything that changes the numbers, in one string
     deterministic      False when the same images may get other scores
