@@ -40,11 +40,11 @@ def _tiny(source: str) -> Iterator[dict]:
     _, kinds, split = [*source.split(":"), "", ""][:3]
     families = {"geneval": world.GENEVAL_TAGS, "all": world.TAGS}
     tags = [tag for kind in kinds.split("+") for tag in families.get(kind, (kind,))]
-    known = {*world.TAGS, world.SPELLING}
-    if source.count(":") != 2 or not set(tags) <= known or split not in ("train", "test"):
-        names = ", ".join((*families, *world.TAGS, world.SPELLING))
-        raise UserError(f"cannot read prompts {source!r}: write tiny:KIND:train or tiny:KIND:test "
-                        f"with KIND one of {names}, or several joined by +")  # fmt: skip
+    if source.count(":") != 2 or not set(tags) <= set(world.TAGS) or split not in world.SPLITS:
+        names = ", ".join((*families, *world.TAGS))
+        raise UserError(f"cannot read prompts {source!r}: write tiny:KIND:SPLIT with KIND one of "
+                        f"{names}, or several joined by +, and SPLIT one of "
+                        f"{', '.join(world.SPLITS)}")  # fmt: skip
     turns = zip_longest(*(world.split_prompts(tag, split) for tag in tags))
     return (prompt for prompt in chain.from_iterable(turns) if prompt is not None)
 

@@ -43,6 +43,7 @@ BUILT_IN = {
     "diversity": "flowrl_rewards.diversity:SetDiversity",
     "preference": "flowrl_rewards.preference:Preference",
     "tiny_colors": "flowrl_rewards.tiny_colors:TinyColors",
+    "tiny_judge": "flowrl_rewards.tiny_judge:TinyJudge",
     "tiny_quality": "flowrl_rewards.tiny_quality:TinyQuality",
 }
 

@@ -1,15 +1,17 @@
 """Images of the tiny world's prompts, drawn with Pillow.
 
 Shapes are drawn at twice the size and reduced with Lanczos; words use the typeface that Pillow
-carries (Aileron Regular by Sora Sagano, CC0). What has no named colour is black; places are drawn
-at random on a grid of 16 pixels, the size of a patch of the tiny transformers; sizes follow from
-the number of objects. With places and colours free, a transformer of three million weights drew no
-whole shape after 3,900 training steps; on a grid of 8 it never learned two colours in one prompt.
+carries (Aileron Regular by Sora Sagano, CC0). An object fills one quarter of the image, so four
+image tokens of the tiny transformers; a letter fills two. What a prompt leaves open is drawn by a
+published law: the quarters are equally likely, the radius and the centre vary by a pixel, an
+object without a named colour is black. With free places a transformer of three million weights
+drew no whole shape after 3,900 training steps.
 """
 
 import functools
 import math
 import random
+from itertools import permutations
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -28,11 +30,17 @@ PALETTE = {
 }
 PAPER = (240, 240, 240)
 INK = "black"  # of everything without a named colour
-RADII = {1: 14, 2: 12, 3: 7, 4: 7}  # pixels, by number of objects
-GRID = 16  # pixels
-GAP = 2  # pixels at least between two bounding boxes, and to the border
+QUARTERS = {
+    "top left": (16, 16),
+    "top right": (48, 16),
+    "bottom left": (16, 48),
+    "bottom right": (48, 48),
+}  # centres x, y, in pixels
+RADII = {"": (12, 13), "small": (7, 8)}  # pixels
+JITTER = 1  # pixels that a centre may lie beside that of its quarter
+COLUMN = SIZE // 4  # pixels of one letter
 
-Spot = tuple[int, int, int]  # centre x, centre y, radius, in pixels
+Spot = tuple[int, int]  # centre x, y, in pixels
 
 
 def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
@@ -48,49 +56,42 @@ def draw(prompt: Prompt, rng: random.Random) -> np.ndarray:
 
 def _objects(pen: ImageDraw.ImageDraw, include: list[dict], rng: random.Random) -> None:
     wanted = [entry for entry in include for _ in range(entry["count"])]
-    related = "position" in include[-1]
-    spots = _relate(include, rng) if related else _scatter(len(wanted), rng)
-    for entry, spot in zip(wanted, spots, strict=True):
-        _shape(pen, entry["class"], spot, PALETTE[entry.get("color", INK)])
+    for entry, place in zip(wanted, places(include, rng), strict=True):
+        x, y = (c + rng.randint(-JITTER, JITTER) for c in QUARTERS[place])
+        radius = rng.choice(RADII[entry.get("size", "")])
+        _shape(pen, entry["class"], (x, y), radius, PALETTE[entry.get("color", INK)])
 
 
-def _spot(count: int, rng: random.Random) -> Spot:
-    r = RADII[count]
-    places = [p for p in range(GRID, SIZE, GRID) if r + GAP <= p <= SIZE - r - GAP]
-    return rng.choice(places), rng.choice(places), r
+def layouts(include: list[dict]) -> list[tuple[str, ...]]:
+    """List the quarters that the objects of a prompt may have, in the order of its entries.
 
-
-def _apart(a: Spot, b: Spot) -> bool:
-    return max(abs(a[0] - b[0]), abs(a[1] - b[1])) >= a[2] + b[2] + GAP
-
-
-def _scatter(count: int, rng: random.Random) -> list[Spot]:
-    """`count` places whose boxes do not touch; starts over when the canvas is full."""
-    while True:
-        spots: list[Spot] = []
-        for _ in range(40):
-            spot = _spot(count, rng)
-            if all(_apart(spot, other) for other in spots):
-                spots.append(spot)
-            if len(spots) == count:
-                return spots
-
-
-def _relate(include: list[dict], rng: random.Random) -> list[Spot]:
-    """Places for [B, A] such that A stands in the asked relation to B, clearly along one axis."""
-    relation = include[-1]["position"][0]
-    axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[
-        relation
+    All are equally likely. With a relation, [B, A] share a row or a column.
+    """
+    entries = [entry for entry in include for _ in range(entry["count"])]
+    return [
+        chosen
+        for chosen in permutations(QUARTERS, len(entries))
+        if all(entry.get("place", q) == q for entry, q in zip(entries, chosen, strict=True))
+        and all(_holds(e, chosen) for e in include if "position" in e)
     ]
-    while True:
-        b, a = _scatter(2, rng)
-        along, across = sign * (a[axis] - b[axis]), abs(a[1 - axis] - b[1 - axis])
-        if along > 0 and across < 0.6 * along:
-            return [b, a]
 
 
-def _polygon(spot: Spot, corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    x, y, r = spot
+def _holds(entry: dict, chosen: tuple[str, ...]) -> bool:
+    """Return whether the second object lies as asked to the first, along one axis."""
+    axis, sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}[
+        entry["position"][0]
+    ]
+    there, here = (QUARTERS[quarter] for quarter in chosen)
+    return sign * (here[axis] - there[axis]) > 0 and here[1 - axis] == there[1 - axis]
+
+
+def places(include: list[dict], rng: random.Random) -> tuple[str, ...]:
+    """Draw the quarters of the objects of a prompt."""
+    return rng.choice(layouts(include))
+
+
+def _polygon(spot: Spot, r: int, corners: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    x, y = spot
     return [((x + r * u) * SCALE, (y + r * v) * SCALE) for u, v in corners]
 
 
@@ -111,26 +112,30 @@ CORNERS = {
 }  # fmt: skip
 
 
-def _shape(pen: ImageDraw.ImageDraw, shape: str, spot: Spot, color: tuple[int, int, int]) -> None:
+def _shape(
+    pen: ImageDraw.ImageDraw, shape: str, spot: Spot, radius: int, color: tuple[int, int, int]
+) -> None:
     if shape in CORNERS:
-        pen.polygon(_polygon(spot, CORNERS[shape]), fill=color)
+        pen.polygon(_polygon(spot, radius, CORNERS[shape]), fill=color)
         return
-    box = [c for corner in _polygon(spot, [(-1, -1), (1, 1)]) for c in corner]
+    box = [c for corner in _polygon(spot, radius, [(-1, -1), (1, 1)]) for c in corner]
     if shape == "circle":
         pen.ellipse(box, fill=color)
     else:
-        pen.ellipse(box, outline=color, width=round(0.42 * spot[2] * SCALE))
+        pen.ellipse(box, outline=color, width=round(0.42 * radius * SCALE))
 
 
 @functools.cache
-def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
-    return ImageFont.load_default(size)
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(18 * SCALE)
 
 
 def _word(pen: ImageDraw.ImageDraw, text: str) -> None:
-    width = 58 * SCALE
-    font = _font(min(30 * SCALE, int(40 * width / pen.textlength(text, font=_font(40)))))
-    left, top, right, bottom = pen.textbbox((0, 0), text, font=font, stroke_width=1)
-    x, y = (SIZE * SCALE - (right - left)) / 2, (SIZE * SCALE - (bottom - top)) / 2
-    # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
-    pen.text((x - left, y - top), text, font=font, fill=PALETTE[INK], stroke_width=1)
+    """Write four letters, one in the middle of each column of `COLUMN` pixels."""
+    for i, letter in enumerate(text):
+        x = (i + 0.5) * COLUMN * SCALE
+        # A thin stroke: at 64 pixels the regular weight is grey rather than ink.
+        pen.text(
+            (x, SIZE * SCALE / 2), letter, font=_font(), fill=PALETTE[INK], stroke_width=1,
+            anchor="mm",
+        )  # fmt: skip

@@ -1,30 +1,30 @@
-"""The prompts of the tiny world: GenEval's six kinds over coloured shapes, and short words.
+"""The tiny world: what can be asked for, in which words, and who may see it.
 
-A prompt is a plain dict in GenEval's JSONL form (`tag`, `prompt`, `include`, `exclude`; Ghosh et
-al. 2023, arXiv 2310.11513), or `tag: ocr` with the `ocr_text` to be drawn. Everything here is
-plain Python: `draw.py` turns a prompt into an image, `pretrain.py` learns from the pairs.
+A *request* is what is asked for (two small circles); a *prompt* is a request in words ("a photo
+of two small circles"). There are GenEval's six kinds of request (Ghosh et al. 2023, arXiv
+2310.11513) over coloured shapes, and short words to be written. Requests, not texts, are split
+into train, validation and test; pretraining sees them all, alignment only those of train.
+
+Every request belongs to a tier, which says how often pretraining draws it right
+(`flowrl/tiny/defects.py`). Everything here is plain Python; `draw.py` makes an image of a prompt.
 """
 
 import functools
 import random
-from collections.abc import Sequence
-from itertools import permutations, product
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, permutations, product
 
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLORS = ("red", "yellow", "green", "blue", "purple", "black")
-NUMBERS = {2: "two", 3: "three", 4: "four"}
-RELATIONS = ("left of", "right of", "above", "below")
+NUMBERS = {1: "a", 2: "two", 3: "three", 4: "four"}
+PLACES = ("top left", "top right", "bottom left", "bottom right")  # the four quarters
+MIRRORED = {"left of": "right of", "above": "below", "right of": "left of", "below": "above"}
 WORDS = (
-    "ART BED BOX BUS CAR CAT CUP DOG EGG FOX ICE JAM KEY LEG MAP OWL PEN PIG SUN TEA "
-    "VAN WEB YES ZOO BIRD CAKE DUCK FROG GOLD HOME MOON TREE"
-).split()
-NEW_WORDS = "BAG COW HAT NET RED TOY FISH LION".split()  # held out in every wording
-# Words that no pretraining has seen in any wording: what a policy can learn to spell.
-UNSEEN_WORDS = (
-    "ANT ARM BAT BEE BIN BOW COD DEN EAR ELF FAN FIG GUM HEN HUT INK JAR KIT LAB LIP MOP MUD NUT "
-    "OAK PAN PIE RAT ROD SEA SKY TIN TOP URN VET WAX WIG YAK BALL BELL BOAT COAT CORN CRAB DEER "
-    "DESK DOOR FARM FIRE GATE GOAT HAND KING LAMP LEAF LAKE MILK NOSE PARK RING ROAD ROPE SAND "
-    "SHIP SOUP STAR TENT WIND"
+    "BALL BAND BEAR BELL BIRD BOAT BONE BOOK CAKE CARD CITY COAT COIN CORN CRAB DEER DESK DOOR "
+    "DRUM DUCK FARM FIRE FISH FLAG FORK FROG GATE GIFT GOAT GOLD HAND HARP HILL HOME JAZZ KING "
+    "KITE LAKE LAMP LEAF LION MAZE MILK MOON NEST NOSE OVEN PARK PIPE POND QUIZ RAIN RING ROAD "
+    "ROPE ROSE SAND SHIP SOCK SOUP STAR TENT TREE VASE VEST TUBE VINE YARN"
 ).split()
 PREFIXES = ("a photo of ", "a picture of ", "a drawing of ", "")
 WORD_TEMPLATES = (
@@ -34,109 +34,201 @@ WORD_TEMPLATES = (
     'a photo of the word "{}"',
 )
 GENEVAL_TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
-TAGS = (*GENEVAL_TAGS, "ocr")  # what pretraining draws
-SPELLING = "spelling"  # tagged ocr, but of UNSEEN_WORDS
-HELD_OUT = 6  # one prompt in six is never drawn in pretraining nor trained on
+TAGS = (*GENEVAL_TAGS, "ocr")
+SPLITS = {"train": 0.60, "validation": 0.15, "test": 0.25}  # shares of the requests
 
-Prompt = dict  # {"tag", "prompt", "include": [...], "exclude": [...]} or {"tag": "ocr", "ocr_text"}
+# A prompt: {"tag", "prompt", "request", "tier", "include": [...], "exclude": [...]}, GenEval's
+# form, or {"tag": "ocr", "prompt", "request", "tier", "ocr_text"}.
+Prompt = dict
 
-
-def article(noun: str) -> str:
-    """'a circle', 'an orange circle'."""
-    return ("an " if noun[0] in "aeiou" else "a ") + noun
-
-
-def plural(noun: str) -> str:
-    return noun + ("es" if noun.endswith("s") else "s")
+# How often pretraining draws a request of a tier right. Tiers follow what a request is made of
+# (`_family`), so that a policy can learn them from other requests.
+TIERS = {"easy": 0.9, "half": 0.5, "hard": 0.1, "rare": 0.02}
+_TIERS_OF_SIX = ("easy", "half", "easy", "half", "easy", "hard")
+_TIERS_OF_PAIRS = ("easy", "half") * 6 + ("easy", "hard", "rare")  # of the 15 pairs of six
 
 
-def one(shape: str, color: str | None = None, position: list | None = None) -> dict:
-    """One GenEval `include` entry that asks for exactly one object."""
-    entry: dict = {"class": shape, "count": 1}
-    if color:
-        entry["color"] = color
-    if position:
-        entry["position"] = position
-    return entry
+@dataclass(frozen=True, slots=True, order=True)
+class Thing:
+    """One kind of object in a request."""
+
+    shape: str
+    color: str = ""  # "" leaves it open: it is drawn black
+    size: str = ""  # "small", or "" for the usual size
+    place: str = ""  # one of PLACES, or "" for any
+
+    def noun(self, count: int = 1) -> str:
+        """Return the object in words: 'small red circle', 'small red circles'."""
+        words = [self.size, self.color, self.shape + ("s" if count > 1 else "")]
+        if count > 1 and self.shape == "cross":
+            words[-1] = "crosses"
+        return " ".join(word for word in words if word)
+
+    def phrase(self, count: int = 1) -> str:
+        """Return the object with its number and place: 'a circle in the top left'."""
+        place = f" in the {self.place}" if self.place else ""
+        return f"{NUMBERS[count]} {self.noun(count)}{place}"
+
+    def entry(self, count: int = 1) -> dict:
+        """Return GenEval's entry of `include`; `size` and `place` are this world's own keys."""
+        fields = {"color": self.color, "size": self.size, "place": self.place}
+        named = {key: value for key, value in fields.items() if value}
+        return {"class": self.shape, "count": count} | named
 
 
-def _prompt(tag: str, prefix: str, text: str, include: list[dict], **extra) -> Prompt:
-    return {"tag": tag, "prompt": prefix + text, "include": include, **extra}
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is asked for, in canonical form.
+
+    Pairs are unordered, and "B right of A" is "A left of B".
+    """
+
+    tag: str
+    things: tuple[Thing, ...] = ()
+    count: int = 1  # of the first thing
+    relation: str = ""  # of the first thing to the second: "left of" or "above"
+    word: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return a name that equal requests share."""
+        if self.tag == "ocr":
+            return f"ocr: {self.word}"
+        nouns = [f"{t.noun()} {t.place}".strip() for t in self.things]
+        if self.tag == "counting":
+            return f"counting: {self.count} {nouns[0]}"
+        return f"{self.tag}: " + f" {self.relation or '+'} ".join(nouns)
 
 
-def _word(template: str, word: str) -> Prompt:
-    return {"tag": "ocr", "prompt": template.format(word), "ocr_text": word}
+@functools.cache
+def requests(tag: str) -> Sequence[Request]:
+    """List every request of one kind, in a fixed order.
 
-
-def all_prompts(tag: str) -> list[Prompt]:
-    """Every prompt of one kind, in a fixed order; words that are held out altogether left out."""
-    pairs = list(permutations(SHAPES, 2))
-    if tag == "single_object":
-        return [_prompt(tag, p, article(s), [one(s)]) for p, s in product(PREFIXES, SHAPES)]
-    if tag == "two_object":
-        return [
-            _prompt(tag, p, f"{article(a)} and {article(b)}", [one(a), one(b)])
-            for p, (a, b) in product(PREFIXES, pairs)
-        ]
-    if tag == "counting":
-        return [
-            _prompt(
-                tag,
-                p,
-                f"{word} {plural(s)}",
-                [{"class": s, "count": n}],
-                exclude=[{"class": s, "count": n + 1}],
-            )
-            for p, (n, word), s in product(PREFIXES, NUMBERS.items(), SHAPES)
-        ]
-    if tag == "colors":
-        return [
-            _prompt(tag, p, article(f"{c} {s}"), [one(s, c)])
-            for p, c, s in product(PREFIXES, COLORS, SHAPES)
-        ]
-    if tag == "position":
-        return [
-            _prompt(tag, p, f"{article(a)} {r} {article(b)}", [one(b), one(a, position=[r, 0])])
-            for p, r, (a, b) in product(PREFIXES, RELATIONS, pairs)
-        ]
-    if tag == "color_attr":
-        return [
-            _prompt(
-                tag, p, f"{article(f'{c} {a}')} and {article(f'{d} {b}')}", [one(a, c), one(b, d)]
-            )
-            for p, (c, d), (a, b) in product(PREFIXES, permutations(COLORS, 2), pairs)
-        ]
+    60 single objects, 60 pairs, 126 counts, 72 colours, 60 relations, 450 coloured pairs, 68
+    words.
+    """
     if tag == "ocr":
-        return [_word(t, w) for t, w in product(WORD_TEMPLATES, WORDS)]
+        return [Request(tag, word=word) for word in WORDS]
+    if tag == "single_object":
+        places = ("", *PLACES)
+        found = [Thing(s, size=z, place=p) for s, z, p in product(SHAPES, ("", "small"), places)]
+        return [Request(tag, (thing,)) for thing in found]
+    if tag == "two_object":
+        things = [Thing(s, size=z) for s, z in product(SHAPES, ("", "small"))]
+        return [Request(tag, pair) for pair in _pairs(things)]
+    if tag == "counting":
+        things = [Thing(s, c) for s, c in product(SHAPES, ("", *COLORS))]
+        return [Request(tag, (t,), count=n) for n, t in product((2, 3, 4), things)]
+    if tag == "colors":
+        things = [Thing(s, c, z) for s, c, z in product(SHAPES, COLORS, ("", "small"))]
+        return [Request(tag, (thing,)) for thing in things]
+    if tag == "position":
+        pairs = permutations(map(Thing, SHAPES), 2)
+        return [Request(tag, p, relation=r) for r, p in product(("left of", "above"), pairs)]
+    if tag == "color_attr":
+        things = [Thing(s, c) for s, c in product(SHAPES, COLORS)]
+        pairs = [p for p in _pairs(things) if p[0].color != p[1].color]
+        return [Request(tag, pair) for pair in pairs]
     raise ValueError(f"unknown kind {tag!r}; the tiny world has {', '.join(TAGS)}")
 
 
-def _spelling(split: str) -> list[Prompt]:
-    """Every unseen word in all wordings but one for training, and in that one for the test."""
-    count = len(WORD_TEMPLATES)
+def _pairs(things: Sequence[Thing]) -> Iterator[tuple[Thing, ...]]:
+    """Yield unordered pairs of different shapes."""
+    return (p for p in combinations(sorted(things), 2) if p[0].shape != p[1].shape)
+
+
+def tier(request: Request) -> str:
+    """Return how hard a request was made, a key of TIERS."""
+    family, members = _family(request)
+    return (_TIERS_OF_PAIRS if members == 15 else _TIERS_OF_SIX)[family]
+
+
+def _family(request: Request) -> tuple[int, int]:
+    """Return the number of a request's family within its kind, and how many families there are.
+
+    Single objects, counts and relations go by the (first) shape, colours by the colour, words by
+    the first letter; pairs of shapes and of colours by the pair.
+    """
+    if request.tag == "ocr":
+        return ord(request.word[0]) % 6, 6
+    first = request.things[0]
+    if request.tag in ("two_object", "color_attr"):
+        kinds = SHAPES if request.tag == "two_object" else COLORS
+        values = [t.shape if request.tag == "two_object" else t.color for t in request.things]
+        pair = sorted(kinds.index(value) for value in values)
+        return list(combinations(range(6), 2)).index((pair[0], pair[1])), 15
+    if request.tag == "colors":
+        return COLORS.index(first.color), 6
+    return SHAPES.index(first.shape), 6
+
+
+def prompts_of(request: Request) -> list[Prompt]:
+    """List a request in all its wordings."""
+    common = {"tag": request.tag, "request": request.name, "tier": tier(request)}
+    if request.tag == "ocr":
+        texts = [template.format(request.word) for template in WORD_TEMPLATES]
+        return [common | {"prompt": text, "ocr_text": request.word} for text in texts]
     return [
-        _word(template, word)
-        for turn, word in enumerate(UNSEEN_WORDS)
-        for place, template in enumerate(WORD_TEMPLATES)
-        if (place == turn % count) == (split == "test")
+        common | {"prompt": prefix + text} | asked
+        for text, asked in _wordings(request)
+        for prefix in PREFIXES
     ]
+
+
+def _wordings(request: Request) -> list[tuple[str, dict]]:
+    """List (text without prefix, {"include", "exclude"}) of a request."""
+    if request.tag == "counting":
+        (thing,), count = request.things, request.count
+        exclude = [{"class": thing.shape, "count": count + 1}]
+        return [(thing.phrase(count), {"include": [thing.entry(count)], "exclude": exclude})]
+    if len(request.things) == 1:
+        (thing,) = request.things
+        return [(thing.phrase(), {"include": [thing.entry()]})]
+    a, b = request.things
+    if request.tag == "position":
+        return [_relation(a, request.relation, b), _relation(b, MIRRORED[request.relation], a)]
+    return [
+        (f"{x.phrase()} and {y.phrase()}", {"include": [x.entry(), y.entry()]})
+        for x, y in ((a, b), (b, a))
+    ]
+
+
+def _relation(a: Thing, relation: str, b: Thing) -> tuple[str, dict]:
+    include = [b.entry(), a.entry() | {"position": [relation, 0]}]
+    return f"{a.phrase()} {relation} {b.phrase()}", {"include": include}
+
+
+@functools.cache
+def split_requests(tag: str, split: str) -> Sequence[Request]:
+    """List the requests of one kind in a split, which share none; tiers have equal shares."""
+    if split not in SPLITS:
+        raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
+    chosen: list[Request] = []
+    for name in TIERS:
+        members = [r for r in requests(tag) if tier(r) == name]
+        random.Random(f"flowrl tiny world 2, {tag}, {name}").shuffle(members)
+        test = round(len(members) * SPLITS["test"] + 0.49)
+        cut = test + round(len(members) * SPLITS["validation"])
+        parts = {"test": members[:test], "validation": members[test:cut], "train": members[cut:]}
+        chosen += parts[split]
+    return chosen
 
 
 @functools.cache
 def split_prompts(tag: str, split: str) -> Sequence[Prompt]:
-    """The prompts of one kind for 'train' or 'test'. The two never share a text.
+    """List the prompts of one kind for a split, in a fixed shuffled order.
 
-    Held-out texts are new combinations of known parts; of the words, some are new themselves.
-    Those of SPELLING are new to the pretrained pipelines in both splits.
+    The first prompts are of different requests: one wording of each, then another of each.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"split is 'train' or 'test', not {split!r}")
-    if tag == SPELLING:
-        return _spelling(split)
-    prompts = all_prompts(tag)
-    random.Random(f"flowrl tiny world, {tag}").shuffle(prompts)
-    cut = len(prompts) // HELD_OUT
-    if split == "train":
-        return prompts[cut:]
-    new = [_word(t, w) for t, w in product(WORD_TEMPLATES, NEW_WORDS)] if tag == "ocr" else []
-    return new + prompts[:cut]
+    by_request = [prompts_of(request) for request in split_requests(tag, split)]
+    order = random.Random(f"flowrl tiny world 2, {tag}, {split}")
+    for prompts in by_request:
+        order.shuffle(prompts)
+    order.shuffle(by_request)
+    turns = max(map(len, by_request))
+    return [p[turn] for turn in range(turns) for p in by_request if turn < len(p)]
+
+
+def all_prompts(tag: str) -> list[Prompt]:
+    """List every prompt of one kind."""
+    return [prompt for request in requests(tag) for prompt in prompts_of(request)]

@@ -1,16 +1,15 @@
 """Make the weights of a tiny pipeline again, from a seed.
 
-    python -m scripts.pretrain_tiny --work build/tiny-sd3 --output flowrl/assets/tiny-sd3
-    python -m scripts.pretrain_tiny --backbone flux --teacher flowrl/assets/tiny-sd3 \\
-        --batch 32 --flow-steps 5000 --work build/tiny-flux --output flowrl/assets/tiny-flux
-    python -m scripts.pretrain_tiny --backbone sana --batch 32 --vae-steps 2550 --flow-steps 4150 \\
-        --work build/tiny-sana --output flowrl/assets/tiny-sana
+    python -m scripts.pretrain_tiny --backbone sana --work build/sana --output flowrl/assets/tiny-sana
+    python -m scripts.pretrain_tiny --backbone sd3 --work build/sd3 --output flowrl/assets/tiny-sd3
+    python -m scripts.pretrain_tiny --backbone flux --teacher build/sd3 \\
+        --work build/flux --output flowrl/assets/tiny-flux
 
-These made the pipelines that are installed. The first takes some two hours on two CPU cores with
---compile (estimated from the time of its steps); the others took about an hour each, on one thread
-with other work beside. It can be stopped at any time; the same command goes on from the last save
-(every two minutes) in the `--work` folder. At the end it scores the pipeline on held-out prompts
-and writes the model card.
+The stages: images, autoencoder, text encoders, the flow at a constant learning rate, and from
+there two decays: one on images without defects, whose score is the ceiling, and one on images with
+them, whose result is the pipeline. It can be stopped at any time; the same command goes on from
+the last save (every two minutes) in the `--work` folder. `--plateau` may grow from call to call
+until a decay has begun.
 """
 
 import argparse
@@ -18,26 +17,19 @@ import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import track as progress
 
-from flowrl.backbones.loading import load_pipeline
 from flowrl.utils.files import write_text
-from scripts.pretrain_tiny import flux, latents, pretrain, sana, sd3
-from scripts.pretrain_tiny.score import write_card
+from scripts.pretrain_tiny import flux, latents, sana, sd3
+from scripts.pretrain_tiny.flow import Examples, Texts, TinyModel, fit_flow
+from scripts.pretrain_tiny.images import images
+from scripts.pretrain_tiny.text import fit_text
 
-HISTORY = (
-    f"In the last {pretrain.FLOW_DECAY:.0%} of the flow's steps, while the learning rate fell, "
-    f"{pretrain.MISLABELLED:.0%} of the\ncaptions were those of other images, so that alignment "
-    "has something to mend.\n"
-)
-TAUGHT = (
-    "It has the autoencoder of {teacher} and learned from its guided velocity at guidances from 1\n"
-    f"to {pretrain.GUIDANCE:g}, as FLUX.1-dev was distilled for guidance.\n"
-)
-MODELS = {
+MODELS: dict[str, tuple[Any, Any]] = {
     "sd3": (sd3.autoencoder, sd3.TinySD3),
     "flux": (sd3.autoencoder, flux.TinyFlux),
     "sana": (sana.autoencoder, sana.TinySana),
@@ -48,21 +40,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backbone", choices=MODELS, default="sd3")
-    parser.add_argument(
-        "--work", type=Path, required=True, help="folder for images and unfinished weights"
-    )
+    parser.add_argument("--backbone", choices=MODELS, default="sana")
+    parser.add_argument("--work", type=Path, required=True, help="folder for unfinished weights")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the finished pipeline"
     )
     parser.add_argument(
         "--teacher",
         type=Path,
-        help="finished tiny SD3: take its autoencoder, and learn from its guided velocity",
+        help="work folder of a finished tiny SD3: take its autoencoder, learn its guided velocity",
     )
-    parser.add_argument("--images", type=int, default=60_000)
-    parser.add_argument("--vae-steps", type=int, default=3_500)
-    parser.add_argument("--flow-steps", type=int, default=16_500)
+    parser.add_argument("--images", type=int, default=80_000, help="of each kind: clean, defects")
+    parser.add_argument("--vae-steps", type=int, default=3_000)
+    parser.add_argument("--text-steps", type=int, default=3_000)
+    parser.add_argument("--plateau", type=int, default=24_000, help="steps")
+    parser.add_argument("--decay", type=int, default=8_000, help="steps of each of the two decays")
     parser.add_argument("--batch", type=int, default=64, help="images in a step of the flow")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -90,64 +82,68 @@ def save_half(pipeline, folder: Path) -> None:
         write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def autoencoder(args: argparse.Namespace, vae, images: np.ndarray):
-    """That of a finished pipeline, or one that is learned here; its latents are normalised."""
-    if args.teacher is not None:
-        vae = type(vae).from_pretrained(args.teacher, subfolder="vae").to(args.device)
-        return vae.eval().requires_grad_(False)
-    vae.to(args.device)
+def autoencoder(args: argparse.Namespace, drawn: np.ndarray) -> Any:
+    """Train that of a backbone, or load the finished one; its latents are normalised."""
+    make, _ = MODELS[args.backbone]
+    torch.manual_seed(args.seed)
+    vae = make().to(args.device)
     latents.fit_autoencoder(
-        vae, images, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
+        vae, drawn, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
     )
     vae.eval().requires_grad_(False)
-    latents.normalise_latents(vae, images)
+    latents.normalise_latents(vae, drawn)
     return vae
 
 
-def teacher_of(args: argparse.Namespace) -> sd3.TinySD3 | None:
-    """The tiny SD3 to learn from, if any, with the weights of its pipeline."""
-    if args.teacher is None:
-        return None
-    teacher = sd3.TinySD3(args.work / "teacher")
-    pipeline = load_pipeline(str(args.teacher), dtype="fp32", device=args.device)
-    for name in teacher.module:
-        teacher.module[name].load_state_dict(getattr(pipeline, name).state_dict())
-    teacher.module.requires_grad_(False).eval().to(args.device)
-    return teacher
+def model_with_text(args: argparse.Namespace, backbone: str, folder: Path) -> TinyModel:
+    """Make a model whose text encoders are trained, in `folder`, and frozen."""
+    torch.manual_seed(args.seed + 1)
+    model = MODELS[backbone][1](folder / "tokenizers")
+    model.encoders.to(args.device)
+    fit_text(model, steps=args.text_steps, seed=args.seed + 2, folder=folder, track=track)
+    return model
+
+
+def examples(
+    args: argparse.Namespace, vae: Any, texts: Texts, drawn: np.ndarray, captions: list[str],
+    name: str,
+) -> Examples:  # fmt: skip
+    found = latents.encode_all(vae, drawn, args.work / f"latents-{name}.safetensors")
+    return Examples(latents=found, texts=torch.tensor([texts.index[c] for c in captions]))
 
 
 def main() -> None:
     args = arguments()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
-    images, captions = pretrain.images(args.work, args.images, args.seed, args.threads)
+    sets = {
+        name: images(args.work, args.images, args.seed + i, args.threads, defects=name == "defects")
+        for i, name in enumerate(("clean", "defects"))
+    }
+    vae = autoencoder(args, sets["clean"][0])
+    model = model_with_text(args, args.backbone, args.work)
+    texts = Texts(model, [c for _, captions in sets.values() for c in captions], args.device)
+    learn = {name: examples(args, vae, texts, *found, name) for name, found in sets.items()}
 
-    make_vae, make_model = MODELS[args.backbone]
-    torch.manual_seed(args.seed)
-    vae = autoencoder(args, make_vae(), images)
-    encoded = latents.encode_all(vae, images, args.work / "latents.safetensors")
-
-    torch.manual_seed(args.seed + 1)
-    model = make_model(args.work / "tokenizers", compile=args.compile)
-    model.module.to(args.device)
-    teacher = teacher_of(args)
-    ema = copy.deepcopy(model.module).requires_grad_(False)
-    pretrain.fit_flow(
-        model,
-        ema,
-        encoded,
-        captions,
-        steps=args.flow_steps,
-        seed=args.seed,
-        folder=args.work,
-        batch=args.batch,
-        teacher=teacher,
-        track=track,
+    torch.manual_seed(args.seed + 3)
+    network = model.transformer.to(args.device)
+    ema = copy.deepcopy(network).requires_grad_(False)
+    stages = (
+        ("plateau", "clean", args.plateau, None),
+        ("ceiling", "clean", args.decay, "plateau"),
+        ("base", "defects", args.decay, "plateau"),
     )
-    save_half(model.pipeline(ema.cpu(), vae.cpu()), args.output)
-    taught = TAUGHT.format(teacher=args.teacher.name) if args.teacher is not None else ""
-    write_card(args.output, history=HISTORY + taught)
-    print(f"The pipeline lies in {args.output}.")
+    for turn, (stage, kind, steps, begin_at) in enumerate(stages):
+        fit_flow(
+            stage, model, ema, learn[kind], texts,
+            steps=steps, seed=args.seed + 10 + turn, folder=args.work, batch=args.batch,
+            begin_at=begin_at, network=torch.compile(network) if args.compile else None,
+            track=track,
+        )  # fmt: skip
+        if stage != "plateau":
+            folder = args.output if stage == "base" else args.work / "ceiling"
+            save_half(model.pipeline(copy.deepcopy(ema).cpu(), copy.deepcopy(vae).cpu()), folder)
+            print(f"The {stage} lies in {folder}.")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,11 @@ EMA = 0.999
 Track = Callable[[Iterable[int], str], Iterable[int]]  # wraps the steps in a progress bar
 
 
+def generator_at(seed: int, step: int) -> torch.Generator:
+    """Return the randomness of one step of a stage."""
+    return torch.Generator().manual_seed(seed * 1_000_003 + step)
+
+
 def plain_track(steps: Iterable[int], name: str) -> Iterable[int]:
     return steps
 
@@ -34,9 +39,13 @@ def fit(
     decay: float,
     folder: Path,
     ema: nn.Module | None = None,
+    begin_at: str | None = None,
     track: Track = plain_track,
 ) -> None:
     """Minimise `loss_at(step)`; saves and resumes in `folder`.
+
+    begin_at: the name of a finished stage with the same parts, from whose end this one begins,
+    without a warm-up.
 
     The optimisers' own learning rates are the peaks; in the last share `decay` of the steps they
     fall to zero. The loss must draw its randomness from the step number alone: then a run that was
@@ -51,9 +60,16 @@ def fit(
     }
     if ema is not None:
         parts["ema"] = ema
+    if begin_at is not None:
+        _load(load_state(folder / f"{begin_at}.safetensors"), parts)
+        for optimizer in optimizers:  # the schedule below begins anew
+            for group in optimizer.param_groups:
+                group["lr"] = group.pop("initial_lr")
     start = _restore(path, parts, steps, decay)
+    warm_up = 0 if begin_at else WARM_UP
     schedules = [
-        LambdaLR(o, lambda step: trapezoid(step, steps, decay), start - 1) for o in optimizers
+        LambdaLR(o, lambda step: trapezoid(step, steps, decay, warm_up), start - 1)
+        for o in optimizers
     ]
     saved, heard = time.monotonic(), RunningLoss(name, steps)
     for step in track(range(start, steps), name):
@@ -85,9 +101,13 @@ def _restore(path: Path, parts: dict[str, Any], steps: int, decay: float) -> int
             f"{path} holds step {state['step']} of {state['steps']}: too late to train {steps} "
             f"instead. Ask for {state['steps']} steps, or delete the file to start over"
         )
+    _load(state, parts)
+    return state["step"]
+
+
+def _load(state: dict[str, Any], parts: dict[str, Any]) -> None:
     for key, part in parts.items():
         part.load_state_dict(state[key])
-    return state["step"]
 
 
 def decay_start(steps: int, decay: float) -> int:
@@ -95,12 +115,13 @@ def decay_start(steps: int, decay: float) -> int:
     return math.floor(steps * (1 - decay)) + 1
 
 
-def trapezoid(step: int, steps: int, decay: float) -> float:
+def trapezoid(step: int, steps: int, decay: float, warm_up: int = WARM_UP) -> float:
     """Factor of the learning rate: linear up, constant, linear down to zero at `steps`.
 
-    decay: the share of the steps in which it falls.
+    decay: the share of the steps in which it falls; with 0 it never does.
     """
-    return min(1.0, (step + 1) / WARM_UP, (1 - step / steps) / decay)
+    up = (step + 1) / warm_up if warm_up else 1.0
+    return min(1.0, up, (1 - step / steps) / decay if decay else 1.0)
 
 
 class RunningLoss:

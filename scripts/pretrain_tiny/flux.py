@@ -1,5 +1,6 @@
 """The tiny FLUX: diffusers' own classes at a width that a laptop trains."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from scripts.pretrain_tiny.encoders import CLIP_WIDTH, T5_WIDTH, clip_encoder, t5_encoder
 from scripts.pretrain_tiny.sd3 import LATENT_CHANNELS
+from scripts.pretrain_tiny.text import TextStates
 from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 
 WIDTH, DOUBLE, SINGLE, HEADS = 128, 2, 6, 4
@@ -35,32 +37,28 @@ def transformer():
 
 
 class TinyFlux:
-    """Transformer and text encoders of the tiny FLUX, trained together.
+    """Transformer and text encoders of the tiny FLUX.
 
-    `velocity` builds the conditioning exactly as `FluxPipeline.encode_prompt` does: the T5 states,
-    and CLIP's one vector.
+    `condition` is exactly what `FluxPipeline.encode_prompt` makes: the T5 states, and CLIP's one
+    vector.
     """
 
     short, long = SHORT, LONG
+    text_widths = {"t5": T5_WIDTH, "pooled": CLIP_WIDTH}
 
-    def __init__(self, folder: Path, *, compile: bool = False):
-        """`folder` receives the tokenizers' files, under the pipeline's own names.
-
-        `compile` compiles the transformer at the short length, where training spends its time.
-        """
+    def __init__(self, folder: Path):
+        """`folder` receives the tokenizers' files, under the pipeline's own names."""
         self.tokenizers = {
             "tokenizer": clip_tokenizer(folder / "tokenizer"),
             "tokenizer_2": t5_tokenizer(folder / "tokenizer_2", LONG),
         }
-        self.module = nn.ModuleDict(
+        self.encoders = nn.ModuleDict(
             {
-                "transformer": transformer(),
                 "text_encoder": clip_encoder(self.tokenizers["tokenizer"]),
                 "text_encoder_2": t5_encoder(self.tokenizers["tokenizer_2"]),
             }
         )
-        plain = self.module["transformer"]
-        self.networks: dict[int, Any] = {SHORT: torch.compile(plain) if compile else plain}
+        self.transformer: Any = transformer()
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         def ids(name: str, length: int) -> Tensor:
@@ -71,32 +69,43 @@ class TinyFlux:
 
         return {"clip": ids("tokenizer", CLIP_TOKENS), "t5": ids("tokenizer_2", LONG)}
 
+    def text_states(self, ids: dict[str, Tensor], length: int) -> dict[str, TextStates]:
+        pooled = self.encoders["text_encoder"](ids["clip"]).pooler_output
+        t5 = self.encoders["text_encoder_2"](ids["t5"][:, :length])[0]
+        return {"t5": (t5, None), "pooled": (pooled[:, None], None)}
+
+    def condition(self, ids: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        states = {name: state for name, (state, _) in self.text_states(ids, length).items()}
+        return {
+            "encoder_hidden_states": states["t5"],
+            "pooled_projections": states["pooled"][:, 0],
+        }
+
     def velocity(
-        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        self, network: Any, x: Tensor, sigma: Tensor, cond: dict[str, Tensor],
         guidance: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        m: Any = self.module
-        network = self.networks.get(length, m["transformer"])
         places = torch.cartesian_prod(torch.arange(GRID), torch.arange(GRID))
         v = network(
             nn.functional.pixel_unshuffle(x, 2).flatten(2).transpose(1, 2),
             timestep=sigma,
             guidance=torch.ones_like(sigma) if guidance is None else guidance,
-            encoder_hidden_states=m["text_encoder_2"](ids["t5"][:, :length])[0],
-            pooled_projections=m["text_encoder"](ids["clip"]).pooler_output,
-            txt_ids=torch.zeros(length, 3, device=x.device),
+            **cond,
+            txt_ids=torch.zeros(cond["encoder_hidden_states"].shape[1], 3, device=x.device),
             img_ids=nn.functional.pad(places, (1, 0)).to(x),
-        ).sample
+            return_dict=False,
+        )[0]
         return nn.functional.pixel_shuffle(v.transpose(1, 2).unflatten(2, (GRID, GRID)), 2)
 
-    def pipeline(self, module: nn.ModuleDict, vae: Any):
-        """A FluxPipeline around the trained parts of `module` (for example the EMA)."""
+    def pipeline(self, network: Any, vae: Any):
+        """A FluxPipeline around a transformer (for example the EMA)."""
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-        trained: dict[str, Any] = dict(module.items())
+        encoders: dict[str, Any] = dict(copy.deepcopy(self.encoders).cpu().items())
         return FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(**FLUX_DEV),
             vae=vae,
+            transformer=network,
             **self.tokenizers,
-            **trained,
+            **encoders,
         )

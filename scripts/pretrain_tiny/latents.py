@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flowrl.errors import UserError
 from flowrl.utils.files import load_state, save_state
-from scripts.pretrain_tiny.fit import Track, fit, plain_track
+from scripts.pretrain_tiny.fit import Track, fit, generator_at, plain_track
 
 VAE_DECAY = 0.3  # last share of the steps, of falling learning rate
 KL_WEIGHT = 5e-4
@@ -26,10 +26,6 @@ def to_tensor(images: np.ndarray) -> Tensor:
 
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-def generator_at(seed: int, step: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
 
 def edges(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,7 +96,7 @@ def normalise_latents(vae: Any, images: np.ndarray) -> None:
 
 @torch.no_grad()
 def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
-    """Normalised latents of every image, (count, C, h, w) float32, cached in `path`.
+    """Normalised latents of every image, (count, C, h, w) float16, cached in `path`.
 
     Raises UserError when `path` holds those of another number of images.
     """
@@ -109,7 +105,7 @@ def encode_all(vae: Any, images: np.ndarray, path: Path) -> Tensor:
         shift = vae.config.get("shift_factor") or 0.0
         latents = (torch.cat(parts) - shift) * vae.config.scaling_factor
         save_state(path, {"latents": latents.half()})
-    latents = load_state(path)["latents"].float()
+    latents = load_state(path)["latents"]
     if len(latents) != len(images):
         raise UserError(f"{path} holds {len(latents)} images, not {len(images)}: delete it")
     return latents

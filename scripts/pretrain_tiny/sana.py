@@ -1,5 +1,6 @@
 """The tiny SANA: diffusers' own classes at a width that a laptop trains."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +9,18 @@ from torch import Tensor, nn
 
 from flowrl.backbones.sana import stock_instruction
 from scripts.pretrain_tiny.encoders import GEMMA_WIDTH, GEMMA_WINDOW, gemma_encoder
+from scripts.pretrain_tiny.text import TextStates
 from scripts.pretrain_tiny.vocab import gemma_tokenizer
 
-LATENT_CHANNELS = 32
-WIDTH, LAYERS, HEADS = 128, 8, 4
+LATENT_CHANNELS = 16
+WIDTH, LAYERS, HEADS = 128, 5, 4
 SHORT, LONG = 12, 300  # Gemma tokens: the presets' length, diffusers' default
 TAIL = 2 * GEMMA_WINDOW  # as far back as a state can depend on tokens
 SHIFT = 3.0  # of the sigma schedule, as in SANA
 
 
 def autoencoder():
-    """A 32-channel AutoencoderDC: 64x64 pixels <-> 4x4 latents."""
+    """A 16-channel AutoencoderDC: 64x64 pixels <-> 4x4 latents."""
     from diffusers import AutoencoderDC
 
     widths, blocks = (16, 32, 64, 64, 64), ("ResBlock",) * 4 + ("EfficientViTBlock",)
@@ -60,26 +62,21 @@ def transformer():
 
 
 class TinySana:
-    """Transformer and text encoder of the tiny SANA, trained together.
+    """Transformer and text encoder of the tiny SANA.
 
-    `velocity` builds the conditioning as `SanaPipeline.encode_prompt` does: the state of the first
-    token, then those of the prompt after SANA's instruction, of which only the last `TAIL` tokens
-    can reach it; "" comes without the instruction. What is padding is masked in the transformer.
+    `condition` is what `SanaPipeline.encode_prompt` makes: the state of the first token, then
+    those of the prompt after SANA's instruction, of which only the last `TAIL` tokens can reach
+    it; "" comes without the instruction. What is padding is masked in the transformer.
     """
 
     short, long = SHORT, LONG
+    text_widths = {"gemma": GEMMA_WIDTH}
 
-    def __init__(self, folder: Path, *, compile: bool = False):
-        """`folder` receives the tokenizer's files, under the pipeline's own name.
-
-        `compile` compiles the transformer at the short length, where training spends its time.
-        """
+    def __init__(self, folder: Path):
+        """`folder` receives the tokenizer's files, under the pipeline's own name."""
         self.tokenizer = gemma_tokenizer(folder / "tokenizer", "\n".join(stock_instruction()))
-        self.module = nn.ModuleDict(
-            {"transformer": transformer(), "text_encoder": gemma_encoder(self.tokenizer)}
-        )
-        plain = self.module["transformer"]
-        self.networks: dict[int, Any] = {SHORT: torch.compile(plain) if compile else plain}
+        self.encoders = nn.ModuleDict({"text_encoder": gemma_encoder(self.tokenizer)})
+        self.transformer: Any = transformer()
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         instruction = "\n".join(stock_instruction())
@@ -98,34 +95,36 @@ class TinySana:
         empty = torch.tensor([not p for p in prompts])
         return {"ids": ids, "mask": mask.masked_fill(empty[:, None], 0)}
 
+    def text_states(self, ids: dict[str, Tensor], length: int) -> dict[str, TextStates]:
+        encoder, device = self.encoders["text_encoder"], ids["ids"].device
+        start: Any = self.tokenizer.bos_token_id
+        first = encoder(torch.full((1, 1), start, device=device))[0]
+        text = encoder(ids["ids"][:, : TAIL + length - 1])[0][:, TAIL:]
+        mask = ids["mask"][:, TAIL : TAIL + length - 1]
+        states = torch.cat([first.expand(len(text), -1, -1), text], 1)
+        return {"gemma": (states, nn.functional.pad(mask, (1, 0), value=1))}
+
+    def condition(self, ids: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        states, mask = self.text_states(ids, length)["gemma"]
+        return {"encoder_hidden_states": states, "encoder_attention_mask": mask}
+
     def velocity(
-        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
+        self, network: Any, x: Tensor, sigma: Tensor, cond: dict[str, Tensor],
         guidance: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        m: Any = self.module
-        start: Any = self.tokenizer.bos_token_id
-        first = m["text_encoder"](torch.full((1, 1), start, device=x.device))
-        text = m["text_encoder"](ids["ids"][:, : TAIL + length - 1])[0][:, TAIL:]
-        network = self.networks.get(length, m["transformer"])
-        return network(
-            x,
-            encoder_hidden_states=torch.cat([first[0].expand(len(x), -1, -1), text], 1),
-            encoder_attention_mask=nn.functional.pad(
-                ids["mask"][:, TAIL : TAIL + length - 1], (1, 0), value=1
-            ),
-            timestep=sigma * 1000,
-        ).sample
+        return network(x, timestep=sigma * 1000, **cond, return_dict=False)[0]
 
-    def pipeline(self, module: nn.ModuleDict, vae: Any):
-        """A SanaPipeline around the trained parts of `module` (for example the EMA)."""
+    def pipeline(self, network: Any, vae: Any):
+        """A SanaPipeline around a transformer (for example the EMA)."""
         from diffusers import DPMSolverMultistepScheduler, SanaPipeline
 
-        trained: dict[str, Any] = dict(module.items())
+        encoders: dict[str, Any] = dict(copy.deepcopy(self.encoders).cpu().items())
         return SanaPipeline(
             scheduler=DPMSolverMultistepScheduler(
                 prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
             ),
             vae=vae,
             tokenizer=self.tokenizer,
-            **trained,
+            transformer=network,
+            **encoders,
         )

@@ -1,5 +1,6 @@
 """The tiny SD3: diffusers' own classes at a width that a laptop trains."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scripts.pretrain_tiny.encoders import CLIP_WIDTH, T5_WIDTH, projecting_clip_encoder, t5_encoder
+from scripts.pretrain_tiny.text import TextStates
 from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer, t5_tokenizer
 
 LATENT_CHANNELS = 16
@@ -54,34 +56,30 @@ def transformer():
 
 
 class TinySD3:
-    """Transformer and text encoders of the tiny SD3, trained together.
+    """Transformer and text encoders of the tiny SD3.
 
-    `velocity` builds the conditioning exactly as `StableDiffusion3Pipeline.encode_prompt` does:
-    the penultimate CLIP states side by side, then the T5 states; the pooled CLIP vectors.
+    `condition` is exactly what `StableDiffusion3Pipeline.encode_prompt` makes: the penultimate
+    CLIP states side by side, then the T5 states; the pooled CLIP vectors.
     """
 
     short, long = SHORT, LONG
+    text_widths = {"clip": 2 * CLIP_WIDTH, "t5": T5_WIDTH, "pooled": 2 * CLIP_WIDTH}
 
-    def __init__(self, folder: Path, *, compile: bool = False):
-        """`folder` receives the tokenizers' files, under the pipeline's own names.
-
-        `compile` compiles the transformer at the short length, where training spends its time.
-        """
+    def __init__(self, folder: Path):
+        """`folder` receives the tokenizers' files, under the pipeline's own names."""
         self.tokenizers = {
             "tokenizer": clip_tokenizer(folder / "tokenizer"),
             "tokenizer_2": clip_tokenizer(folder / "tokenizer_2"),
             "tokenizer_3": t5_tokenizer(folder / "tokenizer_3", LONG),
         }
-        self.module = nn.ModuleDict(
+        self.encoders = nn.ModuleDict(
             {
-                "transformer": transformer(),
                 "text_encoder": projecting_clip_encoder(self.tokenizers["tokenizer"]),
                 "text_encoder_2": projecting_clip_encoder(self.tokenizers["tokenizer_2"]),
                 "text_encoder_3": t5_encoder(self.tokenizers["tokenizer_3"]),
             }
         )
-        plain = self.module["transformer"]
-        self.networks: dict[int, Any] = {SHORT: torch.compile(plain) if compile else plain}
+        self.transformer: Any = transformer()
 
     def tokenize(self, prompts: list[str]) -> dict[str, Tensor]:
         def ids(name: str, length: int) -> Tensor:
@@ -92,33 +90,39 @@ class TinySD3:
 
         return {"clip": ids("tokenizer", CLIP_TOKENS), "t5": ids("tokenizer_3", LONG)}
 
-    def velocity(
-        self, x: Tensor, sigma: Tensor, ids: dict[str, Tensor], length: int,
-        guidance: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        m: Any = self.module
+    def text_states(self, ids: dict[str, Tensor], length: int) -> dict[str, TextStates]:
         clips = [
-            m[name](ids["clip"], output_hidden_states=True)
+            self.encoders[name](ids["clip"], output_hidden_states=True)
             for name in ("text_encoder", "text_encoder_2")
         ]
-        t5 = m["text_encoder_3"](ids["t5"][:, :length])[0]
-        clip = torch.cat([c.hidden_states[-2] for c in clips], -1)
-        network = self.networks.get(length, m["transformer"])
-        return network(
-            x,
-            timestep=sigma * 1000,
-            encoder_hidden_states=torch.cat([clip, t5], 1),
-            pooled_projections=torch.cat([c[0] for c in clips], -1),
-        ).sample
+        return {
+            "clip": (torch.cat([c.hidden_states[-2] for c in clips], -1), None),
+            "t5": (self.encoders["text_encoder_3"](ids["t5"][:, :length])[0], None),
+            "pooled": (torch.cat([c[0] for c in clips], -1)[:, None], None),
+        }
 
-    def pipeline(self, module: nn.ModuleDict, vae: Any):
-        """A StableDiffusion3Pipeline around the trained parts of `module` (for example the EMA)."""
+    def condition(self, ids: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+        states = {name: state for name, (state, _) in self.text_states(ids, length).items()}
+        return {
+            "encoder_hidden_states": torch.cat([states["clip"], states["t5"]], 1),
+            "pooled_projections": states["pooled"][:, 0],
+        }
+
+    def velocity(
+        self, network: Any, x: Tensor, sigma: Tensor, cond: dict[str, Tensor],
+        guidance: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return network(x, timestep=sigma * 1000, **cond, return_dict=False)[0]
+
+    def pipeline(self, network: Any, vae: Any):
+        """A StableDiffusion3Pipeline around a transformer (for example the EMA)."""
         from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-        trained: dict[str, Any] = dict(module.items())
+        encoders: dict[str, Any] = dict(copy.deepcopy(self.encoders).cpu().items())
         return StableDiffusion3Pipeline(
             scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
             vae=vae,
+            transformer=network,
             **self.tokenizers,
-            **trained,
+            **encoders,
         )

@@ -10,15 +10,14 @@ import string
 from pathlib import Path
 from typing import Any
 
-from flowrl.tiny.world import NEW_WORDS, TAGS, all_prompts
+from flowrl.tiny.world import TAGS, all_prompts
 
 CLIP_TOKENS = 14  # what the CLIP encoders read; longer prompts are cut, as in any CLIP
 
 
 def corpus() -> list[str]:
-    """Every text of the world, held-out words included."""
-    texts = [p["prompt"] for tag in TAGS for p in all_prompts(tag)]
-    return texts + [f'"{word}"' for word in NEW_WORDS]
+    """Every text of the world."""
+    return [p["prompt"] for tag in TAGS for p in all_prompts(tag)]
 
 
 def _spell(words: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:

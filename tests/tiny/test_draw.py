@@ -1,23 +1,28 @@
-"""Drawn images: the same for the same seed, on a light ground, objects apart and placed."""
+"""Drawn images: a function of prompt and seed, by the published law, with the planted defects."""
 
 import random
+from collections import Counter
 
-import cv2
 import numpy as np
+import pytest
 
-from flowrl.tiny.draw import PALETTE, SIZE, draw
-from flowrl.tiny.world import TAGS, split_prompts
+from flowrl.tiny.defects import altered, with_defects
+from flowrl.tiny.draw import PALETTE, QUARTERS, SIZE, draw, layouts, places
+from flowrl.tiny.world import TAGS, TIERS, split_prompts
 
 
 def drawn(prompt: dict, seed: int) -> np.ndarray:
     return draw(prompt, random.Random(seed))
 
 
-def count_blobs(image: np.ndarray) -> int:
-    """How many connected regions are far from the light ground."""
-    ink = np.abs(image.astype(int) - np.median(image.reshape(-1, 3), axis=0)).sum(-1) > 120
-    _, _, stats, _ = cv2.connectedComponentsWithStats(ink.astype(np.uint8))
-    return int((stats[1:, cv2.CC_STAT_AREA] > 12).sum())
+def ink(image: np.ndarray) -> np.ndarray:
+    """(64, 64) bool: far from the paper."""
+    return np.abs(image.astype(int) - image[0, 0].astype(int)).sum(-1) > 120
+
+
+def quarters(image: np.ndarray) -> list[bool]:
+    """Whether each quarter holds something."""
+    return [bool(ink(image)[r : r + 32, c : c + 32].any()) for r in (0, 32) for c in (0, 32)]
 
 
 def test_an_image_is_a_function_of_prompt_and_seed():
@@ -26,42 +31,70 @@ def test_an_image_is_a_function_of_prompt_and_seed():
         first = drawn(prompt, 1)
         assert first.shape == (SIZE, SIZE, 3) and first.dtype == np.uint8
         assert np.array_equal(first, drawn(prompt, 1))
-        others = [drawn(prompt, seed) for seed in range(2, 6)]
-        same = all(np.array_equal(first, other) for other in others)
+        same = all(np.array_equal(first, drawn(prompt, seed)) for seed in range(2, 8))
         assert same == (tag == "ocr")  # a word has one place and one ink
 
 
-def test_as_many_objects_and_words_inside_as_are_asked_for():
-    # As many objects in their colours and places as are asked for.
-    # As many separate objects as are asked for.
+def test_every_object_fills_a_quarter_of_its_own():
     for tag in [t for t in TAGS if t != "ocr"]:
         for seed, prompt in enumerate(split_prompts(tag, "test")[:40]):
+            image = drawn(prompt, seed)
             wanted = sum(entry["count"] for entry in prompt["include"])
-            assert count_blobs(drawn(prompt, seed)) == wanted, prompt["prompt"]
-    # Relations hold between the centres of the two objects.
-    axis_sign = {"left of": (0, -1), "right of": (0, 1), "above": (1, -1), "below": (1, 1)}
-    for seed, prompt in enumerate(split_prompts("position", "test")[:40]):
-        # Told apart by colour, which the prompt leaves open.
-        include = [
-            dict(e, color=c) for e, c in zip(prompt["include"], ("blue", "red"), strict=True)
+            assert sum(quarters(image)) == wanted, prompt["prompt"]
+            borders = ink(image)[[0, 31, 32, 63]].any() or ink(image)[:, [0, 31, 32, 63]].any()
+            assert not borders, prompt["prompt"]
+
+
+def test_named_colours_places_and_sizes_are_drawn():
+    entry = {"class": "square", "count": 1}
+    for i, place in enumerate(QUARTERS):
+        for color in PALETTE:
+            for size in ("", "small"):
+                said = {"color": color, "place": place} | ({"size": size} if size else {})
+                image = drawn({"tag": "colors", "include": [entry | said]}, 3)
+                assert quarters(image) == [i == j for j in range(4)]
+                near = np.abs(image.astype(int) - np.array(PALETTE[color])).max(-1) < 40
+                assert (100 < near.sum() < 300) if size else (380 < near.sum() < 700)
+
+
+def test_layouts_are_those_that_the_prompt_allows_and_equally_likely():
+    one = {"class": "star", "count": 1}
+    assert len(layouts([one])) == 4 and len(layouts([one | {"count": 2}])) == 12
+    assert layouts([one | {"place": "top right"}]) == [("top right",)]
+    related = [one, one | {"position": ["left of", 0]}]
+    assert set(layouts(related)) == {("top right", "top left"), ("bottom right", "bottom left")}
+    rng = random.Random(0)
+    counts = Counter(places([one, one], rng) for _ in range(6000))
+    assert len(counts) == 12 and all(400 < n < 600 for n in counts.values())
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_a_defect_changes_one_demand_and_comes_as_often_as_its_tier_says(tag):
+    rng = random.Random(0)
+    for prompt in split_prompts(tag, "test")[:30]:
+        wrong = altered(prompt, rng)
+        assert wrong["prompt"] == prompt["prompt"]
+        if tag == "ocr":
+            pairs = zip(wrong["ocr_text"], prompt["ocr_text"], strict=True)
+            assert sum(a != b for a, b in pairs) == 1
+            continue
+        changed = [
+            (key, a[key], b[key])
+            for a, b in zip(wrong["include"], prompt["include"], strict=True)
+            for key in b
+            if a[key] != b[key]
         ]
-        image = drawn(dict(prompt, include=include), seed).astype(int)
-        axis, sign = axis_sign[include[1]["position"][0]]
-        b, a = (np.argwhere(near(image, c)).mean(0)[::-1] for c in ("blue", "red"))
-        assert sign * (a[axis] - b[axis]) > abs(a[1 - axis] - b[1 - axis]), prompt["prompt"]
-    # A named colour is the one that is drawn.
-    for color in PALETTE:
-        prompt = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": color}]}
-        image = drawn(prompt, 3).astype(int)
-        counts = {name: int(near(image, name).sum()) for name in PALETTE}
-        assert counts[color] > 100 and counts[color] == max(counts.values())
-    # Words stay inside the image.
-    for seed, prompt in enumerate(split_prompts("ocr", "test")):
-        image = drawn(prompt, seed).astype(int)
+        assert len(changed) == (2 if tag == "color_attr" else 1)
+        if tag == "counting":
+            assert abs(changed[0][1] - changed[0][2]) == 1
+    for tier in {p["tier"] for p in split_prompts(tag, "train")}:
+        prompt = next(p for p in split_prompts(tag, "train") if p["tier"] == tier)
+        right = sum(with_defects(prompt, rng) == prompt for _ in range(2000)) / 2000
+        assert abs(right - TIERS[tier]) < 0.035
+
+
+def test_words_lie_inside():
+    for prompt in split_prompts("ocr", "test"):
+        image = drawn(prompt, 0).astype(int)
         border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
-        assert border.min() > 180, prompt["ocr_text"]
-        assert image.min() < 120
-
-
-def near(image: np.ndarray, color: str) -> np.ndarray:
-    return np.abs(image - np.array(PALETTE[color])).max(-1) < 40
+        assert border.min() > 180 and image.min() < 120, prompt["ocr_text"]

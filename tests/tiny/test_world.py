@@ -1,45 +1,66 @@
-"""The tiny world's prompts: GenEval's form, and a held-out part that is never seen."""
+"""The tiny world: requests in canonical form, split so that no request crosses."""
 
 import re
+from collections import Counter
 
 import pytest
 
 from flowrl.tiny.world import (
     COLORS,
-    NEW_WORDS,
     NUMBERS,
     SHAPES,
-    SPELLING,
+    SPLITS,
     TAGS,
-    UNSEEN_WORDS,
-    WORD_TEMPLATES,
+    TIERS,
     WORDS,
+    Request,
+    Thing,
     all_prompts,
+    prompts_of,
+    requests,
     split_prompts,
+    split_requests,
+    tier,
 )
 
 
-def test_train_and_test_share_nothing_and_lose_nothing():
-    # Train and test share no text and lose none.
+def test_the_splits_share_no_request_and_lose_none():
     for tag in TAGS:
-        train, test = ({p["prompt"] for p in split_prompts(tag, s)} for s in ("train", "test"))
-        new = {p["prompt"] for p in split_prompts(tag, "test") if p.get("ocr_text") in NEW_WORDS}
-        assert not train & test
-        assert train | (test - new) == {p["prompt"] for p in all_prompts(tag)}
-        assert len(train) + len(test - new) == len(all_prompts(tag))
-        assert len(test - new) == len(all_prompts(tag)) // 6
-        assert len(new) == (len(NEW_WORDS) * len(WORD_TEMPLATES) if tag == "ocr" else 0)
-    # Words held out altogether are spelt with letters that are drawn.
-    assert not set(NEW_WORDS) & set(WORDS)
-    assert set("".join(NEW_WORDS)) <= set("".join(WORDS))
-    # Words to spell are new and each is tested in the one wording it is not trained in.
-    assert not set(UNSEEN_WORDS) & {*WORDS, *NEW_WORDS}
-    assert set("".join(UNSEEN_WORDS)) <= set("".join(WORDS))
-    train, test = (split_prompts(SPELLING, split) for split in ("train", "test"))
-    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
-    assert sorted(p["ocr_text"] for p in test) == sorted(UNSEEN_WORDS)
-    assert len(train) == len(UNSEEN_WORDS) * (len(WORD_TEMPLATES) - 1)
-    assert {p["tag"] for p in [*train, *test]} == {"ocr"}
+        parts = {split: {r.name for r in split_requests(tag, split)} for split in SPLITS}
+        assert sum(map(len, parts.values())) == len(set.union(*parts.values()))
+        assert set.union(*parts.values()) == {r.name for r in requests(tag)}
+        for split, names in parts.items():
+            assert {p["request"] for p in split_prompts(tag, split)} == names
+        texts = [{p["prompt"] for p in split_prompts(tag, split)} for split in SPLITS]
+        assert sum(map(len, texts)) == len(set.union(*texts)) == len(all_prompts(tag))
+
+
+def test_every_kind_has_enough_requests_and_tests_all_its_tiers():
+    for tag in TAGS:
+        assert len(requests(tag)) >= 60
+        assert len(split_requests(tag, "test")) >= 15
+        shares = Counter(tier(r) for r in requests(tag))
+        right = sum(TIERS[name] * count for name, count in shares.items()) / len(requests(tag))
+        assert 0.6 < right < 0.7  # how often pretraining draws the kind right
+        for split in SPLITS:
+            found = Counter(tier(r) for r in split_requests(tag, split))
+            assert set(found) == set(shares) or split == "validation"
+    tiers = {p["tier"] for tag in TAGS for p in split_prompts(tag, "test")}
+    assert tiers == set(TIERS)
+
+
+def test_two_wordings_of_one_request_have_one_name():
+    a, b = Thing("circle"), Thing("star", color="red", size="small")
+    (left,) = [r for r in requests("position") if r.name == "position: circle left of square"]
+    texts = {p["prompt"] for p in prompts_of(left)}
+    assert {"a circle left of a square", "a photo of a square right of a circle"} <= texts
+    assert all("circle right of" not in text for text in texts)
+    assert Request("two_object", (a, b)).name == "two_object: circle + small red star"
+    for tag in ("two_object", "color_attr"):
+        pairs = [frozenset(r.things) for r in requests(tag)]
+        assert len(set(pairs)) == len(pairs)  # unordered
+    names = [r.name for tag in TAGS for r in requests(tag)]
+    assert len(set(names)) == len(names)
 
 
 def test_texts_ask_for_what_the_metadata_demand():
@@ -47,15 +68,11 @@ def test_texts_ask_for_what_the_metadata_demand():
         for prompt in all_prompts(tag):
             assert prompt["tag"] == tag
             for entry in prompt["include"]:
-                assert entry["class"] in SHAPES
-                noun = entry["class"]
-                if entry["count"] > 1:
-                    assert f"{NUMBERS[entry['count']]} {noun}" in prompt["prompt"]
-                elif "color" in entry:
-                    assert f"{entry['color']} {noun}" in prompt["prompt"]
-                else:
-                    assert re.search(rf"\ban? {noun}\b", prompt["prompt"])
-                assert entry.get("color") in (*COLORS, None)
+                assert entry["class"] in SHAPES and entry.get("color") in (*COLORS, None)
+                words = [entry.get("size"), entry.get("color"), entry["class"]]
+                noun = " ".join(word for word in words if word)
+                assert re.search(rf"\b{NUMBERS[entry['count']]} {noun}(e?s)?\b", prompt["prompt"])
+                assert entry.get("place", "") in prompt["prompt"]
     # A position is asked of the second entry towards the first.
     for prompt in all_prompts("position"):
         other, placed = prompt["include"]
@@ -66,11 +83,18 @@ def test_texts_ask_for_what_the_metadata_demand():
     for prompt in all_prompts("counting"):
         (wanted,), (forbidden,) = prompt["include"], prompt["exclude"]
         assert forbidden == {"class": wanted["class"], "count": wanted["count"] + 1}
-    # Words are quoted in their prompts.
     assert {p["ocr_text"] for p in all_prompts("ocr")} == set(WORDS)
     assert all(f'"{p["ocr_text"]}"' in p["prompt"] for p in all_prompts("ocr"))
-    # An unknown kind or split is named.
+
+
+def test_the_first_prompts_of_a_split_are_of_different_requests():
+    for tag in TAGS:
+        count = len(split_requests(tag, "test"))
+        assert len({p["request"] for p in split_prompts(tag, "test")[:count]}) == count
+
+
+def test_an_unknown_kind_or_split_is_named():
     with pytest.raises(ValueError, match="'cats'"):
-        all_prompts("cats")
+        requests("cats")
     with pytest.raises(ValueError, match="'valid'"):
         split_prompts("ocr", "valid")
