@@ -1,13 +1,13 @@
 """LoRA files in diffusers' format: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from flowrl.errors import UserError
@@ -71,14 +71,17 @@ def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     from peft import get_peft_model_state_dict
 
     network = pipeline.transformer
-    config = network.peft_config[adapter].to_dict()
-    with tempfile.TemporaryDirectory() as scratch:
-        type(pipeline).save_lora_weights(
-            scratch,
-            transformer_lora_layers=get_peft_model_state_dict(network, adapter_name=adapter),
-            transformer_lora_adapter_metadata={k: _plain(v) for k, v in config.items()},
-        )
-        data = (Path(scratch) / FILE).read_bytes()
+    config = {k: _plain(v) for k, v in network.peft_config[adapter].to_dict().items()}
+    named = {f"{PREFIX}{key}": value for key, value in config.items()}
+    header = {"format": "pt", METADATA: json.dumps(named, indent=2, sort_keys=True)}
+    parts: list[bytes] = []
+    # In memory, since a scratch folder may be full or missing; diffusers only names the tensors.
+    type(pipeline).save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(network, adapter_name=adapter),
+        save_function=lambda tensors, _: parts.append(save(tensors, metadata=header)),
+    )
+    (data,) = parts
     write_bytes(folder / FILE, data)
     return folder / FILE
 

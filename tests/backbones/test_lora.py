@@ -1,10 +1,14 @@
 """The adapters of each family: which layers they are on, and the file for its own pipeline."""
 
+import tempfile
+
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
 
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_files import count_layers, load_lora, read_lora, save_lora
+from flowrl.backbones.lora_files import FILE, count_layers, load_lora, read_lora, save_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
 from flowrl.build.learner import build_backbone, build_policy
@@ -71,6 +75,29 @@ def test_every_layer_of_the_familys_list_is_adapted_saved_and_loaded_with_its_st
     other = {"sd3": "flux", "flux": "sana", "sana": "sd3"}[family]
     with pytest.raises(UserError, match="pipeline"):
         load_lora(load_tiny(family=other), folder / POLICY)
+
+
+def test_the_file_is_diffusers_own_and_needs_no_temporary_folder(saved, tmp_path, monkeypatch):
+    _, policy, _ = saved
+    pipeline = policy.backbone.pipeline
+    type(pipeline).save_lora_weights(
+        tmp_path / "theirs",
+        transformer_lora_layers=get_peft_model_state_dict(policy.network, adapter_name=POLICY),
+        transformer_lora_adapter_metadata={
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in policy.network.peft_config[POLICY].to_dict().items()
+        },
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    save_lora(pipeline, tmp_path / "ours", adapter=POLICY)
+    with (
+        safe_open(tmp_path / "ours" / FILE, "pt") as ours,
+        safe_open(tmp_path / "theirs" / FILE, "pt") as theirs,
+    ):
+        assert ours.metadata() == theirs.metadata()
+        assert set(ours.keys()) == set(theirs.keys())
+        for name in theirs.keys():
+            assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
 
 
 def test_its_own_pipeline_takes_the_lora_whole_and_samples_the_policys_images(saved, load_tiny):
