@@ -178,17 +178,18 @@ class RolloutOptions(Options):
     negative_prompt: str = option(
         "", "Negative prompt of the prompts that bring none; used if guidance > 1."
     )
-    kernel: Literal["flow_sde", "dance_sde", "cps", "renoise"] = option(
+    kernel: Literal["flow_sde", "dance_sde", "cps", "overshoot", "renoise"] = option(
         "flow_sde",
         "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise), "
-        "cps (keeps the coefficients, no excess noise) or renoise (all noise anew, for consistency "
+        "cps (keeps the coefficients, no excess noise), overshoot (flow_sde's noise for few steps: "
+        "denoises too far and adds noise back) or renoise (all noise anew, for consistency "
         "models).",
         "arXiv 2505.05470, 2505.07818, 2509.05952, 2404.03673",
     )
     noise_level: Positive = option(
         0.7,
-        "Strength of the noise: a for flow_sde, eta for dance_sde, a in (0, 1] for cps, 1 for "
-        "renoise.",
+        "Strength of the noise: a for flow_sde and overshoot, eta for dance_sde, a in (0, 1] for "
+        "cps, 1 for renoise.",
         "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
     )
     batch_size: Count = option(96, "Most images that go through the network at once.")
