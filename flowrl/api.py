@@ -170,13 +170,14 @@ def evaluate(config: Config, *, lora: str | None = None) -> list[Row]:
 
     Raises UserError when there are no such prompts, or `evaluation` asks what they cannot give.
     """
-    specs, held_out = build_rewards(config), evaluation_prompts(config, ProvidedObjects())
+    runtime = Runtime(device=config.pipeline.device)
+    specs = build_rewards(config, gpu=runtime.gpu)
+    held_out = evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     # What is asked of prompts and rewards for training alone does not matter here.
     untrained = _changed(_changed(config, "prompts", retained=None), "run", stop_when_hacking=None)
     check_evaluations(untrained, specs, (), held_out)
-    runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
     assert evaluator is not None  # there are prompts

@@ -65,7 +65,7 @@ def build_learner(
     needed: what will be encoded; None for `all_prompts_to_encode`.
     """
     p, r = config.pipeline, config.rollout
-    specs = build_rewards(config, given.rewards)
+    specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = config.objective.build(r.kernel)
     needs = objective.needs
@@ -106,9 +106,12 @@ def build_learner(
     )
 
 
-def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> list[RewardSpec]:
+def build_rewards(
+    config: Config, given: Mapping[str, Reward] | None = None, *, gpu: int | None = None
+) -> list[RewardSpec]:
     """Return the rewards in `given`, by name, or those of the recipe.
 
+    gpu: number of this process's GPU, on which the threads and processes of rewards work, too.
     Raises UserError when one cannot be made, or when two have one name.
     """
     if given:
@@ -119,7 +122,7 @@ def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> 
     specs: list[RewardSpec] = []
     try:
         for entry in config.rewards:
-            specs.append(entry.build())
+            specs.append(entry.build(gpu))
             if [spec.name for spec in specs].count(specs[-1].name) > 1:
                 raise UserError(
                     f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "

@@ -150,7 +150,11 @@ def reward_serve(
     max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Most images in a request.")] = 64,
     workers: Annotated[
-        int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
+        int,
+        typer.Option(
+            min=0,
+            help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
+        ),
     ] = 0,
     timeout: Annotated[
         float | None,
@@ -192,7 +196,10 @@ def reward_serve(
 
     pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
     with bound(host, port) as listening:
-        specs = [_spec(name, its, **pool) for name, its in zip(names, given, strict=True)]
+        specs = [
+            _spec(name, its, **pool, gpus=gpus)
+            for name, its, gpus in zip(names, given, _shared_gpus(len(names), workers), strict=True)
+        ]
         try:
             app = make_app(
                 specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
@@ -280,10 +287,27 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
+def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
+    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
+    if not workers:
+        return [[]] * rewards
+    import torch
+
+    count = torch.cuda.device_count()
+    places = range(workers if count else 0)
+    return [[(i * workers + j) % count for j in places] for i in range(rewards)]
+
+
 def _spec(
-    name: str, args: dict | None, *, workers: int, timeout: float, micro_batch: int
+    name: str,
+    args: dict | None,
+    *,
+    workers: int,
+    timeout: float,
+    micro_batch: int,
+    gpus: Sequence[int],
 ) -> "RewardSpec":
-    """Return a reward in a thread of this process, or in `workers` processes."""
+    """Return a reward in a thread of this process, or in `workers` processes on `gpus`."""
     from flowrl.scoring.executors.base import InlineExecutor
     from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 
@@ -294,7 +318,7 @@ def _spec(
 
     executor = PoolExecutor(
         BUILT_IN.get(spec.name, spec.name), args, spec.name, workers=workers, timeout=timeout,
-        micro_batch=None if spec.whole_groups else micro_batch,
+        micro_batch=None if spec.whole_groups else micro_batch, gpus=gpus,
     )  # fmt: skip
     return replace(spec, executor=executor)
 

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from flowrl.errors import UserError
-from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Positive, Text, option
+from flowrl.utils.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Options,
+    Positive,
+    Text,
+    Whole,
+    option,
+)
 
 if TYPE_CHECKING:
     from flowrl.scoring.combine import FailureLimit
@@ -90,10 +100,12 @@ class InlineOptions(Options):
         "In a thread, while further images are sampled; for rewards that wait for a network.",
     )
 
-    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+    def build(
+        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
+    ) -> "Executor":
         from flowrl.scoring.executors.base import InlineExecutor
 
-        return InlineExecutor(reward, name, **self.arguments())
+        return InlineExecutor(reward, name, **self.arguments(), gpu=gpu)
 
 
 class PoolOptions(Options):
@@ -107,11 +119,21 @@ class PoolOptions(Options):
         None,
         "Calls after which a process is replaced, for engines that leak memory; null is never.",
     )
+    gpus: list[Whole] | None = option(
+        None,
+        "Numbers of the GPUs that the processes take in turn; null is the GPU of the training "
+        "process that asks them.",
+    )
 
-    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+    def build(
+        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
+    ) -> "Executor":
         from flowrl.scoring.executors.pool import PoolExecutor
 
-        return PoolExecutor(options.name, options.args, name, **self.arguments())
+        arguments = self.arguments()
+        if self.gpus is None:
+            arguments["gpus"] = [] if gpu is None else [gpu]
+        return PoolExecutor(options.name, options.args, name, **arguments)
 
 
 class HTTPOptions(Options):
@@ -219,8 +241,11 @@ class RewardOptions(Options):
             )
         return self
 
-    def build(self) -> "RewardSpec":
-        """Return the reward with its executor. Raises UserError when one cannot be made."""
+    def build(self, gpu: int | None = None) -> "RewardSpec":
+        """Return the reward with its executor. Raises UserError when one cannot be made.
+
+        gpu: number of this process's GPU, for threads and processes of the executor.
+        """
         from flowrl.scoring.spec import RewardSpec, load_reward
 
         executor = self.executor
@@ -232,7 +257,7 @@ class RewardOptions(Options):
             name = self.label or getattr(reward, "name", self.name)
             if getattr(reward, "scope", "sample") == "group":
                 executor = executor.model_copy(update={"micro_batch": None})
-            asked = executor.build(self, reward, name)
+            asked = executor.build(self, reward, name, gpu)
         return RewardSpec(
             name=name,
             reward=reward,

@@ -42,6 +42,13 @@ class Runtime:
             )
 
     @property
+    def gpu(self) -> int | None:
+        """The number of this process's GPU, None without CUDA. New threads begin at number 0."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
+
+    @property
     def rank(self) -> int:
         return self.accelerator.process_index
 

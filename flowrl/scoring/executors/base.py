@@ -151,7 +151,8 @@ class _Background:
     """One thread that does work in order: a daemon, unlike those of ThreadPoolExecutor, so that the
     interpreter does not wait for a reward that hangs."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, gpu: int | None = None):
+        self._gpu = gpu
         self._work = queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -173,6 +174,8 @@ class _Background:
         self._thread.join(1.0)  # one that hangs is left behind
 
     def _run(self) -> None:
+        if self._gpu is not None:  # the current one is a thread's own, and 0 in a new thread
+            torch.cuda.set_device(self._gpu)
         while (item := self._work.get()) is not None:
             future, work = item
             if not future.set_running_or_notify_cancel():
@@ -192,13 +195,20 @@ class InlineExecutor:
     Args:
         micro_batch: most images of one call; None is all.
         background: call it at once in a thread of its own, for rewards that wait for a network.
+        gpu: number of the GPU that is current in this thread; None leaves it to torch.
     """
 
     def __init__(
-        self, reward: Reward, name: str, *, micro_batch: int | None = None, background: bool = False
+        self,
+        reward: Reward,
+        name: str,
+        *,
+        micro_batch: int | None = None,
+        background: bool = False,
+        gpu: int | None = None,
     ):
         self.reward, self.name, self.micro_batch = reward, name, micro_batch
-        self._thread = _Background(f"reward {name}") if background else None
+        self._thread = _Background(f"reward {name}", gpu) if background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)

@@ -29,6 +29,7 @@ ONE_THREAD = {
     "OPENCV_FOR_THREADS_NUM": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # read when a process first asks for a GPU
 LOOK = 1.0  # seconds between looks at whether the parent lives, where no signal of its end arrives
 
 _swapping = threading.Lock()
@@ -60,10 +61,13 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def prepare(target: str, args: Mapping[str, Any], name: str) -> None:
-    """Set up a new process; `score` loads the reward, so that its errors are reported."""
+def prepare(target: str, args: Mapping[str, Any], name: str, visible: str | None = None) -> None:
+    """Set up a new process; `score` loads the reward, so that its errors are reported.
+
+    visible: name of the only GPU that it sees, None for all.
+    """
     global _setup
-    os.environ.update(ONE_THREAD)
+    os.environ.update(ONE_THREAD | ({} if visible is None else {VISIBLE: visible}))
     _setup = target, dict(args), name
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
