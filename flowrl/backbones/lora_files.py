@@ -1,6 +1,7 @@
 """LoRA files in diffusers' format: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def swap_halves(factors: Factors) -> Factors:
 
 FILE = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer."
+REMEDY = "export the run that it came from, or download it again"
 METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds r and alpha
 
 
@@ -111,7 +113,7 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     path = lora_file(source)
     try:
         with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+            header = _header(file.metadata(), path)
             names = [k for k in file.keys() if k.startswith(PREFIX)]
             state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in names}
     except SafetensorError as error:
@@ -120,8 +122,36 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
         raise UserError(
             f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
         )
+    empty = [name for name, tensor in state.items() if not tensor.numel()]
+    if empty:
+        raise UserError(f"{path} has a tensor of rank 0, {empty[0]}: such a LoRA changes nothing")
     rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
     return state, header.get(f"{PREFIX}lora_alpha", rank) / header.get(f"{PREFIX}r", rank)
+
+
+def _header(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
+    """Return the adapter's configuration, {} where the file has none.
+
+    Raises UserError, naming the entry, for one that diffusers could not read or would read as
+    another strength.
+    """
+    try:
+        header = json.loads((metadata or {}).get(METADATA, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} has a header {METADATA} that is not JSON: {REMEDY}") from error
+    if not isinstance(header, dict):
+        raise UserError(f"{path} has a header {METADATA} that is no JSON object: {REMEDY}")
+    for name in ("r", "lora_alpha"):
+        value = header.get(f"{PREFIX}{name}", 1)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = name != "r" or isinstance(value, int)
+        if not number or not whole or not 0 < abs(value) < math.inf or (name == "r" and value < 1):
+            wanted = "a whole number from 1" if name == "r" else "a finite number other than 0"
+            raise UserError(
+                f"{path} has {name} = {value!r:.40} in its header {METADATA}, expected {wanted}: "
+                f"{REMEDY}"
+            )
+    return header
 
 
 def load_lora(pipeline: Any, source: str | Path) -> int:
@@ -158,7 +188,7 @@ def check_header(source: str | Path) -> None:
     path = lora_file(source)
     read_lora(path)
     with safe_open(path, "pt") as file:
-        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
+        header = _header(file.metadata(), path)
     if not {f"{PREFIX}lora_alpha", f"{PREFIX}r"} <= set(header):
         raise UserError(
             f"{path} does not say its alpha ({METADATA} is missing), so that it would act with "

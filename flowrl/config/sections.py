@@ -1,9 +1,24 @@
 """The options of everything but learning itself, each with its meaning and source."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from flowrl.config.rollout import PRECISIONS, SOL_RL, Precision
-from flowrl.utils.fields import Count, Flag, NonNegative, Options, Positive, Text, Whole, option
+from pydantic import Field
+
+from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
+from flowrl.utils.fields import (
+    Choice,
+    Count,
+    Flag,
+    Folder,
+    NonNegative,
+    Options,
+    Pattern,
+    Positive,
+    Several,
+    Text,
+    Whole,
+    option,
+)
 
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
@@ -45,7 +60,7 @@ class PipelineOptions(Options):
         "move the ratio by whole nats.",
         "Jet-RL, arXiv 2601.14243, with fp8",
     )
-    keep_layers: list[Text] | None = option(
+    keep_layers: list[Pattern] | None = option(
         None,
         "With precision: regular expressions of names of layers that stay exact; null is the "
         "backbone's list.",
@@ -82,7 +97,7 @@ class LoRAOptions(Options):
     alpha: Positive = option(
         32, "Strength: the update is scaled by alpha / rank.", f"alpha = 2 rank, {FLOW_GRPO_CODE}"
     )
-    targets: list[Text] | None = option(
+    targets: Annotated[list[Text], Field(min_length=1)] | None = option(
         None,
         "Name endings of the adapted layers; null is the backbone's list.",
         f"the attention projections, {FLOW_GRPO_CODE}",
@@ -122,14 +137,14 @@ class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
-    num_images: Count = option(
+    num_images: Several = option(
         120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."
     )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
-    num_inference_steps: Count = option(
+    num_inference_steps: DenoisingSteps = option(
         8, "Denoising steps, without noise.", "published: 40 for SD3.5"
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
@@ -165,7 +180,7 @@ class StopWhenHackingOptions(Options):
 class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
-    output_dir: Text = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
+    output_dir: Folder = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
     seed: Whole = option(0, "Seed of everything random in training.")
     iterations: Count = option(200, "Rollouts to learn from.")
     max_minutes: Positive | None = option(
@@ -205,7 +220,7 @@ class MemoryOptions(Options):
         "more forward for each backward pass, for a fraction of the memory.",
         "on for FLUX in Sol-RL",
     )
-    base_bits: Literal[4, 8] | None = option(
+    base_bits: Annotated[Literal[4, 8], Choice] | None = option(
         None,
         "Keep the frozen weights of the transformer in 4 or 8 bits; null keeps them in "
         "pipeline.dtype. Adapters are not rounded. Rollouts, training and this run's evaluations "
@@ -226,7 +241,7 @@ class MemoryOptions(Options):
         "Between uses: keep the autoencoder on the device, or offload it to the CPU. Objectives "
         "that follow the reward's gradient keep it anyway.",
     )
-    prompt_cache: Text | None = option(
+    prompt_cache: Folder | None = option(
         None,
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
         "With text_encoders: free and every prompt in it, the text encoders are not even loaded.",

@@ -200,7 +200,8 @@ def count_work(config: Config) -> RunWork:
     loads: Counter[IterationWork] = Counter()
     known: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
     kinds: dict[tuple, IterationKind] = {}
-    for iteration in range(config.run.iterations):
+    iterations = range(min(config.run.iterations, len(config.iterations_with_plans())))
+    for iteration in iterations:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
         if (plan, candidates) not in known:
@@ -213,6 +214,7 @@ def count_work(config: Config) -> RunWork:
         loads[known[plan, candidates]] += 1
     total = UpdateWork(previews=_audit_forwards(config))
     for load, times in loads.items():
+        times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
     evaluation = evaluations = 0
     if e.prompts is not None:  # before the first iteration, every so many, and after the last

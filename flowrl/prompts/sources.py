@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
+from flowrl.utils.fields import check_unicode
 
 TINY, HUB = "tiny:", "hf:"
 COLUMNS = ("prompt", "text", "caption")  # the first of these that there is
@@ -70,8 +71,9 @@ def _file(path: Path) -> Iterator[dict]:
 def _json(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}), expected an object") from error
+    except (ValueError, RecursionError) as error:  # or of very many digits, or nested very deeply
+        reason = getattr(error, "msg", "a value is nested too deeply, or a number too long")
+        raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
     if isinstance(row, dict) and "prompt" not in row and "text" in row:
         row["prompt"] = row.pop("text")
     return check_row(row, where)
@@ -87,6 +89,11 @@ def check_row(row: object, where: str) -> dict:
     others = row.get("paraphrases", [])
     if not isinstance(others, list) or not all(isinstance(t, str) and t.strip() for t in others):
         raise UserError(f'{where}: "paraphrases" must be a list of texts that are not empty')
+    for words in (text, row.get("negative") or "", *others):
+        try:
+            check_unicode(words)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
     return row
 
 

@@ -1,6 +1,7 @@
 """The run folder: one owner at a time, checkpoints that a crash cannot spoil, exact resume."""
 
 import contextlib
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import load_state, save_state
 
 CONFIG = "config.yaml"
+LOCK = ".lock"
 STATE = "state.safetensors"
 LATEST = "latest"
 
@@ -73,21 +75,60 @@ class Checkpoints:
 def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
     """Own a run folder while inside: nobody else writes to it, and no old run is overwritten.
 
-    A killed process leaves no lock behind. Raises UserError when another process trains there, or
-    when the folder holds a run and `resume` is None.
+    A killed process leaves no lock behind, and a start that fails before the folder holds a run
+    leaves nothing of its own. Raises UserError when another process trains there, when the folder
+    holds a run and `resume` is None, and when there can be no such folder.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_new_folders(run_dir))
         try:
-            stack.enter_context(FileLock(run_dir / ".lock", blocking=False))
+            stack.enter_context(FileLock(run_dir / LOCK, blocking=False))
         except Timeout:
             raise UserError(f"{run_dir} is in use by another process that trains there") from None
+        stack.enter_context(_kept_if_run(run_dir))
         if resume is None and (run_dir / CONFIG).exists():
             raise UserError(
                 f"{run_dir} already holds a run: continue it with --resume latest, or choose "
                 "another run.output_dir"
             )
         yield
+
+
+@contextlib.contextmanager
+def _new_folders(run_dir: Path) -> Iterator[None]:
+    """Make the folder and those above it; remove them again if they are empty in the end."""
+    new = [path for path in (run_dir, *run_dir.parents) if not os.path.lexists(path)]
+    try:
+        _make_folder(run_dir)
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):  # not empty: a run, or somebody else's
+                path.rmdir()
+
+
+def _make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run folder {run_dir}: {error.strerror}; choose another run.output_dir"
+        ) from error
+
+
+@contextlib.contextmanager
+def _kept_if_run(run_dir: Path) -> Iterator[None]:
+    """Remove what was written inside the block unless a run has begun there; needs the lock."""
+    before = {path.name for path in run_dir.iterdir()} - {LOCK}
+    try:
+        yield
+    finally:
+        if not (run_dir / CONFIG).exists():
+            for path in run_dir.iterdir():
+                if path.is_dir() and path.name not in before:
+                    shutil.rmtree(path)
+                elif path.name not in before:
+                    path.unlink()
 
 
 def random_state() -> dict[str, Any]:

@@ -123,10 +123,8 @@ class TreePlan:
     def __post_init__(self) -> None:
         if self.roots < 1:
             raise PlanError(f"a plan needs at least 1 root, got {self.roots}")
-        if len(self.steps) < 2:
-            raise PlanError(
-                f"a plan needs at least 2 steps, got {len(self.steps)}: the last has no noise"
-            )
+        if not self.steps:
+            raise PlanError("a plan needs at least 1 step, got none")
         for i, step in enumerate(self.steps):
             _check_step(i, step, len(self.steps))
         for fan in self.fans:

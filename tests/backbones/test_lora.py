@@ -6,9 +6,18 @@ import pytest
 import torch
 from peft import get_peft_model_state_dict
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_files import FILE, count_layers, load_lora, read_lora, save_lora
+from flowrl.backbones.lora_files import (
+    FILE,
+    METADATA,
+    check_header,
+    count_layers,
+    load_lora,
+    read_lora,
+    save_lora,
+)
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
 from flowrl.build.learner import build_backbone, build_policy
@@ -161,3 +170,38 @@ def test_dual_attention_is_refused_where_is_none(load_tiny):
     for family in LAYERS:
         with pytest.raises(UserError, match="lora.dual_attention"):
             policy_of(load_tiny(family=family), recipe(family, dual_attention=True))
+
+
+def test_headers_that_say_no_strength_are_refused_by_name(tmp_path):
+    factors = {
+        "transformer.a.lora_A.weight": torch.ones(2, 3),
+        "transformer.a.lora_B.weight": torch.ones(3, 2),
+    }
+    path = tmp_path / FILE
+
+    def write(header, tensors=factors):
+        save_file(tensors, path, metadata={METADATA: header})
+
+    for header, words in (
+        ("{no json", "header lora_adapter_metadata that is not JSON"),
+        ("[" * 2000 + "]" * 2000, "header lora_adapter_metadata that is not JSON"),
+        ("[1]", "that is no JSON object"),
+        ('{"transformer.r": 0}', "r = 0 in its header.*a whole number from 1"),
+        ('{"transformer.r": "2"}', "r = '2' in its header"),
+        ('{"transformer.r": true}', "r = True in its header"),
+        ('{"transformer.r": 2.0}', "r = 2.0 in its header"),
+        ('{"transformer.lora_alpha": "much"}', "lora_alpha = 'much'.*a finite number"),
+        ('{"transformer.lora_alpha": null}', "lora_alpha = None"),
+        ('{"transformer.lora_alpha": NaN}', "lora_alpha = nan"),
+        ('{"transformer.lora_alpha": 0}', "lora_alpha = 0 in"),
+    ):
+        write(header)
+        with pytest.raises(UserError, match=f"{FILE} has .*{words}.*: export the run"):
+            read_lora(path)
+        with pytest.raises(UserError, match=words):
+            check_header(path)
+    write("{}", {name: torch.ones(0, 3) for name in factors})
+    with pytest.raises(UserError, match="a tensor of rank 0, a.lora_A.weight"):
+        read_lora(path)
+    write('{"transformer.r": 2, "transformer.lora_alpha": 6}')
+    assert read_lora(path)[1] == 3

@@ -74,7 +74,7 @@ def test_wrong_options_of_rewards_are_named():
         ("transform={kind: clip}", "rewards.0.transform: neither low nor high is set"),
         ("transform={kind: clip, low: 2, high: 1}", "low is 2 and high 1, expected low < high"),
         ("transform={kind: sigmoid, scale: 0}", "transform.scale is 0: expected a number greater"),
-        ("transform={kind: rank, scale: 1}", "Unknown option rewards.0.transform.scale"),
+        ("transform={kind: rank, scale: 1}", "transform.scale belongs to .*kind affine, sigmoid"),
         ("executor={kind: pool, worker: 2}", "rewards.0.executor.worker: .*executor.workers?"),
         ("executor={kind: http}", "Option rewards.0.executor.urls is missing"),
         ("executor={kind: http, urls: []}", "rewards.0.executor: urls is empty"),

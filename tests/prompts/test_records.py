@@ -169,3 +169,17 @@ def test_no_paraphrase_comes_again_before_all_came(count, lap, seed, iteration):
     turns = range(lap * count, (lap + 1) * count)
     found = words(turns, record=record, seed=seed, iteration=iteration)
     assert sorted(found) == sorted(record.paraphrases)
+
+
+def test_prompts_that_no_tokenizer_takes_are_refused_by_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for row, words in (
+        ('{"prompt": "a \\ud800 cat"}', r"the text holds '\\ud800', half of a surrogate pair"),
+        ('{"prompt": "a", "negative": "\\udfff"}', r"'\\udfff'"),
+        ('{"prompt": "a", "paraphrases": ["\\ud800"]}', r"'\\ud800'"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "not valid JSON"),
+    ):
+        path.write_text('{"prompt": "a cat"}\n' + row)
+        with pytest.raises(UserError, match=f"line 2: .*{words}"):
+            load_prompts(path)

@@ -129,3 +129,35 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     restore_random_state(load_state(tmp_path / "s"))
     second = draws()
     assert first[:4] == second[:4] and torch.equal(first[4], second[4])
+
+
+def test_a_refused_start_leaves_nothing_behind(tmp_path):
+    deep = tmp_path / "new" / "deeper" / "run"
+    with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
+        (deep / "precision.json").write_text("{}")
+        (deep / "evaluations").mkdir()
+        raise UserError("no reward")
+    assert not (tmp_path / "new").exists()
+    # What was there before stays, and so does a run that has begun.
+    own = tmp_path / "own"
+    (own / "notes").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), claim(own, resume=None):
+        (own / "precision.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert [path.name for path in own.iterdir()] == ["notes"]
+    with pytest.raises(UserError, match="out of memory"), claim(deep, resume=None):
+        (deep / CONFIG).write_text("run: {}")
+        raise UserError("out of memory")
+    assert (deep / CONFIG).exists()
+    with pytest.raises(UserError, match="holds no run"), claim(tmp_path / "b", resume="latest"):
+        Checkpoints(tmp_path / "b", keep=1).load("latest")
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "run", tmp_path / "new" / ("a" * 300)):
+        with pytest.raises(UserError, match="cannot make the run folder .*run.output_dir"):
+            with claim(folder, resume=None):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

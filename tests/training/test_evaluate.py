@@ -255,3 +255,10 @@ def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evalu
         else:
             scores = strict(strict.backbone.velocity, runtime).scores
             assert scores.isnan().sum() == 3  # what is reported are the scores themselves
+
+
+def test_one_denoising_step_is_enough(tiny_config, load_tiny, runtime):
+    settings = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 1}
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+    one = build_evaluator(tiny_config(evaluation=settings), load_tiny(), specs, ProvidedObjects())
+    assert one(one.backbone.velocity, runtime).scores.isfinite().all()
