@@ -69,7 +69,7 @@ from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import ImageFile, ScoredFiles, score_files
 from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
-from flowrl.training.checkpoint import CONFIG, Checkpoints, claim
+from flowrl.training.checkpoint import CONFIG, Checkpoints, claim, load_on_all
 from flowrl.training.evaluate import EvaluationComparison, compare
 from flowrl.training.loop import Learner, train
 from flowrl.trajectory import Rollout
@@ -119,7 +119,7 @@ def align(
         pushed = config.run.push_to_hub
         repository = repository_of(config) if pushed and runtime.is_main else None
         checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
-        state = checkpoints.load(resume) if resume else None
+        state = load_on_all(checkpoints, resume, runtime) if resume else None
         texts = TextCaches(config, pipeline)
         needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
         learner = build_learner(config, runtime, given, texts, needed)

@@ -80,8 +80,15 @@ def load_pipeline(
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
+    _channels_last(pipeline.vae)  # its convolutions are faster for it
     return place_pipeline(pipeline, torch.device(device), away)
+
+
+def _channels_last(vae: torch.nn.Module) -> None:
+    """Lay out the weights of 2-d convolutions anew; those of videos have another number of axes."""
+    for tensor in (*vae.parameters(), *vae.buffers()):
+        if tensor.ndim == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 def is_offline() -> bool:

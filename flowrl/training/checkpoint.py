@@ -13,7 +13,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from flowrl.errors import UserError
-from flowrl.utils.files import load_state, save_state
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import load_state, parse_state, save_state
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -54,7 +55,13 @@ class Checkpoints:
                 shutil.rmtree(self.path(later))
 
     def load(self, resume: str) -> dict[str, Any] | None:
-        """Return the state of "latest" (or of the run's folder, the same) or of a checkpoint.
+        """Return the state that `find` finds."""
+        path = self.find(resume)
+        return None if path is None else load_state(path)
+
+    def find(self, resume: str) -> Path | None:
+        """Return the file with the state of "latest" (or of the run's folder, the same) or of a
+        checkpoint.
 
         Returns None when "latest" finds a run without a checkpoint yet, which starts over. Raises
         UserError when there is no run, or no checkpoint in the folder.
@@ -63,12 +70,23 @@ class Checkpoints:
             if not (self.folder.parent / CONFIG).exists():
                 raise UserError(f"nothing to resume: {self.folder.parent} holds no run")
             steps = self.steps()
-            return load_state(self.path(steps[-1]) / STATE) if steps else None
+            return self.path(steps[-1]) / STATE if steps else None
         path = Path(resume) / STATE
         if not path.exists():
             raise UserError(f"cannot resume from {resume}: no {STATE} there; give 'latest' or a "
                             f"folder below {self.folder}")  # fmt: skip
-        return load_state(path)
+        return path
+
+
+def load_on_all(checkpoints: Checkpoints, resume: str, runtime: Runtime) -> dict[str, Any] | None:
+    """Return `Checkpoints.load` of the main process on every process: others need no such file."""
+
+    def read() -> bytes:
+        path = checkpoints.find(resume)
+        return b"" if path is None else path.read_bytes()
+
+    data = runtime.from_main(read)
+    return parse_state(data) if data else None
 
 
 @contextlib.contextmanager

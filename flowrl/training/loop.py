@@ -70,17 +70,17 @@ class Learner:
             # Now, not before the next rollout: if that one fails, a resumed run would repeat it.
             self.policy.update_old(old.decay(iteration + 1))
         timer.lap("time/train")
-        return rollout, rollout_metrics(rollout) | metrics | timer.seconds
+        return rollout, rollout_metrics(rollout, self.runtime) | metrics | timer.seconds
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
-        """Update the policy on one rollout, and return metrics averaged over its rows."""
+        """Update the policy on one rollout; return metrics averaged over all processes' rows."""
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
         models = self._models(rollout)
         batch = self.objective.prepare(rollout)
         means = RowMeans()
-        means.add(batch.metrics(), 1)
+        means.add(batch.metrics(), 1, weight=len(rollout.tree))
         check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
@@ -100,7 +100,7 @@ class Learner:
             self.optimizer.zero_grad()
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
-        return means.result()
+        return means.of_all(runtime)
 
     def _models(self, rollout: Rollout) -> Models:
         """Return the models that the objective declares, each checkpointed by micro-batch."""

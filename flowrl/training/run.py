@@ -1,5 +1,6 @@
 """A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
+import json
 import math
 import signal
 import threading
@@ -90,33 +91,46 @@ class Run:
         else:
             self.save()  # from here on the run can be resumed
         self._load_history()
-        if self.evaluator is not None and not self._base_is_evaluated(self.evaluator):
+        if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
             with policy.disabled():
                 self._evaluate(0)
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
-            if not self.evaluation_path(self.done).exists():
+            if not self._main_finds(self.evaluation_path(self.done).exists):
                 self.evaluate_policy()  # the session before was stopped during it
         self._apply_stop_rule()
         self._began = time.monotonic()
         return self.options.iterations if self.stopped else self.done
 
-    def _base_is_evaluated(self, evaluator: Evaluator) -> bool:
+    def _main_finds(self, look: Callable[[], bool]) -> bool:
+        """Return what the main process finds in the folder, which others may not see."""
+        return self.runtime.any(self.runtime.is_main and look())
+
+    def _base_is_evaluated(self) -> bool:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
-        path = self.evaluation_path(0)
-        return path.exists() and Evaluation.load(path).key == evaluator.key
+        path, evaluator = self.evaluation_path(0), self.evaluator
+        return (
+            path.exists() and evaluator is not None and Evaluation.load(path).key == evaluator.key
+        )
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured, for the stop rule."""
         if self.stop is None or self.evaluator is None:
             return
+        data = self.runtime.from_main(lambda: json.dumps(list(self._measured())).encode())
+        for step, score, held_out in json.loads(data):
+            self._history[step] = score, held_out
+
+    def _measured(self) -> Iterator[tuple[int, float, float]]:
+        """Yield the iterations of comparable evaluations in the folder, with both scores."""
+        assert self.stop is not None and self.evaluator is not None
         for step in range(0, self.done + 1, self.evaluate_every):
             path = self.evaluation_path(step)
             if path.exists():
                 evaluation = Evaluation.load(path)
                 if evaluation.key == self.evaluator.key:
-                    self._history[step] = self.score(evaluation), self.stop.score(evaluation)
+                    yield step, self.score(evaluation), self.stop.score(evaluation)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -91,6 +91,25 @@ class Runtime:
         line = torch.frombuffer(bytearray((json.dumps(texts) + "\n").encode()), dtype=torch.uint8)
         lines = bytes(self.gather(line).tolist()).decode().splitlines()
         return {name: text for line in lines for name, text in json.loads(line).items()}
+
+    def from_main(self, read: Callable[[], bytes]) -> bytes:
+        """Return on every process what `read` returns on the main one, which alone calls it.
+
+        So that a run needs no disk that all processes see. Raises its UserError on all.
+        """
+        data = b""
+        with self.raise_on_all():
+            if self.is_main:
+                data = read()
+        if self.world_size == 1:
+            return data
+        from accelerate.utils import broadcast
+
+        found = torch.zeros(int(self.sum(float(len(data)))), dtype=torch.uint8)
+        if data:
+            found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        shared: Tensor = broadcast(found.to(self.device))  # type: ignore[assignment]
+        return shared.cpu().numpy().tobytes()
 
     @contextmanager
     def raise_on_all(self) -> Iterator[None]:

@@ -75,7 +75,11 @@ def save_state(path: Path, state: Any) -> None:
 
 def load_state(path: Path) -> Any:
     """Return the state that `save_state` wrote, with the tensors on the CPU."""
-    data = Path(path).read_bytes()
+    return parse_state(Path(path).read_bytes())
+
+
+def parse_state(data: bytes) -> Any:
+    """Return the state in the bytes of a file that `save_state` wrote."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return _unflatten(json.loads(header["__metadata__"]["state"]), load(data))
 

@@ -96,7 +96,7 @@ class Scripted:
         self.run, self.backbone, self.calls = None, None, []
 
     def __call__(self, velocity, runtime) -> Evaluation:
-        step = self.run.done if self.run._base_is_evaluated(self) else 0
+        step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),

@@ -243,12 +243,12 @@ def test_the_reward_rises(make_learner, tmp_path):
 def test_metrics_say_what_they_are_and_weigh_micro_batches_by_rows(make_learner):
     learner = make_learner()
     rollout = learner.source.collect(0, Timer())
-    metrics = rollout_metrics(rollout)
+    metrics = rollout_metrics(rollout, learner.runtime)
     x0 = rollout.tree.leaves()
     assert metrics["latent/norm"] == pytest.approx(x0.pow(2).mean().item() ** 0.5)
     assert metrics["reward/mean"] == pytest.approx(rollout.images.mean().item(), abs=2e-3)
     missing = replace(rollout, scores=torch.full_like(rollout.scores, math.nan))
-    assert math.isnan(rollout_metrics(missing)["reward/brightness"])
+    assert math.isnan(rollout_metrics(missing, learner.runtime)["reward/brightness"])
     # Means weigh micro batches by rows and keep the largest maximum.
     means = RowMeans()
     means.add({"a": torch.tensor(1.0), "b_max": torch.tensor(3.0)}, 3)
