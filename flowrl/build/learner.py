@@ -122,7 +122,9 @@ def build_rewards(
     specs: list[RewardSpec] = []
     try:
         for entry in config.rewards:
-            specs.append(entry.build(gpu))
+            pairs = zip(config.rewards, specs, strict=False)
+            like = next((spec for other, spec in pairs if entry.same_reward(other)), None)
+            specs.append(entry.build(gpu, like))
             if [spec.name for spec in specs].count(specs[-1].name) > 1:
                 raise UserError(
                     f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "
@@ -234,7 +236,10 @@ def evaluation_key(
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
     how = with_old_names("evaluation", how)
     what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounding_key(config.memory)
-    rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
+    unasked = {s.name: [s.when] for s in specs if not s.asked_in("evaluation")}
+    rewards = [
+        [s.name, getattr(s.reward, "version", None), *unasked.get(s.name, [])] for s in specs
+    ]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
     parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts], words]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -291,19 +291,16 @@ class InspectedReward:
             "low": low,
             "high": high if high > low else low + 1,
         }
-        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label"})
+        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label", "component"})
         return kept | {"name": STAND_IN, "args": args, "label": self.name}
 
 
 def inspect_reward(entry: RewardOptions) -> InspectedReward:
     """Find an entry's reward without weights. Raises UserError for a wrong name or arguments."""
     if isinstance(entry.executor, HTTPOptions):
-        return InspectedReward(name=entry.label or entry.name, reward=None, entry=entry)
+        return InspectedReward(name=entry.full_name(None), reward=None, entry=entry)
     reward = _built_in(entry.name, entry.args) if entry.name in BUILT_IN else _find(entry.name)
-    name = entry.label or getattr(reward, "name", entry.name)
-    # The name of a class may be a property, which only its objects have.
-    name = name if isinstance(name, str) else entry.name
-    return InspectedReward(name=name, reward=reward, entry=entry)
+    return InspectedReward(name=entry.full_name(reward), reward=reward, entry=entry)
 
 
 def _built_in(name: str, args: Mapping[str, Any]) -> Any:

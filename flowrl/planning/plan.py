@@ -5,7 +5,7 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -108,9 +108,12 @@ def _phases(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> tupl
 
 
 def _notes(config: Config, needs: Needs) -> Iterator[str]:
-    unknown = [e.label or e.name for e in config.rewards if reward_bytes(e) is None]
+    unknown = [e.label or e.name for e in config.rewards if reward_networks(e) is None]
     if unknown:
         yield f"The weights of {', '.join(unknown)} are not counted: nobody knows them."
+    apart = sum(rewards_bytes([entry]) for entry in config.rewards)
+    if saved := apart - rewards_bytes(config.rewards):
+        yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -318,7 +321,7 @@ def build_setup(
         **_copies(config),
         text_encoders=m.text_encoders,
         vae=m.vae,
-        reward_bytes=sum(reward_bytes(entry) or 0 for entry in config.rewards),
+        reward_bytes=rewards_bytes(config.rewards),
     )
 
 
@@ -361,12 +364,14 @@ def _copies(config: Config) -> dict[str, Any]:
 # source is named.
 CLIP_L = 427_616_513  # openai/clip-vit-large-patch14
 CLIP_H = 986_109_441  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K, and its descendants
-REWARDS: Mapping[str, int] = {
-    "pickscore": CLIP_H,
-    "clipscore": CLIP_L,
-    "aesthetic": CLIP_L,
-    "hpsv2": CLIP_H,
-    "imagereward": 447_000_000,  # its file of 1.79 GB in fp32
+VIT_L14 = "openai/clip-vit-large-patch14"
+# The name of a reward's network, unless its args have a `model`, and its parameters.
+REWARDS: Mapping[str, tuple[str, int]] = {
+    "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
+    "clipscore": (VIT_L14, CLIP_L),
+    "aesthetic": (VIT_L14, CLIP_L),
+    "hpsv2": ("xswu/HPSv2", CLIP_H),
+    "imagereward": ("ImageReward-v1.0", 447_000_000),  # its file of 1.79 GB in fp32
 }
 HPSV3 = 8_290_000_000  # Qwen2-VL-7B, whose numbers are in bf16
 DETECTORS: Mapping[str, int] = {
@@ -374,35 +379,59 @@ DETECTORS: Mapping[str, int] = {
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
     "grounding_dino": 233_000_000,  # IDEA-Research/grounding-dino-base, as its card rounds it
 }
+Networks = dict[tuple[str, ...], int]  # bytes on a GPU, by what decides a network
 
 
-def reward_bytes(entry: RewardOptions) -> int | None:
-    """Return the bytes of a reward's weights on each process's GPU; None for one's own reward.
+def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
 
-    0 for what is computed on the CPU or by a server. Every entry has weights of its own, and so has
-    every process of a pool. What a network needs beside its weights, for one image at a time, is
-    small against a transformer's training.
+    Equal networks of one process are held once, every process of a pool has its own. What a
+    network needs beside its weights, for one image at a time, is small against a transformer's
+    training.
+    """
+    held: Networks = {}
+    for number, entry in enumerate(entries):
+        found = reward_networks(entry) or {}
+        if isinstance(entry.executor, PoolOptions):
+            others = (other for other in range(number) if entry.same_reward(entries[other]))
+            place, workers = str(next(others, number)), entry.executor.workers
+            found = {("pool", place, *key): size * workers for key, size in found.items()}
+        held |= found
+    return sum(held.values())
+
+
+def reward_networks(entry: RewardOptions) -> Networks | None:
+    """Return the networks of a reward; None for one's own reward.
+
+    Empty for what is computed on the CPU or by a server.
     """
     name, args = entry.name, entry.args
     if isinstance(entry.executor, HTTPOptions) or args.get("device") == "cpu":
-        return 0
+        return {}
     if ":" in name:
         return None
     if name == "hpsv3":
-        found = HPSV3 * 2
-    elif name == "geneval":
+        return {(name,): HPSV3 * 2}
+    if name == "geneval":
         detector, colors = args.get("detector", "tiny"), args.get("colors")
         if ":" in detector or (colors and ":" in colors):
             return None
-        found = DETECTORS.get(detector, 0) * _itemsize(args.get("detector_args") or {})
-        if colors == "clip":
-            found += CLIP_L * _itemsize(args.get("colors_args") or {})
-    elif name in ("similarity", "diversity"):
-        uses_clip = str(args.get("measure", "")).startswith("clip")
-        found = CLIP_L * _itemsize(args) if uses_clip else 0
-    else:
-        found = REWARDS.get(name, 0) * _itemsize(args)
-    return found * (entry.executor.workers if isinstance(entry.executor, PoolOptions) else 1)
+        its = args.get("detector_args") or {}
+        found = _network(detector, DETECTORS.get(detector, 0), its)
+        return found | (_clip_l(args.get("colors_args") or {}) if colors == "clip" else {})
+    if name in ("similarity", "diversity"):
+        kind, _, model = str(args.get("measure", "")).partition(":")
+        return _clip_l(args | {"model": model or VIT_L14}) if kind == "clip" else {}
+    return _network(*REWARDS[name], args) if name in REWARDS else {}
+
+
+def _clip_l(args: Mapping[str, Any]) -> Networks:
+    return _network(VIT_L14, CLIP_L, args)
+
+
+def _network(model: str, parameters: int, args: Mapping[str, Any]) -> Networks:
+    said = (args.get(key) for key in ("revision", "device", "dtype"))
+    return {(args.get("model", model), *map(str, said)): parameters * _itemsize(args)}
 
 
 def _itemsize(args: Mapping[str, Any]) -> int:

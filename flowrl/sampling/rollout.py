@@ -191,7 +191,7 @@ class RolloutGenerator:
         trees = self.share(request, plan)
         own = request.take(trees)
         cond = self.encode_prompts(own)
-        scoring, parts = Scoring(specs=self.specs), []
+        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
         with self.runtime.raise_on_all():
             for part in self._sample(own, plan, cond, scoring):
                 if keep:

@@ -102,13 +102,13 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
 def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     """Return the weighted sum of the trained rewards' mean transformed scores (N, K).
 
-    NaN when one of them has no score. Scores under `rank` are not transformed, since ranks do not
-    compare between evaluations. Rewards that compare the images of a prompt are left out, since an
-    evaluation has one image a prompt.
+    NaN when one of them has no score. Those asked in rollouts alone are left out. Scores under
+    `rank` are not transformed, since ranks do not compare between evaluations. Rewards that compare
+    the images of a prompt are left out, since an evaluation has one image a prompt.
     """
-    total = 0.0
+    total = 0.0 if any(s.trained and s.asked_in("evaluation") for s in specs) else math.nan
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
-        if not weight or spec.whole_groups:
+        if not weight or spec.whole_groups or not spec.asked_in("evaluation"):
             continue
         known = column[column.isfinite()]
         if spec.transform is not None and spec.transform is not rank:

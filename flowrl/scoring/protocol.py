@@ -7,7 +7,16 @@ import zlib
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 PROTOCOL = 1
 MAX_PIXELS = 2**26  # of all images in one request: 64 of 1024 x 1024
@@ -118,16 +127,26 @@ class ScoreRequest(_StrictModel):
         return items
 
 
+class _WithComponents(BaseModel):
+    """Says nothing of components where there are none, as servers before them."""
+
+    @model_serializer(mode="wrap")
+    def _sparse(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: v for k, v in write(self).items() if v or k != "components"}
+
+
 def _finite(score: float | None) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
 
-class Result(BaseModel):
+class Result(_WithComponents):
     """One image's score, or why there is none. What is not finite is written as null."""
 
     id: str
     score: Annotated[float | None, Field(strict=True), AfterValidator(_finite)] = None
     error: str | None = None
+    # Of the reward's components, if it has some; `score` is the first of them.
+    components: dict[str, Annotated[float | None, Field(strict=True), AfterValidator(_finite)]] = {}
 
 
 class Response(BaseModel):
@@ -140,7 +159,7 @@ class Response(BaseModel):
     results: list[Result]
 
 
-class RewardInfo(BaseModel):
+class RewardInfo(_WithComponents):
     """What a server says of one reward; see the attributes in `flowrl_rewards`."""
 
     name: str
@@ -149,6 +168,7 @@ class RewardInfo(BaseModel):
     bounds: tuple[float | None, float | None] = (None, None)
     required_metadata: list[str] = []
     deterministic: bool = True
+    components: list[str] = []
     differentiable: Literal[False] = False
 
 

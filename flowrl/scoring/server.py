@@ -211,6 +211,7 @@ class ScoringService:
         except ValueError as error:
             raise Refused(422, str(error)) from error
         count, scores = len(request.items), dict[int, float]()
+        components: dict[int, dict[str, float | None]] = {}
         why = await asyncio.to_thread(self._misfits, spec, request.items)
         if spec.whole_groups and 0 in why:
             why = dict.fromkeys(range(count), why[0])
@@ -219,13 +220,20 @@ class ScoringService:
             answer = await self._ask(spec, images[rows], [request.items[row] for row in rows])
             scores = dict(zip(rows, answer.scores.tolist(), strict=True))
             why |= {rows[row]: text for row, text in answer.reasons.items()}
+            named = {name: part.scores.tolist() for name, part in answer.components.items()}
+            components = {r: {n: s[i] for n, s in named.items()} for i, r in enumerate(rows)}
         return Response(
             protocol=PROTOCOL,
             reward=spec.name,
             version=_version(spec.reward),
             key=request.key,
             results=[
-                Result(id=item.id, score=scores.get(row), error=why.get(row))
+                Result(
+                    id=item.id,
+                    score=scores.get(row),
+                    error=why.get(row),
+                    components=components.get(row, {}),
+                )
                 for row, item in enumerate(request.items)
             ],
         )
@@ -305,6 +313,7 @@ def _describe(name: str, reward: Reward) -> RewardInfo:
         bounds=getattr(reward, "bounds", None) or (None, None),
         required_metadata=list(getattr(reward, "required_metadata", ())),
         deterministic=bool(getattr(reward, "deterministic", True)),
+        components=list(getattr(reward, "components", ())),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
+from flowrl.scoring.executors.base import ComponentExecutor, Executor, InlineExecutor, Reward
 from flowrl.utils.imports import load_callable, search_working_directory
 
 BUILT_IN = {
@@ -62,6 +62,8 @@ class RewardSpec:
     transform: Transform | None = None  # of its scores, before they are combined
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    component: str | None = None  # which of the reward's named scores; None is the first
+    when: Literal["rollout", "evaluation", "both"] = "both"  # it is asked
     # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
 
@@ -88,6 +90,10 @@ class RewardSpec:
             warnings.warn(message, stacklevel=2)  # each text once
             return False
 
+    def asked_in(self, phase: Literal["rollout", "evaluation"] | None) -> bool:
+        """Return whether it is asked in a phase; None is outside of both."""
+        return phase is None or self.when in (phase, "both")
+
     @property
     def trained(self) -> bool:
         """Whether it is trained on; other rewards never stop a run."""
@@ -104,7 +110,10 @@ class RewardSpec:
             return False
 
     def get_executor(self) -> Executor:
-        return self.executor or InlineExecutor(self.reward, self.name)
+        if self.executor is not None:
+            return self.executor
+        inline = InlineExecutor(self.reward, self.name)
+        return inline if self.component is None else ComponentExecutor(inline, self.component)
 
     def close(self) -> None:
         """End the processes and threads of its executor."""

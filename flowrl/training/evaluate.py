@@ -209,7 +209,7 @@ class Evaluator:
 
         Rewards work on a batch while the next is generated; no more than that wait.
         """
-        results, kept = [Scoring(specs=self.specs).result()], []
+        results, kept = [Scoring(specs=self.specs, phase="evaluation").result()], []
         waiting: list[Scoring] = []
         own = runtime.local_rows(len(request.prompt))
         with runtime.raise_on_all():
@@ -217,7 +217,7 @@ class Evaluator:
             prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
             self.text_cache.learn(prompts, self.batch_size)
             for rows in own.split(self.batch_size) if len(own) else ():
-                scoring = Scoring(specs=self.specs)
+                scoring = Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
                     images = self._images(velocity, request.take(rows), scoring)
                 kept.append(to_levels(images[rows < keep]))
@@ -308,6 +308,11 @@ def named_reward(
     if spec is None:
         known = ", ".join(spec.name for spec in specs)
         raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
+    if not spec.asked_in("evaluation"):
+        raise UserError(
+            f"{option} is {name!r}, whose option when is rollout, so that no evaluation asks it: "
+            "set that to both"
+        )
     if spec.whole_groups:
         raise UserError(
             f"{option} is {name!r}, which compares the images of a prompt, and evaluation makes "

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ..networks.loading import DTYPES, check_dtype, device_of, fetching, imported
+from ..networks.sharing import shared
 
 
 class ObjectModel:
@@ -19,10 +20,14 @@ class ObjectModel:
     def __init__(self, model: str, *, family: str, kind: str, device: str, dtype: str):
         self.model, self.family, self.kind = model, family, kind
         self.device, self.dtype = device, check_dtype(dtype)
+        self._shared = shared((kind, model, device, dtype), self)
 
     @functools.cached_property
     def network(self) -> Any:
         """Raises ImportError or FileNotFoundError of one sentence for what is not there."""
+        return self._shared.load(self._load)
+
+    def _load(self) -> Any:
         imported("scipy", f"the detector {self.family}")
         kind = imported(f"transformers:{self.kind}", f"the detector {self.family}")
         with fetching(self.model):

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from threading import Lock
 from typing import Any, TypeVar
@@ -91,6 +91,7 @@ class HTTPExecutor:
     scope = property(lambda self: self._info().scope)
     required_metadata = property(lambda self: tuple(self._info().required_metadata))
     deterministic = property(lambda self: self._info().deterministic)
+    components = property(lambda self: tuple(self._info().components))
 
     def __init__(
         self,
@@ -127,9 +128,10 @@ class HTTPExecutor:
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> tuple[Tensor, dict[int, str]]:
+    ) -> tuple[Tensor | dict[str, Tensor], dict[int, str]]:
         answer = self.submit(images, prompts, metadata).result()
-        return answer.scores, dict(answer.reasons)
+        named = {name: part.scores for name, part in answer.components.items()}
+        return named or answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if not images.isfinite().all():
@@ -490,10 +492,18 @@ class Client:
         self.heard = time.monotonic()
         self._check_version(server, answer.version)
         why = {row: result.error for row, result in enumerate(answer.results) if result.error}
-        scores = [math.nan if r.score is None else r.score for r in answer.results]
-        values, reasons = read_answer((scores, why), len(scores))
-        named = {row: f"{text} (at {server.url})" for row, text in reasons.items()}
-        return Answer(scores=values, reasons=named)
+        names = dict.fromkeys(name for result in answer.results for name in result.components)
+        scores: Any = [result.score for result in answer.results]
+        if names:
+            scores = {n: [result.components.get(n) for result in answer.results] for n in names}
+        found = read_answer((scores, why), len(answer.results))
+        components = {n: self._at(server, part) for n, part in found.components.items()}
+        return replace(self._at(server, found), components=components)
+
+    def _at(self, server: Server, answer: Answer) -> Answer:
+        """Return the answer with the server's name beside its reasons."""
+        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
+        return replace(answer, reasons=named)
 
     def _parse(self, request: _Request, data: bytes) -> Response:
         try:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -155,9 +155,12 @@ class PoolExecutor:
         self._note(answered=True)
         if isinstance(reply, str):
             return RewardFailure(reply)
-        scores, reasons = reply
+        parts = {
+            name: Answer(scores=torch.from_numpy(scores), reasons=reasons)
+            for name, (scores, reasons) in reply.items()
+        }
         seconds = time.perf_counter() - began
-        return Answer(scores=torch.from_numpy(scores), reasons=reasons, seconds=seconds)
+        return replace(parts.pop(""), seconds=seconds, components=parts)
 
     def _note(self, *, answered: bool) -> None:
         with self._lock:

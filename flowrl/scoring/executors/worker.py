@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from flowrl.scoring.executors.base import InlineExecutor
 
-# Scores (B,) as a float32 array with reasons by row, or one text: why none can ever be made.
-Reply = tuple["np.ndarray", dict[int, str]] | str
+# Scores (B,) as a float32 array with reasons by row, by component, the reward's own under ""; or
+# one text: why none can ever be made.
+Reply = dict[str, tuple["np.ndarray", dict[int, str]]] | str
 
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -95,7 +96,8 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
         return str(error)
     except BaseException as error:  # a reward that calls sys.exit, for one
         answer = failed(len(prompts), f"{type(error).__name__}: {error}")
-    return answer.scores.numpy(), dict(answer.reasons)
+    parts = {"": answer, **answer.components}
+    return {name: (part.scores.numpy(), dict(part.reasons)) for name, part in parts.items()}
 
 
 def _end_with_parent() -> None:
