@@ -183,3 +183,15 @@ def test_prompts_that_no_tokenizer_takes_are_refused_by_line(tmp_path):
         path.write_text('{"prompt": "a cat"}\n' + row)
         with pytest.raises(UserError, match=f"line 2: .*{words}"):
             load_prompts(path)
+
+
+def test_iterations_go_on_in_every_kind_where_the_last_one_stopped():
+    prompts = [
+        PromptRecord(text=f"{kind} {i}", uid=f"{kind}{i}", metadata={"tag": kind})
+        for kind in "ab"
+        for i in range(9)
+    ]
+    in_threes, one_by_one = (PromptSampler(prompts, n, 0, balance="tag") for n in (3, 1))
+    found = [p.uid for iteration in range(4) for p in in_threes.at(iteration)]
+    assert found == [one_by_one.at(turn)[0].uid for turn in range(12)]
+    assert len(set(found)) == 12
