@@ -8,7 +8,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from flowrl.backbones.policy import POLICY
+from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import RewardFailure
@@ -52,6 +52,30 @@ def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
             assert metrics["policy/ratio_error_max"] == 0
             assert metrics["policy/ratio_mean"] == 1
             assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
+
+
+def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner):
+    share = {"rate": 0.2, "limit": 0.6}  # 0.0 at iteration 0, 0.2 at 1, 0.4 at 2
+    objective = {"kind": "nft", "noising": {"count": 2}, "old_decay": share}
+    learner = warm(make_learner(rollout=ROLLOUT | {"tree": {"kind": "ode"}}, objective=objective))
+
+    def adapter(name: str) -> torch.Tensor:
+        tensors = adapter_tensors(learner.policy, name)
+        return torch.cat([t.detach().double().flatten() for t in tensors])
+
+    before = adapter(OLD).clone()
+    for iteration, kept in enumerate((0.2, 0.4)):
+        learner.iterate(iteration)
+        expected = kept * before + (1 - kept) * adapter(POLICY)
+        torch.testing.assert_close(adapter(OLD), expected, rtol=1e-5, atol=1e-7)
+        assert (adapter(POLICY) - before).abs().max() > 1e-4
+        before = adapter(OLD).clone()
+
+
+def adapter_tensors(policy, name: str) -> list[torch.Tensor]:
+    """The weights of one adapter."""
+    named = policy.network.named_parameters()
+    return [p for key, p in named if f"lora_A.{name}." in key or f"lora_B.{name}." in key]
 
 
 def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
