@@ -72,12 +72,12 @@ def test_equal_scores_of_any_size_are_no_difference():
 
 
 def test_rounding_between_equal_images_stays_far_below_a_standard_deviation():
-    """Eight PickScores that differ in the last bits of fp32 only, beside a reward that tells."""
-    score = torch.tensor(0.8317)
-    bits = torch.tensor([0, 3, -2, 11, 1, -9, 4, 0]) * torch.finfo(torch.float32).eps
-    pickscore, telling = score + score * bits, torch.linspace(0, 1, 8)
+    """Eight equal PickScores, as fp32 sums of a thousand terms, beside a reward that tells."""
+    off = torch.tensor([0, 30, -20, 110, 10, -90, 40, 0]) * torch.finfo(torch.float32).eps
+    pickscore, telling = 0.8317 * (1 + off), torch.linspace(0, 1, 8)
+    assert 1e-6 < pickscore.double().std() < 1e-5  # a floor of 1e-6 makes these 1.9
     z = z_scores(torch.stack([pickscore, telling], 1), torch.zeros(8).long())
-    assert 0 < z[:, 0].abs().max() < 0.02
+    assert 0 < z[:, 0].abs().max() < 0.15
     assert z[:, 1].abs().max() > 1.5
 
 
