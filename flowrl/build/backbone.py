@@ -96,6 +96,26 @@ def build_backbone(options: PipelineOptions, pipeline: Any, *, guidance: float) 
     return backbone
 
 
+def evaluated_pipeline(config: Config) -> PipelineOptions:
+    """Return the pipeline's options with the size of evaluated images."""
+    sides = {"height": config.evaluation.height, "width": config.evaluation.width}
+    own = {name: side for name, side in sides.items() if side is not None}
+    return config.pipeline.model_copy(update=own)
+
+
+def call_settings(config: Config) -> dict[str, int | float | str]:
+    """Return the arguments of the pipeline's call that generate as the run's evaluation does."""
+    p, e = evaluated_pipeline(config), config.evaluation
+    call: dict[str, int | float | str] = {
+        "num_inference_steps": e.step_counts[0],
+        "guidance_scale": e.guidance_scale,
+        "max_sequence_length": p.max_sequence_length,
+    }
+    if e.guidance_scale > 1 and config.rollout.negative_prompt:
+        call["negative_prompt"] = config.rollout.negative_prompt
+    return call | {k: v for k, v in (("height", p.height), ("width", p.width)) if v is not None}
+
+
 def with_pipeline_family(config: Config, pipeline: Any) -> Config:
     """Return the recipe with the backbone of a loaded pipeline, where its class is known."""
     family = FAMILIES.get(type(pipeline).__name__, config.pipeline.backbone)

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
     build_backbone,
     build_pipeline,
+    call_settings,
+    evaluated_pipeline,
     rounding_key,
     set_precision,
 )
@@ -35,7 +38,7 @@ from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
 from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
+from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_quality
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run, StopRule, stop_rule
 from flowrl.training.tracking import Report
@@ -208,17 +211,19 @@ def build_evaluator(
     if not prompts:
         return None
     caches = caches or TextCaches(config, given.pipeline)
-    backbone = build_backbone(config.pipeline, pipeline, guidance=e.guidance_scale)
+    backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
+    first, *others = (
+        Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)
+        for steps in e.step_counts
+    )
     return Evaluator(
         backbone=backbone,
         text_cache=caches.get(backbone, e.guidance_scale),
         prompts=_evaluated(config, prompts),
         specs=specs,
-        schedule=Schedule(
-            sigmas=backbone.sigmas(e.num_inference_steps),
-            kernel=KERNELS["flow_sde"],
-            noise_level=0.0,
-        ),
+        schedule=first,
+        others=others,
+        call=build_call(config, pipeline) if e.as_deployed else None,
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
@@ -229,11 +234,34 @@ def build_evaluator(
     )
 
 
+def build_call(config: Config, pipeline: Any) -> PipelineCall:
+    """Return the pipeline's own call with the settings of evaluation.
+
+    Raises UserError where its text encoders will not be there.
+    """
+    if config.memory.text_encoders == "free":
+        raise UserError(
+            "evaluation.as_deployed calls the pipeline, whose text encoders memory.text_encoders: "
+            "free removes: set memory.text_encoders to offload or keep, or use flowrl evaluate "
+            "--as-deployed memory.text_encoders=offload after the run"
+        )
+    negative = config.rollout.negative_prompt
+    settings = pipeline_call_arguments(pipeline, negative) | call_settings(config)
+    left_out = ("num_inference_steps", "negative_prompt")
+    settings = {name: value for name, value in settings.items() if name not in left_out}
+    return PipelineCall(settings=settings, negative=negative)
+
+
+# Options of evaluation that earlier versions did not have, by their values then.
+ADDED = {"height": None, "width": None, "as_deployed": False}
+
+
 def evaluation_key(
     config: Config, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
 ) -> str:
     """Return a digest of all that two evaluations must share to be compared."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
+    how = {k: v for k, v in how.items() if k not in ADDED or v != ADDED[k]}
     how = with_old_names("evaluation", how)
     what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounding_key(config.memory)
     unasked = {s.name: [s.when] for s in specs if not s.asked_in("evaluation")}

@@ -120,10 +120,14 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
         f"{config.run.iterations} iterations": asdict(work.total),
     }
     if times := work.evaluations:
-        images = config.evaluation.num_images
-        one = {"images": images, "sampling": work.evaluation}
+        images, counts = config.evaluation.num_images, len(config.evaluation.step_counts)
+        one = {"images": images * counts, "sampling": work.evaluation}
         columns["an evaluation"] = one
-        columns[f"{times} evaluations"] = {name: times * value for name, value in one.items()}
+        # The first and the last at every number of steps, the others at the first.
+        between = {"images": images, "sampling": work.between}
+        columns[f"{times} evaluations"] = {
+            name: 2 * value + (times - 2) * between[name] for name, value in one.items()
+        }
     # A quantity a line: beside each other they do not fit a screen.
     return [
         {"": name} | {of: f"{row[name]:,}" if name in row else "" for of, row in columns.items()}

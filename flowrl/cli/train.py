@@ -133,6 +133,13 @@ def saved_recipe(resume: str | None) -> Path:
 def evaluate(
     words: Words = None,
     lora: Lora = None,
+    as_deployed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deployed",
+            help="Generate with pipe(prompt, ...): the pipeline's own scheduler and dtype.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Score a pipeline, with or without a LoRA, on a recipe's held-out prompts.
@@ -142,11 +149,16 @@ def evaluate(
       flowrl evaluate quickstart
 
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
+
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
+
+      flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
     """
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
-    config = load_config(request.recipe, request.overrides)
+    asked = ["evaluation.as_deployed=true"] if as_deployed else []
+    config = load_config(request.recipe, [*request.overrides, *asked])
     from flowrl.api import evaluate as evaluate_pipeline
 
     print_table(evaluate_pipeline(config, lora=lora), as_json=as_json)

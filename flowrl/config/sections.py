@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
 from flowrl.utils.fields import (
@@ -133,6 +133,9 @@ class PromptOptions(Options):
     )
 
 
+StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1)]
+
+
 class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
@@ -144,10 +147,26 @@ class EvaluationOptions(Options):
         None, "A metadata key, for example tag, whose values are sampled equally often."
     )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
-    num_inference_steps: DenoisingSteps = option(
-        8, "Denoising steps, without noise.", "published: 40 for SD3.5"
+    num_inference_steps: StepCounts = option(
+        8,
+        "Denoising steps, without noise. A list evaluates at each number of steps: at all of them "
+        "at the start and the end, in between at the first, which also decides the best "
+        "checkpoint. [5, 28] shows whether what 5 steps gain is there at 28.",
+        "published: 40 for SD3.5",
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
+    height: Count | None = option(
+        None, "Height of evaluated images in pixels; null is pipeline.height."
+    )
+    width: Count | None = option(
+        None, "Width of evaluated images in pixels; null is pipeline.width."
+    )
+    as_deployed: Flag = option(
+        False,
+        "Generate with the pipeline's own call, pipe(prompt, ...), hence with its own scheduler "
+        "and its arithmetic in pipeline.dtype, and not with Euler steps in fp32. It "
+        "starts from the same noise.",
+    )
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
     batch_size: Count = option(60, "Most images that go through the network at once.")
     quality: Text | None = option(
@@ -163,6 +182,21 @@ class EvaluationOptions(Options):
         "work.",
         "prompt overfitting in PromptRL",
     )
+
+    @property
+    def step_counts(self) -> tuple[int, ...]:
+        """The numbers of denoising steps, at least one, the first of most weight."""
+        steps = self.num_inference_steps
+        return tuple(steps) if isinstance(steps, list) else (steps,)
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationOptions":
+        if len(set(self.step_counts)) < len(self.step_counts):
+            raise ValueError(
+                f"evaluation.num_inference_steps is {list(self.step_counts)}, expected each number "
+                "of steps once"
+            )
+        return self
 
 
 class StopWhenHackingOptions(Options):

@@ -142,7 +142,9 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.lower("optim.micro_batch", ROWS)
     draft.lower("evaluation.num_images", IMAGES)
     draft.lower("evaluation.every", 1)
-    draft.lower("evaluation.num_inference_steps", 4)
+    draft.put("evaluation.num_inference_steps", _few_steps(config.evaluation.step_counts))
+    for side in ("height", "width"):
+        draft.put(f"evaluation.{side}", None, "null: the tiny pipeline's own")
     draft.lower("evaluation.batch_size", ROWS)
     draft.put("run.output_dir", str(folder / "run"), "a temporary folder")
     draft.lower("run.iterations", ITERATIONS)
@@ -151,6 +153,11 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.put("run.max_minutes", None)
     draft.put("run.trackers", [])
     draft.put("run.push_to_hub", False)
+
+
+def _few_steps(counts: Sequence[int]) -> int | list[int]:
+    """Return as many numbers of steps as the recipe evaluates at, each once and small."""
+    return min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
 
 
 def _has_layers(tiny: str, targets: Sequence[str]) -> bool:

@@ -71,6 +71,8 @@ class MemorySetup:
     decode_batch: int
     evaluation_batch: int = 0
     evaluation_steps: int = 2  # of a held-out image, all of whose latents are held
+    evaluation_height: int | None = None  # pixels, None for those of rollouts; so the next
+    evaluation_width: int | None = None
     rollout_doubles: bool = False  # guidance doubles the rows, as in the next two
     training_doubles: bool = False
     evaluation_doubles: bool = False
@@ -130,7 +132,8 @@ def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
 
 class _Planner:
     def __init__(self, spec: ModelSpec, setup: MemorySetup):
-        for side in (setup.height, setup.width):
+        e = setup.evaluation_height, setup.evaluation_width
+        for side in (setup.height, setup.width, *filter(None, e)):
             spec.latent_shape(side)  # raises
         self.spec, self.setup = spec, setup
         self.network = full_network(spec, setup.torch_dtype)
@@ -160,7 +163,7 @@ class _Planner:
             "training": held | self.training(),
         }
         if setup.evaluation_batch:
-            parts["evaluation"] = vae | self.evaluation()
+            parts["evaluation"] = vae | self.at_evaluation().evaluation()
         resident, found = self.resident(), []
         for phase, own in parts.items():
             whole = resident | own
@@ -217,6 +220,14 @@ class _Planner:
             "LoRA adapters": self.adapter * FP32 * setup.adapters + gradients,
             "activations": max(backward, 2 * gradients),
         }
+
+    def at_evaluation(self) -> "_Planner":
+        """Return the planner of the images of evaluation, which may have another size."""
+        s = self.setup
+        if s.evaluation_height is s.evaluation_width is None:
+            return self
+        height, width = s.evaluation_height or s.height, s.evaluation_width or s.width
+        return _Planner(self.spec, replace(s, height=height, width=width))
 
     def evaluation(self) -> dict[str, int]:
         """A batch of held-out images, with the latents of all their steps."""

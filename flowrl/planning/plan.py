@@ -190,6 +190,7 @@ class RunWork:
     first: UpdateWork  # of the first iteration
     total: UpdateWork  # of all iterations, audits among the previews
     evaluation: int  # forwards of one evaluation, at most
+    between: int  # the same of one between the first and the last, at one number of steps
     evaluations: int
 
 
@@ -219,11 +220,11 @@ def count_work(config: Config) -> RunWork:
     for load, times in loads.items():
         times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
-    evaluation = evaluations = 0
+    evaluation = between = evaluations = 0
     if e.prompts is not None:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
-        evaluation = e.num_images * (1 + e.paraphrases) * e.num_inference_steps
-        evaluation *= 1 + doubles(config, e.guidance_scale)
+        forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
+        evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
     return RunWork(
         needs=needs,
         kinds=tuple(kinds.values()),
@@ -231,6 +232,7 @@ def count_work(config: Config) -> RunWork:
         first=_iteration_work(config, needs, next(iter(loads))),
         total=total,
         evaluation=evaluation,
+        between=between,
         evaluations=evaluations,
     )
 
@@ -310,7 +312,9 @@ def build_setup(
         micro_batch=min(config.optim.micro_batch, max(rows, 1)),
         decode_batch=p.decode_batch,
         evaluation_batch=min(e.batch_size, evaluated),
-        evaluation_steps=e.num_inference_steps,
+        evaluation_steps=max(e.step_counts),
+        evaluation_height=e.height,
+        evaluation_width=e.width,
         rollout_doubles=doubles(config, r.guidance_scale),
         training_doubles=_training_doubles(config),
         evaluation_doubles=doubles(config, e.guidance_scale),

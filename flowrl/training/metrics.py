@@ -163,6 +163,10 @@ METRICS: dict[str, str] = {
     "image/brightness": "Mean of the images' values, 0 black to 1 white.",
     "image/contrast": "Mean over images of the standard deviation of their values.",
     "eval/<name>": "Mean score of one reward over the held-out images, at steps that evaluate.",
+    "eval/<n>_steps/<name>": (
+        "Any of the measures under `eval/` at another number of denoising steps, where "
+        "`evaluation.num_inference_steps` is a list; at the start and the end of a run."
+    ),
     "eval/corrected/<name>": (
         "Mean over held-out images of score * (quality - 3) + 0.2, with the reward that "
         "`evaluation.quality` names: it falls when a score is bought with quality. Its constants "

@@ -93,7 +93,7 @@ class Run:
         self._load_history()
         if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
             with policy.disabled():
-                self._evaluate(0)
+                self._evaluate(0, whole=True)
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
@@ -170,14 +170,19 @@ class Run:
         if self.done % o.checkpoint_every == 0:
             self.save()
 
-    def evaluate_policy(self) -> Evaluation | None:
-        """Score the weights that the run would export now, and remember the best."""
+    def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
+        """Score the weights that the run would export now, and remember the best.
+
+        whole: at every number of steps that evaluation names, not at the first alone.
+        """
         if self.evaluator is None:
             return None
         if self._latest is not None and self._latest[0] == self.done:
-            return self._latest[1]
+            found = self._latest[1]
+            if not whole or len(found.others) == len(self.evaluator.others):
+                return found
         with self._policy.using(self._policy.export_adapter):
-            evaluation = self._evaluate(self.done)
+            evaluation = self._evaluate(self.done, whole=whole)
         self._latest = self.done, evaluation
         score = self.score(evaluation) if self.stop is None else self.stop.score(evaluation)
         # NaN is no score: as the first one it would stay the best for good.
@@ -187,13 +192,14 @@ class Run:
             self.save()
         return evaluation
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int, *, whole: bool) -> Evaluation:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
         try:
             with exact_weights(self._policy.network):
-                evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
+                velocity = self.evaluator.backbone.velocity
+                evaluation = self.evaluator(velocity, self.runtime, whole=whole)
         except UserError:
             self.save()  # what was learned outlives what cannot be measured
             raise

@@ -90,12 +90,12 @@ class Scripted:
     """An evaluator whose scores are given by the iteration that a run has reached; first the
     base's, if the run does not know them."""
 
-    key, quality, prompts = "scripted", None, ()
+    key, quality, prompts, others = "scripted", None, (), ()
 
     def __init__(self):
         self.run, self.backbone, self.calls = None, None, []
 
-    def __call__(self, velocity, runtime) -> Evaluation:
+    def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
         step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
         return Evaluation(
