@@ -34,8 +34,9 @@ from flowrl.build.learner import (
 )
 from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
+from flowrl.build.start import begin_session, start_on_all
 from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
-from flowrl.config import Config, config_yaml, load_config, parse_config
+from flowrl.config import Config, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
 from flowrl.errors import UserError
@@ -68,13 +69,14 @@ from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import ImageFile, ScoredFiles, score_files
 from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
-from flowrl.training.checkpoint import CONFIG, Checkpoints, claim, load_on_all
+from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import EvaluationComparison, compare
 from flowrl.training.loop import Learner, train
+from flowrl.training.resume import AUTO, Facts, Start
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_bytes
 from flowrl.utils.images import png
 from flowrl.utils.progress import Steps
 
@@ -91,19 +93,23 @@ def align(
     prompts: Sequence[str] | None = None,
     evaluation_prompts: Sequence[str] | None = None,
     rewards: dict[str, Any] | None = None,
-    resume: str | None = None,
+    resume: str | None = AUTO,
+    accept_changes: bool = False,
 ) -> list[EvaluationComparison]:
     """Train a LoRA; return each reward before and after on the held-out prompts, if there are any.
 
     `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
-    saves and returns.
+    saves and returns. A run of this recipe that is finished stays as it is.
 
     Args:
         pipeline, prompts, evaluation_prompts, rewards: a loaded diffusers pipeline, texts, and
             callables by name, in place of those that the configuration names. The pipeline keeps
             the adapters of its training, which may differ from the saved average of them: load it
             anew to use the LoRA.
-        resume: "latest" or the folder of a checkpoint.
+        resume: "auto" goes on with an unfinished run of this recipe, and where the folder holds
+            another recipe's run takes the next number (`runs/quickstart-2`); "latest" or the
+            folder of a checkpoint goes on with the folder's run; None wants a folder without one.
+        accept_changes: go on although options differ that decide what is learned.
 
     Raises:
         UserError: for everything the caller can correct, before training where possible.
@@ -112,33 +118,47 @@ def align(
     given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
-    folder, runtime = Path(config.run.output_dir), _runtime(config)
+    runtime = _runtime(config)
+    start, facts = start_on_all(
+        config, given, runtime, resume=resume, accept_changes=accept_changes
+    )
+    config = _changed(config, "run", output_dir=str(start.folder))
+    if start.finished:
+        LOG.info("%s: nothing is left to do", start.finished)
+        return []
     # A launcher ends all processes when one fails, so only the main one has to look.
-    with claim(folder, resume=resume) if runtime.is_main else nullcontext():
-        pushed = config.run.push_to_hub
-        repository = repository_of(config) if pushed and runtime.is_main else None
-        checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
-        state = load_on_all(checkpoints, resume, runtime) if resume else None
-        texts = TextCaches(config, pipeline)
-        needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
-        learner = build_learner(config, runtime, given, texts, needed)
-        with closing(learner.specs), restore_linear_after(learner.policy.network):
-            pipeline = learner.policy.backbone.pipeline
-            evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
-            held_out = evaluator.prompts if evaluator else ()
-            with runtime.raise_on_all():
-                try_rewards(learner, [*training_prompts(config, given), *held_out])
-            stored = stored_prompts(config, learner.source)
-            texts.encode_and_free(pipeline, [*needed, *stored], runtime)
-            run = build_run(config, learner, evaluator, state, resumed=resume is not None)
-            if runtime.is_main:
-                write_text(folder / CONFIG, config_yaml(config))
-            with run.session():
-                train(learner, run, iterations=config.run.iterations)
-                rows = finish_run(config, learner, run)
-                if pushed:
-                    publish(run, repository)
-                return rows
+    owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
+    with owned if runtime.is_main else nullcontext():
+        return _train(config, given, runtime, start, facts)
+
+
+def _train(
+    config: Config, given: ProvidedObjects, runtime: Runtime, start: Start, facts: Facts
+) -> list[EvaluationComparison]:
+    """Train in the folder that the caller has claimed."""
+    pushed, state = config.run.push_to_hub, start.state
+    repository = repository_of(config) if pushed and runtime.is_main else None
+    texts = TextCaches(config, given.pipeline)
+    needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
+    learner = build_learner(config, runtime, given, texts, needed)
+    with closing(learner.specs), restore_linear_after(learner.policy.network):
+        pipeline = learner.policy.backbone.pipeline
+        evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
+        held_out = evaluator.prompts if evaluator else ()
+        with runtime.raise_on_all():
+            try_rewards(learner, [*training_prompts(config, given), *held_out])
+        stored = stored_prompts(config, learner.source)
+        texts.encode_and_free(pipeline, [*needed, *stored], runtime)
+        run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
+        if runtime.is_main:
+            begin_session(config, run, start, facts)
+        with run.session():
+            train(learner, run, iterations=config.run.iterations)
+            rows = finish_run(config, learner, run)
+            if pushed:
+                publish(run, repository)
+            run.record_stop()
+            return rows
 
 
 def repository_of(config: Config) -> str:

@@ -8,6 +8,10 @@ class UserError(Exception):
     """What was got, what was expected and what to do. Printed without a traceback."""
 
 
+class DamagedFile(UserError):
+    """A file of a run or a data set is not what was written; the message names it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
     """One line of a check of this machine, of rewards or of their scores."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
+from flowrl.utils.digests import check_seal, notes_of, seal
 from flowrl.utils.files import write_bytes
 
 Factors = tuple[Tensor, Tensor]  # down (r, in), up (out, r)
@@ -67,12 +68,18 @@ METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds 
 def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     """Save an adapter of the transformer for diffusers' `load_lora_weights`; return the path.
 
-    The file holds the adapter's configuration: without it diffusers would take alpha = rank.
-    Written atomically.
+    The file holds the adapter's configuration, without which diffusers would take alpha = rank, and
+    a digest of tensors and header. Written atomically. Raises UserError, and writes nothing, for
+    weights that are not finite.
     """
     from peft import get_peft_model_state_dict
 
     network = pipeline.transformer
+    layers = get_peft_model_state_dict(network, adapter_name=adapter)
+    if not _are_finite(layers):
+        raise UserError(
+            f"the LoRA has numbers that are not finite: {folder / FILE} was not written"
+        )
     config = {k: _plain(v) for k, v in network.peft_config[adapter].to_dict().items()}
     named = {f"{PREFIX}{key}": value for key, value in config.items()}
     header = {"format": "pt", METADATA: json.dumps(named, indent=2, sort_keys=True)}
@@ -80,12 +87,16 @@ def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     # In memory, since a scratch folder may be full or missing; diffusers only names the tensors.
     type(pipeline).save_lora_weights(
         folder,
-        transformer_lora_layers=get_peft_model_state_dict(network, adapter_name=adapter),
+        transformer_lora_layers=layers,
         save_function=lambda tensors, _: parts.append(save(tensors, metadata=header)),
     )
     (data,) = parts
-    write_bytes(folder / FILE, data)
+    write_bytes(folder / FILE, seal(data))
     return folder / FILE
+
+
+def _are_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors.values())
 
 
 def _plain(value: Any) -> Any:
@@ -108,16 +119,18 @@ def lora_file(source: str | Path) -> Path:
 def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     """Return the tensors of a transformer's LoRA by PEFT name, and its strength alpha / rank.
 
-    Raises UserError for a file that is not a diffusers LoRA of a transformer.
+    Raises UserError for a file that is not a diffusers LoRA of a transformer, and DamagedFile for
+    one that is not what flowrl wrote, or has numbers that are not finite.
     """
     path = lora_file(source)
+    data = path.read_bytes()
+    check_seal(data, path)
     try:
-        with safe_open(path, "pt") as file:
-            header = _header(file.metadata(), path)
-            names = [k for k in file.keys() if k.startswith(PREFIX)]
-            state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in names}
+        tensors = load(data)
+        header = _header(notes_of(data), path)
     except SafetensorError as error:
         raise UserError(f"{path} is not a safetensors file: {error}") from error
+    state = {k.removeprefix(PREFIX): t for k, t in tensors.items() if k.startswith(PREFIX)}
     if not any(".lora_A." in name for name in state):
         raise UserError(
             f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
@@ -125,6 +138,8 @@ def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     empty = [name for name, tensor in state.items() if not tensor.numel()]
     if empty:
         raise UserError(f"{path} has a tensor of rank 0, {empty[0]}: such a LoRA changes nothing")
+    if not _are_finite(state):
+        raise DamagedFile(f"{path} holds numbers that are not finite: take an earlier checkpoint's")
     rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
     return state, header.get(f"{PREFIX}lora_alpha", rank) / header.get(f"{PREFIX}r", rank)
 

@@ -180,15 +180,25 @@ class Policy:
         adapters = {name: [p.data for p in ps] for name, ps in self._by_name.items()}
         return {"adapters": adapters, "updates": self.updates}
 
+    def check_state(self, state: dict) -> None:
+        """Raise UserError for the state of a policy with other adapters."""
+        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
+        own = {n: [p.shape for p in ps] for n, ps in self._by_name.items()}
+        if shapes.keys() != own.keys():
+            raise UserError(
+                f"the checkpoint has the adapters {', '.join(shapes)}, and this recipe makes "
+                f"{', '.join(own)}: give objective.kind and ema.decay as it was trained"
+            )
+        if shapes != own:
+            raise UserError(
+                "the checkpoint's adapters are not those of this run: give pipeline.path, "
+                "lora.rank and lora.targets as it was trained"
+            )
+
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Raises UserError for the state of a policy with other adapters."""
-        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
-        if shapes != {n: [p.shape for p in ps] for n, ps in self._by_name.items()}:
-            raise UserError(
-                "the checkpoint's adapters are not those of this run: give lora.rank, "
-                "lora.targets and ema.decay as it was trained"
-            )
+        self.check_state(state)
         for name, tensors in state["adapters"].items():
             for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
                 parameter.copy_(tensor)

@@ -1,6 +1,7 @@
 """Build everything of a run: the learner with its source of rollouts, the evaluator and the run."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -37,13 +38,16 @@ from flowrl.sampling.source import Sampler, Source
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
-from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.checkpoint import Checkpoints, set_aside
 from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_quality
+from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run, StopRule, stop_rule
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +285,17 @@ def build_run(
     *,
     resumed: bool,
 ) -> Run:
-    """Return the run in its folder, which the caller has claimed; resume: a checkpoint's state."""
+    """Return the run in its folder, which the caller has claimed; resume: a checkpoint's state.
+
+    What the run did after that checkpoint is set aside, or cut where no checkpoint holds it.
+    """
     folder, runtime = Path(config.run.output_dir), learner.runtime
-    done = resume["iteration"] if resume else 0
+    done, ledger = resume["iteration"] if resume else 0, Ledger(folder)
+    if resume is not None:
+        learner.policy.check_state(resume["policy"])
+        if runtime.is_main and (aside := set_aside(folder, done)) is not None:
+            LOG.warning("what came after iteration %d lies in %s now", done, aside)
+            ledger.append("aside", step=done, to=str(aside.relative_to(folder)))
 
     def score(evaluation: Evaluation) -> float:
         columns = [evaluation.names.index(spec.name) for spec in learner.specs]
@@ -295,6 +307,7 @@ def build_run(
         evaluate_every=config.evaluation.every,
         runtime=runtime,
         checkpoints=Checkpoints(folder, keep=config.run.keep_checkpoints),
+        ledger=ledger,
         evaluator=evaluator,
         score=score,
         report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)

@@ -1,5 +1,6 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,10 +42,19 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="latest|PATH",
-            help="Continue from the newest checkpoint of the run, or from this one.",
+            metavar="auto|latest|PATH",
+            help="Continue the run in the folder from its newest checkpoint, or from this one. "
+            "auto, the default, continues an unfinished run of the same recipe, and trains another "
+            "recipe in the next number (runs/quickstart-2).",
         ),
     ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on although options differ that decide what is learned.",
+        ),
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every option with its value, and stop.")
     ] = False,
@@ -68,6 +78,8 @@ def train(
 
       flowrl train my_recipe.yaml --prompts prompts.txt --reward ocr
 
+      flowrl train quickstart --resume latest
+
       flowrl train --resume runs/quickstart
 
       flowrl train quickstart --print-config
@@ -83,7 +95,7 @@ def train(
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
-    config = load_config(request.recipe or saved_recipe(resume), request.overrides)
+    config = load_config(*_recipe_to_train(request, resume))
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
@@ -91,9 +103,21 @@ def train(
         _rehearse(config, resume)
         return
     from flowrl.api import align, table
+    from flowrl.training.resume import AUTO
 
-    if rows := table(align(config, resume=resume)):
+    if rows := table(align(config, resume=resume or AUTO, accept_changes=accept_changes)):
         print_table(rows)
+
+
+def _recipe_to_train(
+    request: "CommandArguments", resume: str | None
+) -> tuple[str | Path, list[str]]:
+    """Return the recipe and its changes; without one the recipe of the run to resume."""
+    if request.recipe:
+        return request.recipe, request.overrides
+    saved = saved_recipe(resume)
+    # Where it lies now: the folder may have been moved since the recipe was written.
+    return saved, [f"run.output_dir={json.dumps(str(saved.parent))}", *request.overrides]
 
 
 def _rehearse(config: "Config", resume: str | None) -> None:
@@ -119,7 +143,7 @@ def _rehearse(config: "Config", resume: str | None) -> None:
 
 def saved_recipe(resume: str | None) -> Path:
     """Return the configuration that a run has saved, in or above the folder to resume from."""
-    if resume in (None, "latest"):
+    if resume in (None, "auto", "latest"):
         raise UserError(
             "No recipe given: name a preset (flowrl train quickstart), a YAML file, or a run to "
             "continue (--resume runs/quickstart)."
@@ -166,7 +190,7 @@ def evaluate(
 
 # --- scripts/train_*.py, on each process that accelerate starts --------------------------------
 
-FLAGS = ("--dry-run", "--print-config")  # of `flowrl train`
+FLAGS = ("--dry-run", "--print-config", "--accept-changes")  # of `flowrl train`
 
 
 def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
@@ -180,7 +204,7 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
     rest = [word for word in words if word.replace("_", "-") not in FLAGS]
     flags = {word.replace("_", "-") for word in words if word not in rest}
     request = sort_arguments(rest)
-    if not request.recipe and request.resume in (None, "latest"):
+    if not request.recipe and request.resume in (None, "auto", "latest"):
         rest, request = [recipe, *rest], sort_arguments([recipe, *rest])
     config = load_config(request.recipe or saved_recipe(request.resume), request.overrides)
     found = config.pipeline.backbone
@@ -190,4 +214,10 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
             f"{request.recipe or request.resume} is a recipe for {found}, but this script trains "
             f"{family}: take {script}, or a recipe such as {recipe}"
         )
-    train(rest, dry_run="--dry-run" in flags, print_config="--print-config" in flags)
+    given = {flag: flag in flags for flag in FLAGS}
+    train(
+        rest,
+        dry_run=given["--dry-run"],
+        print_config=given["--print-config"],
+        accept_changes=given["--accept-changes"],
+    )

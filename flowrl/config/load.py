@@ -453,7 +453,7 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
         plain = name.lstrip("-").replace("-", "_")
         if not equals:
             value = _next_value(word, plain, rest)
-        if plain == "resume_from_checkpoint":
+        if plain in ("resume", "resume_from_checkpoint"):
             resume = value
         elif name == "--reward":
             rewards.append(value)

@@ -214,7 +214,11 @@ class StopWhenHackingOptions(Options):
 class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
-    output_dir: Folder = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
+    output_dir: Folder = option(
+        "runs/flowrl",
+        "Folder of the run. Where it holds another recipe's run, the next number is taken, as in "
+        "runs/flowrl-2.",
+    )
     seed: Whole = option(0, "Seed of everything random in training.")
     iterations: Count = option(200, "Rollouts to learn from.")
     max_minutes: Positive | None = option(

@@ -29,6 +29,7 @@ from flowrl.config import Config, load_config
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, push
 from flowrl.training.checkpoint import CONFIG
+from flowrl.utils.digests import seal
 from flowrl.utils.files import sync_files, sync_folder, write_bytes
 
 SUFFIX = ".safetensors"
@@ -63,7 +64,7 @@ def export_comfyui(source: str, to: Path, *, backbone: str | None) -> Path:
     path = to if to.suffix == SUFFIX else to / f"{name}{SUFFIX}"
     _check_free(path)
     header = {"format": "pt", "flowrl": f"a LoRA for {family} with ComfyUI's keys"}
-    write_bytes(path, save(comfyui_state(state, strength, family), metadata=header))
+    write_bytes(path, seal(save(comfyui_state(state, strength, family), metadata=header)))
     return path
 
 

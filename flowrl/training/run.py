@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,18 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.lora_files import save_lora
+from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.linear import exact_weights
 from flowrl.scoring.spec import RewardSpec, trained
-from flowrl.training.checkpoint import Checkpoints, random_state, restore_random_state
+from flowrl.training.checkpoint import (
+    STATE,
+    Checkpoints,
+    check_finite,
+    random_state,
+    restore_random_state,
+)
 from flowrl.training.evaluate import Evaluation, Evaluator, named_reward
+from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
+from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import write_bytes
 from flowrl.utils.progress import Steps
 
 GRID_IMAGES = 16
@@ -56,6 +65,7 @@ class Run:
     evaluate_every: int  # iterations; 0 is only at the start and the end
     runtime: Runtime
     checkpoints: Checkpoints
+    ledger: Ledger
     evaluator: Evaluator | None  # None without held-out prompts
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     report: Report | None  # None on other processes
@@ -85,9 +95,8 @@ class Run:
         self._policy, self._optimizer = policy, optimizer
         if self.resume is not None:
             self._restore(self.resume)
-            self.runtime.wait()  # all have read their checkpoint
             if self.runtime.is_main:
-                self.checkpoints.remove_after(self.done)
+                self._renew_lora()
         else:
             self.save()  # from here on the run can be resumed
         self._load_history()
@@ -131,6 +140,12 @@ class Run:
                 evaluation = Evaluation.load(path)
                 if evaluation.key == self.evaluator.key:
                     yield step, self.score(evaluation), self.stop.score(evaluation)
+
+    def _renew_lora(self) -> None:
+        """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
+        own, root = self.checkpoints.path(self.done) / FILE, self.folder / FILE
+        if own.is_file() and not (root.is_file() and root.read_bytes() == own.read_bytes()):
+            write_bytes(root, own.read_bytes())
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
@@ -236,8 +251,10 @@ class Run:
         """
         if self.saved == self.done:
             return
+        self._check_finite()
         if self.runtime.is_main:
             state = {
+                "run": self.ledger.run_id,
                 "policy": self._policy.state_dict(),
                 "optimizer": self._optimizer.state_dict(),
                 "runtime": self.runtime.state_dict(),
@@ -248,12 +265,44 @@ class Run:
                 "best_by": self._best_by,
             }
             pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
-            for folder in (self.checkpoints.path(self.done), self.folder):
-                save_lora(pipeline, folder, adapter=adapter)
+            folder = self.checkpoints.path(self.done)
+            for place in (folder, self.folder):
+                save_lora(pipeline, place, adapter=adapter)
             best = self.best[1] if self.best else None
             self.checkpoints.save(self.done, state, best=best)
+            digests = {name: sealed_digest(folder / name) for name in (STATE, FILE)}
+            self.ledger.append("checkpoint", step=self.done, digests=digests)
         self.saved = self.done
         self.runtime.wait()
+
+    def _check_finite(self) -> None:
+        """Raise UserError for weights that must not be saved, the same on all processes."""
+        state = {"policy": self._policy.state_dict(), "optimizer": self._optimizer.state_dict()}
+        try:
+            check_finite(state, self.checkpoints.path(self.done))
+        except DamagedFile as error:
+            steps = self.checkpoints.steps()
+            last = f"{self.checkpoints.path(steps[-1])} is the last" if steps else "there is none"
+            raise UserError(
+                f"the policy or its optimizer is not finite after iteration {self.done}, so no "
+                f"checkpoint and no LoRA was saved ({last}): lower optim.lr, and go on from there"
+            ) from error
+
+    def record_stop(self) -> None:
+        """Write in the ledger how the run ended, once everything that ends it is written."""
+        interrupted = self.interrupted
+        if interrupted:  # without the last evaluation
+            reason = "interrupted"
+        elif self.done >= self.options.iterations:
+            reason = "finished"
+        else:
+            reason = "hacking" if self.stopped else "time"
+        self._write_stop(reason, complete=not interrupted, detail=self.stopped)
+
+    def _write_stop(self, reason: str, *, complete: bool, detail: str) -> None:
+        if self.runtime.is_main:
+            self.ledger.append("stop", step=self.done, seconds=self.seconds(), reason=reason,
+                               complete=complete, detail=detail)  # fmt: skip
 
     def seconds(self) -> float:
         """Return the seconds of training, earlier sessions included."""
@@ -288,6 +337,11 @@ class Run:
         try:
             with self.report or nullcontext(), self.steps or nullcontext():
                 yield
+        except BaseException as error:
+            with suppress(OSError):  # such as of a full disk, which is what `error` says
+                detail = f"{type(error).__name__}: {error}"
+                self._write_stop("error", complete=False, detail=detail)
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -31,8 +31,8 @@ def built(monkeypatch):
     calls = []
     module = ModuleType("flowrl.api")
 
-    def align(config, *, resume):
-        calls.extend([config, resume])
+    def align(config, *, resume, accept_changes):
+        calls.extend([config, resume, accept_changes])
         return []
 
     def record(*args, **kwargs):
@@ -80,7 +80,8 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
     step.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("extends: quickstart\nrun: {seed: 3}")
     for words, resume in (
-        ("quickstart run.seed=3", None),
+        ("quickstart run.seed=3", "auto"),
+        ("quickstart run.seed=3 --resume auto", "auto"),
         ("quickstart run.seed=3 --resume latest", "latest"),
         ("--resume latest quickstart --seed 3", "latest"),
         ("--seed=3 quickstart --resume_from_checkpoint latest", "latest"),
@@ -88,7 +89,9 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
     ):
         built.clear()
         assert run("train", *words.split())[0] == 0
-        assert built == [load_config("quickstart", ["run.seed=3"]), resume], words
+        moved = [f"run.output_dir={tmp_path}"] if str(tmp_path) in words else []
+        recipe = ["run.seed=3", *moved]
+        assert built == [load_config("quickstart", recipe), resume, False], words
 
 
 def test_a_mistake_is_one_sentence_without_traceback(run, built):

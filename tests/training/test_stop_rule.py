@@ -10,7 +10,7 @@ from flowrl.errors import UserError
 from flowrl.export.summary import card
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 from flowrl.training.run import SampleGrid, StopRule, stop_rule
@@ -141,7 +141,7 @@ def trained(learner, run, iterations: int = 6):
 
 def state_of(folder, step: str | int = "latest") -> dict:
     found = Checkpoints(folder, keep=1)
-    return found.load("latest" if step == "latest" else str(found.path(int(step))))
+    return read_checkpoint(found.path(found.steps()[-1] if step == "latest" else int(step)))
 
 
 def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, capsys):
