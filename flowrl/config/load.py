@@ -260,6 +260,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
             raise UserError(
                 f"Cannot read {show(override)}: expected KEY=VALUE, as in optim.lr=1e-4."
             )
+        if len(parts) > MAX_DEPTH:
+            raise UserError(_too_deep(f"The option {name_of(key)}"))
         if "[" in key:
             dotted = re.sub(r"\[(\w+)\]", r".\1", key)
             raise UserError(
@@ -322,7 +324,11 @@ def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
         return [data]
     if not isinstance(parent, str):
         raise UserError(f"`extends` in {path.name} is {show(parent)}, expected one preset or file.")
-    return [*_read(find_recipe(parent, path.parent), [*children, path]), data]
+    try:
+        source = find_recipe(parent, path.parent)
+    except UserError as error:
+        raise UserError(f"`extends` in {path.name}: {error}") from error
+    return [*_read(source, [*children, path]), data]
 
 
 def _chain(paths: list[Path]) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from flowrl.config.trees import FlowGRPOOptions, Tree
 from flowrl.trees import presets
-from flowrl.trees.plan import TreePlan
+from flowrl.trees.plan import PlanError, TreePlan
 from flowrl.trees.windows import DepthPruning
 from flowrl.utils.fields import (
     Count,
@@ -261,9 +261,15 @@ class RolloutOptions(Options):
 
     def whole(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration before depth pruning."""
-        return self.tree.plan(
-            iteration=iteration, steps=self.num_inference_steps, leaves=self.group_size, seed=seed
-        )
+        steps, leaves = self.num_inference_steps, self.group_size
+        try:
+            return self.tree.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+        except PlanError as error:
+            if "rollout." in str(error):
+                raise
+            raise PlanError(
+                f"rollout.tree {self.tree.kind}: {error}", leaves=error.leaves
+            ) from error
 
 
 class OptimOptions(Options):
