@@ -9,7 +9,8 @@ list of B dicts, and `scores` a (B,) float32 tensor (or a list of B floats). A s
 not be made is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}.
 A reward that finds several things at once returns `{name: scores}` in place of scores, the first
 of which are its own; a recipe takes the others as `component: name`, and asks once for all.
-Optional attributes say more:
+An exception becomes the reason of all scores of the call; one with the attribute `ends_run = True`
+ends the run, with a checkpoint, when the reward is trained. Optional attributes say more:
 
     name               str, for reports
     bounds             (lo, hi), either may be None

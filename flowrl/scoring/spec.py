@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,9 @@ BUILT_IN = {
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
     "unified_reward": "flowrl_rewards.unified_reward:UnifiedReward",
+    "deqa": "flowrl_rewards.deqa:DeQA",
+    "rational_rewards": "flowrl_rewards.rational_rewards:RationalRewards",
+    "viescore": "flowrl_rewards.viescore:VIEScore",
     "pairwise": "flowrl_rewards.pairwise:PairwiseWinRate",
     "similarity": "flowrl_rewards.similarity:Similarity",
     "diversity": "flowrl_rewards.diversity:SetDiversity",
@@ -194,10 +198,21 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         raise
     except (TypeError, ValueError) as error:
         raise ArgumentsRefused(
-            f"reward {name!r} does not accept {dict(args or {})}: {error}"
+            f"reward {name!r} does not accept {_shown(dict(args or {}))}: {error}"
         ) from error
     except Exception as error:
         raise UserError(f"reward {name!r} cannot be made: {_one_line(error)}") from error
+
+
+def _shown(args: Any) -> Any:
+    """Return arguments without what is secret by its name, for messages."""
+    if not isinstance(args, Mapping):
+        return args
+    secret = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+    return {
+        name: "***" if secret.search(str(name)) and isinstance(value, str) else _shown(value)
+        for name, value in args.items()
+    }
 
 
 def _renamed(target: str) -> str:

@@ -130,7 +130,7 @@ def _slope(
         ) from error
     scores, reasons = answer if isinstance(answer, tuple) else (answer, None)
     if isinstance(scores, Mapping):
-        scores = scores.get(spec.component) if spec.component else next(iter(scores.values()))
+        scores = scores[spec.component or next(iter(scores))]
     found = None
     if isinstance(scores, Tensor) and scores.requires_grad:
         (found,) = torch.autograd.grad(scores.sum(), pixels, allow_unused=True)

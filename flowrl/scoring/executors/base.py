@@ -153,6 +153,8 @@ def ask(
     except (RewardFailure, torch.cuda.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
+        if getattr(error, "ends_run", False):
+            raise RewardFailure(f"reward {name!r} ends the run: {error}") from None
         reason = f"{type(error).__name__}: {error}"
         return failed(len(images), reason, time.perf_counter() - began)
     try:
