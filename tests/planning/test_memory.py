@@ -94,6 +94,7 @@ def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
     assert twice == parts("training", micro_batch=2)["activations"]
 
 
+@pytest.mark.slow
 def test_text_encoders_are_there_while_they_work_and_where_they_are_kept():
     size = replace(SIZE, text_encoders=(ENCODER,))
     for how, elsewhere in (("keep", 2000), ("offload", 0), ("free", 0)):

@@ -204,6 +204,7 @@ def test_the_plan_is_told_in_full_as_text_and_json(run):
     assert total == sum(found["phases"]["training"].values())
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_iterations_that_need_most():
     wide = ["optim.micro_batch=1", "rollout.num_inference_steps=8", "run.iterations=9",
             "rollout.tree={kind: flow_grpo}"]  # fmt: skip

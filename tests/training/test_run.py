@@ -196,6 +196,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize(
     "place", ["flowrl.training.run.save_lora", "flowrl.training.checkpoint.save_state"]
 )
+@pytest.mark.slow
 def test_killed_while_the_end_is_saved_it_still_ends_bit_identical(
     whole, config_for, tmp_path, monkeypatch, place
 ):

@@ -198,6 +198,7 @@ def test_evaluations_after_the_checkpoint_do_not_count(scripted):
     assert run.evaluator.calls == [2, 3, 4] and run.done == 4
 
 
+@pytest.mark.slow
 def test_evaluations_of_another_kind_do_not_count(scripted):
     _, learner, run = scripted()
     trained(learner, run, iterations=3)
@@ -219,6 +220,7 @@ def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
     assert run.done == 6
 
 
+@pytest.mark.slow
 def test_scores_that_are_best_by_another_reward_are_forgotten(scripted):
     _, learner, run = scripted()
     trained(learner, run, iterations=2)
