@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from .ledger import BudgetSpent, Ledger, now
+from .account import Account, BudgetSpent, now
 from .messages import Failure, Question, Reply, failure, read_reply, redacted, request
 
 REPLIES_KEPT = 4096  # with a cache in memory
@@ -79,13 +79,13 @@ class Chat:
         self.max_requests, self.max_tokens_total = max_requests, max_tokens_total
         self.version = f"{model}/thinking-{thinking}"
         self._kept: dict[str, Reply] = {}
-        self._opened: Ledger | None = None
+        self._opened: Account | None = None
         self._servers = [_Server(url=url, most=in_flight) for url in self.urls]
 
     @property
-    def ledger(self) -> Ledger:
+    def account(self) -> Account:
         if self._opened is None:
-            self._opened = Ledger(self.cache if isinstance(self.cache, str) else None)
+            self._opened = Account(self.cache if isinstance(self.cache, str) else None)
         return self._opened
 
     def ask(self, questions: Sequence[Question]) -> list[Reply]:
@@ -111,7 +111,7 @@ class Chat:
     def _look_up(self, keys: Sequence[str]) -> dict[str, Reply]:
         if not isinstance(self.cache, str):
             return {key: self._kept[key] for key in keys if key in self._kept}
-        found = {key: self.ledger.known(key) for key in dict.fromkeys(keys)}
+        found = {key: self.account.known(key) for key in dict.fromkeys(keys)}
         return {key: reply for key, reply in found.items() if reply is not None}
 
     def _key(self, question: Question) -> str:
@@ -234,7 +234,7 @@ class _Asking:
 
     def _rest(self, server: _Server) -> float:
         """Seconds that a server asked to be left alone."""
-        return max(0.0, self.chat.ledger.number(f"rest {server.url}") - now())
+        return max(0.0, self.chat.account.number(f"rest {server.url}") - now())
 
     async def _try(
         self, client: Any, server: _Server, key: str
@@ -257,7 +257,7 @@ class _Asking:
             server.flying -= 1
         server.note_answer(chat.in_flight)
         if isinstance(chat.cache, str):
-            chat.ledger.keep(key, reply)
+            chat.account.keep(key, reply)
         return reply, None
 
     async def _ready(self, server: _Server) -> None:
@@ -266,19 +266,19 @@ class _Asking:
             await asyncio.sleep(rest + random.uniform(0.001, 0.01))
         if self.chat.requests_per_minute is not None:
             interval = 60 / self.chat.requests_per_minute
-            await asyncio.sleep(self.chat.ledger.take_turn(f"turn {self.chat.model}", interval))
+            await asyncio.sleep(self.chat.account.take_turn(f"turn {self.chat.model}", interval))
 
     def _pay(self) -> bool:
         """Count a request against the budget; False when it is spent."""
         if self.over:
             return False
-        chat, ledger, spent = self.chat, self.chat.ledger, ""
-        tokens, most = ledger.number("tokens"), chat.max_tokens_total
+        chat, account, spent = self.chat, self.chat.account, ""
+        tokens, most = account.number("tokens"), chat.max_tokens_total
         if most is not None and tokens >= most:
             spent = f"used {tokens:.0f} tokens, of max_tokens_total: {most}"
-        elif not ledger.add("requests", 1, most=chat.max_requests):
+        elif not account.add("requests", 1, most=chat.max_requests):
             spent = (
-                f"been sent {ledger.number('requests'):.0f} of max_requests: {chat.max_requests}"
+                f"been sent {account.number('requests'):.0f} of max_requests: {chat.max_requests}"
             )
         if spent:
             where = f" (all that share {chat.cache} count)" if isinstance(chat.cache, str) else ""
@@ -288,7 +288,7 @@ class _Asking:
     def _count(self, completion: Any) -> None:
         used = getattr(getattr(completion, "usage", None), "total_tokens", None)
         if isinstance(used, int) and used > 0:
-            self.chat.ledger.add("tokens", used)
+            self.chat.account.add("tokens", used)
 
     def _clean(self, reply: Reply) -> Reply:
         return Reply(text=redacted(reply.text, self._secret), first=reply.first)
@@ -307,9 +307,9 @@ class _Asking:
             wrong = replace(wrong, kind="few" if chance else "final")
         if wrong.limited:
             server.note_refusal(sent)
-            chat.ledger.add("requests", -1)  # nobody charges for these
+            chat.account.add("requests", -1)  # nobody charges for these
         if wrong.after is not None:
-            chat.ledger.raise_to(f"rest {server.url}", now() + wrong.after)
+            chat.account.raise_to(f"rest {server.url}", now() + wrong.after)
         if wrong.refuses and wrong.refuses not in server.left_out:
             server.left_out.add(wrong.refuses)
             told = f"{server.url} {wrong.words}: asked without {wrong.refuses}"

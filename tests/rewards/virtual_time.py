@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-from flowrl_rewards.chat import client, ledger
+from flowrl_rewards.chat import account, client
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -45,7 +45,7 @@ class Clock:
         monkeypatch.setattr(openai._base_client, "asyncify", here)
         monkeypatch.setattr(openai, "DefaultAsyncHttpxClient", transport)
         monkeypatch.setattr(client, "_run", self.loop.run_until_complete)
-        for module in (client, ledger):
+        for module in (client, account):
             monkeypatch.setattr(module, "now", self.loop.time)
 
     def __call__(self) -> float:

@@ -13,8 +13,8 @@ import pytest
 import torch
 from chat_servers import completion, free_port, refusal, scripted, text_of
 from flowrl_rewards.chat import client as chat_module
+from flowrl_rewards.chat.account import Account, BudgetSpent
 from flowrl_rewards.chat.client import Chat, is_loopback
-from flowrl_rewards.chat.ledger import BudgetSpent, Ledger
 from flowrl_rewards.chat.messages import Question, Reply, redacted
 from flowrl_rewards.images import pngs
 from virtual_time import Clock
@@ -78,7 +78,7 @@ def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_fo
 
     clock = Clock(monkeypatch, answer)
     began = clock()
-    assert_all(Chat("m", "https://judge.example/v1").ask(questions(count)), count)
+    assert_all(Chat("m", "http://example.com/v1").ask(questions(count)), count)
     assert clock() - began <= 1.3 * count / RATE
     assert judge.count > count  # some were asked again
     assert judge.refused <= 2 * judge.count  # and not many in vain
@@ -118,10 +118,10 @@ def test_a_rest_is_kept_by_all_questions_and_by_other_processes_of_the_folder(
         return httpx.Response(200, json=completion("ok"))
 
     clock = Clock(monkeypatch, answer)
-    url, folder = "https://judge.example/v1", str(tmp_path)
+    url, folder = "https://example.com/v1", str(tmp_path)
     Chat("m", url, in_flight=1, cache=folder).ask(questions(3))
     assert asked[0] == 1000 and all(1020 <= at < 1022 for at in asked[1:])
-    Ledger(folder).raise_to(f"rest {url}", clock() + 50)  # as another process would
+    Account(folder).raise_to(f"rest {url}", clock() + 50)  # as another process would
     began = clock()
     Chat("m", url, cache=folder).ask([Question(images=(), text="new")])
     assert asked[-1] >= began + 50
@@ -136,7 +136,7 @@ def test_requests_per_minute_spaces_the_requests_of_all_who_share_a_folder(monke
 
     clock = Clock(monkeypatch, answer)
     for count in (4, 8):  # two objects, as two processes would be
-        chat = Chat("m", "https://a.example", requests_per_minute=30, cache=str(tmp_path))
+        chat = Chat("m", "https://example.org", requests_per_minute=30, cache=str(tmp_path))
         chat.ask(questions(count))
     assert len(asked) == 8
     gaps = [b - a for a, b in zip(asked, asked[1:], strict=False)]
@@ -217,8 +217,8 @@ def test_proxies_are_for_hosted_servers_alone(monkeypatch):
         ("http://127.0.0.1:1/v1", True),
         ("http://localhost:8000/v1", True),
         ("http://[::1]:8000/v1", True),
-        ("https://api.example.com/v1", False),
-        ("http://203.0.113.7:8000/v1", False),
+        ("https://example.com/v1", False),
+        ("http://example.org:8000/v1", False),
     ):
         assert is_loopback(url) is here, url
     with scripted(lambda body: completion("by the proxy")) as proxy:
@@ -226,7 +226,7 @@ def test_proxies_are_for_hosted_servers_alone(monkeypatch):
         monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
         for name in ("no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        assert Chat("m", "http://judge.example/v1").ask(questions(1))[0].text == "by the proxy"
+        assert Chat("m", "http://example.com/v1").ask(questions(1))[0].text == "by the proxy"
         dead = f"http://127.0.0.1:{free_port()}/v1"
         assert Chat("m", dead, rounds=1).ask(questions(1))[0].missing
 

@@ -30,7 +30,7 @@ class BudgetSpent(RuntimeError):
     ends_run = True  # flowrl stops a run for it, with a checkpoint
 
 
-class Ledger:
+class Account:
     """Answers by key, and numbers by name that several processes change.
 
     folder: where the file lies; None keeps all in memory, for this process.
