@@ -39,7 +39,7 @@ from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
 from flowrl.config import Config, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rollout import ExploreOptions
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
@@ -128,7 +128,7 @@ def align(
         return []
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
-    with owned if runtime.is_main else nullcontext():
+    with runtime.leaving(), owned if runtime.is_main else nullcontext():
         return _train(config, given, runtime, start, facts)
 
 
@@ -140,18 +140,21 @@ def _train(
     repository = repository_of(config) if pushed and runtime.is_main else None
     texts = TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
-    learner = build_learner(config, runtime, given, texts, needed)
+    with phase("load"):
+        learner = build_learner(config, runtime, given, texts, needed)
     with closing(learner.specs), restore_linear_after(learner.policy.network):
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
-        with runtime.raise_on_all():
+        with phase("check"), runtime.raise_on_all():
             try_rewards(learner, [*training_prompts(config, given), *held_out])
-        stored = stored_prompts(config, learner.source)
-        texts.encode_and_free(pipeline, [*needed, *stored], runtime)
+        with phase("encode"):
+            stored = stored_prompts(config, learner.source)
+            texts.encode_and_free(pipeline, [*needed, *stored], runtime)
         run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
-        if runtime.is_main:
-            begin_session(config, run, start, facts)
+        with phase("save"):
+            if runtime.is_main:
+                begin_session(config, run, start, facts)
         with run.session():
             train(learner, run, iterations=config.run.iterations)
             rows = finish_run(config, learner, run)
@@ -750,7 +753,12 @@ def _runtime(config: Config) -> Runtime:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     precision = PRECISION[config.pipeline.dtype]
-    return Runtime(device=config.pipeline.device, mixed_precision=precision)
+    return Runtime(
+        device=config.pipeline.device,
+        mixed_precision=precision,
+        peer_timeout=config.runtime.peer_timeout,
+        answer_timeout=config.runtime.answer_timeout,
+    )
 
 
 def _changed(config: Config, section: str, **options: Any) -> Config:

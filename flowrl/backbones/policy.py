@@ -49,6 +49,7 @@ class Policy:
         self.network = backbone.transformer
         self.ema_decay = ema_decay
         self.updates = 0
+        self.whole = True  # False from an iteration's first update to its end: not to be saved
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
         self.copies = names[1:]

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.errors import CheckResult, UserError
+from flowrl.utils.progress import SafeConsole
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -105,7 +106,7 @@ def token_of(variable: str | None) -> str | None:
 
 def print_error(message: str, hint: str = "") -> None:
     """Print `error: message` on stderr in whole lines, without reading markup in it."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = SafeConsole(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text("error: ", style="bold red") + Text(message))
     if hint:
         console.print(Text(hint, style="dim"))

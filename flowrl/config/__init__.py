@@ -20,6 +20,7 @@ from flowrl.config.sections import (
     PipelineOptions,
     PromptOptions,
     RunOptions,
+    RuntimeOptions,
 )
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
@@ -52,6 +53,9 @@ class Config(Options):
     )
     evaluation: EvaluationOptions = option(EvaluationOptions(), "Scores on held-out prompts.")
     run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")
+    runtime: RuntimeOptions = option(
+        RuntimeOptions(), "Several processes, and when one of them counts as lost."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Config":

@@ -284,3 +284,18 @@ class MemoryOptions(Options):
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
         "With text_encoders: free and every prompt in it, the text encoders are not even loaded.",
     )
+
+
+class RuntimeOptions(Options):
+    """Several processes, and when one of them counts as lost."""
+
+    peer_timeout: Positive = option(
+        120.0,
+        "Seconds without a sign of life after which another process counts as frozen or cut off: "
+        "the others save what is whole and end with exit code 75.",
+    )
+    answer_timeout: Positive = option(
+        3600.0,
+        "Seconds that a process which is alive may keep the others waiting, for a reward that "
+        "does not answer, for example. The timeouts of the launcher and of NCCL do not matter.",
+    )

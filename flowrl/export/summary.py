@@ -12,6 +12,7 @@ from flowrl.backbones.policy import EMA
 from flowrl.build.backbone import FILE as TRAINING
 from flowrl.build.backbone import call_settings
 from flowrl.config import Config, config_yaml
+from flowrl.errors import phase
 from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, write_card
@@ -81,8 +82,14 @@ def finish_run(config: Config, learner: Learner, run: Run) -> list[EvaluationCom
     """Evaluate the final weights, compare them with the base, write gallery and card."""
     # A user who pressed Ctrl-C does not want to wait for an evaluation.
     after = None if run.interrupted else run.evaluate_policy(whole=True)
-    if not run.runtime.is_main:
-        return []
+    with phase("gallery"):
+        return write_summary(config, learner, run, after) if run.runtime.is_main else []
+
+
+def write_summary(
+    config: Config, learner: Learner, run: Run, after: Evaluation | None
+) -> list[EvaluationComparison]:
+    """Write gallery and card of a run; return the comparison with the base."""
     before_path = run.evaluation_path(0)
     before = Evaluation.load(before_path) if before_path.exists() else None
     quality = run.evaluator.quality if run.evaluator else None

@@ -14,13 +14,14 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
+from flowrl.errors import phase
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.quantization.rollout_model import RolloutModel, within_limit
 from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.scoring.combine import FailureLimit, combine
-from flowrl.scoring.scorer import Scoring
+from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trajectory import Conditioning, Tree
 from flowrl.trees.plan import TreePlan
@@ -269,10 +270,21 @@ def sample_request(
 
 @torch.no_grad()
 def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent)."""
+    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent).
+
+    Raises SamplerFailure when the autoencoder makes no numbers of latents that are.
+    """
     with autoencoder_on_device(backbone):
         for part in x0.split(batch_size):
-            yield backbone.decode(part).cpu()
+            with phase("decode"):
+                images = backbone.decode(part).cpu()
+                if not images.sum().isfinite() and bool(part.isfinite().all()):
+                    raise SamplerFailure(
+                        "phase decode: the autoencoder makes NaN or infinite pixels of finite "
+                        "latents: set pipeline.dtype to bf16 or fp32, or look at the pipeline's "
+                        'files; see "The autoencoder is broken" in docs/troubleshooting.md'
+                    )
+            yield images
 
 
 def submit_images(

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.scoring.executors.base import (
     Answer,
     ComponentExecutor,
@@ -102,7 +102,8 @@ class Scoring:
         seconds: dict[str, float] = {}
         for asked in self._asked:
             spec = self.specs[asked.column]
-            answer = self._answer(asked, spec)
+            with phase("score", f"reward {spec.name!r}"):
+                answer = self._answer(asked, spec)
             scores[asked.rows, asked.column] = answer.scores
             applicable[asked.rows, asked.column] = True
             for row, reason in answer.reasons.items():
@@ -155,7 +156,8 @@ class Scoring:
         whole = asked and asked.whole
         if whole is None:
             prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
-            whole = source.submit(images, prompts, metadata)
+            with phase("score", f"reward {self.specs[column].name!r}"):
+                whole = source.submit(images, prompts, metadata)
         answer = executor.part_of(whole) if isinstance(executor, ComponentExecutor) else whole
         self._asked.append(
             _Asked(

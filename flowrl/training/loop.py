@@ -9,7 +9,7 @@ import torch
 
 from flowrl.backbones.policy import Policy
 from flowrl.config.rollout import OptimOptions
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.objectives.base import Batch, Models, Objective, RewardField, checkpointed
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Source
@@ -23,17 +23,15 @@ from flowrl.utils.distributed import Runtime
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     """Train to `iterations` from where the run stands, and save at the end.
 
-    Stops early, after a whole iteration, at the run's time limit or when it is asked to. A
-    UserError, which every process raises alike and before an update, saves too.
+    Stops early, after a whole iteration, at the run's time limit or when it is asked to.
     """
-    for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
-        updates = learner.policy.updates
+    first = run.begin(learner.policy, learner.optimizer)
+    for iteration in range(first, first if run.interrupted else iterations):
         try:
             rollout, metrics = learner.iterate(iteration)
         except UserError:
-            if learner.policy.updates == updates:  # or a part of an iteration would be saved
-                run.save()
-            learner.source.save_state()
+            if learner.runtime.world_size == 1:  # or the others may be elsewhere
+                learner.source.save_state()
             raise
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
@@ -63,12 +61,15 @@ class Learner:
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
         timer = Timer()
-        rollout = self.source.collect(iteration, timer)
-        metrics = self.learn(rollout, iteration)
-        old = self.objective.needs.old
-        if old is not None:
-            # Now, not before the next rollout: if that one fails, a resumed run would repeat it.
-            self.policy.update_old(old.decay(iteration + 1))
+        with phase("rollout"):
+            rollout = self.source.collect(iteration, timer)
+        with phase("learn"):
+            metrics = self.learn(rollout, iteration)
+            old = self.objective.needs.old
+            if old is not None:
+                # Now, not before the next rollout, where a resumed run would repeat it.
+                self.policy.whole = False
+                self.policy.update_old(old.decay(iteration + 1))
         timer.lap("time/train")
         return rollout, rollout_metrics(rollout, self.runtime) | metrics | timer.seconds
 
@@ -96,6 +97,7 @@ class Learner:
             runtime.reduce_gradients(policy.parameters())
             norm = runtime.clip_gradients(policy.parameters(), optim.max_grad_norm)
             self._check_norm(norm)
+            policy.whole = False
             self.optimizer.step()
             self.optimizer.zero_grad()
             policy.update_ema_and_count()

@@ -24,7 +24,7 @@ Changes = dict[str, tuple[Any, Any]]  # by option: before, now
 FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
     "run.keep_checkpoints", "run.sample_every", "run.trackers", "run.push_to_hub",
-    "run.hub_model_id", "run.hub_private", "run.threads", "failures.",
+    "run.hub_model_id", "run.hub_private", "run.threads", "failures.", "runtime.",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
     "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "optim.micro_batch",

@@ -2,14 +2,13 @@
 
 import json
 import math
-import signal
-import threading
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
-from flowrl.errors import DamagedFile, UserError
+from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.linear import exact_weights
 from flowrl.scoring.spec import RewardSpec, trained
@@ -37,6 +36,7 @@ from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import write_bytes
 from flowrl.utils.progress import Steps
+from flowrl.utils.stopping import StopRequest, when_done
 
 GRID_IMAGES = 16
 RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
@@ -80,7 +80,8 @@ class Run:
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
-    _asked_to_stop: bool = field(init=False, default=False)
+    _request: StopRequest = field(init=False, default_factory=StopRequest)
+    _random: dict[str, Any] = field(init=False)  # when the last iteration ended
     # (trained score, held-out score) of the evaluations by iteration, for the stop rule
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
@@ -93,6 +94,7 @@ class Run:
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer = policy, optimizer
+        self._random, policy.whole = random_state(), True
         if self.resume is not None:
             self._restore(self.resume)
             if self.runtime.is_main:
@@ -156,6 +158,7 @@ class Run:
             group.update(own)
         self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
+        self._random = state["random"]
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
         if state["best"] and state.get("best_by") == self._best_by:
@@ -170,7 +173,18 @@ class Run:
 
     def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show samples when it is time."""
-        self.done, every, o = iteration + 1, self.evaluate_every, self.options
+        self.done, self._random, self._policy.whole = iteration + 1, random_state(), True
+        every, o = self.evaluate_every, self.options
+        with phase("save"):
+            self._show(grid, metrics)
+        if every and self.done % every == 0 and self.done < o.iterations:
+            self.evaluate_policy()
+            self._apply_stop_rule()
+        if self.done % o.checkpoint_every == 0:
+            self.save()
+
+    def _show(self, grid: SampleGrid, metrics: dict[str, float]) -> None:
+        o = self.options
         if self.report is not None:
             self.report.log(self.done, metrics)
             shown = o.sample_every and self.done % o.sample_every == 0
@@ -179,11 +193,6 @@ class Run:
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             self.steps.advance(shown)
-        if every and self.done % every == 0 and self.done < o.iterations:
-            self.evaluate_policy()
-            self._apply_stop_rule()
-        if self.done % o.checkpoint_every == 0:
-            self.save()
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
         """Score the weights that the run would export now, and remember the best.
@@ -211,13 +220,9 @@ class Run:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
-        try:
-            with exact_weights(self._policy.network):
-                velocity = self.evaluator.backbone.velocity
-                evaluation = self.evaluator(velocity, self.runtime, whole=whole)
-        except UserError:
-            self.save()  # what was learned outlives what cannot be measured
-            raise
+        with phase("evaluate"), exact_weights(self._policy.network):
+            velocity = self.evaluator.backbone.velocity
+            evaluation = self.evaluator(velocity, self.runtime, whole=whole)
         if self.runtime.is_main:
             measures = evaluation.measures(self.evaluator.quality)
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
@@ -237,43 +242,47 @@ class Run:
         if self.stopped and self.best is not None:
             best = self.checkpoints.path(self.best[1]).name
             self.stopped += f" The best checkpoint by that reward is {best}."
-        if self.stopped and self.steps is not None:
-            console = self.steps.console
-            console.print(self.stopped, highlight=False, markup=False, soft_wrap=True)
+        if self.stopped:
+            self._print(self.stopped)
 
     def evaluation_path(self, step: int) -> Path:
         return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
 
     def save(self) -> None:
-        """Write a checkpoint to resume from, and the LoRA at the root.
+        """Write a checkpoint to resume from, and the LoRA at the root. All call it together."""
+        if self.saved == self.done:
+            return
+        with phase("save"):
+            self._check_finite()
+            if self.runtime.is_main:
+                self._write(random_state())
+            self.saved = self.done
+            self.runtime.wait()
+
+    def _write(self, random: dict[str, Any]) -> None:
+        """Write the files of a checkpoint.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
-        if self.saved == self.done:
-            return
-        self._check_finite()
-        if self.runtime.is_main:
-            state = {
-                "run": self.ledger.run_id,
-                "policy": self._policy.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "runtime": self.runtime.state_dict(),
-                "random": random_state(),
-                "iteration": self.done,
-                "elapsed": self.seconds(),
-                "best": list(self.best) if self.best else None,
-                "best_by": self._best_by,
-            }
-            pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
-            folder = self.checkpoints.path(self.done)
-            for place in (folder, self.folder):
-                save_lora(pipeline, place, adapter=adapter)
-            best = self.best[1] if self.best else None
-            self.checkpoints.save(self.done, state, best=best)
-            digests = {name: sealed_digest(folder / name) for name in (STATE, FILE)}
-            self.ledger.append("checkpoint", step=self.done, digests=digests)
-        self.saved = self.done
-        self.runtime.wait()
+        state = {
+            "run": self.ledger.run_id,
+            "policy": self._policy.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "runtime": self.runtime.state_dict(),
+            "random": random,
+            "iteration": self.done,
+            "elapsed": self.seconds(),
+            "best": list(self.best) if self.best else None,
+            "best_by": self._best_by,
+        }
+        pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
+        folder = self.checkpoints.path(self.done)
+        for place in (folder, self.folder):
+            save_lora(pipeline, place, adapter=adapter)
+        best = self.best[1] if self.best else None
+        self.checkpoints.save(self.done, state, best=best)
+        digests = {name: sealed_digest(folder / name) for name in (STATE, FILE)}
+        self.ledger.append("checkpoint", step=self.done, digests=digests)
 
     def _check_finite(self) -> None:
         """Raise UserError for weights that must not be saved, the same on all processes."""
@@ -312,39 +321,84 @@ class Run:
         """Return whether time is up, a signal came or the rule stops; the same on all processes."""
         limit = self.options.max_minutes
         late = limit is not None and self.seconds() >= 60 * limit
-        return self.runtime.any(late or self._asked_to_stop or bool(self.stopped))
+        return self.runtime.any(late or bool(self._request.name) or bool(self.stopped))
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal came to any process; all must ask together."""
-        return self.runtime.any(self._asked_to_stop)
+        return self.runtime.any(bool(self._request.name))
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Show progress, keep the report's files open and handle signals inside the block.
 
-        Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once.
+        Ctrl-C, SIGTERM and SIGHUP let the iteration end and save; a second one stops at once. When
+        an error ends the block, what is whole is saved, and a note on the error says what.
         """
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self._asked_to_stop:
-                raise KeyboardInterrupt
-            self._asked_to_stop = True
-
-        main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
-        before = {number: signal.signal(number, ask) for number in signals}
-        try:
+        with when_done(self._heed) as self._request:
             with self.report or nullcontext(), self.steps or nullcontext():
-                yield
-        except BaseException as error:
-            with suppress(OSError):  # such as of a full disk, which is what `error` says
-                detail = f"{type(error).__name__}: {error}"
-                self._write_stop("error", complete=False, detail=detail)
-            raise
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+                try:
+                    yield
+                except BaseException as error:
+                    if isinstance(error, Exception | KeyboardInterrupt | Interrupted):
+                        error.add_note(self._rescue(error))
+                    with suppress(OSError):  # such as of a full disk, which is what `error` says
+                        detail = f"{type(error).__name__}: {error}"
+                        self._write_stop("error", complete=False, detail=detail)
+                    raise
+                if self._request.name:
+                    self._print(f"Stopped by {self._request.name}. {self._go_on()}")
+
+    def _heed(self, request: StopRequest) -> None:
+        """Tell that a signal came; a terminal that hangs up takes no more words."""
+        if self.steps is None:
+            return
+        if request.name == "SIGHUP" and self.steps.console.is_terminal:
+            self.steps.console.quiet = True
+        text = f"{request.name}: ends after this iteration; a second signal ends at once.\n"
+        with suppress(OSError):
+            os.write(2, text.encode())  # whatever this signal has interrupted may be printing
+
+    # --- after an error ---------------------------------------------------------------------
+
+    def _rescue(self, error: BaseException) -> str:
+        """Save unless a part of an iteration would be; return a sentence on what is saved.
+
+        This process alone does it: the others may be lost.
+        """
+        if getattr(as_failure(error), "cause", "") == "memory":
+            for one in (error, error.__cause__):
+                traceback.clear_frames(one and one.__traceback__)  # which hold the tensors
+        try:
+            policy = self._policy
+        except AttributeError:  # before `begin`
+            return "Nothing was done yet, and nothing is changed."
+        if self.saved == self.done or not self.runtime.saves_after(error):
+            return self._go_on()
+        if not policy.whole:
+            return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"
+        try:
+            with phase("save"):
+                self._check_finite()
+                self._write(self._random)
+            self.saved = self.done
+        except Exception as second:
+            return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"
+        return self._go_on()
+
+    def _go_on(self) -> str:
+        """Return a sentence on the newest checkpoint."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            return "No checkpoint is saved."
+        return (
+            f"Saved: {self.checkpoints.path(steps[-1])}, after {steps[-1]} of "
+            f"{self.options.iterations} iterations. Go on with --resume latest."
+        )
+
+    def _print(self, text: str) -> None:
+        if self.steps is not None:
+            self.steps.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # --- stop when the trained reward still rises and a held-out one falls --------------------------

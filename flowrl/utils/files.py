@@ -25,19 +25,25 @@ _INT_KEYS = "__int_keys__"
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside `path`; sync and rename it when the block succeeds."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
+        temporary = Path(name)
+        os.close(handle)
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         os.replace(temporary, path)
         sync_folder(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):  # which would say nothing
+            error.filename = str(path)
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
