@@ -24,6 +24,7 @@ LAYERS = [
     {"training", "offline"},
     {"build"},
     {"export", "planning"},
+    {"evaluation"},
     {"bench", "api"},
     {"cli", "__main__"},
 ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
@@ -157,13 +157,13 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
     if lora.init_from is not None:
-        state, strength = read_lora(lora.init_from)
-        if strength != lora.alpha / lora.rank:
+        start = open_lora(lora.init_from, default_alpha=lora.alpha)
+        if start.strength != lora.alpha / lora.rank:
             raise UserError(
-                f"{lora.init_from} has alpha / rank = {strength:g}, but lora.alpha / lora.rank is "
-                f"{lora.alpha / lora.rank:g}: set them as it was trained"
+                f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
+                f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
             )
-        policy.start_from(state)
+        policy.start_from(start.state)
     return policy
 
 
@@ -337,6 +337,17 @@ def check_evaluations(
     build_stop_rule(config, specs, held_out)
 
 
+def check_evaluation_alone(
+    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
+) -> None:
+    """Check the same for an evaluation without training. Raises UserError."""
+    # What is asked of prompts and rewards for training alone does not matter here.
+    prompts = config.prompts.model_copy(update={"retained": None})
+    run = config.run.model_copy(update={"stop_when_hacking": None})
+    untrained = config.model_copy(update={"prompts": prompts, "run": run})
+    check_evaluations(untrained, specs, (), held_out)
+
+
 def build_stop_rule(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> StopRule | None:
@@ -357,9 +368,12 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
+def build_prompts(
+    source: str, texts: Sequence[str] | None, *, split: str = "train"
+) -> list[PromptRecord]:
+    """Return `texts` as prompts, or those of a source; split: of a folder with both."""
     if texts is None:
-        return load_prompts(source)
+        return load_prompts(source, split=split)
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
 
 
@@ -371,7 +385,9 @@ def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecor
 def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the held-out prompts: none where configuration and caller name none."""
     source, texts = config.evaluation.prompts, given.evaluation_prompts
-    return [] if source is None and texts is None else build_prompts(source or "", texts)
+    if source is None and texts is None:
+        return []
+    return build_prompts(source or "", texts, split="test")
 
 
 def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.lora_files import lora_file
+from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import rounding_key
 from flowrl.config import Config

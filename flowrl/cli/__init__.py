@@ -10,7 +10,19 @@ from typing import Annotated, NoReturn
 import typer
 
 from flowrl import __version__
-from flowrl.cli import audit, bench, data, export, info, plan, rewards, sample, train, tree
+from flowrl.cli import (
+    audit,
+    bench,
+    data,
+    evaluation,
+    export,
+    info,
+    plan,
+    rewards,
+    sample,
+    train,
+    tree,
+)
 from flowrl.cli._console import print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
 from flowrl.utils.stopping import at_once
@@ -32,6 +44,9 @@ app.command()(sample.score)
 app.command()(sample.gallery)
 app.command()(export.export)
 app.command(context_settings=train.RECIPE_COMMAND)(train.evaluate)
+app.command()(evaluation.geneval)
+app.command()(evaluation.benchmark)
+app.command()(evaluation.calibrate)
 app.command()(tree.tree)
 app.command(context_settings=train.RECIPE_COMMAND)(plan.plan)
 app.command(context_settings=train.RECIPE_COMMAND)(audit.audit)
@@ -39,6 +54,7 @@ app.command("reward-check")(rewards.reward_check)
 app.command("reward-serve")(rewards.reward_serve)
 app.command()(rewards.golden)
 app.command()(data.prompts)
+app.command("import")(data.import_recipe)
 app.command()(info.explain)
 app.command()(info.doctor)
 app.add_typer(bench.app, name="bench")

@@ -26,7 +26,14 @@ Row = Mapping[str, object]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Lora = Annotated[
-    str | None, typer.Option(metavar="RUN|FILE", help="Add this LoRA: a run folder or a file.")
+    str | None,
+    typer.Option(
+        metavar="RUN|FILE|HUB",
+        help="Add this LoRA: a folder or file of any make, or OWNER/NAME[/SUBFOLDER][@REVISION].",
+    ),
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option(help="Alpha of a LoRA whose file does not say it; else its rank.")
 ]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table
+from flowrl.cli._console import AsJson, LoraAlpha, print_table
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -156,7 +156,23 @@ def saved_recipe(resume: str | None) -> Path:
 
 def evaluate(
     words: Words = None,
-    lora: Lora = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN|FILE|HUB",
+            help="A LoRA of any make, as a folder, a file or OWNER/NAME; may be repeated.",
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir", "-o", help="Folder of the leaderboard, its images and scores."
+        ),
+    ] = None,
+    per_prompt: Annotated[
+        int, typer.Option(min=1, help="Leaderboard: images of each prompt; diversity needs 2.")
+    ] = 2,
     as_deployed: Annotated[
         bool,
         typer.Option(
@@ -166,7 +182,11 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score a pipeline, with or without a LoRA, on a recipe's held-out prompts.
+    """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
+
+    With -o, or several LoRAs, base and all LoRAs are compared on the same prompts and noises, pair
+    by pair, with Holm's correction: leaderboard as HTML, PNG and csv. Images and scores stay in the
+    folder: an interrupted call goes on, and further LoRAs meet the base as it was drawn.
 
     Examples:
 
@@ -177,15 +197,41 @@ def evaluate(
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
 
       flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+      flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
     """
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
     asked = ["evaluation.as_deployed=true"] if as_deployed else []
     config = load_config(request.recipe, [*request.overrides, *asked])
+    given = lora or []
+    if output_dir is not None or len(given) > 1:
+        _compare(config, given, output_dir, lora_alpha, per_prompt, as_json)
+        return
     from flowrl.api import evaluate as evaluate_pipeline
 
-    print_table(evaluate_pipeline(config, lora=lora), as_json=as_json)
+    rows = evaluate_pipeline(config, lora=given[0] if given else None, lora_alpha=lora_alpha)
+    print_table(rows, as_json=as_json)
+
+
+def _compare(
+    config: "Config",
+    loras: Sequence[str],
+    folder: Path | None,
+    lora_alpha: float | None,
+    per_prompt: int,
+    as_json: bool,
+) -> None:
+    from flowrl.evaluation.contest import hold_contest
+    from flowrl.evaluation.leaderboard import ranking, write_leaderboard
+
+    if folder is None:
+        raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
+    contest = hold_contest(config, loras, folder, per_prompt=per_prompt, lora_alpha=lora_alpha)
+    typer.echo(write_leaderboard(contest, folder))
+    print_table(ranking(contest), as_json=as_json)
+    for line in (line for own in contest.contestants for line in own.missing):
+        typer.echo(line, err=True)
 
 
 # --- scripts/train_*.py, on each process that accelerate starts --------------------------------

@@ -1,6 +1,6 @@
 """Evaluation: score images of the same held-out prompts and noise before and after training."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -307,18 +307,20 @@ class Evaluator:
 
     def _images(self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring) -> Tensor:
         """Generate a batch and submit it to the rewards."""
+        return submit_images(scoring, self.images(velocity, request), request, 1)
+
+    def images(self, velocity: VelocityField, request: RolloutRequest) -> Iterable[Tensor]:
+        """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part."""
         steps = len(self.schedule.sigmas) - 1
         if self.call is not None:
             noise = request.noise((), 0, "init", self.backbone.latent_shape())
             asked = [request.prompts[i] for i in request.prompt.tolist()]
-            called = self.call(self.backbone, asked, noise, steps)
-            return submit_images(scoring, called.split(self.decode_batch), request, 1)
+            return self.call(self.backbone, asked, noise, steps).split(self.decode_batch)
         plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
             self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
         )  # fmt: skip
-        images = decode(self.backbone, tree.leaves(), self.decode_batch)
-        return submit_images(scoring, images, request, 1)
+        return decode(self.backbone, tree.leaves(), self.decode_batch)
 
     def _no_images(self) -> Tensor:
         """Return (0, 3, H, W) uint8, for a process that has no images to gather."""

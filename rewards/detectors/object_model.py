@@ -51,10 +51,13 @@ class ObjectModel:
         with fetching(self.model):
             return kind.from_pretrained(self.model)
 
-    def pixels(self, images: np.ndarray) -> dict[str, Tensor]:
-        """(B, H, W, 3) uint8 RGB -> what the network reads of them, on its device."""
+    def pixels(self, images: np.ndarray, **how: Any) -> dict[str, Tensor]:
+        """(B, H, W, 3) uint8 RGB -> what the network reads of them, on its device.
+
+        how: what the image processor is told, in place of its own settings.
+        """
         inputs = self.processor(
-            list(images), return_tensors="pt", input_data_format="channels_last"
+            list(images), return_tensors="pt", input_data_format="channels_last", **how
         )
         return {
             name: value.to(self.network.device, DTYPES[self.dtype])

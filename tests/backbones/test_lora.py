@@ -12,12 +12,12 @@ from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_files import (
     FILE,
     METADATA,
-    check_header,
     count_layers,
     load_lora,
     read_lora,
     save_lora,
 )
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
 from flowrl.build.learner import build_backbone, build_policy
@@ -200,7 +200,7 @@ def test_headers_that_say_no_strength_are_refused_by_name(tmp_path):
         with pytest.raises(UserError, match=f"{FILE} has .*{words}.*: export the run"):
             read_lora(path)
         with pytest.raises(UserError, match=words):
-            check_header(path)
+            open_lora(path, alpha=1)
     write("{}", {name: torch.ones(0, 3) for name in factors})
     with pytest.raises(UserError, match="a tensor of rank 0, a.lora_A.weight"):
         read_lora(path)

@@ -38,6 +38,7 @@ from flowrl.scoring.executors.base import (
     read_answer,
     to_levels,
 )
+from flowrl.scoring.executors.dialects import DIALECTS, DialectTransport
 from flowrl.scoring.protocol import (
     CODECS,
     PROTOCOL,
@@ -52,6 +53,7 @@ from flowrl.scoring.protocol import (
     is_sendable,
 )
 
+OWN = "flowrl"  # the dialect of flowrl's own servers
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row
 BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
@@ -80,6 +82,7 @@ class HTTPExecutor:
         micro_batch: most images of a request; None never splits, as groups never are.
         in_flight: most requests at the same time.
         token: the servers' bearer token.
+        dialect: "flowrl", or whose servers these are, a key of DIALECTS.
 
     Raises:
         UserError: for invalid addresses, limits, codecs and tokens.
@@ -104,6 +107,7 @@ class HTTPExecutor:
         in_flight: int = 4,
         codec: Codec = "png",
         token: str | None = None,
+        dialect: str = OWN,
     ):
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise UserError(f"reward {name!r}: got urls {list(urls)}; expected http://HOST:PORT")
@@ -115,11 +119,14 @@ class HTTPExecutor:
                 raise UserError(
                     f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
                 )
+        if dialect not in (OWN, *DIALECTS):
+            known = ", ".join((OWN, *DIALECTS))
+            raise UserError(f"reward {name!r}: dialect is one of {known}, not {dialect!r}")
         if token and not is_sendable(token):
             raise UserError(f"reward {name!r}: its token {TOKEN_RULE}")
         self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
         self._make_client = functools.partial(
-            Client, name, list(urls), **limits, codec=codec, token=token
+            Client, name, list(urls), **limits, codec=codec, token=token, dialect=dialect
         )
         self._opening = Lock()
         self._session: _Session | None = None
@@ -328,6 +335,7 @@ class Client:
     codec: Codec
     token: str | None
     in_flight: int
+    dialect: str = OWN
 
     def __post_init__(self) -> None:
         self.servers = [Server(url=url.rstrip("/")) for url in self.urls]
@@ -339,6 +347,9 @@ class Client:
             headers={"Accept-Encoding": "identity"} | headers,
             timeout=httpx.Timeout(self.timeout, connect=self._pause, pool=None),
             trust_env=False,
+            transport=None
+            if self.dialect == OWN
+            else DialectTransport(DIALECTS[self.dialect], self.name),
         )
         self._next = 0
         self._known: RewardInfo | None = None
