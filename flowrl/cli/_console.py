@@ -29,7 +29,7 @@ Lora = Annotated[
     str | None,
     typer.Option(
         metavar="RUN|FILE|HUB",
-        help="Add this LoRA: a folder or file of any make, or OWNER/NAME[/SUBFOLDER][@REVISION].",
+        help="Add this LoRA: a folder or file of any make, or OWNER/NAME/SUBFOLDER@REVISION.",
     ),
 ]
 LoraAlpha = Annotated[

@@ -52,7 +52,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "golden prompts explain doctor bench"
+    "golden prompts explain doctor bench geneval benchmark calibrate import"
 ).split()
 
 
@@ -133,10 +133,10 @@ def test_sample_passes_prompts_and_settings(run, built, tmp_path):
     prompts.write_text("a red star\na blue ring\n")
     words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
     assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
-    (args, options) = built[0]
-    assert args == ("tiny-sd3", ["a cat", "a red star", "a blue ring"])
-    assert (options["negative"], options["guidance"]) == ("fog", 2.0)
-    assert (options["seed"], options["count"], options["lora"]) == (7, 3, None)
+    ((drawing, texts), options) = built[0]
+    assert texts == ["a cat", "a red star", "a blue ring"]
+    assert (drawing.model, drawing.negative, drawing.guidance) == ("tiny-sd3", "fog", 2.0)
+    assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
 
 
 def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, built):
@@ -145,13 +145,13 @@ def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, bu
     assert (code, err.count("\n")) == (1, 1)
     assert "--rlg -0.5 is given without --lora" in err and not built
     assert run(*words, "--lora", "runs/quickstart")[0] == 0
-    assert built[0][1]["rlg"] == -0.5
+    assert built[0][0][0].rlg == -0.5
 
 
 def test_score_prints_a_missing_score_as_missing(run, built):
     code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
     assert code == 0
-    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None])
+    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], (), "flowrl")
     assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
     assert err == "reward 'ocr' does not apply\n"
     out = run("score", "a.png", "--reward", "ocr", "--json")[1]
@@ -160,7 +160,7 @@ def test_score_prints_a_missing_score_as_missing(run, built):
 
 def test_score_passes_on_the_arguments_of_each_reward(run, built):
     words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
-    assert run(*words)[0] == 0
+    assert run(*words)[0] == 1  # its only score is missing
     assert built[0][0][3] == [{"mode": "strict"}]
     assert "given 1 times for 2 rewards" in run(*words, "--reward", "brightness")[2]
     assert "expected names and values" in run(*words[:-1], "[strict]")[2]
