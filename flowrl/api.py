@@ -1,4 +1,4 @@
-"""The commands as functions: align, evaluate, sample, gallery, collect, score, audit, export.
+"""One function a command: align, evaluate, sample, gallery, collect, score, audit, signal, export.
 
 Each function does what the command of its name does, and takes loaded objects where that is
 useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
@@ -28,6 +28,7 @@ from flowrl.build.learner import (
     build_rewards,
     build_run,
     check_evaluation_alone,
+    check_unseen,
     evaluation_prompts,
     training_prompts,
     with_pipeline_name,
@@ -80,9 +81,10 @@ from flowrl.scoring.files import (
 )
 from flowrl.scoring.spec import Reward, RewardSpec, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
-from flowrl.training.evaluate import EvaluationComparison, compare
+from flowrl.training.evaluate import EvaluationComparison, compare, table
 from flowrl.training.loop import Learner, train
 from flowrl.training.resume import AUTO, Facts, Start
+from flowrl.training.signal import advice, signal_rows
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
@@ -211,6 +213,7 @@ def evaluate(
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_evaluation_alone(config, specs, held_out)
+    check_unseen(config, held_out)
     pipeline = build_pipeline(config, runtime.device)
     if added is not None:
         check_fits(added, pipeline.transformer)
@@ -224,22 +227,6 @@ def evaluate(
         load_lora(pipeline, added)
         after = evaluator(evaluator.backbone.velocity, runtime)
         return table(compare(base, after, evaluator.quality))
-
-
-def table(rows: Sequence[EvaluationComparison]) -> list[Row]:
-    """Return a comparison as the rows of a table."""
-    return [
-        {
-            "reward": row.name,
-            "base": row.before,
-            "aligned": row.after,
-            "change": row.change.mean,
-            "95% low": row.change.low,
-            "95% high": row.change.high,
-            "images": row.pairs,
-        }
-        for row in rows
-    ]
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
@@ -296,6 +283,8 @@ def gallery(
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
+    if run is not None:
+        check_unseen(config, evaluator.prompts)
     with closing(rewards):
         before = evaluator(evaluator.backbone.velocity, runtime, whole=not rlg)
         load_lora(pipeline, added)
@@ -701,6 +690,37 @@ def _drawing(config: Config, learner: Learner) -> RolloutParts:
 def _explore(config: Config) -> ExploreOptions:
     assert config.rollout.explore is not None  # see `audit_configs`
     return config.rollout.explore
+
+
+# --- flowrl signal -----------------------------------------------------------------------------
+
+
+def signal(
+    config: Config,
+    *,
+    rollouts: int,
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> tuple[list[Row], str]:
+    """Measure the gradient signal of each trained step; return its rows and what to change.
+
+    Nothing is learned. The arguments are as in `audit`, but for rollouts: independent ones, of as
+    many iterations; at least two. Raises UserError for objectives that do not learn from steps.
+    """
+    config = with_pipeline_name(config, pipeline)
+    config = _changed(config, "evaluation", prompts=None, quality=None, paraphrases=False)
+    config = _changed(config, "run", stop_when_hacking=None)
+    if lora is not None:
+        config = with_lora(config, lora)
+    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(config, _runtime(config), given)
+    with closing(learner.specs), restore_linear_after(learner.policy.network):
+        with learner.runtime.raise_on_all():
+            try_rewards(learner, training_prompts(config, given))
+        found = learner.measure_signal(rollouts)
+    r = config.rollout
+    return signal_rows(found), advice(found, r.tree, r.num_inference_steps)
 
 
 # --- flowrl export -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from flowrl.build.backbone import (
 )
 from flowrl.build.offline import build_stored, check_offline
 from flowrl.build.rollout import RolloutParts, build_sampler, check_rollout_memory
-from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode
+from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.build.work_split import check_split, iteration_work
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
@@ -32,6 +32,7 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
+from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Sampler, Source
@@ -43,6 +44,7 @@ from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run, StopRule, stop_rule
+from flowrl.training.signal import check_signal
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
@@ -76,13 +78,8 @@ def build_learner(
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = config.objective.build(r.kernel)
     needs = objective.needs
-    if r.samples:
-        check_work_split(config, runtime, needs, specs)
-        check_trees(config, needs)
-        check_prompts(specs, prompts)
-    if needs.reward_grad:
-        check_differentiable(specs, config.objective.kind)
-    check_evaluations(config, specs, prompts, evaluation_prompts(config, given))
+    held_out = evaluation_prompts(config, given)
+    check_parts(config, runtime, needs, specs, prompts, held_out)
     caches = caches or TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given) if needed is None else needed
     without = caches.unneeded_encoders(needed)
@@ -100,8 +97,11 @@ def build_learner(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
         text_cache=caches.get(backbone, r.guidance_scale),
     )  # fmt: skip
+    source = build_source(parts, prompts, caches)
+    stored = [prompt for _, prompt in stored_prompts(config, source)]
+    check_overlap(stored, held_out, allowed=config.prompts.allow_overlap)
     return Learner(
-        source=build_source(parts, prompts, caches),
+        source=source,
         specs=specs,
         policy=policy,
         objective=objective,
@@ -110,7 +110,42 @@ def build_learner(
         optim=config.optim,
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
+        signal_every=config.run.signal_every,
     )
+
+
+def check_parts(
+    config: Config,
+    runtime: Runtime,
+    needs: Needs,
+    specs: Sequence[RewardSpec],
+    prompts: Sequence[PromptRecord],
+    held_out: Sequence[PromptRecord],
+) -> None:
+    """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
+    if config.rollout.samples:
+        check_work_split(config, runtime, needs, specs)
+        check_trees(config, needs)
+        check_prompts(specs, prompts)
+        check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
+    if needs.reward_grad:
+        check_differentiable(specs, config.objective.kind)
+    if config.run.signal_every:
+        check_signal(needs.states)
+    check_evaluations(config, specs, prompts, held_out)
+
+
+def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:
+    """Check that the held-out prompts ask for nothing that prompts.train asks for.
+
+    Training prompts that are not on this machine are only warned of. Raises UserError.
+    """
+    try:
+        training = training_prompts(config, ProvidedObjects())
+    except UserError as error:
+        LOG.warning("whether evaluation.prompts are unseen is not known: %s", error)
+        return
+    check_overlap(training, held_out, allowed=config.prompts.allow_overlap)
 
 
 def build_rewards(

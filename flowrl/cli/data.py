@@ -128,6 +128,12 @@ def prompts(
     classes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="geneval: names of objects, one a line.")
     ] = None,
+    exclude: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="geneval: a .jsonl file whose requests neither list may have."
+        ),
+    ] = None,
     words: Annotated[
         Path | None, typer.Option(metavar="FILE", help="ocr: words, one a line.")
     ] = None,
@@ -142,8 +148,10 @@ def prompts(
 
     geneval: objects, their number, colours and places, for the reward geneval. --ratio is
     position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
-    test.jsonl has as many of each kind. Default classes are COCO's. Of counting prompts there are
-    the fewest, 1920: with this ratio at most 6392 beside 200 held-out ones.
+    test.jsonl has as many of each kind. Default classes are COCO's. Where a kind has fewer requests
+    than prompts, requests repeat in other words, and then texts: of counting prompts there are the
+    fewest, 240 requests. --exclude evaluation_metadata.jsonl, GenEval's published test, keeps its
+    553 requests out, in whatever words; several files may be given.
 
     ocr: a text of one to four words to be written, for the reward ocr. --ratio is the parts of
     texts with 1:2:3:4 words, 1:3:3:3 by default.
@@ -154,6 +162,8 @@ def prompts(
 
       flowrl prompts geneval -o prompts/geneval --count 5000 --held-out 400
 
+      flowrl prompts geneval -o prompts/geneval --exclude evaluation_metadata.jsonl
+
       flowrl prompts ocr -o prompts/ocr --words words.txt --new-words
 
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
@@ -161,17 +171,22 @@ def prompts(
     """
     from flowrl.prompts.generate import geneval, ocr
     from flowrl.prompts.generate.templates import read_list, write_sets
+    from flowrl.prompts.overlap import requests_in
 
     if not count + held_out:
         raise UserError("--count or --held-out must be above 0: there is nothing to write.")
-    others = (words, templates, new_words or None) if kind == "geneval" else (classes,)
+    ours = (words, templates, new_words or None)
+    others = ours if kind == "geneval" else (classes, exclude or None)
     if any(option is not None for option in others):
-        theirs = "--words, --templates and --new-words" if kind == "geneval" else "--classes"
+        named = "--words, --templates and --new-words", "--classes and --exclude"
+        theirs = named[kind == "ocr"]
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
     sizes, parts = (count, held_out, seed), _parts(ratio)
     if kind == "geneval":
         names = read_list(classes) if classes else geneval.COCO
-        sets = geneval.geneval_sets(*sizes, classes=names, ratio=parts or geneval.RATIO)
+        ratio_of = parts or geneval.RATIO
+        excluded = requests_in(exclude or [])
+        sets = geneval.geneval_sets(*sizes, classes=names, ratio=ratio_of, excluded=excluded)
     else:
         sets = ocr.ocr_sets(
             *sizes,

@@ -131,6 +131,11 @@ class PromptOptions(Options):
         "are given the prompt's own words. null is all.",
         "2 of 8 in PromptRL",
     )
+    allow_overlap: Flag = option(
+        False,
+        "Train although evaluation.prompts ask for what prompts.train asks for, too, in the same "
+        "or in other words; else such a run is refused.",
+    )
 
 
 StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1)]
@@ -240,6 +245,12 @@ class RunOptions(Options):
     )
     hub_private: Flag = option(
         False, "With push_to_hub: make a new repository private; one that is there stays as it is."
+    )
+    signal_every: Whole = option(
+        0,
+        "Iterations between measurements of the gradient's signal at each step, as `flowrl signal` "
+        "has it, from shares of the rollout's groups (signal/ in the metrics); each costs one more "
+        "pass over the rollout. 0 is never.",
     )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     stop_when_hacking: StopWhenHackingOptions | None = option(

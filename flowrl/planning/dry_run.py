@@ -20,6 +20,7 @@ from flowrl.backbones.loading import pipeline_path
 from flowrl.config import Config, parse_config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.errors import UserError
+from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import HUB, TINY
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, check_evaluation, check_prompts, load_reward
@@ -340,12 +341,20 @@ def _replace_prompts(
     draft: _Draft, config: Config, rewards: Sequence[InspectedReward], folder: Path
 ) -> None:
     p, e = config.prompts, config.evaluation
+    if e.prompts is not None and not (_is_missing(p.train) or _is_missing(e.prompts)):
+        check_overlap(load_prompts(p.train), load_prompts(e.prompts), allowed=p.allow_overlap)
+    draft.put("prompts.allow_overlap", True, "true: those that stand in may ask for the same")
     train = folder / "train.jsonl"
     draft.put("prompts.train", str(train), choose_prompts(train, p.train, rewards, p.balance))
     if e.prompts is not None:
         test = folder / "test.jsonl"
         note = choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
         draft.put("evaluation.prompts", str(test), note)
+
+
+def _is_missing(source: str) -> bool:
+    """Return whether prompts are neither built in nor on this machine."""
+    return source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists())
 
 
 def choose_prompts(
@@ -362,7 +371,7 @@ def choose_prompts(
     held_out: they are those of evaluation. Raises UserError for what is wrong with them.
     """
     most = max(COUNT, len(rewards))
-    if source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists()):
+    if _is_missing(source):
         rows = _made_up(rewards, balance, most)
         missing = "is looked up in training only" if source.startswith(HUB) else "is not there"
         note = f"{source} {missing}: {len(rows)} prompts of the tiny world"

@@ -355,6 +355,22 @@ def compare(
     return rows
 
 
+def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
+    """Return a comparison as the rows of a table."""
+    return [
+        {
+            "reward": row.name,
+            "base": row.before,
+            "aligned": row.after,
+            "change": row.change.mean,
+            "95% low": row.change.low,
+            "95% high": row.change.high,
+            "images": row.pairs,
+        }
+        for row in rows
+    ]
+
+
 def corrected_score(
     reward: Score, quality: Score, pivot: float = 3.0, offset: float = 0.2
 ) -> Score:

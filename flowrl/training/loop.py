@@ -16,8 +16,18 @@ from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
 from flowrl.training.run import Run, SampleGrid
-from flowrl.trajectory import Rollout
+from flowrl.training.signal import (
+    Signal,
+    SignalMeter,
+    check_signal,
+    signal_metrics,
+    step_gradients,
+    trained_steps,
+)
+from flowrl.trajectory import Rollout, Transitions
 from flowrl.utils.distributed import Runtime
+
+SIGNAL_PARTS = 8  # of a rollout's groups, as independent rollouts
 
 
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:
@@ -57,6 +67,7 @@ class Learner:
     optim: OptimOptions
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
+    signal_every: int = 0  # iterations between measurements of the gradient's signal; 0 is never
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
@@ -80,6 +91,8 @@ class Learner:
             group["lr"] = optim.lr_at(iteration, self.iterations)
         models = self._models(rollout)
         batch = self.objective.prepare(rollout)
+        due = self.signal_every and iteration % self.signal_every == 0
+        measured = self._signal_of_groups(rollout, batch, models) if due else {}
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
         check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
@@ -102,7 +115,49 @@ class Learner:
             self.optimizer.zero_grad()
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
-        return means.of_all(runtime)
+        return means.of_all(runtime) | measured
+
+    def measure_signal(self, iterations: int) -> Signal:
+        """Return the gradient signal of the policy as it is, over rollouts of so many iterations.
+
+        Nothing is learned. Raises UserError unless the objective learns from denoising steps.
+        """
+        check_signal(self.objective.needs.states)
+        meter: SignalMeter | None = None
+        for iteration in range(iterations):
+            rollout = self.source.collect(iteration, Timer())
+            meter = meter or SignalMeter.of(rollout)
+            batch = self.objective.prepare(rollout)
+            meter.add(self._step_gradients(rollout, batch, self._models(rollout)))
+        assert meter is not None
+        return meter.signal()
+
+    def _signal_of_groups(self, rollout: Rollout, batch: Batch, models: Models) -> dict[str, float]:
+        """Return the signal of a rollout's gradient, from shares of its groups.
+
+        They are independent of each other, so that they do for independent rollouts, at one more
+        pass over the batch; the noise of the whole follows from theirs.
+        """
+        parts = min(SIGNAL_PARTS, len(rollout.group.unique()))
+        if parts < 2:
+            return {}
+        meter = SignalMeter.of(rollout)
+        for part in batch.updates(parts):
+            meter.add(self._step_gradients(rollout, part, models))
+        return signal_metrics(meter.signal(parts=parts))
+
+    def _step_gradients(self, rollout: Rollout, batch: Batch, models: Models) -> torch.Tensor:
+        """Return the part of each trained step in the gradient of a batch. (S, D), on the CPU"""
+        assert isinstance(batch, Transitions)
+        parameters = self.policy.parameters()
+        rows = max(self.runtime.sum(len(batch)), 1)
+
+        def backward(part: Transitions) -> None:
+            with self.runtime.raise_on_all():
+                self._backward(part, rows, models, RowMeans())
+            self.runtime.reduce_gradients(parameters)
+
+        return step_gradients(batch, trained_steps(rollout), backward, parameters)
 
     def _models(self, rollout: Rollout) -> Models:
         """Return the models that the objective declares, each checkpointed by micro-batch."""
