@@ -149,10 +149,10 @@ class HTTPOptions(Options):
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")
-    codec: Literal["png", "webp-lossless", "raw-zlib", "jpeg"] = option(
-        "png",
-        "How images travel. All but jpeg arrive as they were; jpeg is smaller, and changes them "
-        "and their scores.",
+    codec: Literal["auto", "png", "webp-lossless", "raw-zlib", "raw", "jpeg"] = option(
+        "auto",
+        "How images travel; auto is raw to servers of this machine and webp-lossless to others. "
+        "All but jpeg arrive as they were; jpeg is smaller, and changes them and their scores.",
     )
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."

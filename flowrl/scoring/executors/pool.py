@@ -67,7 +67,7 @@ class PoolExecutor:
         for option, value in (limits | {"max_tasks": max_tasks}).items():
             if value is not None and value <= 0:
                 raise ValueError(f"{option} of reward {name!r} is {value}, expected more than 0")
-        self.name, self.micro_batch = name, micro_batch
+        self.name, self.micro_batch, self.workers = name, micro_batch, workers
         own = () if _names_gpu(args) else gpus
         self._processes = [
             Process(
