@@ -61,7 +61,7 @@ from flowrl.offline.format import (
     open_dataset,
 )
 from flowrl.offline.pairs import pairs_digest, read_pairs
-from flowrl.offline.writer import REWARD, SHARD, write_groups, write_pairs
+from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
@@ -397,23 +397,24 @@ def collect_pairs(
     if pipeline is None:
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
     backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
-    create_dataset(
-        folder,
-        DatasetMetadata(
-            pipeline=p.path,
-            backbone=p.backbone,
-            latent_shape=list(backbone.latent_shape()),
-            dtype="float32",
-            sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
-            rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
-            recipe={PAIRS: pairs_digest(source)},
-        ),
-    )
     unusable = len(left_out)
-    with Steps("encoding", -(-len(preferences) // SHARD)) as steps:
-        for reasons in write_pairs(folder, preferences, backbone, batch_size=p.decode_batch):
-            left_out += reasons
-            steps.advance({"left out": len(left_out)})
+    with owned(folder):
+        create_dataset(
+            folder,
+            DatasetMetadata(
+                pipeline=p.path,
+                backbone=p.backbone,
+                latent_shape=list(backbone.latent_shape()),
+                dtype="float32",
+                sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
+                rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
+                recipe={PAIRS: pairs_digest(source)},
+            ),
+        )
+        with Steps("encoding", -(-len(preferences) // SHARD)) as steps:
+            for reasons in write_pairs(folder, preferences, backbone, batch_size=p.decode_batch):
+                left_out += reasons
+                steps.advance({"left out": len(left_out)})
     if len(left_out) - unusable == len(preferences):
         raise UserError(
             f"none of the {len(preferences)} pairs can be used; the first: {left_out[unusable]}"

@@ -5,6 +5,7 @@ so that the shape is stored once and everything else has an axis of trees. A pla
 chains, which are trees too: nothing after the sampler knows whether it branched.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowrl.errors import DamagedFile
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, save_state
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +138,14 @@ class ReferenceErrors:
             save_state(path, {"key": self.key, "table": self.table})
 
     def load(self, path: Path) -> bool:
-        """Load a saved table with the same key. Return whether there was one."""
+        """Load a saved table with the same key. Return whether there was one, and whole."""
         if not path.is_file():
             return False
-        state = load_state(path)
+        try:
+            state = load_state(path)
+        except DamagedFile as error:
+            LOG.warning("%s: it is made again", error)
+            return False
         if state["key"] != self.key or state["table"].shape != self.table.shape:
             return False
         self.table.copy_(state["table"])

@@ -90,8 +90,7 @@ def write_summary(
     config: Config, learner: Learner, run: Run, after: Evaluation | None
 ) -> list[EvaluationComparison]:
     """Write gallery and card of a run; return the comparison with the base."""
-    before_path = run.evaluation_path(0)
-    before = Evaluation.load(before_path) if before_path.exists() else None
+    before = run.evaluation(0)
     quality = run.evaluator.quality if run.evaluator else None
     summary = compare(before, after, quality) if before and after else []
     rows = gallery_rows(before, after) if before and after else []

@@ -4,11 +4,13 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -29,7 +31,9 @@ from flowrl.offline.format import (
 from flowrl.offline.pairs import Pair, Picture, encoded, exists, members, opened
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
+from flowrl.training.checkpoint import step_of
 from flowrl.trajectory import Rollout
+from flowrl.utils.files import remove_leftovers
 from flowrl.utils.images import to_tensor
 
 
@@ -46,6 +50,34 @@ def write_groups(
 
     All processes call this; the main one writes. advance: called after each new shard.
     """
+    runtime = sampler.generator.runtime
+    with owned(folder) if runtime.is_main else nullcontext():
+        return _write_missing(folder, metadata, sampler, shards, first, advance)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a data set while inside, rid of what a killed writer left half-written.
+
+    Raises UserError when another process writes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", blocking=False):
+            remove_leftovers(folder)
+            yield
+    except Timeout:
+        raise UserError(f"{folder} is in use by another process that collects there") from None
+
+
+def _write_missing(
+    folder: Path,
+    metadata: DatasetMetadata,
+    sampler: Sampler,
+    shards: int,
+    first: int,
+    advance: Callable[[Rollout], None],
+) -> OfflineDataset:
     runtime = sampler.generator.runtime
     if runtime.is_main:
         create_dataset(folder, metadata)
@@ -118,7 +150,8 @@ class Refresher:
 
     def steps(self) -> list[int]:
         """Return the iterations that have a data set, complete or not, ascending."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
+        found = (step_of(path) for path in self.folder.glob("step-*"))
+        return sorted(step for step in found if step is not None)
 
     @property
     def shards(self) -> int:

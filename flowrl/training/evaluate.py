@@ -12,7 +12,7 @@ from torch import Tensor
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.text_cache import TextCache
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -129,7 +129,12 @@ class Evaluation:
 
     @staticmethod
     def load(path: Path) -> "Evaluation":
-        return Evaluation._from_state(load_state(path))
+        """Raises DamagedFile for a file that is not what `save` wrote."""
+        state = load_state(path)
+        try:
+            return Evaluation._from_state(state)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise DamagedFile(f"{path} is no evaluation: {error}") from error
 
     def _state(self) -> dict[str, Any]:
         state = {name: getattr(self, name) for name in self.__slots__}

@@ -1,6 +1,7 @@
 """A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
 import json
+import logging
 import math
 import os
 import time
@@ -38,6 +39,7 @@ from flowrl.utils.files import write_bytes
 from flowrl.utils.progress import Steps
 from flowrl.utils.stopping import StopRequest, when_done
 
+LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
 RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
 
@@ -108,7 +110,7 @@ class Run:
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
-            if not self._main_finds(self.evaluation_path(self.done).exists):
+            if not self._main_finds(lambda: self.evaluation(self.done) is not None):
                 self.evaluate_policy()  # the session before was stopped during it
         self._apply_stop_rule()
         self._began = time.monotonic()
@@ -120,10 +122,8 @@ class Run:
 
     def _base_is_evaluated(self) -> bool:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
-        path, evaluator = self.evaluation_path(0), self.evaluator
-        return (
-            path.exists() and evaluator is not None and Evaluation.load(path).key == evaluator.key
-        )
+        found, evaluator = self.evaluation(0), self.evaluator
+        return found is not None and evaluator is not None and found.key == evaluator.key
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured, for the stop rule."""
@@ -137,11 +137,9 @@ class Run:
         """Yield the iterations of comparable evaluations in the folder, with both scores."""
         assert self.stop is not None and self.evaluator is not None
         for step in range(0, self.done + 1, self.evaluate_every):
-            path = self.evaluation_path(step)
-            if path.exists():
-                evaluation = Evaluation.load(path)
-                if evaluation.key == self.evaluator.key:
-                    yield step, self.score(evaluation), self.stop.score(evaluation)
+            found = self.evaluation(step)
+            if found is not None and found.key == self.evaluator.key:
+                yield step, self.score(found), self.stop.score(found)
 
     def _renew_lora(self) -> None:
         """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
@@ -247,6 +245,17 @@ class Run:
 
     def evaluation_path(self, step: int) -> Path:
         return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        """Return what was measured after an iteration; None where nothing or a damaged file is."""
+        path = self.evaluation_path(step)
+        if not path.exists():
+            return None
+        try:
+            return Evaluation.load(path)
+        except DamagedFile as error:
+            LOG.warning("%s: it is made again where its weights are, and left out elsewhere", error)
+            return None
 
     def save(self) -> None:
         """Write a checkpoint to resume from, and the LoRA at the root. All call it together."""

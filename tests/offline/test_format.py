@@ -197,7 +197,7 @@ def test_stores_that_cannot_be_opened_or_continued_are_refused(tmp_path, folder)
     with pytest.raises(UserError, match="holds no images yet"):
         open_dataset(folder)
     path = folder / "store.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 7'))
     with pytest.raises(UserError, match="cannot be read by this version .*format is not 1"):
         open_dataset(folder)
     # Going on needs the same recipe.
