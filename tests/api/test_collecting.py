@@ -108,7 +108,7 @@ def test_a_collection_that_was_killed_goes_on_to_the_same_store(
     latents.write_bytes(latents.read_bytes()[:100])
     (folder / "data" / ".000002.jsonl.abc.tmp").write_text('{"half')
     collect(config, folder, groups=5, pipeline=load_tiny())
-    (folder / "data" / ".000002.jsonl.abc.tmp").unlink()
+    assert not (folder / "data" / ".000002.jsonl.abc.tmp").exists()
     assert files(folder) == files(collected[0])
 
 

@@ -1,8 +1,8 @@
 """Killed before each file operation: the folders that a process leaves, and what becomes of them.
 
 A recorder copies the folder of a run before every operation on it, so that the copies are what a
-process leaves that is killed there; writes are also cut in half. Copies that are equal, byte for
-byte and name for name, stand for all of their operations. Each is then gone on with in a process
+process leaves that is killed there; writes are also cut in half. Copies that are equal, but for what
+is in temporary files, stand for all of their operations. Each is then gone on with in a process
 forked from this one, which has everything imported and loaded.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.training.tracking import Report
+from flowrl.utils.files import TEMPORARY
 
 CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -183,10 +184,17 @@ def copies(folder: Path, work: Callable[[], object], into: Path) -> list[list[st
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a digest of names and contents; the random part of temporary names counts."""
+    """Return a digest of names and contents; of temporary files only of what they were to be.
+
+    Nobody reads those: the next start removes them by their names, which end in random letters.
+    """
     found = blake2b()
     for path in sorted(folder.rglob("*")):
-        found.update(str(path.relative_to(folder)).encode() + b"\0")
+        name = str(path.relative_to(folder))
+        if path.suffix == TEMPORARY:
+            found.update(name.rpartition(".")[0].rpartition(".")[0].encode() + b"\0")
+            continue
+        found.update(name.encode() + b"\0")
         if path.is_file():
             found.update(str(path.stat().st_size).encode() + path.read_bytes())
     return found.hexdigest()

@@ -15,7 +15,7 @@ from crashes import Tally, copies, fork, kill_at
 
 from flowrl.api import align, collect
 from flowrl.backbones.lora_files import FILE
-from flowrl.build.learner import ProvidedObjects
+from flowrl.build.learner import ProvidedObjects, with_pipeline_name
 from flowrl.build.start import recipe_facts
 from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Interval
@@ -82,9 +82,9 @@ class Drill:
         found = ending(folder)
         wrong = [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
         if self.kind != "collect" and not wrong:
-            config = self.config_for(folder)
-            given = ProvidedObjects(pipeline=self.load_tiny())
-            start = decide(config, recipe_facts(config, given), resume=AUTO, accept_changes=False)
+            config = with_pipeline_name(self.config_for(folder), self.load_tiny())
+            facts = recipe_facts(config, ProvidedObjects())
+            start = decide(config, facts, resume=AUTO, accept_changes=False)
             wrong += [] if start.finished else ["it is not finished"]
         if wrong:
             print(f"{self.kind}, {folder.name}: {wrong}", file=os.sys.stderr)
@@ -151,6 +151,7 @@ def drill(tiny_config, load_tiny, monkeypatch):
 
     def make(kind: str) -> tuple[Drill, dict]:
         changes = KINDS[kind] | {"prompts": {"train": str(prompts)}}
+        changes["lora"] = {"rank": 4, "alpha": 6, "targets": ["attn.to_q"]}  # few layers: soon made
         store = changes.pop("store", None)
         if store is not None:
             path = folder / kind / "store"
