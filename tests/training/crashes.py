@@ -1,9 +1,9 @@
 """Killed before each file operation: the folders that a process leaves, and what becomes of them.
 
 A recorder copies the folder of a run before every operation on it, so that the copies are what a
-process leaves that is killed there; writes are also cut in half. Copies that are equal, but for what
-is in temporary files, stand for all of their operations. Each is then gone on with in a process
-forked from this one, which has everything imported and loaded.
+process leaves that is killed there; writes are also cut in half. Copies that are equal, but for
+what is in temporary files, stand for all of their operations. Each is then gone on with in a
+process forked from this one, which has everything imported and loaded.
 """
 
 import io
