@@ -1,9 +1,16 @@
 """Killed before any file operation, a run that goes on ends as one that nothing happened to."""
 
+import contextlib
 import json
 import os
+import random
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +24,11 @@ from flowrl.api import align, collect
 from flowrl.backbones.lora_files import FILE
 from flowrl.build.learner import ProvidedObjects, with_pipeline_name
 from flowrl.build.start import recipe_facts
+from flowrl.config import config_yaml
 from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Interval
+from flowrl.training.ledger import FILE as LEDGER
+from flowrl.training.ledger import Ledger
 from flowrl.training.resume import AUTO, decide
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
@@ -87,7 +97,7 @@ class Drill:
             start = decide(config, facts, resume=AUTO, accept_changes=False)
             wrong += [] if start.finished else ["it is not finished"]
         if wrong:
-            print(f"{self.kind}, {folder.name}: {wrong}", file=os.sys.stderr)
+            print(f"{self.kind}, {folder.name}: {wrong}", file=sys.stderr)
         return 1 if wrong else 0
 
 
@@ -223,3 +233,67 @@ def report(tally: Tally) -> None:
     if table := os.environ.get("FLOWRL_CRASH_TABLE"):
         with open(table, "a") as file:
             file.write(row + "\n")
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+
+def start_two(recipe: Path) -> subprocess.Popen:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = "-m accelerate.commands.launch --num_processes 2 --multi_gpu --num_machines 1"
+    launcher += f" --mixed_precision no --dynamo_backend no --main_process_port {port} -m"
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(
+        [sys.executable, *launcher.split(), "flowrl", "train", str(recipe)],
+        env=os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"},
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that all of it can be killed at once
+    )
+
+
+def kill_after(process: subprocess.Popen, ledger: Path, events: int, delay: float) -> None:
+    """Kill launcher and processes a while after the ledger holds so many events."""
+    while process.poll() is None:
+        if ledger.exists() and ledger.read_bytes().count(b"\n") >= events:
+            time.sleep(delay)
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_processes_killed_at_random_end_as_if_nothing_had_happened(tiny_config, tmp_path):
+    iterations, choice = 6, random.Random(0)
+
+    def recipe(name: str) -> tuple[Path, Path]:
+        folder = tmp_path / name
+        run = {"output_dir": str(folder), "iterations": iterations, "threads": 1}
+        rollout = ODE | {"prompts_per_iteration": 2}
+        config = tiny_config(rollout=rollout, objective=NFT, run=run)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(config_yaml(config))
+        return path, folder
+
+    path, whole = recipe("whole")
+    process = start_two(path)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    path, folder = recipe("killed")
+    events = 1
+    for _ in range(5):
+        kill_after(start_two(path), folder / LEDGER, events, choice.random())
+        events = 1 + (folder / LEDGER).read_bytes().count(b"\n") + choice.randrange(2)
+    process = start_two(path)
+    output = process.communicate()[0]
+    assert process.returncode == 0, output
+    resumes = [event for event in Ledger(folder).events() if event["event"] == "resume"]
+    assert len(resumes) >= 3
+    assert ending(folder) == ending(whole)

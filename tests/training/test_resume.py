@@ -24,8 +24,12 @@ ITERATIONS = 2
 
 
 @pytest.fixture(scope="module")
-def config_for(tiny_config):
+def config_for(tiny_config, tmp_path_factory):
+    few = tmp_path_factory.mktemp("prompts") / "prompts.txt"  # which are read soon
+    few.write_text("a red circle\na blue square\na green star\n")
+
     def make(folder: Path, **changes):
+        changes = {"prompts": {"train": str(few)}} | changes
         rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
         run = {"output_dir": str(folder), "iterations": ITERATIONS, "keep_checkpoints": 9}
         for section, values in {"rollout": rollout, "run": run}.items():
