@@ -25,7 +25,7 @@ LAYERS = [
     {"build"},
     {"export", "planning"},
     {"evaluation"},
-    {"bench", "api"},
+    {"bench", "api", "verify"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

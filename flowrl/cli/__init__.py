@@ -22,6 +22,7 @@ from flowrl.cli import (
     sample,
     train,
     tree,
+    verify,
 )
 from flowrl.cli._console import print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
@@ -58,6 +59,7 @@ app.command()(data.prompts)
 app.command("import")(data.import_recipe)
 app.command()(info.explain)
 app.command()(info.doctor)
+app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)
 app.add_typer(bench.app, name="bench")
 
 

@@ -89,7 +89,7 @@ class Learner:
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
-        models = self._models(rollout)
+        models = self.models(rollout)
         batch = self.objective.prepare(rollout)
         due = self.signal_every and iteration % self.signal_every == 0
         measured = self._signal_of_groups(rollout, batch, models) if due else {}
@@ -101,7 +101,7 @@ class Learner:
             if not rows:
                 continue
             with runtime.raise_on_all():
-                self._backward(part, rows, models, means)
+                self.backward(part, rows, models, means)
             metrics = means.result()
             self._check_loss(metrics)
             if check_ratio:
@@ -159,7 +159,7 @@ class Learner:
 
         return step_gradients(batch, trained_steps(rollout), backward, parameters)
 
-    def _models(self, rollout: Rollout) -> Models:
+    def models(self, rollout: Rollout) -> Models:
         """Return the models that the objective declares, each checkpointed by micro-batch."""
         needs, size = self.objective.needs, self.optim.micro_batch
         declared: dict[str, Any] = {}
@@ -171,7 +171,7 @@ class Learner:
             declared["reward_gradient"] = self.reward_gradient(rollout)
         return Models(policy=checkpointed(self.policy.velocity, size), **declared)
 
-    def _backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
+    def backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
         for chunk in part.chunks(self.optim.micro_batch):
             with self.runtime.autocast():

@@ -52,7 +52,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "golden prompts explain doctor bench geneval benchmark calibrate import"
+    "golden prompts explain doctor verify bench geneval benchmark calibrate import"
 ).split()
 
 

@@ -32,7 +32,8 @@ SECONDS = 60  # after which a case hangs
 PLANS = 40_000  # a case may look at
 FILE = "mine.yaml"
 SCHEMA = Config.model_json_schema()
-NAMES = {name for option in walk(Config) for name in (option.path, option.path.split(".")[0])}
+PATHS = [option.path.split(".") for option in walk(Config)]
+NAMES = {".".join(path[:i]) for path in PATHS for i in range(1, len(path) + 1)}
 
 # Values as a recipe has them, that most options should not take.
 ODD = [
@@ -288,11 +289,11 @@ def check(case: Case) -> bool:
     lines = found.err.strip().splitlines()
     assert not found.out and 1 <= len(lines) <= 10 and max(map(len, lines)) < 900, found.err
     assert lines[0].startswith("error: ") and lines[-1].endswith((".", "?")), found.err
-    words = [*re.findall(r"[\w.\[\]-]+", found.err), *found.err.split()]
-    named = NAMES & {word.rstrip(".:?,") for word in words}
-    assert (
-        named or FILE in found.err or any(w.partition("=")[0][:50] in found.err for w in case.words)
-    )
+    told = re.findall(r"ption ([\w.\[\]-]+)|((?:\w[\w-]*\.)+[\w-]+)", found.err)
+    named = {re.sub(r"\.\d+", ".0", word.rstrip(".")) for pair in told for word in pair}
+    named = {".".join(name.split(".")[:i]) for name in named for i in range(1, 9)} & NAMES
+    typed = any(word.partition("=")[0][:50] in found.err for word in case.words)
+    assert named or typed or FILE in found.err, found.err
     return False
 
 

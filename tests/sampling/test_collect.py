@@ -114,7 +114,7 @@ def test_every_network_sees_a_micro_batch_at_most(make_learner):
 
 def test_what_an_objective_did_not_declare_cannot_be_called(make_learner):
     learner = make_learner(objective={"kind": "sft"}, rollout=ROLLOUT)
-    models = learner._models(learner.source.collect(0, Timer()))
+    models = learner.models(learner.source.collect(0, Timer()))
     for name in ("reference", "old"):
         with pytest.raises(ValueError, match=f"models.{name}, which `needs` does not declare"):
             getattr(models, name)(None, None, None)
