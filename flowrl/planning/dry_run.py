@@ -342,7 +342,8 @@ def _replace_prompts(
 ) -> None:
     p, e = config.prompts, config.evaluation
     if e.prompts is not None and not (_is_missing(p.train) or _is_missing(e.prompts)):
-        check_overlap(load_prompts(p.train), load_prompts(e.prompts), allowed=p.allow_overlap)
+        held_out = load_prompts(e.prompts, split="test")
+        check_overlap(load_prompts(p.train), held_out, allowed=p.allow_overlap)
     draft.put("prompts.allow_overlap", True, "true: those that stand in may ask for the same")
     train = folder / "train.jsonl"
     draft.put("prompts.train", str(train), choose_prompts(train, p.train, rewards, p.balance))
@@ -376,7 +377,7 @@ def choose_prompts(
         missing = "is looked up in training only" if source.startswith(HUB) else "is not there"
         note = f"{source} {missing}: {len(rows)} prompts of the tiny world"
     else:
-        records = load_prompts(source)
+        records = load_prompts(source, split="test" if held_out else "train")
         specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
         if len(specs) == len(rewards):
             (check_evaluation if held_out else check_prompts)(specs, records)

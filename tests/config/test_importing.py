@@ -168,10 +168,11 @@ def test_both_are_recipes_that_flowrl_takes(flow_grpo, flow_factory, tmp_path):
 @pytest.mark.slow
 def test_both_can_be_planned_and_rehearsed(flow_grpo, flow_factory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for name, text in (("ocr", 'A sign that says "HELLO"'), ("pickscore", "a red star")):
+    for name, text in (("ocr", 'A sign that says "{}"'), ("pickscore", "{} stars")):
         (tmp_path / "dataset" / name).mkdir(parents=True)
-        for split in ("train", "test"):
-            (tmp_path / "dataset" / name / f"{split}.txt").write_text(f"{text}\n" * 8)
+        for split, first in (("train", 10), ("test", 20)):
+            lines = "".join(text.format(number) + "\n" for number in range(first, first + 8))
+            (tmp_path / "dataset" / name / f"{split}.txt").write_text(lines)
     for number, source in enumerate([f"{flow_grpo}:ocr", str(flow_factory)]):
         for words in (["import", source, "-o", f"{number}.yaml"], ["plan", f"{number}.yaml"]):
             with pytest.raises(SystemExit) as end:
