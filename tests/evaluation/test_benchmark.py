@@ -9,7 +9,12 @@ from PIL import Image
 
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.evaluation.benchmark import geneval_table, judge_geneval, write_results
+from flowrl.evaluation.benchmark import (
+    geneval_prompts,
+    geneval_table,
+    judge_geneval,
+    write_results,
+)
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
 from flowrl.tiny.draw import draw
@@ -182,6 +187,19 @@ def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
     assert printed[2]["brightness"] == pytest.approx(mean)
     lines = (tmp_path / "own" / "scores.csv").read_text().splitlines()
     assert lines[0] == "image,prompt,brightness" and len(lines) == 3
+
+
+def test_prompts_without_genevals_metadata_are_refused(tmp_path):
+    row = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+    path = tmp_path / "evaluation_metadata.jsonl"
+    path.write_text(json.dumps(row | {"prompt": "a photo of a bench"}) + "\n")
+    (record,) = geneval_prompts(path)
+    assert record.metadata == row
+    path.write_text(json.dumps({"prompt": "a photo of a bench"}) + "\n")
+    with pytest.raises(UserError, match="the prompt 'a photo of a bench' has no tag and include"):
+        geneval_prompts(path)
+    with pytest.raises(UserError, match="give GenEval's prompts with --prompts: evaluation_meta"):
+        geneval_prompts(None)
 
 
 def test_two_judges_are_compared_image_by_image(tmp_path, capsys):

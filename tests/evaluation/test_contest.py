@@ -117,18 +117,18 @@ def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp
 
 
 def test_an_interval_of_clustered_differences_covers_the_truth_and_images_alone_would_not():
-    """200 worlds of 20 prompts, 4 images of each alike: the 95 % interval holds 0 in about 95 % of
+    """100 worlds of 20 prompts, 4 images of each alike: the 95 % interval holds 0 in about 95 % of
     them, and one that took images for independent would be half as wide."""
     rng = np.random.default_rng(0)
     prompt = torch.arange(20).repeat_interleave(4)
     held, rejected = 0, 0
-    for world in range(200):
+    for world in range(100):
         shift = torch.from_numpy(rng.normal(size=20)).repeat_interleave(4)
         noise = torch.from_numpy(rng.normal(size=80)) * 0.1
         found = paired_contrast(torch.zeros(80), (shift + noise).float(), prompt, seed=world)
         held += found.low <= 0 <= found.high
         rejected += found.p < 0.05
-    assert 0.88 <= held / 200 <= 0.99 and 0.01 <= rejected / 200 <= 0.10
+    assert 0.88 <= held / 100 <= 0.99 and 0.01 <= rejected / 100 <= 0.10
 
 
 def test_a_plain_difference_is_found_and_missing_scores_are_left_out():
