@@ -34,6 +34,7 @@ from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
 from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
+from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Sampler, Source
 from flowrl.scoring.combine import mean_reward
@@ -409,6 +410,8 @@ def build_prompts(
     """Return `texts` as prompts, or those of a source; split: of a folder with both."""
     if texts is None:
         return load_prompts(source, split=split)
+    for number, text in enumerate(texts):
+        check_row({"prompt": text}, f"prompt {number} of those given")
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
 
 

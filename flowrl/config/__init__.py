@@ -26,8 +26,8 @@ from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.fields import Options, check_unicode, option
 
-LOOKED_AT = 10_000  # iterations
-MOVES = 400_000  # in all of them, which takes about a second
+LOOKED_AT = 3_000  # iterations
+MOVES = 150_000  # in all of them, which takes less than a second
 
 
 class Config(Options):

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from flowrl.backbones.lora_formats import FILE, open_lora
 from flowrl.backbones.original_layers import layers_of
 from flowrl.config.sections import LoRAOptions
 from flowrl.errors import CheckResult, UserError
-from flowrl.offline.format import LATENTS, OfflineDataset, latents_file, open_dataset
+from flowrl.offline.format import OfflineDataset, open_dataset
 from flowrl.training.checkpoint import read_checkpoint, step_of
 from flowrl.training.evaluate import Evaluation
 from flowrl.verify.figures import failed, judged, passed, unsure
@@ -110,8 +110,7 @@ def _check_latents(store: OfflineDataset) -> Iterator[CheckResult]:
     wrong, spread = [], []
     for shard in store.shard.unique().tolist():
         try:
-            with safe_open(latents_file(store.folder, shard), "pt") as file:
-                x0 = file.get_tensor(LATENTS).float()
+            x0 = store.latents((store.shard == shard).nonzero().flatten()).float()
         except BROKEN as error:
             wrong.append(f"shard {shard}: {_told(error)}")
             continue

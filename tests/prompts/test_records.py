@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.build.learner import build_prompts
 from flowrl.errors import UserError
 from flowrl.prompts.records import (
     PromptRecord,
@@ -183,6 +184,8 @@ def test_prompts_that_no_tokenizer_takes_are_refused_by_line(tmp_path):
         path.write_text('{"prompt": "a cat"}\n' + row)
         with pytest.raises(UserError, match=f"line 2: .*{words}"):
             load_prompts(path)
+    with pytest.raises(UserError, match="prompt 1 of those given: the text holds"):
+        build_prompts("", ["a cat", "a \ud800 cat"])
 
 
 def test_iterations_go_on_in_every_kind_where_the_last_one_stopped():

@@ -346,6 +346,17 @@ def truncated_latents(store):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def flipped_bit_in_latents(store):
+    data = bytearray(latents_file(store, 0).read_bytes())
+    data[-7] ^= 1
+    latents_file(store, 0).write_bytes(bytes(data))
+
+
+def changed_score(store):
+    path = rows_file(store, 0)
+    path.write_text(path.read_text().replace('"reward/brightness": 0.', '"reward/brightness": 1.'))
+
+
 def blank_latent(store):
     path = latents_file(store, 0)
     tensors = load_file(path)
@@ -353,7 +364,9 @@ def blank_latent(store):
     save_file(tensors, path)
 
 
-STORE_FAULTS = (nan_latent, wrong_row, truncated_latents, blank_latent)
+STORE_FAULTS = (
+    nan_latent, wrong_row, truncated_latents, flipped_bit_in_latents, changed_score, blank_latent,
+)  # fmt: skip
 
 
 @pytest.mark.slow
