@@ -55,10 +55,14 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any], *, best: int | None = None) -> Path:
         """Write a checkpoint, remove all but the newest and the best, return its folder."""
         save_state(self.path(step) / STATE, state)
+        self.prune(best)
+        return self.path(step)
+
+    def prune(self, best: int | None) -> None:
+        """Remove all but the newest and the best, which a killed process may not have come to."""
         for old in self.steps()[: -self.keep]:
             if old != best:
                 remove_checkpoint(self.path(old))
-        return self.path(step)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the newest whole checkpoint and its state; say which damaged ones are left out.

@@ -100,6 +100,7 @@ class Run:
         if self.resume is not None:
             self._restore(self.resume)
             if self.runtime.is_main:
+                self.checkpoints.prune(self.best[1] if self.best else None)
                 self._renew_lora()
         else:
             self.save()  # from here on the run can be resumed
