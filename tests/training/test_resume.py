@@ -296,6 +296,11 @@ def test_leftovers_of_killed_writers_are_removed_by_the_next_start(copy, config_
     assert not any(path.exists() for path in left)
 
 
+def test_checkpoints_that_a_killed_run_had_no_time_to_remove_go(copy, config_for):
+    align(config_for(copy, run={"keep_checkpoints": 1}), resume=LATEST)
+    assert Checkpoints(copy, keep=1).steps() == [2]
+
+
 def test_weights_that_are_not_finite_are_never_saved(finished, make_run, monkeypatch):
     from flowrl.training.loop import Learner, train
 
