@@ -35,6 +35,7 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
 
     Stops early, after a whole iteration, at the run's time limit or when it is asked to.
     """
+    run.before_save = learner.source.save_state
     first = run.begin(learner.policy, learner.optimizer)
     for iteration in range(first, first if run.interrupted else iterations):
         try:
@@ -46,12 +47,9 @@ def train(learner: "Learner", run: Run, *, iterations: int) -> None:
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
         run.after(iteration, grid, metrics)
-        if run.saved == run.done:
-            learner.source.save_state()
         if run.should_stop():
             break
     run.save()
-    learner.source.save_state()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,8 @@ class Run:
     steps: Steps | None
     stop: "StopRule | None" = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
+    # Saves what else a resumed run needs, before the state is there; all processes call it.
+    before_save: Callable[[], None] | None = None
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
     best: tuple[float, int] | None = None  # (score, iteration)
@@ -264,6 +266,8 @@ class Run:
             return
         with phase("save"):
             self._check_finite()
+            if self.before_save is not None:
+                self.before_save()
             if self.runtime.is_main:
                 self._write(random_state())
             self.saved = self.done
@@ -390,6 +394,8 @@ class Run:
         try:
             with phase("save"):
                 self._check_finite()
+                if self.before_save is not None and self.runtime.world_size == 1:
+                    self.before_save()
                 self._write(self._random)
             self.saved = self.done
         except Exception as second:
