@@ -126,7 +126,7 @@ class Learner:
             rollout = self.source.collect(iteration, Timer())
             meter = meter or SignalMeter.of(rollout)
             batch = self.objective.prepare(rollout)
-            meter.add(self._step_gradients(rollout, batch, self._models(rollout)))
+            meter.add(self._step_gradients(rollout, batch, self.models(rollout)))
         assert meter is not None
         return meter.signal()
 
@@ -152,7 +152,7 @@ class Learner:
 
         def backward(part: Transitions) -> None:
             with self.runtime.raise_on_all():
-                self._backward(part, rows, models, RowMeans())
+                self.backward(part, rows, models, RowMeans())
             self.runtime.reduce_gradients(parameters)
 
         return step_gradients(batch, trained_steps(rollout), backward, parameters)
