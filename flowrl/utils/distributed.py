@@ -160,6 +160,7 @@ class Runtime:
         except MachineFailure as lost:  # its own is the first cause
             raise failure or lost from None
         if failure is not None and own.get(f"{self.rank:06d}") == message:
+            failure.args = (message,)  # with the rank, as the others say it
             raise failure
         raise UserError(message)
 

@@ -150,15 +150,19 @@ class Peers:
             LOG.warning("waiting for %s, for %.0f s", self._missing(), waited)
 
     def _closed(self, error: RuntimeError) -> MachineFailure:
-        """Return the failure of a connection that broke: one more round of beats tells whose."""
+        """Return the failure of a connection that broke: the next beats tell whose."""
         before = {rank: beat.number for rank, (_, beat) in self._heard.items()}
-        until = time.monotonic() + min(2 * BEAT + 1, self.peer_timeout)
-        while time.monotonic() < until:
-            if told := self._told_why():
-                return told
-            if stop_request().name or len(before) == 1:
-                break  # the launcher ends all; or there is but one
+        at, began = self._round_at, time.monotonic()
+        self._wake.set()  # hear now what a process said when it left
+        while self._round_at == at and time.monotonic() - began < 2.0:
+            time.sleep(0.01)
+        several = len(before) > 1
+        while several and time.monotonic() - began < min(2 * BEAT + 1, self.peer_timeout):
+            if self._told_why() or stop_request().name:  # or the launcher ends all
+                break
             time.sleep(0.1)
+        if told := self._told_why():
+            return told
         heard = dict(self._heard)
         same = [rank for rank, (_, beat) in heard.items() if beat.number == before.get(rank)]
         ranks = same or list(before)
