@@ -72,34 +72,49 @@ report_errors(lambda: align(config, rewards={"mine": mine}), debug=False)
 """
 
 
+# The same without a run: messages outlast the group's timeout, and end by name.
+MESSAGES = """
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+from flowrl.errors import MachineFailure, phase
+from flowrl.utils.distributed import Runtime
+
+runtime = Runtime(device="cpu", peer_timeout=60.0, answer_timeout=5.0)
+last = runtime.rank == 1
+with phase("score", "reward 'mine'"):
+    time.sleep(4.0 * last)  # longer than the group waits
+print(runtime.any(last), runtime.gather(torch.tensor([runtime.rank])).tolist(), flush=True)
+with phase("score", "reward 'mine'"):
+    time.sleep(1000.0 * last)
+try:
+    runtime.any(False)
+except MachineFailure as lost:
+    print(lost, lost.ranks, runtime.saves_after(lost), flush=True)
+"""
+
+
 @pytest.fixture
-def start(tiny_config, tmp_path):
-    """Start both processes; they are killed at the end of the test."""
+def launch(tmp_path):
+    """Start a script in two processes, which are killed at the end of the test."""
     running: list[subprocess.Popen] = []
 
-    def begin(does: str, victim: int = 1, **runtime: float) -> list[subprocess.Popen]:
-        config = tiny_config(
-            rollout={
-                "prompts_per_iteration": 2,
-                "group_size": 2,
-                "num_inference_steps": 2,
-                "batch_size": 2,
-            },
-            run={"iterations": 3, "keep_checkpoints": 5, "output_dir": str(tmp_path / "run")},
-            runtime=runtime,
-        )
-        (tmp_path / "config.yaml").write_text(config_yaml(config))
-        (tmp_path / "script.py").write_text(SCRIPT)
+    def begin(script: str, *words: object) -> list[subprocess.Popen]:
+        (tmp_path / "script.py").write_text(script)
         root = Path(__file__).parents[2]
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         for rank in range(2):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
-            words = [tmp_path / "script.py", does, victim, tmp_path / "config.yaml"]
             running.append(
                 subprocess.Popen(
-                    [sys.executable, *map(str, words)],
+                    [sys.executable, *map(str, [tmp_path / "script.py", *words])],
                     env=os.environ | {name: str(value) for name, value in place.items()},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -114,6 +129,27 @@ def start(tiny_config, tmp_path):
         process.communicate()
 
 
+@pytest.fixture
+def start(launch, tiny_config, tmp_path):
+    """Start both processes of a run, of which `victim` does something."""
+
+    def begin(does: str, victim: int = 1, **runtime: float) -> list[subprocess.Popen]:
+        config = tiny_config(
+            rollout={
+                "prompts_per_iteration": 2,
+                "group_size": 2,
+                "num_inference_steps": 2,
+                "batch_size": 2,
+            },
+            run={"iterations": 3, "keep_checkpoints": 5, "output_dir": str(tmp_path / "run")},
+            runtime=runtime,
+        )
+        (tmp_path / "config.yaml").write_text(config_yaml(config))
+        return launch(SCRIPT, does, victim, tmp_path / "config.yaml")
+
+    return begin
+
+
 def ended(process: subprocess.Popen) -> tuple[int, str]:
     output = process.communicate(timeout=300)[0]
     return process.returncode, output
@@ -125,6 +161,14 @@ def saved(folder: Path) -> int:
     newest = run.steps()[-1]
     assert load_state(run.path(newest) / STATE)["iteration"] == newest
     return newest
+
+
+def test_messages_outlast_the_groups_timeout_and_name_who_does_not_answer(launch):
+    code, output = ended(launch(MESSAGES)[0])
+    assert code == 0, output
+    assert "True [0, 1]" in output  # though the group's timeout had passed
+    assert re.search(r"wait for rank 1 \(in phase score \(reward 'mine'\) for \d+ s\)", output)
+    assert "frozenset({1}) True" in output
 
 
 @pytest.mark.slow
