@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
@@ -186,7 +187,8 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        with suppress(OSError) if error else nullcontext():  # which says more, of a full disk too
+            self.close()
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,13 @@ import flowrl.export.summary
 import flowrl.sampling.rollout
 import flowrl.training.checkpoint
 from flowrl.api import align
+from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.sd3 import SD3
 from flowrl.cli import report_errors
 from flowrl.errors import MEMORY, PHASES, REMEDIES, WORDS, Cause, PhaseName
 from flowrl.objectives.grpo import GRPO
-from flowrl.scoring.executors.base import InlineExecutor
+from flowrl.sampling.rollout import decode
+from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.training.checkpoint import Checkpoints
 from flowrl.training.evaluate import Evaluator
 
@@ -35,7 +38,7 @@ PLACES = {
     "encode": (SD3, "encode", 1),
     "rollout": (flowrl.sampling.rollout, "sample_tree", 3),
     "decode": (SD3, "decode", 3),
-    "score": (InlineExecutor, "_ask", 3),
+    "score": (Scoring, "_answer", 3),
     "learn": (GRPO, "loss", 2),
     "save": (flowrl.training.checkpoint, "save_state", 2),
     "evaluate": (Evaluator, "_generate", 2),
@@ -105,6 +108,14 @@ class Injection:
         raise self.failure()
 
 
+@pytest.fixture(autouse=True)
+def hangups():
+    """Hangups end this process, as they do unless nohup has started it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def run_cell(config, folder: Path, pipeline, monkeypatch, capfd, phase: str, failure: str):
     """Run with one failure: (exit code, what was printed on stderr, iterations that are saved)."""
     capfd.readouterr()
@@ -167,3 +178,58 @@ def record_table():
         lines.append(f"{phase:<10}{row}")
     with contextlib.suppress(OSError):
         os.write(2, ("\nexit code / iterations saved\n" + "\n".join(lines) + "\n").encode())
+
+
+# --- what the saved state is worth ----------------------------------------------------------------
+
+
+def lora(folder: Path) -> dict[str, torch.Tensor]:
+    return read_lora(folder)[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_goes_on_bit_identical(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    align(config_for(tmp_path / "whole"), pipeline=load_tiny())
+    expected = lora(tmp_path / "whole")
+    for phase, failure in (("rollout", "memory"), ("learn", "ENOSPC"), ("save", "ENOSPC")):
+        folder = tmp_path / f"{phase}-{failure}"
+        config = config_for(folder)
+        run_cell(config, folder, load_tiny(), monkeypatch, capfd, phase, failure)
+        align(config, pipeline=load_tiny())
+        found = lora(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_policy_that_has_moved_within_an_iteration_is_not_saved(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    config = config_for(tmp_path / "run")
+    optim = config.optim.model_copy(update={"updates_per_rollout": 2})
+    config = config.model_copy(update={"optim": optim})
+    monkeypatch.setitem(PLACES, "learn", (GRPO, "loss", 4))  # the second update of the second one
+    cell = run_cell(config, tmp_path / "run", load_tiny(), monkeypatch, capfd, "learn", "memory")
+    assert cell[0] == 1 and cell[2] == 0, cell
+    assert "Iteration 2 had begun to train and is not saved" in cell[1]
+    assert "step-000000" in cell[1]
+
+
+@pytest.mark.slow
+def test_a_run_needs_no_temporary_folder(config_for, load_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    align(config_for(tmp_path / "run"), pipeline=load_tiny())
+    assert Checkpoints(tmp_path / "run", keep=2).steps()[-1] == 3
+
+
+def test_an_autoencoder_that_makes_no_numbers_of_good_latents_is_told_apart(
+    make_learner, monkeypatch
+):
+    learner = make_learner()
+    monkeypatch.setattr(SD3, "decode", lambda backbone, x: torch.full((len(x), 3, 8, 8), torch.nan))
+    latents = torch.zeros(2, *learner.policy.backbone.latent_shape())
+    with pytest.raises(SamplerFailure, match="phase decode: the autoencoder.*pipeline.dtype"):
+        list(decode(learner.policy.backbone, latents, 2))
+    assert len(list(decode(learner.policy.backbone, latents * torch.nan, 2))) == 1  # not its fault
