@@ -21,6 +21,7 @@ import flowrl.sampling.rollout
 import flowrl.training.checkpoint
 from flowrl.api import align
 from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.policy import Policy
 from flowrl.backbones.sd3 import SD3
 from flowrl.cli import report_errors
 from flowrl.errors import MEMORY, PHASES, REMEDIES, WORDS, Cause, PhaseName
@@ -208,9 +209,8 @@ def test_a_policy_that_has_moved_within_an_iteration_is_not_saved(
     config_for, load_tiny, tmp_path, monkeypatch, capfd
 ):
     config = config_for(tmp_path / "run")
-    optim = config.optim.model_copy(update={"updates_per_rollout": 2})
-    config = config.model_copy(update={"optim": optim})
-    monkeypatch.setitem(PLACES, "learn", (GRPO, "loss", 4))  # the second update of the second one
+    # In the second iteration, when the optimizer has stepped.
+    monkeypatch.setitem(PLACES, "learn", (Policy, "update_ema_and_count", 2))
     cell = run_cell(config, tmp_path / "run", load_tiny(), monkeypatch, capfd, "learn", "memory")
     assert cell[0] == 1 and cell[2] == 0, cell
     assert "Iteration 2 had begun to train and is not saved" in cell[1]
