@@ -201,7 +201,7 @@ class Peers:
 
     def every(self) -> float:
         """Return the seconds between beats."""
-        return min(BEAT, self.peer_timeout / 4)
+        return min(BEAT, self.peer_timeout / 4, self.answer_timeout / 4)
 
     def leave(self, why: str) -> None:
         """Tell the others that this process ends, and why."""
