@@ -12,7 +12,6 @@ from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.scorer import SamplerFailure
 from flowrl.training.loop import Learner, train
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
@@ -208,7 +207,7 @@ def test_broken_images_stop_before_any_reward_sees_them(make_learner):
         return images
 
     learner.policy.backbone.decode = one_broken
-    with pytest.raises(SamplerFailure, match="1 of 8 images hold NaN"):
+    with pytest.raises(UserError, match="phase decode: the autoencoder makes NaN"):
         learner.iterate(0)
 
 
@@ -307,7 +306,7 @@ def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monk
         assert held[-1]() is None
         shown.append(len(sheet.images) == len(sheet.captions) > 0)
 
-    run = MagicMock(saved=0, done=1, after=after)
+    run = MagicMock(saved=0, done=1, after=after, interrupted=False)
     run.begin.return_value, run.should_stop.return_value = 0, False
     monkeypatch.setattr(Learner, "iterate", iterate)
     train(make_learner(rollout=ROLLOUT), run, iterations=2)
