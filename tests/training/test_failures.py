@@ -218,6 +218,29 @@ def test_a_policy_that_has_moved_within_an_iteration_is_not_saved(
 
 
 @pytest.mark.slow
+def test_a_second_signal_and_a_mistake_save_what_is_whole(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    def twice() -> BaseException:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return AssertionError("the second one ended nothing")
+
+    for name, make, code, words in (
+        ("signals", twice, 143, "ended by SIGTERM in phase rollout"),
+        ("mistake", lambda: ValueError("a bug"), 1, "ValueError: a bug"),
+    ):
+        folder = tmp_path / name
+        monkeypatch.setitem(INJECTED, name, make)
+        cell = run_cell(
+            config_for(folder), folder, load_tiny(), monkeypatch, capfd, "rollout", name
+        )
+        assert cell[0] == code and cell[2] == 1, cell
+        assert words in cell[1] and "step-000001, after 1 of 3 iterations" in cell[1]
+        assert ("This was not expected" in cell[1]) == (name == "mistake")
+
+
+@pytest.mark.slow
 def test_a_run_needs_no_temporary_folder(config_for, load_tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     align(config_for(tmp_path / "run"), pipeline=load_tiny())
