@@ -37,8 +37,9 @@ def check_objective_on(learner: Learner, kernel: str) -> Iterator[CheckResult]:
     rollout = rewarded(learner.source.collect(0, Timer()), scored=needs.reward_grad)
     before = _copies(rollout)
     first = gradient_of(learner, rollout)
-    yield judged(TOPIC, _copies(rollout) == before, "the rollout is as it was before",
-                 "`prepare` and `loss` must not write into the rollout.")  # fmt: skip
+    same = _copies(rollout) == before
+    detail = "the rollout is as it was before" if same else "it writes into the rollout's tensors"
+    yield judged(TOPIC, same, detail, "`prepare` and `loss` must leave the rollout as it is.")
     yield from _check_numbers(first)
     if not first.value.isfinite().all() or not first.size:
         return

@@ -48,6 +48,8 @@ def verify_run(folder: Path, *, pipeline: Any = None) -> Iterator[CheckResult]:
     yield from results
     if not steps:
         yield unsure("checkpoints", "there is none yet")
+    elif config.rollout.store is not None and config.rollout.store.refresh_every is not None:
+        yield unsure("replay", "a run that renews its store is not executed again")
     elif all(result.state != "problem" for result in results):
         yield from guarded("replay", lambda: _replayed(config, folder, steps, pipeline))
 
@@ -116,7 +118,7 @@ def _check_exported(
     same = sum(torch.equal(a, b.cpu().to(a.dtype)) for a, b in zip(own, kept, strict=True))
     yield judged(
         "lora", same == len(kept),
-        f"{same} of {len(kept)} tensors are those of the newest checkpoint, on every layer",
+        f"{same} of {len(kept)} tensors on all layers are the newest checkpoint's",
         "It is not the LoRA of the newest checkpoint: export the run again.",
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ import pytest
 from flowrl.cli import main
 from flowrl.config import Config
 from flowrl.config.load import dump_yaml, load_recipe, load_yaml, preset_folder, preset_names
-from flowrl.config.messages import walk
+from flowrl.config.messages import name_of, walk
 from flowrl.config.rollout import RolloutOptions
 from flowrl.errors import UserError
 
@@ -292,7 +292,7 @@ def check(case: Case) -> bool:
     words = {re.sub(r"\.\d+", ".0", word.rstrip(".:,;?")) for word in found.err.split()}
     named = words & NAMES - {"run"}  # which is a word of sentences, too
     named |= {word for word in words if ".".join(word.split(".")[:2]) in NAMES and "." in word}
-    typed = any(word.partition("=")[0][:50] in found.err for word in case.words)
+    typed = any(name_of(word.partition("=")[0])[:50] in found.err for word in case.words)
     option = re.search(r"\b(Unknown o|O)ption \S", found.err)  # as it was written
     assert named or typed or option or FILE in found.err, found.err
     return False
