@@ -4,8 +4,9 @@ import itertools
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,19 @@ Facts = Mapping[str, Any]  # what a recipe does not say: digests of prompts, rew
 Changes = dict[str, tuple[Any, Any]]  # by option: before, now
 
 # Options that decide where, when and in which order things are computed, not what is learned. They
-# may differ between the sessions of one run. An entry that ends in a dot is a whole section.
+# may differ between the sessions of one run. An entry stands for all below it, * for a number.
 FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
-    "run.keep_checkpoints", "run.sample_every", "run.trackers", "run.push_to_hub",
-    "run.hub_model_id", "run.hub_private", "run.threads", "failures.", "runtime.",
+    "run.keep_checkpoints", "run.sample_every", "run.signal_every", "run.trackers",
+    "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
     "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "optim.micro_batch",
-    "evaluation.batch_size",
+    "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
 )  # fmt: skip
 # Those that change what is measured and not what is learned: free for --resume, while a rerun that
 # measures otherwise is another run.
-MEASURED = ("evaluation.", "run.stop_when_hacking")
+MEASURED = ("evaluation", "run.stop_when_hacking")
 SHOWN = 5  # changes in a message
 
 
@@ -244,10 +245,8 @@ def learned(changed: Changes) -> Changes:
     return {name: pair for name, pair in changed.items() if not _in(name, FREE + MEASURED)}
 
 
-def _in(name: str, options: tuple[str, ...]) -> bool:
-    return any(name == o or (o.endswith(".") and name.startswith(o)) for o in options) or any(
-        name.startswith(f"{o}.") for o in options
-    )
+def _in(name: str, options: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, o) or fnmatchcase(name, f"{o}.*") for o in options)
 
 
 def _check_accepted(folder: Path, differing: Changes, accepted: bool) -> None:

@@ -239,7 +239,10 @@ def test_accepted_changes_are_in_force_and_in_the_ledger(copy, config_for):
 
 def test_what_is_only_measured_or_computed_otherwise_needs_no_word(copy, config_for):
     rollout, optim = {"batch_size": 2}, {"micro_batch": 2}
-    config = config_for(copy, rollout=rollout, optim=optim, evaluation={"seed": 5})
+    pool = [{"name": "brightness", "executor": {"kind": "pool"}}]
+    config = config_for(
+        copy, rollout=rollout, optim=optim, rewards=pool, evaluation={"seed": 5, "num_images": 7}
+    )
     assert start(config, LATEST).state["iteration"] == 2
 
 
