@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import DamagedFile
+from flowrl.functional.full_batches import even_rows
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, save_state
 
@@ -61,6 +62,7 @@ class Tree:
     edge: Tensor  # (e,) long, nodes at the end of trained edges
     sigmas: Tensor  # (T+1,)
     forwards: int  # velocities that were computed, of all trees
+    rows: int = 0  # of each call of the network that computed them; 0: none was
 
     def __len__(self) -> int:
         """R."""
@@ -201,6 +203,7 @@ class Transitions:
     step: Tensor  # (E,) long, index of the parent's sigma
     cond: Conditioning  # P rows
     no_advantage: float  # share of the rollout's trained edges whose advantage is 0
+    rows: int = 0  # of each call of the network in the rollout
 
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
@@ -232,6 +235,12 @@ class Transitions:
     def updates(self, count: int) -> list["Transitions"]:
         """Deal whole groups in turn to `count` parts, for as many optimizer steps."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
+
+    def shapes(self, size: int) -> tuple[int, int]:
+        """Return the parents of a chunk and the rows of a call: those of the rollout, where they
+        are at most `size`; else as even as can be."""
+        rows = self.rows if 0 < self.rows <= size else even_rows(len(self.x), size)
+        return rows, rows
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
         """Yield consecutive parts of 1 to `size` parents, a forward each."""
@@ -281,4 +290,5 @@ def transitions(
         step=tree.step[parent],
         cond=cond,
         no_advantage=(advantage == 0).double().mean().item() if advantage.numel() else 0.0,
+        rows=tree.rows,
     )

@@ -85,7 +85,7 @@ def build_learner(
     needed = all_prompts_to_encode(config, given) if needed is None else needed
     without = caches.unneeded_encoders(needed)
     pipeline = build_pipeline(
-        config, runtime.device, given.pipeline, without=without,
+        config, runtime.device, given.pipeline, without=without, runtime=runtime,
         revision=caches.commit() if without else None, decoder_learns=needs.reward_grad,
     )  # fmt: skip
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)

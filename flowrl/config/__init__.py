@@ -54,7 +54,8 @@ class Config(Options):
     evaluation: EvaluationOptions = option(EvaluationOptions(), "Scores on held-out prompts.")
     run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")
     runtime: RuntimeOptions = option(
-        RuntimeOptions(), "Several processes, and when one of them counts as lost."
+        RuntimeOptions(),
+        "Several processes: what they share, and when one of them counts as lost.",
     )
 
     @model_validator(mode="after")
@@ -66,6 +67,7 @@ class Config(Options):
         validate.check_precision(self.pipeline, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)
         validate.check_objective(self.objective, self.rollout)
+        validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
         validate.check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
         validate.check_stopping(self.run, self.evaluation)

@@ -298,8 +298,13 @@ class MemoryOptions(Options):
 
 
 class RuntimeOptions(Options):
-    """Several processes, and when one of them counts as lost."""
+    """Several processes: what they share, and when one of them counts as lost."""
 
+    shard: Literal["node", "all"] | None = option(
+        None,
+        "Split the frozen transformer over the processes of a machine (node) or over all (all), "
+        "with torch's FSDP2; null keeps a copy on every GPU. Slower, for networks that do not fit.",
+    )
     peer_timeout: Positive = option(
         120.0,
         "Seconds without a sign of life after which another process counts as frozen or cut off: "

@@ -86,6 +86,7 @@ class MemorySetup:
     text_encoders: Literal["keep", "offload", "free"] = "keep"
     vae: Literal["keep", "offload"] = "keep"
     reward_bytes: int = 0  # weights of reward models on this GPU
+    parts: int = 1  # GPUs that share one copy of the transformer
 
     def __post_init__(self) -> None:
         if self.base_bits == 4 and self.base_library == "torchao":
@@ -179,7 +180,7 @@ class _Planner:
         if setup.training_copy is not None:
             copies += sum(packed_layers(network, setup.training_copy).values())
         return {
-            "transformer": transformer_bytes(network, setup),
+            "transformer": sharded_bytes(network, setup),
             "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
             "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
             "LoRA adapters": self.adapter * FP32 * setup.adapters,
@@ -299,6 +300,34 @@ def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
         few = few_bits_bytes(rows, columns, setup.base_bits, setup.base_library)
         whole += few - rows * columns * setup.torch_dtype.itemsize
     return whole
+
+
+def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
+    """Return a GPU's part of the weights, with what is gathered while a block computes.
+
+    That is what is no block, such as embeddings, and the largest block.
+    """
+    whole = transformer_bytes(network, setup)
+    if setup.parts == 1:
+        return whole
+    blocks = [
+        nbytes([*block.parameters(), *block.buffers()])
+        for child in network.children()
+        if isinstance(child, nn.ModuleList)
+        for block in child
+    ]
+    return -(-whole // setup.parts) + whole - sum(blocks) + max(blocks, default=0)
+
+
+def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> int:
+    """Return what the processes of a machine hold in its memory while they load a pipeline.
+
+    Each reads all of it before it goes to its GPU; of a transformer in parts one process alone.
+    """
+    planner = _Planner(spec, setup)
+    network = nbytes([*planner.network.parameters(), *planner.network.buffers()])
+    copies = 1 if setup.parts > 1 else processes
+    return copies * network + processes * (planner.encoders + planner.autoencoder)
 
 
 def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:

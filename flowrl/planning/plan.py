@@ -24,7 +24,15 @@ from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
-from flowrl.planning.memory import AUTO, Footprint, MemorySetup, NetworkCopy, footprints, peak
+from flowrl.planning.memory import (
+    AUTO,
+    Footprint,
+    MemorySetup,
+    NetworkCopy,
+    footprints,
+    host_bytes,
+    peak,
+)
 from flowrl.planning.model_specs import ModelSpec, spec_for, text_tokens
 from flowrl.planning.suggestions import Remedies, find_remedies
 from flowrl.trees.plan import TreePlan, count
@@ -40,6 +48,7 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
+    host: int | None  # bytes of a machine's memory while all its processes load; None if unknown
     remedies: Remedies | None  # where it does not fit
     notes: tuple[str, ...]  # what was assumed or left out
 
@@ -74,9 +83,16 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         phases=phases,
         unknown=unknown,
         memory=memory,
+        host=None if spec is None else _host(config, spec, work, gpus),
         remedies=remedies,
         notes=tuple(_notes(config, work.needs)),
     )
+
+
+def _host(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> int:
+    kind = work.kinds[0]
+    split = split_work(kind.load, gpus)
+    return host_bytes(spec, build_setup(config, spec, work.needs, split, kind), gpus)
 
 
 def _spec(config: Config) -> tuple[ModelSpec | None, str]:
@@ -108,6 +124,8 @@ def _phases(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> tupl
 
 
 def _notes(config: Config, needs: Needs) -> Iterator[str]:
+    if config.runtime.shard == "node":
+        yield "All GPUs are counted as those of one machine, which share its copy."
     unknown = [e.label or e.name for e in config.rewards if reward_networks(e) is None]
     if unknown:
         yield f"The weights of {', '.join(unknown)} are not counted: nobody knows them."
@@ -326,6 +344,7 @@ def build_setup(
         text_encoders=m.text_encoders,
         vae=m.vae,
         reward_bytes=rewards_bytes(config.rewards),
+        parts=1 if config.runtime.shard is None else split.gpus,
     )
 
 

@@ -1,6 +1,6 @@
 """Evaluation: score images of the same held-out prompts and noise before and after training."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import DamagedFile, UserError
+from flowrl.functional.full_batches import even_rows
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -28,7 +29,7 @@ from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trees.plan import ode_plan
-from flowrl.utils.distributed import Runtime
+from flowrl.utils.distributed import Postponed, Runtime
 from flowrl.utils.files import load_state, save_state
 
 
@@ -288,20 +289,28 @@ class Evaluator:
         """
         results, kept = [Scoring(specs=self.specs, phase="evaluation").result()], []
         waiting: list[Scoring] = []
-        own = runtime.local_rows(len(request.prompt))
+        own, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
+        size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
         with runtime.raise_on_all():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
             if self.call is None:
                 self.text_cache.learn(prompts, self.batch_size)
-            for rows in own.split(self.batch_size) if len(own) else ():
-                scoring = Scoring(specs=self.specs, phase="evaluation")
+            # In lockstep a process without a batch generates its last one again, or the first.
+            batches = (own if len(own) else torch.zeros(1, dtype=torch.long)).split(size)
+            for turn in range(runtime.rounds(-(-len(own) // size))):
+                rows = batches[min(turn, len(batches) - 1)]
+                asked, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
-                    images = self._images(velocity, request.take(rows), scoring)
-                kept.append(to_levels(images[rows < keep]))
-                waiting.append(scoring)
-                if len(waiting) > 1:
-                    results.append(waiting.pop(0).result())
+                    images = self.images(velocity, asked, size, runtime.rounds)
+                if turn * size >= len(own):
+                    continue
+                with postponed.block(), runtime.autocast():
+                    kept.append(to_levels(submit_images(scoring, images, asked, 1)[rows < keep]))
+                    waiting.append(scoring)
+                    if len(waiting) > 1:
+                        results.append(waiting.pop(0).result())
+            postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
         check_scores(self.specs, result)
@@ -310,12 +319,20 @@ class Evaluator:
         check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
         return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
 
-    def _images(self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring) -> Tensor:
-        """Generate a batch and submit it to the rewards."""
-        return submit_images(scoring, self.images(velocity, request), request, 1)
+    def images(
+        self,
+        velocity: VelocityField,
+        request: RolloutRequest,
+        rows: int | None = None,
+        rounds: Callable[[int], int] = int,
+    ) -> Iterable[Tensor]:
+        """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part.
 
-    def images(self, velocity: VelocityField, request: RolloutRequest) -> Iterable[Tensor]:
-        """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part."""
+        Args:
+            rows: of each call of the network, None for `batch_size`.
+            rounds: see `Runtime.rounds`.
+        """
+        rows = rows or min(self.batch_size, len(request.prompt))
         steps = len(self.schedule.sigmas) - 1
         if self.call is not None:
             noise = request.noise((), 0, "init", self.backbone.latent_shape())
@@ -323,8 +340,8 @@ class Evaluator:
             return self.call(self.backbone, asked, noise, steps).split(self.decode_batch)
         plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
-            self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
-        )  # fmt: skip
+            self.backbone, velocity, cond, request, plan, self.schedule, rows, rounds
+        )
         return decode(self.backbone, tree.leaves(), self.decode_batch)
 
     def _no_images(self) -> Tensor:

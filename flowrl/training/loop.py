@@ -1,16 +1,26 @@
 """The training loop: sample and score a rollout, then update the policy. It names no objective."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
 from flowrl.config.rollout import OptimOptions
 from flowrl.errors import UserError, phase
-from flowrl.objectives.base import Batch, Models, Objective, RewardField, checkpointed
+from flowrl.objectives.base import (
+    Batch,
+    Models,
+    Objective,
+    RewardField,
+    Spare,
+    checkpointed,
+    in_full_batches,
+    with_other_rewards,
+)
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
@@ -87,10 +97,9 @@ class Learner:
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
-        models = self.models(rollout)
         batch = self.objective.prepare(rollout)
         due = self.signal_every and iteration % self.signal_every == 0
-        measured = self._signal_of_groups(rollout, batch, models) if due else {}
+        measured = self._signal_of_groups(rollout, batch) if due else {}
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
         check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
@@ -98,8 +107,8 @@ class Learner:
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            with runtime.raise_on_all():
-                self.backward(part, rows, models, means)
+            with runtime.raise_on_all(at_once=runtime.in_lockstep):
+                self.backward(part, rows, rollout, means)
             metrics = means.result()
             self._check_loss(metrics)
             if check_ratio:
@@ -126,11 +135,11 @@ class Learner:
             rollout = self.source.collect(iteration, Timer())
             meter = meter or SignalMeter.of(rollout)
             batch = self.objective.prepare(rollout)
-            meter.add(self._step_gradients(rollout, batch, self.models(rollout)))
+            meter.add(self._step_gradients(rollout, batch))
         assert meter is not None
         return meter.signal()
 
-    def _signal_of_groups(self, rollout: Rollout, batch: Batch, models: Models) -> dict[str, float]:
+    def _signal_of_groups(self, rollout: Rollout, batch: Batch) -> dict[str, float]:
         """Return the signal of a rollout's gradient, from shares of its groups.
 
         They are independent of each other, so that they do for independent rollouts, at one more
@@ -141,41 +150,83 @@ class Learner:
             return {}
         meter = SignalMeter.of(rollout)
         for part in batch.updates(parts):
-            meter.add(self._step_gradients(rollout, part, models))
+            meter.add(self._step_gradients(rollout, part))
         return signal_metrics(meter.signal(parts=parts))
 
-    def _step_gradients(self, rollout: Rollout, batch: Batch, models: Models) -> torch.Tensor:
+    def _step_gradients(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
         """Return the part of each trained step in the gradient of a batch. (S, D), on the CPU"""
         assert isinstance(batch, Transitions)
         parameters = self.policy.parameters()
         rows = max(self.runtime.sum(len(batch)), 1)
 
         def backward(part: Transitions) -> None:
-            with self.runtime.raise_on_all():
-                self.backward(part, rows, models, RowMeans())
+            with self.runtime.raise_on_all(at_once=self.runtime.in_lockstep):
+                self.backward(part, rows, rollout, RowMeans())
             self.runtime.reduce_gradients(parameters)
 
         return step_gradients(batch, trained_steps(rollout), backward, parameters)
 
-    def models(self, rollout: Rollout) -> Models:
-        """Return the models that the objective declares, each checkpointed by micro-batch."""
-        needs, size = self.objective.needs, self.optim.micro_batch
+    def models(self, rollout: Rollout, size: int, rows: int) -> Models:
+        """Return the models that the objective declares, each checkpointed by micro-batch.
+
+        Args:
+            size: most forwards in a micro-batch.
+            rows: of each call of a network.
+        """
+        needs, spare, rounds = (
+            self.objective.needs,
+            Spare.from_rollout(rollout),
+            self.runtime.rounds,
+        )
+
+        def field(velocity: VelocityField) -> VelocityField:
+            return checkpointed(in_full_batches(velocity, rows, spare, rounds), size, rounds)
+
         declared: dict[str, Any] = {}
         if needs.reference:
-            declared["reference"] = checkpointed(self.policy.reference, size)
+            declared["reference"] = field(self.policy.reference)
         if needs.old is not None:
-            declared["old"] = checkpointed(self.policy.old, size)
+            declared["old"] = field(self.policy.old)
         if needs.reward_grad:
             declared["reward_gradient"] = self.reward_gradient(rollout)
-        return Models(policy=checkpointed(self.policy.velocity, size), **declared)
+        return Models(policy=field(self.policy.velocity), **declared)
 
-    def backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
+    def backward(self, part: Batch, rows: float, rollout: Rollout, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
-        for chunk in part.chunks(self.optim.micro_batch):
+        shapes = part.shapes(self.optim.micro_batch)
+        size, rows_of_call = (self.runtime.most(number) for number in shapes)
+        models = self.models(rollout, size, rows_of_call)
+        for chunk, weight in self._weighted_chunks(part, rows, size, rollout):
             with self.runtime.autocast():
                 loss, metrics = self.objective.loss(models, chunk)
-            self.runtime.backward(loss * (len(chunk) / rows))
-            means.add(metrics | {"loss": loss.detach()}, len(chunk))
+            self.runtime.backward(loss * weight)
+            if weight:
+                means.add(metrics | {"loss": loss.detach()}, len(chunk))
+
+    def _weighted_chunks(
+        self, part: Batch, rows: float, size: int, rollout: Rollout
+    ) -> Iterator[tuple[Batch, float]]:
+        """Yield micro-batches and their weights in the mean.
+
+        In lockstep a process with fewer than others repeats its last one with weight 0, or learns
+        nothing from rows of the rollout with other rewards, where it has none.
+        """
+        missing, chunk = 0, None
+        if self.runtime.in_lockstep:  # counted first: learning from one communicates, too
+            count = sum(1 for _ in part.chunks(size))
+            missing = self.runtime.rounds(count) - count
+        for chunk in part.chunks(size):
+            yield chunk, len(chunk) / rows
+        if missing and chunk is None:
+            chunk = next(self.objective.prepare(with_other_rewards(rollout)).chunks(size), None)
+            if chunk is None:
+                raise UserError(
+                    "the objective leaves out every row of a process, which the others wait for: "
+                    "set runtime.shard to null"
+                )
+        for _ in range(missing):
+            assert chunk is not None
+            yield chunk, 0.0
 
     def _check_loss(self, metrics: dict[str, float]) -> None:
         loss = metrics.get("loss", 0.0)

@@ -290,6 +290,13 @@ def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
     return [(step, list(moves)) for step, moves in groupby(plan.moves, key=lambda m: m.step)]
 
 
+def level_widths(plan: TreePlan) -> list[int]:
+    """Return for each step how many velocities of a tree are computed together."""
+    shape = shape_of(plan)
+    sources = [{move.source for move in moves} for _, moves in levels(plan)]
+    return [sum(len(shape.names(cohort)) for cohort in cohorts) for cohorts in sources]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCounts:
     """The work of one rollout of one prompt: all its trees, without guidance."""

@@ -54,6 +54,7 @@ class Runtime:
                 f"{mixed_precision!r}: start a new process"
             ) from error
         self.device: torch.device = self.accelerator.device
+        self.in_lockstep = False  # networks are sharded: all processes call them equally often
         if device not in ("auto", self.device.type):
             raise UserError(
                 f"pipeline.device is {device}, but torch finds no such device here: set it to auto"
@@ -135,19 +136,28 @@ class Runtime:
             found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         return self.peers.broadcast(found).numpy().tobytes()
 
+    def same_as_main(self, tensor: Tensor) -> Tensor:
+        """Return the main process's tensor on the device; a tensor on meta gives its shape."""
+        from accelerate.utils import broadcast
+
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if not tensor.is_meta:
+            made.copy_(tensor)
+        return broadcast(made)  # type: ignore[return-value]
+
     @contextmanager
-    def raise_on_all(self) -> Iterator[None]:
+    def raise_on_all(self, *, at_once: bool = False) -> Iterator[None]:
         """If one process raises UserError in the block, raise it on all.
 
         Otherwise the others would wait for it. What the machine fails at is such an error, too.
-        The block must not communicate.
+        The block must not communicate; or else it is raised at once, and the others are lost.
         """
         failure = None
         try:
             yield
         except Exception as error:
             failure = as_failure(error)
-            if failure is None:
+            if failure is None or at_once:
                 raise
         try:
             if not self.any(failure is not None):
@@ -192,6 +202,21 @@ class Runtime:
         if self.peers is None:
             return value
         return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
+
+    def rounds(self, count: int) -> int:
+        """Return how often all processes do what this one has to do `count` times.
+
+        The most of any process where they work in lockstep, else the count itself.
+        """
+        return self.most(count) if self.in_lockstep else count
+
+    def most(self, count: int) -> int:
+        """Return the largest number of all processes."""
+        return int(self.gather(torch.tensor([count])).max())
+
+    def largest_share(self, total: int, unit: int = 1) -> int:
+        """Return the most rows that `local_rows` gives to a process."""
+        return -(-(total // unit) // self.world_size) * unit
 
     def any(self, flag: bool) -> bool:
         """Return True on every process if it is on one, so that all stop together."""
@@ -265,3 +290,28 @@ def _check_launcher() -> None:
                 "adapter is trained, and each process holds the frozen weights. Launch with "
                 "--multi_gpu, and see docs/memory.md for what needs less memory"
             )
+
+
+class Postponed:
+    """Keeps the first UserError of several blocks until `finish`, where processes are in lockstep.
+
+    The others would wait forever for the network's calls of one that stops half-way. Where they are
+    not, errors are raised at once.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._first: UserError | None = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            if not self.runtime.in_lockstep:
+                raise
+            self._first = self._first or error
+
+    def finish(self) -> None:
+        if self._first is not None:
+            raise self._first

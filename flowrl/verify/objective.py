@@ -114,7 +114,7 @@ def gradient_of(learner: Learner, rollout: Rollout, parts: int = 1, part: int = 
     batch: Any = watched.prepare(rollout)
     batch = batch.updates(parts)[part]
     if len(batch):
-        learner.backward(batch, len(batch), learner.models(rollout), means)
+        learner.backward(batch, len(batch), rollout, means)
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     learner.optimizer.zero_grad()
     metrics = means.result()

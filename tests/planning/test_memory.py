@@ -15,6 +15,7 @@ from flowrl.planning.memory import (
     adapter_parameters,
     footprints,
     full_network,
+    host_bytes,
     peak,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, TextEncoder, keep_fp32
@@ -188,3 +189,21 @@ ENCODER = TextEncoder(
     },
     parameters=1000,
 )  # fmt: skip
+
+
+def test_of_a_network_in_parts_a_gpu_holds_its_share_and_what_computes_now():
+    whole = parts("rollout")["transformer"]
+    shares = [parts("rollout", parts=n)["transformer"] for n in (2, 4, 8)]
+    gathered = shares[0] - whole / 2  # the largest block and what is in no block
+    assert 0 < gathered < whole / 2
+    for share, gpus in zip(shares, (2, 4, 8), strict=True):
+        assert share == pytest.approx(whole / gpus + gathered, abs=2)
+
+
+def test_a_machine_s_memory_holds_every_process_s_pipeline_but_one_network_in_parts():
+    of = {
+        (gpus, n): host_bytes(SIZE, setup(NAME, parts=n), gpus) for gpus in (1, 8) for n in (1, 8)
+    }
+    others = of[8, 8] - of[1, 1]  # of seven more processes: all but the transformer
+    assert of[8, 1] == 8 * of[1, 1]
+    assert 0 < others == 7 * (of[1, 1] - parts("rollout")["transformer"])

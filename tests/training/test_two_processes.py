@@ -14,6 +14,7 @@ from flowrl.utils.files import load_state
 
 # Runs once as it is and once under a launcher; every process writes what it saw.
 SCRIPT = """
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -105,8 +106,6 @@ for name, case in cases.items():
 given = ProvidedObjects()
 evaluator = build_evaluator(config, learner.policy.backbone.pipeline, learner.specs, given)
 for count in (5, 1):
-    import dataclasses
-
     part = dataclasses.replace(evaluator, prompts=evaluator.prompts[:count])
     result = part(part.backbone.velocity, runtime)
     seen[f"evaluation {count}"] = {"scores": result.scores, "images": result.images}
@@ -151,6 +150,45 @@ align(changed(case, iterations=1))
 align(case, resume="latest")
 seen["resumed"] = [sorted(p.name for p in own.glob("*")), load_state(own / FINAL)["iteration"]
                    if runtime.is_main else None]  # fmt: skip
+# A network in parts: the first process has one tree more than the second, and in one case
+# nothing to learn from.
+for kind, more, tree in (
+    ("nft", "{kind: nft, noising: {count: 2}}", "{kind: ode}"),
+    ("grpo", "{kind: grpo}", "{kind: flow_grpo}"),
+):
+    for shard in ("null", "node"):
+        case = load_config(
+            Path(sys.argv[1]),
+            [f"objective={more}", f"rollout.tree={tree}", f"runtime.shard={shard}",
+             "optim.micro_batch=4", "rollout.batch_size=5", "ema.decay=0.5"],
+        )  # fmt: skip
+
+        def reward(images, prompts, metadata):
+            scores = images.mean((1, 2, 3)).tolist()
+            return [s if p == prompts_of[-1] else 0.5 for p, s in zip(prompts, scores)]
+
+        parts = Runtime(device="cpu")
+        learner = build_learner(case, parts, ProvidedObjects(rewards={"r": reward}))
+        prompts_of = [p.text for p in learner.source.prompts.at(0)]
+        generator = torch.Generator().manual_seed(0)
+        for p in learner.policy.parameters():
+            p.data += 0.02 * torch.randn(p.shape, generator=generator)
+        rollout, metrics = learner.iterate(0)
+        evaluator = build_evaluator(
+            case, learner.policy.backbone.pipeline, learner.specs, ProvidedObjects()
+        )
+        few = dataclasses.replace(evaluator, prompts=evaluator.prompts[:1])
+        with learner.policy.using("ema"):
+            scores = few(few.backbone.velocity, parts).scores
+        held = sum(
+            (t.to_local() if hasattr(t, "to_local") else t).numel()
+            for t in learner.policy.network.parameters()
+        )
+        seen[f"sharded {kind} {shard}"] = {
+            "policy": [p.data for p in learner.policy.parameters()],
+            "reward": rollout.reward, "scores": scores, "numbers": held,
+            "norm": metrics["grad/norm"],
+        }
 last = runtime.rank == runtime.world_size - 1
 
 
@@ -294,3 +332,15 @@ def test_evaluations_texts_and_failures_are_shared(seen):
         first, second = (seen[name][reward] for name in ("2-0", "2-1"))
         assert first == second
         assert all(word in first for word in words), first
+
+
+def test_a_network_in_parts_learns_the_same_bit_for_bit(seen):
+    for kind in ("nft", "grpo"):
+        for name in ("2-0", "2-1"):
+            whole, parts = (seen[name][f"sharded {kind} {shard}"] for shard in ("null", "node"))
+            assert parts["numbers"] < 0.7 * whole["numbers"]
+            assert parts["norm"] == whole["norm"] > 0
+            for part in ("reward", "scores"):
+                assert torch.equal(parts[part], whole[part]), (kind, part)
+            for a, b in zip(parts["policy"], whole["policy"], strict=True):
+                assert torch.equal(a, b), kind
