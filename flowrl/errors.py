@@ -147,6 +147,12 @@ def as_failure(error: BaseException) -> UserError | None:
     """Return the UserError of an exception, None for a mistake in the program and for signals."""
     if isinstance(error, UserError):
         return error
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            f"there can be no file {str(error.filename)[:60]!r}...: the name is too long"
+        )
+    if isinstance(error, ValueError) and "embedded null" in str(error):
+        return UserError("there can be no file whose name holds a NUL character: name another")
     cause = _cause_of(error)
     return None if cause is None else MachineFailure(cause, _detail(error), current_phase())
 

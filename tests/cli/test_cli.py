@@ -185,3 +185,14 @@ def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
     code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
     assert not code, err
     assert seen[0].rollout.store is None
+
+
+def test_names_that_no_file_can_have_and_endless_trees_are_refused(run):
+    long = "a" * 5000
+    for words in (("train", "--resume", long), ("verify", long), ("evaluate", "quickstart",
+                  "evaluation.prompts=" + "b" * 300 + ".txt")):  # fmt: skip
+        code, _, err = run(*words)
+        assert code == 1 and "there can be no file '" in err and "too long" in err, err
+        assert len(err) < 300
+    code, _, err = run("tree", "branch_grpo", "--steps", "1000000000")
+    assert code != 0 and "1000" in err
