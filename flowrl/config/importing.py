@@ -464,9 +464,12 @@ def _of_flow_factory(source: str, values: Tree, gpus: int | None) -> Imported:
     if decay := s.take("train.ema_decay", 0.995):
         recipe["ema"] = {"decay": float(decay)}
         s.notes.append("EMA: theirs moves every train.ema_update_interval epochs on a schedule")
-    s.ignore("launcher", "config_file", "num_processes", "main_process", "log.", "data.", "rewards")
-    s.ignore("train.ref_param_device", "train.ema_", "scheduler.seed", "eval_rewards", "eval.")
+    s.ignore("launcher", "config_file", "num_processes", "main_process", "log.", "rewards")
+    s.ignore("data.preprocess", "data.enable_pre", "data.dataloader", "data.force", "data.cache")
+    s.ignore("data.sampler_type", "train.ref_param_device", "train.ema_", "scheduler.seed")
     s.ignore("train.adam_epsilon", "train.offload", "model.resume_type", "train.gradient_accum")
+    if s.take("eval_rewards"):
+        s.notes.append("eval_rewards: add what is not trained on to rewards, with held_out: true")
     s.notes += [
         "text tokens: 256 for SD3.5, their code's constant",
         "log.logging_backend, data workers and caches: flowrl has run.trackers and its own caches",

@@ -45,6 +45,14 @@ from flowrl.utils.progress import Steps
 BASE, OVERALL, DIVERSITY = "base", "overall", "diversity"
 GAP = "paraphrase_gap/"
 DRAWN, WORDED = "drawn", "reworded"
+COMMON = (
+    "lora",
+    "checkpoints",
+    "checkpoint-",
+    "step-",
+    "pytorch_lora_weights",
+    "adapter_model",
+)  # names
 CHUNK = 24  # images whose scores are kept at once
 SIGNIFICANT = 0.05
 
@@ -166,7 +174,7 @@ def _entries(loras: Sequence[LoRA], key: str) -> list[tuple[str, LoRA | None, st
     entries: list[tuple[str, LoRA | None, str]] = [(BASE, None, key)]
     taken = {BASE}
     for lora in loras:
-        name = Path(lora.name).stem if Path(lora.name).suffix else Path(lora.name).name or lora.name
+        name = short_name(lora.name)
         while name in taken:
             name += "'"
         taken.add(name)
@@ -174,6 +182,15 @@ def _entries(loras: Sequence[LoRA], key: str) -> list[tuple[str, LoRA | None, st
         own = f"{key} {digest(lora)} {copies}"
         entries.append((name, lora, blake2b(own.encode(), digest_size=16).hexdigest()))
     return entries
+
+
+def short_name(source: str) -> str:
+    """Return what a page calls a LoRA: its last folders, until one of them tells it apart."""
+    parts = Path(source.removesuffix(".safetensors")).parts or (source,)
+    kept = 1
+    while kept < len(parts) and parts[-kept].startswith(COMMON):
+        kept += 1
+    return "/".join(parts[-kept:])
 
 
 # --- images ---------------------------------------------------------------------------------------

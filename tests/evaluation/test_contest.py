@@ -12,7 +12,7 @@ from flowrl.api import align
 from flowrl.backbones.lora_files import FILE
 from flowrl.config import load_config
 from flowrl.errors import UserError
-from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest
+from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest, short_name
 from flowrl.evaluation.contrasts import RESAMPLES, holm, paired_contrast
 from flowrl.evaluation.leaderboard import comparisons, rank, ranking, write_leaderboard
 from flowrl.training.evaluate import Evaluator
@@ -113,6 +113,13 @@ def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp
     assert not (tmp_path / "out").exists()
 
 
+def test_a_lora_is_called_by_what_tells_it_apart():
+    assert short_name("me/SD3.5M-FlowGRPO-GenEval") == "SD3.5M-FlowGRPO-GenEval"
+    assert short_name("runs/a/checkpoints/step-000012") == "a/checkpoints/step-000012"
+    assert short_name("me/x/checkpoint-3/lora") == "x/checkpoint-3/lora"
+    assert short_name("files/style.v2.safetensors") == "style.v2"
+
+
 # --- the statistics -------------------------------------------------------------------------------
 
 
@@ -156,11 +163,11 @@ def test_holm_is_the_published_step_down():
 def test_a_trainings_thirds_noise_and_copy_are_ranked_alike_over_three_seeds(tmp_path, capsys):
     """Tiny SANA: the base, a third of a training, its end, that with noise of its own norm, and a
     copy of the end."""
-    changes = ["run.iterations=36", "run.checkpoint_every=12", "run.keep_checkpoints=3"]
+    changes = ["run.iterations=18", "run.checkpoint_every=6", "run.keep_checkpoints=3"]
     changes += [f"run.output_dir={tmp_path / 'run'}", "run.max_minutes=null", "run.trackers=[]"]
     changes += ["evaluation.every=0", "evaluation.num_images=24", "run.sample_every=0"]
     align(load_config("quickstart-sana", [*changes, "pipeline.device=cpu"]))
-    third = tmp_path / "run" / "checkpoints" / "step-000012"
+    third = tmp_path / "run" / "checkpoints" / "step-000006"
     finished, copy, noisy = (tmp_path / name for name in ("finished", "copy", "noisy"))
     source = tmp_path / "run" / FILE
     for folder in (finished, copy, noisy):
@@ -192,10 +199,12 @@ def spoil(file) -> None:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
-        header = opened.metadata()
+        kept = opened.metadata()[
+            "lora_adapter_metadata"
+        ]  # the digest is of the tensors as they were
     generator = torch.Generator().manual_seed(0)
     tensors = {}
     for name, tensor in load_file(file).items():
         noise = torch.randn(tensor.shape, generator=generator)
         tensors[name] = tensor + noise * (tensor.norm() / noise.norm())
-    save_file(tensors, file, header)
+    save_file(tensors, file, {"lora_adapter_metadata": kept})
