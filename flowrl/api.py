@@ -68,7 +68,7 @@ from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import restore_linear_after
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.source import Ahead, Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
@@ -781,5 +781,6 @@ def _changed(config: Config, section: str, **options: Any) -> Config:
 
 
 def _sampler(learner: Learner) -> Sampler:
-    assert isinstance(learner.source, Sampler)  # the recipe reads no offline data set
-    return learner.source
+    source = learner.source.own if isinstance(learner.source, Ahead) else learner.source
+    assert isinstance(source, Sampler)  # the recipe reads no offline data set
+    return source

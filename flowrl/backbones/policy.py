@@ -49,6 +49,8 @@ class Policy:
         self.network = backbone.transformer
         self.ema_decay = ema_decay
         self.updates = 0
+        # Weights of an adapter, by the iteration whose images were sampled with them ahead of time.
+        self.sampled_with: dict[int, list[Tensor]] = {}
         self.whole = True  # False from an iteration's first update to its end: not to be saved
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
@@ -179,7 +181,8 @@ class Policy:
 
     def state_dict(self) -> dict:
         adapters = {name: [p.data for p in ps] for name, ps in self._by_name.items()}
-        return {"adapters": adapters, "updates": self.updates}
+        ahead = {str(iteration): ts for iteration, ts in self.sampled_with.items()}
+        return {"adapters": adapters, "updates": self.updates} | ({"ahead": ahead} if ahead else {})
 
     def check_state(self, state: dict) -> None:
         """Raise UserError for the state of a policy with other adapters."""
@@ -204,6 +207,36 @@ class Policy:
             for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
                 parameter.copy_(tensor)
         self.updates = state["updates"]
+        device = self._by_name[POLICY][0].device
+        self.sampled_with = {
+            int(iteration): [tensor.to(device) for tensor in tensors]
+            for iteration, tensors in state.get("ahead", {}).items()
+        }
+
+    def keep_weights(self, iteration: int, adapter: str) -> None:
+        """Keep what an adapter is now: the images of an iteration are sampled with it."""
+        self.sampled_with[iteration] = [p.detach().clone() for p in self._by_name[adapter]]
+
+    def forget_weights(self, *, before: int) -> None:
+        """Forget what the images of earlier iterations were sampled with."""
+        for iteration in [i for i in self.sampled_with if i < before]:
+            del self.sampled_with[iteration]
+
+    @contextlib.contextmanager
+    def weights_of(self, iteration: int, adapter: str) -> Iterator[None]:
+        """Give an adapter the weights kept for an iteration, if there are any, while inside."""
+        now = [p.detach().clone() for p in self._by_name[adapter]]
+        kept = self.sampled_with.get(iteration, now)
+        self._put(adapter, kept)
+        try:
+            yield
+        finally:
+            self._put(adapter, now)
+
+    @torch.no_grad()
+    def _put(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
+            parameter.copy_(tensor)
 
     @torch.no_grad()
     def start_from(self, state: dict[str, Tensor]) -> None:

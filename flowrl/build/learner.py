@@ -36,7 +36,7 @@ from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
-from flowrl.sampling.source import Sampler, Source
+from flowrl.sampling.source import Ahead, Sampler, Source
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
@@ -210,7 +210,13 @@ def build_source(
     config = parts.config
     if not config.rollout.reads_store:
         check_rollout_memory(config, parts.backbone, parts.runtime)
-        return build_sampler(parts, prompts)
+        sampler = build_sampler(parts, prompts)
+        if not config.rollout.staleness:
+            return sampler
+        check_staleness(config, parts.needs)
+        return Ahead(
+            own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
+        )
     check_offline(config, parts.needs)
 
     def resample(other: Config) -> Sampler:
@@ -219,6 +225,22 @@ def build_source(
     learning = parts.policy.backbone
     text_cache = caches.get(learning, config.rollout.learning_guidance_scale)
     return build_stored(config, resample(config), learning, resample, text_cache)
+
+
+def check_staleness(config: Config, needs: Needs) -> None:
+    """Check that images may be learned from one iteration late. Raises UserError."""
+    why = ""
+    if needs.states != "endpoints" or needs.ratio or needs.reward_grad:
+        why = (
+            f"objective.kind {config.objective.kind} needs images of the weights that learn from "
+            "them, not of those before: take an objective on clean images, such as nft, awm or dpo"
+        )
+    elif config.rollout.explore is not None:
+        why = "rollout.explore needs scores before it samples, so nothing can be sampled ahead"
+    if why:
+        raise UserError(
+            f"rollout.staleness is {config.rollout.staleness}, but {why}; or set it to 0"
+        )
 
 
 def check_work_split(

@@ -196,6 +196,11 @@ class RolloutOptions(Options):
         "cps, 1 for renoise.",
         "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
     )
+    staleness: Literal[0, 1] = option(
+        0,
+        "1 samples an iteration's images before the one before it is learned from, so that rewards "
+        "in threads, pools and on servers work meanwhile; for objectives on clean images.",
+    )
     batch_size: Count = option(96, "Most images that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(
         "auto",

@@ -157,6 +157,18 @@ class ScoredTrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTrees:
+    """This process's share of a request, sampled; its rewards are asked, and may still work."""
+
+    request: RolloutRequest  # the whole one
+    own: RolloutRequest
+    trees: Tensor
+    cond: Conditioning
+    parts: Sequence[tuple[Tree, Tensor]]
+    scoring: Scoring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGenerator:
     """Samples, decodes and scores the images of a request, with one network and one schedule."""
 
@@ -190,6 +202,12 @@ class RolloutGenerator:
         Raises:
             UserError: too many images have no reward.
         """
+        return self.finish(self.draw(request, plan, timer, keep=keep), timer)
+
+    def draw(
+        self, request: RolloutRequest, plan: TreePlan, timer: Timer, *, keep: bool = True
+    ) -> DrawnTrees:
+        """Sample this process's share of the request and ask the rewards; see `generate`."""
         trees = self.share(request, plan)
         own = request.take(trees)
         cond = self.encode_prompts(own)
@@ -198,16 +216,24 @@ class RolloutGenerator:
             for part in self._sample(request, trees, plan, cond, scoring):
                 if keep:
                     parts.append(part)
-            timer.lap(self.times[0])
-            result = scoring.result()
+        timer.lap(self.times[0])
+        return DrawnTrees(
+            request=request, own=own, trees=trees, cond=cond, parts=parts, scoring=scoring
+        )
+
+    def finish(self, drawn: DrawnTrees, timer: Timer) -> ScoredTrees:
+        """Wait for the rewards of what was drawn; see `generate`."""
+        with self.runtime.raise_on_all():
+            result = drawn.scoring.result()
         result = gather_results(result, self.runtime)
         timer.lap(self.times[1])
+        request = drawn.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)
         return ScoredTrees(
-            own=own, trees=trees, cond=cond, parts=parts, result=result, reward=reward,
-            valid=valid, terms=terms, group=group,
+            own=drawn.own, trees=drawn.trees, cond=drawn.cond, parts=drawn.parts, result=result,
+            reward=reward, valid=valid, terms=terms, group=group,
         )  # fmt: skip
 
     def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
