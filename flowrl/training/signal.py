@@ -23,6 +23,7 @@ from flowrl.errors import UserError
 from flowrl.trajectory import Rollout, Transitions
 
 MOST = 0.5  # share of the power that is most of it
+NOISE = 0.02  # a share that repeats below this is taken for none
 
 # (some of a batch's edges, perhaps none): accumulate their share of the batch's gradient
 Backward = Callable[[Transitions], None]
@@ -160,7 +161,9 @@ def _drowning(repeated: Tensor, power: Tensor) -> set[int]:
         top = max(left, key=lambda i: each[i].item())
         rest = _repeats(repeated, power, gone | {top})
         own = _ratio(repeated[top, top], each[top])
-        if not (each[top] > MOST * each[left].sum() and rest > 0 and own < rest / 2):
+        # Few rollouts know the rest no better: the first step may go by its own noise alone.
+        limit = rest / 2 if gone else max(rest / 2, NOISE)
+        if not (each[top] > MOST * each[left].sum() and own < limit and (rest > NOISE or not gone)):
             break
         gone.add(top)
     return gone
@@ -173,7 +176,7 @@ def advice(signal: Signal, tree: Any, num_steps: int) -> str:
     """Return a sentence on what to change in the recipe. tree: the options of `rollout.tree`."""
     if not signal.drowning:
         text = "No step holds most of the gradient's power without repeating."
-        if signal.repeats < 0.02:
+        if signal.repeats < NOISE:
             text += (
                 f" Of the whole only {max(signal.repeats, 0):.1%} repeats from rollout to rollout: "
                 "a larger batch (rollout.prompts_per_iteration, rollout.group_size) or fewer "
@@ -183,10 +186,10 @@ def advice(signal: Signal, tree: Any, num_steps: int) -> str:
     lost = {s.step: s for s in signal.steps if s.step in signal.drowning}
     names = ", ".join(f"{s.step} (sigma {s.sigma:.2f})" for s in lost.values())
     many = len(lost) > 1
-    share = sum(s.share for s in lost.values())
+    share, kept = sum(s.share for s in lost.values()), max(signal.kept, 0)
     return (
         f"Step{'s' * many} {names} hold{'s' * (not many)} {share:.0%} of the gradient's power and "
-        f"{'do' if many else 'does'} not repeat; without, {signal.kept:.1%} of the gradient "
+        f"{'do' if many else 'does'} not repeat; without, {kept:.1%} of the gradient "
         f"repeats, with {max(signal.repeats, 0):.1%}. To leave {'them' if many else 'it'} out, "
         + _ways(signal, tree, num_steps)
     )

@@ -100,6 +100,12 @@ def test_a_step_of_noise_alone_is_named_with_what_leaves_it_out():
     )
 
 
+def test_a_drowning_step_is_named_where_few_rollouts_see_no_signal_elsewhere_either():
+    signal = meter([1.0, 1.0, 6.0], [0.0, 0.0, 0.0], rollouts=4).signal()
+    assert signal.drowning == (2,)
+    assert advice(signal, FlowGRPOOptions(), 5).startswith("Step 2 (sigma 0.60) holds 9")
+
+
 def test_a_large_step_that_repeats_is_left_alone():
     signal = meter([1.0, 1.0, 6.0], [0.5, 0.5, 6.0]).signal()
     assert signal.steps[2].share > 0.9 and signal.drowning == ()
