@@ -60,6 +60,7 @@ def test_the_store_holds_what_the_sampler_draws_bit_for_bit(collected, make_lear
     assert torch.equal(torch.tensor(store.metadata.sigmas), sampler.generator.schedule().sigmas)
 
 
+@pytest.mark.slow
 def test_encoders_are_freed_after_all_prompts_and_not_loaded_with_all_on_disk(
     config, collected, tmp_path, monkeypatch
 ):

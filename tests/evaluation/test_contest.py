@@ -123,6 +123,7 @@ def test_a_lora_is_called_by_what_tells_it_apart():
 # --- the statistics -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interval_of_clustered_differences_covers_the_truth_and_images_alone_would_not():
     """100 worlds of 20 prompts, 4 images of each alike: the 95 % interval holds 0 in about 95 % of
     them, and one that took images for independent would be half as wide."""

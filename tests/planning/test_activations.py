@@ -32,6 +32,7 @@ def forward(name, rows, dtype):
 
 
 @ALL
+@pytest.mark.slow
 def test_a_few_blocks_tell_the_peak_of_all_with_and_without_checkpoints_and_gradients(name):
     for checkpointing in (False, True):
         short = peak(name, "train", checkpointing=checkpointing)

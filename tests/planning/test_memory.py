@@ -37,6 +37,7 @@ def total(**changes):
     return peak(footprints(SIZE, setup(NAME, **changes))).total
 
 
+@pytest.mark.slow
 def test_phases_come_in_their_order_and_a_total_is_the_sum_of_its_parts_with_the_context():
     found = footprints(SIZE, setup(NAME, evaluation_batch=2))
     assert tuple(f.phase for f in found) == PHASES
@@ -71,6 +72,7 @@ def test_candidates_are_held_a_batch_of_trees_at_a_time_and_gone_before_training
         assert parts(phase, **many)["latents"] == parts(phase, **few)["latents"]
 
 
+@pytest.mark.slow
 def test_no_more_images_are_decoded_at_once_than_a_batch_of_trees_has():
     one, four, many = (
         parts("decode", rollout_batch=rows, decode_batch=size)["activations"]
@@ -86,6 +88,7 @@ def test_an_evaluation_holds_the_latents_of_its_steps_and_decodes_no_more_than_i
     assert more["latents"] > few["latents"] and more["activations"] == few["activations"]
 
 
+@pytest.mark.slow
 def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
     twice = parts("rollout", rollout_batch=4, rollout_doubles=True)
     more = parts("rollout", rollout_batch=8, prompts_per_gpu=4)

@@ -184,6 +184,7 @@ def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
     assert again.peak.total == found.remedies.best.peak
 
 
+@pytest.mark.slow
 def test_the_plan_is_told_in_full_as_text_and_json(run):
     code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB")
     assert code == 0

@@ -128,6 +128,7 @@ def test_a_kind_that_runs_out_repeats_texts_of_its_own_requests_alone():
 
 @few
 @given(st.integers(0, 99))
+@pytest.mark.slow
 def test_excluded_requests_are_in_neither_list_in_any_words(seed):
     published, _ = geneval_sets(553, 0, seed + 1, ratio=TEST_RATIO)
     excluded = frozenset(map(request_of, published))

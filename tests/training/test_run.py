@@ -238,6 +238,7 @@ def build(config, **given):
     return learner, evaluator
 
 
+@pytest.mark.slow
 def test_going_on_from_an_older_checkpoint_leaves_the_later_branch(
     whole, config_for, load_tiny, tmp_path
 ):

@@ -106,6 +106,7 @@ def test_the_first_micro_batch_of_a_process_has_time_to_load(make):
     assert "longer than 1 s and" in ask(pool, {"do": "sleep", "seconds": 600}).reasons[0]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_and_asked_once_more_and_then_there_is_a_reason(
     pair, tmp_path
 ):
