@@ -352,14 +352,14 @@ def _sorted(
     if not state:
         raise UserError(
             f"{path} holds no LoRA of a transformer in names of diffusers, PEFT, kohya or ComfyUI; "
-            f"its first tensor is {next(iter(tensors), 'missing')}"
+            f"its first tensor is {min(tensors, default='missing')}"
         )
     if others:
         raise UserError(
             f"{path} holds {len(others)} tensors beside the transformer's LoRA, {_few(others)}: "
             "only plain LoRAs of the transformer are taken"
         )
-    empty = [name for name, tensor in state.items() if not tensor.numel()]
+    empty = sorted(name for name, tensor in state.items() if not tensor.numel())
     if empty:
         raise UserError(f"{path} has a tensor of rank 0, {empty[0]}: such a LoRA changes nothing")
     layers_of(state)  # raises unless all are pairs
