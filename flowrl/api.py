@@ -1,4 +1,4 @@
-"""The commands as functions: align, evaluate, sample, gallery, collect, score, audit, export.
+"""One function a command: align, evaluate, sample, gallery, collect, score, audit, signal, export.
 
 Each function does what the command of its name does, and takes loaded objects where that is
 useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.backbones.guidance import RLG
-from flowrl.backbones.loading import load_pipeline, pipeline_call_arguments
-from flowrl.backbones.lora_files import load_lora, read_lora
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.lora_files import load_lora
+from flowrl.backbones.lora_formats import check_fits, open_lora
 from flowrl.build.backbone import build_pipeline, with_pipeline_family
 from flowrl.build.learner import (
     PRECISION,
@@ -27,23 +27,26 @@ from flowrl.build.learner import (
     build_learner,
     build_rewards,
     build_run,
-    check_evaluations,
+    check_evaluation_alone,
+    check_unseen,
     evaluation_prompts,
     training_prompts,
     with_pipeline_name,
 )
 from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
+from flowrl.build.start import begin_session, start_on_all
 from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
-from flowrl.config import Config, config_yaml, load_config, parse_config
+from flowrl.config import Config, load_config, parse_config
 from flowrl.config.load import load_recipe
+from flowrl.config.rewards import RewardOptions
 from flowrl.config.rollout import ExploreOptions
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
+from flowrl.evaluation.drawing import DrawingOptions
 from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import (
-    call_settings,
     evaluate_strengths,
     finish_run,
     gallery_rows,
@@ -57,25 +60,35 @@ from flowrl.offline.format import (
     finished_shards,
     open_dataset,
 )
-from flowrl.offline.writer import REWARD, SHARD, pairs_digest, read_pairs, write_groups, write_pairs
+from flowrl.offline.pairs import pairs_digest, read_pairs
+from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord, load_prompts
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import restore_linear_after
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
-from flowrl.sampling.source import Sampler
+from flowrl.sampling.source import Ahead, Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
-from flowrl.scoring.files import ImageFile, ScoredFiles, score_files
-from flowrl.scoring.spec import Reward, RewardSpec, closing, load_reward
-from flowrl.training.checkpoint import CONFIG, Checkpoints, claim
-from flowrl.training.evaluate import EvaluationComparison, compare
+from flowrl.scoring.files import (
+    SUFFIXES,
+    ImageFile,
+    ScoredFiles,
+    labelled_images,
+    plain_images,
+    score_files,
+)
+from flowrl.scoring.spec import Reward, RewardSpec, closing
+from flowrl.training.checkpoint import CONFIG, LATEST, claim
+from flowrl.training.evaluate import EvaluationComparison, compare, table
 from flowrl.training.loop import Learner, train
+from flowrl.training.resume import AUTO, Facts, Start
+from flowrl.training.signal import advice, signal_rows
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_bytes
 from flowrl.utils.images import png
 from flowrl.utils.progress import Steps
 
@@ -92,19 +105,23 @@ def align(
     prompts: Sequence[str] | None = None,
     evaluation_prompts: Sequence[str] | None = None,
     rewards: dict[str, Any] | None = None,
-    resume: str | None = None,
+    resume: str | None = AUTO,
+    accept_changes: bool = False,
 ) -> list[EvaluationComparison]:
     """Train a LoRA; return each reward before and after on the held-out prompts, if there are any.
 
     `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
-    saves and returns.
+    saves and returns. A run of this recipe that is finished stays as it is.
 
     Args:
         pipeline, prompts, evaluation_prompts, rewards: a loaded diffusers pipeline, texts, and
             callables by name, in place of those that the configuration names. The pipeline keeps
             the adapters of its training, which may differ from the saved average of them: load it
             anew to use the LoRA.
-        resume: "latest" or the folder of a checkpoint.
+        resume: "auto" goes on with an unfinished run of this recipe, and where the folder holds
+            another recipe's run takes the next number (`runs/quickstart-2`); "latest" or the
+            folder of a checkpoint goes on with the folder's run; None wants a folder without one.
+        accept_changes: go on although options differ that decide what is learned.
 
     Raises:
         UserError: for everything the caller can correct, before training where possible.
@@ -113,33 +130,50 @@ def align(
     given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
-    folder, runtime = Path(config.run.output_dir), _runtime(config)
+    runtime = _runtime(config)
+    start, facts = start_on_all(
+        config, given, runtime, resume=resume, accept_changes=accept_changes
+    )
+    config = _changed(config, "run", output_dir=str(start.folder))
+    if start.finished:
+        LOG.info("%s: nothing is left to do", start.finished)
+        return []
     # A launcher ends all processes when one fails, so only the main one has to look.
-    with claim(folder, resume=resume) if runtime.is_main else nullcontext():
-        pushed = config.run.push_to_hub
-        repository = repository_of(config) if pushed and runtime.is_main else None
-        checkpoints = Checkpoints(folder, keep=config.run.keep_checkpoints)
-        state = checkpoints.load(resume) if resume else None
-        texts = TextCaches(config, pipeline)
-        needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
+    owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
+    with runtime.leaving(), owned if runtime.is_main else nullcontext():
+        return _train(config, given, runtime, start, facts)
+
+
+def _train(
+    config: Config, given: ProvidedObjects, runtime: Runtime, start: Start, facts: Facts
+) -> list[EvaluationComparison]:
+    """Train in the folder that the caller has claimed."""
+    pushed, state = config.run.push_to_hub, start.state
+    repository = repository_of(config) if pushed and runtime.is_main else None
+    texts = TextCaches(config, given.pipeline)
+    needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
+    with phase("load"):
         learner = build_learner(config, runtime, given, texts, needed)
-        with closing(learner.specs), restore_linear_after(learner.policy.network):
-            pipeline = learner.policy.backbone.pipeline
-            evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
-            held_out = evaluator.prompts if evaluator else ()
-            with runtime.raise_on_all():
-                try_rewards(learner, [*training_prompts(config, given), *held_out])
+    with closing(learner.specs), restore_linear_after(learner.policy.network):
+        pipeline = learner.policy.backbone.pipeline
+        evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
+        held_out = evaluator.prompts if evaluator else ()
+        with phase("check"), runtime.raise_on_all():
+            try_rewards(learner, [*training_prompts(config, given), *held_out])
+        with phase("encode"):
             stored = stored_prompts(config, learner.source)
             texts.encode_and_free(pipeline, [*needed, *stored], runtime)
-            run = build_run(config, learner, evaluator, state, resumed=resume is not None)
+        run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
+        with phase("save"):
             if runtime.is_main:
-                write_text(folder / CONFIG, config_yaml(config))
-            with run.session():
-                train(learner, run, iterations=config.run.iterations)
-                rows = finish_run(config, learner, run)
-                if pushed:
-                    publish(run, repository)
-                return rows
+                begin_session(config, run, start, facts)
+        with run.session():
+            train(learner, run, iterations=config.run.iterations)
+            rows = finish_run(config, learner, run)
+            if pushed:
+                publish(run, repository)
+            run.record_stop()
+            return rows
 
 
 def repository_of(config: Config) -> str:
@@ -165,97 +199,48 @@ def try_rewards(learner: Learner, prompts: Sequence[PromptRecord]) -> None:
 # --- flowrl evaluate ---------------------------------------------------------------------------
 
 
-def evaluate(config: Config, *, lora: str | None = None) -> list[Row]:
+def evaluate(
+    config: Config, *, lora: str | None = None, lora_alpha: float | None = None
+) -> list[Row]:
     """Score the configured pipeline, and the same with a LoRA if given, on the held-out prompts.
 
     Raises UserError when there are no such prompts, or `evaluation` asks what they cannot give.
     """
-    specs, held_out = build_rewards(config), evaluation_prompts(config, ProvidedObjects())
+    added = open_lora(lora, alpha=lora_alpha) if lora else None  # before anything is loaded
+    runtime = Runtime(device=config.pipeline.device)
+    specs = build_rewards(config, gpu=runtime.gpu)
+    held_out = evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
-    # What is asked of prompts and rewards for training alone does not matter here.
-    untrained = _changed(_changed(config, "prompts", retained=None), "run", stop_when_hacking=None)
-    check_evaluations(untrained, specs, (), held_out)
-    runtime = Runtime(device=config.pipeline.device)
+    check_evaluation_alone(config, specs, held_out)
+    check_unseen(config, held_out)
     pipeline = build_pipeline(config, runtime.device)
+    if added is not None:
+        check_fits(added, pipeline.transformer)
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
     assert evaluator is not None  # there are prompts
     with closing(specs):
         base = evaluator(evaluator.backbone.velocity, runtime)
-        if lora is None:
+        if added is None:
             measures = base.measures(evaluator.quality).items()
             return [{"reward": name, "mean": values.nanmean().item()} for name, values in measures]
-        load_lora(pipeline, lora)
+        load_lora(pipeline, added)
         after = evaluator(evaluator.backbone.velocity, runtime)
         return table(compare(base, after, evaluator.quality))
-
-
-def table(rows: Sequence[EvaluationComparison]) -> list[Row]:
-    """Return a comparison as the rows of a table."""
-    return [
-        {
-            "reward": row.name,
-            "base": row.before,
-            "aligned": row.after,
-            "change": row.change.mean,
-            "95% low": row.change.low,
-            "95% high": row.change.high,
-            "images": row.pairs,
-        }
-        for row in rows
-    ]
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
 
 
-def sample(  # noqa: PLR0913  # an argument for each option
-    model: str,
-    prompts: Sequence[str],
-    *,
-    lora: str | None,
-    negative: str,
-    guidance: float | None,
-    steps: int | None,
-    seed: int,
-    count: int,
-    max_sequence_length: int | None,
-    output_dir: Path,
-    device: str,
-    rlg: float | None = None,
-    revision: str | None = None,
+def sample(
+    drawing: DrawingOptions, prompts: Sequence[str], *, seed: int, count: int, output_dir: Path
 ) -> list[Path]:
-    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files.
-
-    Arguments that are None (and a negative prompt "") are those that the run of `lora` was
-    evaluated with, or else the pipeline's defaults.
-
-    Args:
-        rlg: strength of the LoRA: 0 is the base, 1 the LoRA; see `flowrl.backbones.guidance`.
-    """
-    asked = {
-        "guidance_scale": guidance,
-        "num_inference_steps": steps,
-        "max_sequence_length": max_sequence_length,
-        "negative_prompt": negative or None,
-    }
-    run_file = Path(lora) / CONFIG if lora else None
-    of_run = call_settings(load_config(run_file)) if run_file and run_file.is_file() else {}
-    where = Runtime(device=device).device
-    dtype = "bf16" if where.type == "cuda" else "fp32"
-    pipeline = load_pipeline(model, dtype=dtype, device=where, revision=revision)
-    call = pipeline_call_arguments(pipeline, negative) | {"negative_prompt": ""} | of_run
-    call |= {name: value for name, value in asked.items() if value is not None}
-    if lora is not None:
-        load_lora(pipeline, lora)
-    paths = []
+    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files."""
+    loaded, paths = drawing.build(), []
     for i, prompt in enumerate(prompts):
         for k in range(count):
-            generator = torch.Generator().manual_seed(seed + k)
-            with nullcontext() if rlg is None else RLG(pipeline, rlg):
-                image = pipeline(prompt, generator=generator, **call).images[0]
             path = output_dir / f"{i:03d}-seed{seed + k}.png"
-            write_bytes(path, png(image))
+            write_bytes(path, png(loaded.image(prompt, seed + k)))
             paths.append(path)
     return paths
 
@@ -274,6 +259,7 @@ def gallery(
     output_dir: Path | None,
     rlg: Sequence[float] = (),
     revision: str | None = None,
+    lora_alpha: float | None = None,
 ) -> Path:
     """Generate base and aligned images of the same prompts and seeds; return the HTML page.
 
@@ -282,6 +268,7 @@ def gallery(
             with `base`, a pipeline, and `lora`.
         rlg: show the base and the LoRA at each of these strengths instead.
     """
+    added = open_lora(lora or str(run), alpha=lora_alpha)  # before anything is loaded
     config, rewards = _run_recipe(run) if run else (_base_recipe(str(base), lora, str(prompts)), [])
     if revision is not None:
         config = _changed(config, "pipeline", revision=revision)
@@ -290,17 +277,21 @@ def gallery(
     config = _changed(config, "evaluation", **changes)
     runtime = Runtime(device=config.pipeline.device)
     pipeline = build_pipeline(config, runtime.device)
+    check_fits(added, pipeline.transformer)
     config = config if run else with_pipeline_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
+    if run is not None:
+        check_unseen(config, evaluator.prompts)
     with closing(rewards):
-        before = evaluator(evaluator.backbone.velocity, runtime)
-        load_lora(pipeline, lora or str(run))
+        before = evaluator(evaluator.backbone.velocity, runtime, whole=not rlg)
+        load_lora(pipeline, added)
         folder = output_dir or Path(str(run)) / "comparison"
         evaluation = config.evaluation
         caption = f"{count} images of {evaluation.prompts}, seed {evaluation.seed}"
+        caption += ", generated by the pipeline's own call" * evaluation.as_deployed
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
             at_each = evaluate_strengths(evaluator, runtime, rlg)
@@ -397,7 +388,7 @@ def collect_pairs(
     Pairs that the folder already holds are kept. Returns the data set's summary, and a reason for
     each pair that was left out. Raises UserError when no pair is left.
     """
-    preferences = read_pairs(source)
+    preferences, left_out = read_pairs(source)
     config = with_pipeline_name(config, pipeline)
     p = config.pipeline
     runtime = Runtime(device=p.device)
@@ -406,35 +397,35 @@ def collect_pairs(
     if pipeline is None:
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
     backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
-    create_dataset(
-        folder,
-        DatasetMetadata(
-            pipeline=p.path,
-            backbone=p.backbone,
-            latent_shape=list(backbone.latent_shape()),
-            dtype="float32",
-            sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
-            rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
-            recipe={PAIRS: pairs_digest(source)},
-        ),
-    )
-    left_out: list[str] = []
-    with Steps("encoding", -(-len(preferences) // SHARD)) as steps:
-        for reasons in write_pairs(folder, preferences, backbone, batch_size=p.decode_batch):
-            left_out += reasons
-            steps.advance({"left out": len(left_out)})
-    if len(left_out) == len(preferences):
+    unusable = len(left_out)
+    with owned(folder):
+        create_dataset(
+            folder,
+            DatasetMetadata(
+                pipeline=p.path,
+                backbone=p.backbone,
+                latent_shape=list(backbone.latent_shape()),
+                dtype="float32",
+                sigmas=backbone.sigmas(config.rollout.num_inference_steps).tolist(),
+                rewards=[{"name": REWARD, "version": None, "weight": 1.0}],
+                recipe={PAIRS: pairs_digest(source)},
+            ),
+        )
+        with Steps("encoding", -(-len(preferences) // SHARD)) as steps:
+            for reasons in write_pairs(folder, preferences, backbone, batch_size=p.decode_batch):
+                left_out += reasons
+                steps.advance({"left out": len(left_out)})
+    if len(left_out) - unusable == len(preferences):
         raise UserError(
-            f"none of the {len(preferences)} pairs can be used; the first: {left_out[0]}"
+            f"none of the {len(preferences)} pairs can be used; the first: {left_out[unusable]}"
         )
     return _dataset_summary(open_dataset(folder)), left_out
 
 
 def with_lora(config: Config, source: str) -> Config:
     """Return the recipe starting from a LoRA: its rank and alpha, and its layers if it is a run."""
-    state, strength = read_lora(source)
-    rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
-    alpha = round(strength * rank, 6)  # as it was, before it was divided
+    found = open_lora(source)
+    rank, alpha = found.rank, round(found.strength * found.rank, 6)  # as it was before dividing
     saved = Path(source) / CONFIG
     if saved.is_file():
         config = config.model_copy(update={"lora": load_config(saved).lora})
@@ -452,51 +443,63 @@ def _dataset_summary(store: OfflineDataset) -> list[Row]:
 
 # --- flowrl score ------------------------------------------------------------------------------
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
 
 def score(
     images: Sequence[Path],
     rewards: Sequence[str],
     prompts: str | None,
     args: Sequence[Mapping[str, Any] | None] = (),
+    servers: Sequence[str] = (),
+    dialect: str = "flowrl",
 ) -> ScoredFiles:
     """Score image files, or the images in folders.
 
     Args:
-        prompts: one prompt for all images, or a file or built-in split with one for each image in
+        images: files; folders of images; folders that say their prompts themselves, see
+            `labelled_images`.
+        prompts: one prompt for all other images, or a file or built-in split with one for each in
             the order of their names. Images of one prompt are a group, for rewards that compare.
         args: arguments of each reward, or nothing.
+        servers: reward servers that know the rewards by name, in place of this process.
+        dialect: what the servers speak.
 
     Raises:
         UserError: when there are more or fewer prompts than images, and for a reward that cannot
             be made.
     """
-    paths = _image_files(images)
-    specs = [
-        RewardSpec(name=name, reward=load_reward(name, its))
+    files = _images_with_prompts(images, prompts or "")
+    entries = [
+        {"name": name, "label": name}
+        | (
+            {"executor": {"kind": "http", "urls": list(servers), "dialect": dialect}}
+            if servers
+            else {"args": dict(its or {})}
+        )
         for name, its in zip(rewards, args or [None] * len(rewards), strict=True)
     ]
-    records = _prompts_for(prompts or "", len(paths))
-    files = [
-        ImageFile(path=path, prompt=text, metadata=metadata)
-        for path, (text, metadata) in zip(paths, records, strict=True)
-    ]
-    return score_files(specs, files)
+    specs = [RewardOptions.model_validate(entry).build() for entry in entries]
+    with closing(specs):
+        return score_files(specs, files)
 
 
-def _image_files(sources: Sequence[Path]) -> list[Path]:
-    found: list[Path] = []
+def _images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
+    """Return the images in their order, those that nothing labels with `prompts`."""
+    found: list[ImageFile | Path] = []
     for source in sources:
-        if source.is_dir():
-            found += sorted(p for p in source.iterdir() if p.suffix.lower() in IMAGES)
-        elif source.is_file():
-            found.append(source)
-        else:
-            raise UserError(f"no image at {source}")
+        labelled = labelled_images(source) if source.is_dir() else None
+        found += plain_images(source) if labelled is None else labelled
     if not found:
-        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {IMAGES}")
-    return found
+        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
+    bare = [image for image in found if isinstance(image, Path)]
+    if prompts and not bare:
+        raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
+    records = iter(_prompts_for(prompts, len(bare)) if bare else [])
+
+    def label(path: Path) -> ImageFile:
+        text, metadata = next(records)
+        return ImageFile(path=path, prompt=text, metadata=metadata)
+
+    return [label(image) if isinstance(image, Path) else image for image in found]
 
 
 def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
@@ -690,6 +693,37 @@ def _explore(config: Config) -> ExploreOptions:
     return config.rollout.explore
 
 
+# --- flowrl signal -----------------------------------------------------------------------------
+
+
+def signal(
+    config: Config,
+    *,
+    rollouts: int,
+    lora: str | None = None,
+    pipeline: Any = None,
+    rewards: Mapping[str, Reward] | None = None,
+) -> tuple[list[Row], str]:
+    """Measure the gradient signal of each trained step; return its rows and what to change.
+
+    Nothing is learned. The arguments are as in `audit`, but for rollouts: independent ones, of as
+    many iterations; at least two. Raises UserError for objectives that do not learn from steps.
+    """
+    config = with_pipeline_name(config, pipeline)
+    config = _changed(config, "evaluation", prompts=None, quality=None, paraphrases=False)
+    config = _changed(config, "run", stop_when_hacking=None)
+    if lora is not None:
+        config = with_lora(config, lora)
+    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
+    learner = build_learner(config, _runtime(config), given)
+    with closing(learner.specs), restore_linear_after(learner.policy.network):
+        with learner.runtime.raise_on_all():
+            try_rewards(learner, training_prompts(config, given))
+        found = learner.measure_signal(rollouts)
+    r = config.rollout
+    return signal_rows(found), advice(found, r.tree, r.num_inference_steps)
+
+
 # --- flowrl export -----------------------------------------------------------------------------
 
 Format = Literal["diffusers", "comfyui", "merged", "hub"]
@@ -706,6 +740,7 @@ def export(
     revision: str | None = None,
     dtype: str | None = None,
     backbone: str | None = None,
+    lora_alpha: float | None = None,
 ) -> Path | str:
     """Write a run's LoRA in another format, or upload it; return the path or the address.
 
@@ -715,10 +750,12 @@ def export(
         return formats.export_hub(source, repository=repo_id, private=private)
     assert to is not None
     if format == "comfyui":
-        return formats.export_comfyui(source, to, backbone=backbone)
+        return formats.export_comfyui(source, to, backbone=backbone, alpha=lora_alpha)
     if format == "merged":
-        return formats.export_merged(source, to, base=base, revision=revision, dtype=dtype)
-    return formats.export_diffusers(source, to)
+        return formats.export_merged(
+            source, to, base=base, revision=revision, dtype=dtype, alpha=lora_alpha
+        )
+    return formats.export_diffusers(source, to, alpha=lora_alpha)
 
 
 # --- what several of them need -----------------------------------------------------------------
@@ -729,7 +766,12 @@ def _runtime(config: Config) -> Runtime:
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     precision = PRECISION[config.pipeline.dtype]
-    return Runtime(device=config.pipeline.device, mixed_precision=precision)
+    return Runtime(
+        device=config.pipeline.device,
+        mixed_precision=precision,
+        peer_timeout=config.runtime.peer_timeout,
+        answer_timeout=config.runtime.answer_timeout,
+    )
 
 
 def _changed(config: Config, section: str, **options: Any) -> Config:
@@ -739,5 +781,6 @@ def _changed(config: Config, section: str, **options: Any) -> Config:
 
 
 def _sampler(learner: Learner) -> Sampler:
-    assert isinstance(learner.source, Sampler)  # the recipe reads no offline data set
-    return learner.source
+    source = learner.source.own if isinstance(learner.source, Ahead) else learner.source
+    assert isinstance(source, Sampler)  # the recipe reads no offline data set
+    return source

@@ -5,6 +5,7 @@ so that the shape is stored once and everything else has an axis of trees. A pla
 chains, which are trees too: nothing after the sampler knows whether it branched.
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,8 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flowrl.errors import DamagedFile
+from flowrl.functional.full_batches import even_rows
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, save_state
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,7 @@ class Tree:
     edge: Tensor  # (e,) long, nodes at the end of trained edges
     sigmas: Tensor  # (T+1,)
     forwards: int  # velocities that were computed, of all trees
+    rows: int = 0  # of each call of the network that computed them; 0: none was
 
     def __len__(self) -> int:
         """R."""
@@ -134,10 +140,14 @@ class ReferenceErrors:
             save_state(path, {"key": self.key, "table": self.table})
 
     def load(self, path: Path) -> bool:
-        """Load a saved table with the same key. Return whether there was one."""
+        """Load a saved table with the same key. Return whether there was one, and whole."""
         if not path.is_file():
             return False
-        state = load_state(path)
+        try:
+            state = load_state(path)
+        except DamagedFile as error:
+            LOG.warning("%s: it is made again", error)
+            return False
         if state["key"] != self.key or state["table"].shape != self.table.shape:
             return False
         self.table.copy_(state["table"])
@@ -193,6 +203,7 @@ class Transitions:
     step: Tensor  # (E,) long, index of the parent's sigma
     cond: Conditioning  # P rows
     no_advantage: float  # share of the rollout's trained edges whose advantage is 0
+    rows: int = 0  # of each call of the network in the rollout
 
     def __len__(self) -> int:
         """E, the number of edges: what losses average over."""
@@ -224,6 +235,12 @@ class Transitions:
     def updates(self, count: int) -> list["Transitions"]:
         """Deal whole groups in turn to `count` parts, for as many optimizer steps."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
+
+    def shapes(self, size: int) -> tuple[int, int]:
+        """Return the parents of a chunk and the rows of a call: those of the rollout, where they
+        are at most `size`; else as even as can be."""
+        rows = self.rows if 0 < self.rows <= size else even_rows(len(self.x), size)
+        return rows, rows
 
     def chunks(self, size: int) -> Iterator["Transitions"]:
         """Yield consecutive parts of 1 to `size` parents, a forward each."""
@@ -273,4 +290,5 @@ def transitions(
         step=tree.step[parent],
         cond=cond,
         no_advantage=(advantage == 0).double().mean().item() if advantage.numel() else 0.0,
+        rows=tree.rows,
     )

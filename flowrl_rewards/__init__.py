@@ -7,10 +7,14 @@ A reward is any callable
 with `images` a (B, 3, H, W) float tensor in [0, 1], `prompts` a list of B strings, `metadata` a
 list of B dicts, and `scores` a (B,) float32 tensor (or a list of B floats). A score that could
 not be made is NaN, never 0; to say why, return `(scores, reasons)` with reasons {row: text}.
-Optional attributes say more:
+A reward that finds several things at once returns `{name: scores}` in place of scores, the first
+of which are its own; a recipe takes the others as `component: name`, and asks once for all.
+An exception becomes the reason of all scores of the call; one with the attribute `ends_run = True`
+ends the run, with a checkpoint, when the reward is trained. Optional attributes say more:
 
     name               str, for reports
     bounds             (lo, hi), either may be None
+    components         the names of its scores, when it has several
     differentiable     True when gradients reach the images
     required_metadata  keys a prompt's metadata must have; the reward does not apply to others
     applies            (prompt, metadata) -> bool, when keys alone cannot tell

@@ -21,9 +21,12 @@ from .detectors import (
 )
 from .geneval_rules import Detection
 from .images import to_uint8
+from .networks.sharing import Shared, digest, shared
 from .prompt_fixtures import cat_or_nothing, tiny_world
 
 MODES = ("partial", "strict", "official")
+# Of detectors whose numbers have changed: scores under another version do not compare.
+VERSIONS = {"mask2former": "mask2former-2"}
 NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
 
 
@@ -31,7 +34,9 @@ class GenEval:
     """Does the image show what the prompt asks for? Six kinds of prompt (see `geneval_rules`).
 
     mode: "partial" (mean of the terms, what Flow-GRPO trains on), "strict" (0 or 1, all terms
-    right) or "official" (0 or 1, the rule of the GenEval paper).
+    right) or "official" (0 or 1, the rule of the GenEval paper); or a list of these, which makes
+    them the components of one reward. Rewards of a process with the same detector hold one, and
+    show it a batch of images once.
     detector: a name in `detectors.DETECTORS` or "module:attribute"; made with
     detector_args, once, when it is first needed.
     colors: what names the colours of found objects: "clip" (the rule of the GenEval paper),
@@ -47,7 +52,7 @@ class GenEval:
 
     def __init__(
         self,
-        mode: str = "partial",
+        mode: str | Sequence[str] = "partial",
         detector: str = "tiny",
         compat: str | None = None,
         *,
@@ -57,25 +62,33 @@ class GenEval:
         threshold: float | None = None,
         counting_threshold: float | None = None,
     ):
-        if mode not in MODES:
-            raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, not {mode!r}")
+        modes = (mode,) if isinstance(mode, str) else tuple(mode)
+        if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(MODES):
+            raise ValueError(f"GenEval mode is one of {', '.join(MODES)}, or some, not {mode!r}")
         if compat not in (None, "flow_grpo"):
             raise ValueError(f"GenEval compat is 'flow_grpo' or null, not {compat!r}")
-        self.mode, self.compat = mode, compat
+        self.mode, self.modes, self.compat = mode, modes, compat
+        self.components = () if isinstance(mode, str) else modes
         self.detector, self.detector_args = detector, dict(detector_args or {})
         self.colors, self.colors_args = colors, dict(colors_args or {})
         self.threshold, self.counting_threshold = threshold, counting_threshold
-        self.name = "geneval" if mode == "partial" else f"geneval_{mode}"
+        self.name = "geneval" if self.components or mode == "partial" else f"geneval_{mode}"
         self.bounds = (None if compat else 0.0, 1.0)
         self.version = self._version()
         self._find: Detector | None = None
         self._name_colors: ColorNamer | None = None
+        self._detectors = self._place("detector", detector, self.detector_args)
+        self._color_namers = self._place("colors", colors, self.colors_args)
+
+    def _place(self, what: str, name: str | None, args: Mapping[str, Any]) -> Shared:
+        """Where the part of that name and arguments lies, which other rewards may hold too."""
+        return shared((what, name, json.dumps(args, sort_keys=True, default=repr)), self)
 
     def _version(self) -> str:
         parts = [
             "geneval-2",
-            self.mode,
-            self.detector,
+            "+".join(self.modes),
+            VERSIONS.get(self.detector, self.detector),
             self.colors or "own",
             self.compat or "clean",
         ]
@@ -115,9 +128,12 @@ class GenEval:
 
     def _load(self) -> tuple[Detector, ColorNamer | None]:
         if self._find is None:
-            self._find = load_detector(self.detector, self.detector_args)
+            self._find = self._detectors.load(
+                lambda: load_detector(self.detector, self.detector_args)
+            )
         if self.colors is not None and self._name_colors is None:
-            self._name_colors = load_color_namer(self.colors, self.colors_args)
+            name, args = self.colors, self.colors_args
+            self._name_colors = self._color_namers.load(lambda: load_color_namer(name, args))
         floor = getattr(self._find, "floor", 0.0)
         for value in (self.threshold, self.counting_threshold):
             if value is not None and value < floor:
@@ -129,9 +145,19 @@ class GenEval:
 
     def __call__(
         self, images: Tensor, prompts: Sequence[str], metadata: Sequence[dict]
-    ) -> tuple[Tensor, dict[int, str]]:
-        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row."""
-        scores = torch.full((len(metadata),), NO_TAG if self.compat else math.nan)
+    ) -> tuple[Any, dict[int, str]]:
+        """images (B, 3, H, W) in [0, 1] -> scores (B,) float32 and why some are NaN, by row.
+
+        With a list of modes the scores of each, by its name.
+        """
+        table, reasons = self._table(images, metadata)
+        if not self.components:
+            return table[:, 0], reasons
+        return dict(zip(self.components, table.unbind(1), strict=True)), reasons
+
+    def _table(self, images: Tensor, metadata: Sequence[dict]) -> tuple[Tensor, dict[int, str]]:
+        """Scores (B, modes), and why some are NaN, by row."""
+        scores = torch.full((len(metadata), len(self.modes)), NO_TAG if self.compat else math.nan)
         known = [wanted.get("tag") in rules.TAGS for wanted in metadata]
         reasons = {} if self.compat else _untold(metadata, known)
         for row in (row for row, is_known in enumerate(known) if is_known):
@@ -147,12 +173,12 @@ class GenEval:
         for part in parts:
             getattr(part, "load", lambda: None)()
         arrays = to_uint8(images[rows])
-        answers = detect(parts[0], arrays, [_classes(metadata[row]) for row in rows])
+        answers = self._detected(parts[0], arrays, [_classes(metadata[row]) for row in rows])
         for row, array, answer in zip(rows, arrays, answers, strict=True):
             try:
                 if isinstance(answer, Exception):
                     raise answer
-                scores[row] = self.judge(answer, metadata[row], array)
+                scores[row] = torch.tensor(self.judge(answer, metadata[row], array))
             except (ImportError, torch.cuda.OutOfMemoryError):
                 raise
             except Exception as error:
@@ -160,21 +186,68 @@ class GenEval:
                 reasons[row] = f"the detector failed: {type(error).__name__}: {error}"
         return scores, reasons
 
+    def _detected(
+        self, find: Detector, arrays: np.ndarray, classes: Sequence[Sequence[str]]
+    ) -> Sequence[Sequence[Detection] | Exception]:
+        """What the detector finds; it is asked once for what several rewards look at."""
+        if not self._detectors.holds(find):
+            return detect(find, arrays, classes)
+        told = json.dumps(classes) if getattr(find, "open_vocabulary", False) else ""
+        return self._detectors.recall(told, arrays, lambda: detect(find, arrays, classes))
+
     def judge(
         self, found: Sequence[Detection], wanted: dict, image: np.ndarray | None = None
-    ) -> float:
-        """The score of one image's detections for one prompt's metadata.
+    ) -> list[float]:
+        """The score by each mode of one image's detections for one prompt's metadata.
 
         image: (H, W, 3) uint8 RGB, for what names the colours of what was found.
         """
+        objects = self._objects(found, wanted, image)
+        return [self._score(mode, objects, wanted) for mode in self.modes]
+
+    def _score(self, mode: str, objects: rules.Objects, wanted: dict) -> float:
+        if mode == "official":
+            return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
+        if mode == "strict":
+            return rules.strict(objects, wanted["include"])
+        return rules.partial(objects, wanted["include"], published=self.compat is not None)
+
+    def verdicts(self, images: Tensor, metadata: Sequence[dict]) -> list[dict[str, Any]]:
+        """What the published script writes of each image: "correct", "reason", and "details", the
+        boxes and scores by class. "correct" is None where the detector fails, as "reason" says.
+
+        images: (B, 3, H, W) in [0, 1]; metadata: in GenEval's form. Any mode gives the same.
+        """
+        parts = self._load()
+        for part in parts:
+            getattr(part, "load", lambda: None)()
+        arrays = to_uint8(images)
+        answers = detect(parts[0], arrays, [_classes(wanted) for wanted in metadata])
+        return [
+            self._verdict(answer, wanted, array)
+            for answer, wanted, array in zip(answers, metadata, arrays, strict=True)
+        ]
+
+    def _verdict(
+        self, answer: Sequence[Detection] | Exception, wanted: dict, image: np.ndarray
+    ) -> dict[str, Any]:
+        if isinstance(answer, Exception):
+            reason = f"the detector failed: {type(answer).__name__}: {answer}"
+            return {"correct": None, "reason": reason, "details": {}}
+        objects = self._objects(answer, wanted, image)
+        why = rules.official_reasons(objects, wanted["include"], wanted.get("exclude") or [])
+        details = {
+            name: [[*d.box, d.score] for d in found] for name, found in objects.items() if found
+        }
+        return {"correct": not why, "reason": "\n".join(why), "details": details}
+
+    def _objects(
+        self, found: Sequence[Detection], wanted: dict, image: np.ndarray | None
+    ) -> rules.Objects:
         objects = rules.by_class(found, self._threshold(wanted["tag"]))
         if image is not None and self._name_colors is not None:
             self._color(objects, wanted["include"], image)
-        if self.mode == "official":
-            return rules.official(objects, wanted["include"], wanted.get("exclude") or [])
-        if self.mode == "strict":
-            return rules.strict(objects, wanted["include"])
-        return rules.partial(objects, wanted["include"], published=self.compat is not None)
+        return objects
 
     def _threshold(self, tag: str) -> float:
         key = "counting_threshold" if tag == "counting" else "threshold"
@@ -188,10 +261,18 @@ class GenEval:
                 continue
             found = objects.get(entry["class"], [])
             first = found[: entry["count"]]
-            names = self._name_colors(image, first) if first else ()
+            names = self._named(self._name_colors, image, first) if first else ()
             found[: entry["count"]] = [
                 dataclasses.replace(d, color=c) for d, c in zip(first, names, strict=True)
             ]
+
+    def _named(
+        self, name_colors: ColorNamer, image: np.ndarray, found: Sequence[Detection]
+    ) -> Sequence[str | None]:
+        if not self._color_namers.holds(name_colors):
+            return name_colors(image, found)
+        asked = tuple((d.name, d.box, b"" if d.mask is None else digest(d.mask)) for d in found)
+        return self._color_namers.recall(asked, image, lambda: name_colors(image, found))
 
     def fixtures(self) -> list[dict]:
         """Images in their right order: of the tiny world, or a photograph; none for detectors of
@@ -202,7 +283,7 @@ class GenEval:
             return []
         # A second box on the one cat is no fault to stop a run for: asked for two, one to three
         # score above none.
-        return cat_or_nothing(2 if self.mode == "partial" else 1)
+        return cat_or_nothing(2 if self.modes[0] == "partial" else 1)
 
 
 def _telling(args: Mapping[str, Any]) -> dict[str, Any]:

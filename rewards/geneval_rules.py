@@ -15,6 +15,9 @@ TAGS = ("single_object", "two_object", "counting", "colors", "position", "color_
 MAX_PER_CLASS = 16  # boxes, the most confident first
 NEEDS = {"colors": "color", "color_attr": "color", "position": "position"}  # of some entry
 RELATIONS = ("left of", "right of", "above", "below")
+COLORS = (
+    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
+)  # fmt: skip
 OVERLAP = 0.1  # share of both sizes that an offset must exceed
 Box = tuple[float, float, float, float]
 
@@ -129,19 +132,62 @@ def _colored(found: Sequence[Detection], entry: dict) -> int:
 
 def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict]) -> float:
     """The published verdict, 0 or 1: enough of everything among the most confident objects."""
+    return float(not official_reasons(objects, include, exclude))
+
+
+def official_reasons(
+    objects: Objects, include: Sequence[dict], exclude: Sequence[dict]
+) -> list[str]:
+    """Why the published verdict is 0, in the words of the published script; [] where it is 1."""
+    reasons: list[str] = []
     matched: list[list[Detection] | None] = []
     for entry in include:
-        count = entry["count"]
-        found = objects.get(entry["class"], [])[:count]
-        ok = len(found) == count
-        ok = ok and (not asks(entry, "color") or _colored(found, entry) == count)
-        if ok and asks(entry, "position"):
-            relation, index = entry["position"]
-            other = matched[index]
-            ok = other is not None and _related(found, other, relation)
-        matched.append(found if ok else None)
-    forbidden = any(len(objects.get(e["class"], [])) >= e["count"] for e in exclude)
-    return float(None not in matched and not forbidden)
+        name, count = entry["class"], entry["count"]
+        found = objects.get(name, [])[:count]
+        own: list[str] = []
+        if len(found) < count:
+            own.append(f"expected {name}>={count}, found {len(found)}")
+        elif asks(entry, "color") and _colored(found, entry) < count:
+            own.append(_wrong_color(found, entry))
+        elif asks(entry, "position"):
+            own += _misplaced(found, name, entry["position"], matched)
+        matched.append(None if own else found)
+        reasons += own
+    for entry in exclude:
+        name, number = entry["class"], len(objects.get(entry["class"], []))
+        if number >= entry["count"]:
+            reasons.append(f"expected {name}<{entry['count']}, found {number}")
+    return reasons
+
+
+def _wrong_color(found: Sequence[Detection], entry: dict) -> str:
+    colors = [str(d.color) for d in found]
+    order = [c for c in (*COLORS, *colors) if c in colors]
+    others = ", ".join(f"{colors.count(c)} {c}" for c in dict.fromkeys(order))
+    wanted = entry["color"]
+    return (
+        f"expected {wanted} {entry['class']}>={entry['count']}, found {colors.count(wanted)} "
+        f"{wanted}; and {others}"
+    )
+
+
+def _misplaced(
+    found: Sequence[Detection],
+    name: str,
+    position: Sequence,
+    matched: Sequence[list[Detection] | None],
+) -> list[str]:
+    relation, index = position
+    targets = matched[index]
+    if targets is None:
+        return [f"no target for {name} to be {relation}"]
+    for one in found:
+        for target in targets:
+            true = relations(one.box, target.box)
+            if relation not in true:
+                told = " and ".join(r for r in RELATIONS if r in true)
+                return [f"expected {name} {relation} target, found {told} target"]
+    return []
 
 
 def terms(objects: Objects, include: Sequence[dict], *, published: bool = False) -> list[float]:

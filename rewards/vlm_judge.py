@@ -33,7 +33,22 @@ ASK_TEXT = (
     "picture shows, what is missing and how well it is made. Then end with a whole number from "
     "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
 )
-MODES = {"expectation": ASK_SCORE, "yes_no": ASK_YES, "text": ASK_TEXT}
+# What Flow-GRPO's reward `qwenvl` asks, in other words: 0 to 5 for all that the caption mentions,
+# thoughts first, and the score in the same tags.
+ASK_QWENVL = (
+    "Here is a generated picture and its caption. Judge how well they match on 0 to 5: 5, every "
+    "object, attribute and relation of the caption is there, and exact; 4, a small detail is off; "
+    "3, the main things are right, several details are not; 2, a main thing is wrong; 1, little of "
+    "it; 0, nothing.\nWrite what you see in <Thought> </Thought>, and then the number in <Score> "
+    "</Score>.\nText Caption: [{prompt}]"
+)
+MODES = {
+    "expectation": ASK_SCORE,
+    "yes_no": ASK_YES,
+    "text": ASK_TEXT,
+    "qwenvl": ASK_QWENVL,
+}
+READS_TEXT = ("text", "qwenvl")
 PATTERN = r"<Score>\s*([^<]*?)\s*</Score>"
 TO_FIVE: Mapping[str, float] = {str(n): float(n) for n in range(6)}
 YES: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
@@ -56,7 +71,8 @@ class VLMJudge:
     tokens of `scores`, by default 0 to 5 (each must be one token, which letters are; none may begin
     as another does, since "10" may arrive as "1");
     "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
-    nothing else is said); "text", the score that `pattern` finds. template: the question, with
+    nothing else is said); "text", the score that `pattern` finds; "qwenvl", the same with the
+    rubric of Flow-GRPO's reward of that name. template: the question, with
     {prompt} where the prompt goes. longest: pixels of an image's longer side, at most. min_mass:
     the least probability that must lie on accepted tokens.
     """
@@ -82,7 +98,7 @@ class VLMJudge:
         self.scores = {str(answer): float(score) for answer, score in given.items()}
         if len({spelled(answer) for answer in self.scores}) < max(2, len(self.scores)):
             raise ValueError(f"scores need two or more different answers, not {self.scores}")
-        if mode != "text":
+        if mode not in READS_TEXT:
             check_first_tokens(self.scores)
         _check_pattern(pattern)
         self.lowest, self.highest = min(self.scores.values()), max(self.scores.values())
@@ -103,7 +119,7 @@ class VLMJudge:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
-        text = self.mode == "text"
+        text = self.mode in READS_TEXT
         questions = [
             Question(
                 images=(image,),
@@ -118,7 +134,7 @@ class VLMJudge:
     def judge(self, reply: Reply) -> float:
         """The score of one reply. Raises ValueError when it has none."""
         reply.heard()
-        if self.mode == "text":
+        if self.mode in READS_TEXT:
             score = text_score(reply.text, self.pattern, self.lowest, self.highest)
         else:
             score = expectation(reply.first, self.scores, self.min_mass)

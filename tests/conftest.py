@@ -108,7 +108,7 @@ def tiny_config(tiny_pipeline_path: str) -> Callable[..., Config]:
         base: dict[str, Any] = {
             "pipeline": {"device": "cpu", "max_sequence_length": 12},
             "lora": {"rank": 4, "alpha": 6},
-            "prompts": {"train": "tiny:geneval:train"},
+            "prompts": {"train": "tiny:geneval:train", "allow_overlap": True},
             "rollout": {
                 "prompts_per_iteration": 2,
                 "group_size": 4,

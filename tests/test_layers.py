@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -23,7 +24,8 @@ LAYERS = [
     {"training", "offline"},
     {"build"},
     {"export", "planning"},
-    {"bench", "api"},
+    {"evaluation"},
+    {"bench", "api", "verify"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -72,14 +74,15 @@ class _NoBuild(ast.NodeTransformer):
         return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
 
 
-def targets(name: str) -> set[str]:
+@functools.cache
+def targets(name: str) -> frozenset[str]:
     """The modules of this package that one of them imports, inside functions too."""
     found = set()
     for target in imports(_NoBuild().visit(copy.deepcopy(MODULES[name]))):
         if target.startswith("flowrl."):
             inner = target.removeprefix("flowrl.")
             found.add(inner if inner in MODULES else inner.rpartition(".")[0])
-    return found - {name, ""}
+    return frozenset(found - {name, ""})
 
 
 def top(name: str) -> str:

@@ -199,6 +199,7 @@ def test_a_wheel_and_the_rewards_of_a_user_live_together(unpacked, tmp_path):
     check_names(unpacked, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_editable_install_and_the_rewards_of_a_user_live_together(tmp_path):
     code = f"from hatchling.build import build_editable; print(build_editable({str(tmp_path)!r}))"
     built = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

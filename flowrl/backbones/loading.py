@@ -1,7 +1,7 @@
 """Load a diffusers pipeline (built in, a folder, or the Hub) and set its attention back end."""
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -34,19 +34,22 @@ def load_pipeline(
     path: str,
     *,
     dtype: str,
-    device: torch.device | str,
+    device: torch.device | str | None,
     revision: str | None = None,
     rounding: Any = None,
     away: Sequence[str] = (),
     without: Sequence[str] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load a diffusers pipeline onto a device, with its own progress bars off.
 
     Args:
+        device: None leaves it where it was loaded.
         revision: of a pipeline from the Hub.
         rounding: diffusers' quantization_config.
         away: how the names of components begin that stay on the CPU.
         without: names of components that are not loaded.
+        given: components by name, in place of those of the pipeline.
 
     Raises:
         UserError: there is no pipeline at `path`, or a revision of what is not from the Hub.
@@ -69,6 +72,7 @@ def load_pipeline(
             revision=revision,
             quantization_config=rounding,
             **dict.fromkeys(without),
+            **(given or {}),
         )
     except Exception as error:  # HTTP libraries have errors of their own, of no common class
         if on_hub and (message := hub_error_message(error, path, revision)):
@@ -80,8 +84,15 @@ def load_pipeline(
             f"Hub name that this machine can reach, or {', '.join(TINY)}"
         ) from error
     pipeline.set_progress_bar_config(disable=True)
-    pipeline.vae.to(memory_format=torch.channels_last)  # its convolutions are faster for it
-    return place_pipeline(pipeline, torch.device(device), away)
+    _channels_last(pipeline.vae)  # its convolutions are faster for it
+    return pipeline if device is None else place_pipeline(pipeline, torch.device(device), away)
+
+
+def _channels_last(vae: torch.nn.Module) -> None:
+    """Lay out the weights of 2-d convolutions anew; those of videos have another number of axes."""
+    for tensor in (*vae.parameters(), *vae.buffers()):
+        if tensor.ndim == 4:
+            tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
 def is_offline() -> bool:

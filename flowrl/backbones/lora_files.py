@@ -1,85 +1,57 @@
-"""LoRA files in diffusers' format: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
+"""Save, load and merge LoRAs: `save_lora`, `load_lora` and `read_lora`, `merge_lora`."""
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor, nn
 
+from flowrl.backbones.lora_formats import (
+    FILE,
+    METADATA,
+    PREFIX,
+    LoRA,
+    are_finite,
+    check_fits,
+    normalised,
+    open_lora,
+)
+from flowrl.backbones.original_layers import layers_of, weight_change
 from flowrl.errors import UserError
+from flowrl.utils.digests import seal
 from flowrl.utils.files import write_bytes
-
-Factors = tuple[Tensor, Tensor]  # down (r, in), up (out, r)
-
-
-def weight_change(down: Tensor, up: Tensor, strength: float) -> Tensor:
-    """Return strength * up @ down: (out, in) fp32, or float64 where a factor is."""
-    kind = torch.promote_types(torch.promote_types(down.dtype, up.dtype), torch.float32)
-    return strength * (up.to(kind) @ down.to(kind))
-
-
-def stack_outputs(parts: Sequence[Factors | None], rows: Sequence[int]) -> Factors:
-    """Return the LoRA of layers whose outputs are concatenated: ranks add up, nothing is rounded.
-
-    Args:
-        parts: the layers in order, None for one without LoRA.
-        rows: outputs of each.
-
-    Returns:
-        down (sum r_i, in), all `down` below each other; up (sum rows, sum r_i), block diagonal.
-
-    Raises:
-        ValueError: all are None, or an `up` has another number of rows.
-    """
-    present = [part for part in parts if part is not None]
-    if not present:
-        raise ValueError("no layer has a LoRA")
-    ranks = [0 if part is None else part[0].shape[0] for part in parts]
-    up = present[0][1].new_zeros(sum(rows), sum(ranks))
-    for i, part in enumerate(parts):
-        if part is None:
-            continue
-        if part[1].shape[0] != rows[i]:
-            raise ValueError(f"part {i} has {part[1].shape[0]} outputs, expected {rows[i]}")
-        top, left = sum(rows[:i]), sum(ranks[:i])
-        up[top : top + rows[i], left : left + ranks[i]] = part[1]
-    return torch.cat([down for down, _ in present]), up
-
-
-def swap_halves(factors: Factors) -> Factors:
-    """Return the LoRA of the layer whose first and second half of outputs are swapped."""
-    down, up = factors
-    first, second = up.chunk(2)
-    return down, torch.cat([second, first])
-
-
-FILE = "pytorch_lora_weights.safetensors"
-PREFIX = "transformer."
-METADATA = "lora_adapter_metadata"  # diffusers' name for the header that holds r and alpha
 
 
 def save_lora(pipeline: Any, folder: Path, *, adapter: str) -> Path:
     """Save an adapter of the transformer for diffusers' `load_lora_weights`; return the path.
 
-    The file holds the adapter's configuration: without it diffusers would take alpha = rank.
-    Written atomically.
+    The file holds the adapter's configuration, without which diffusers would take alpha = rank, and
+    a digest of tensors and header. Written atomically. Raises UserError, and writes nothing, for
+    weights that are not finite.
     """
     from peft import get_peft_model_state_dict
 
     network = pipeline.transformer
-    config = network.peft_config[adapter].to_dict()
-    with tempfile.TemporaryDirectory() as scratch:
-        type(pipeline).save_lora_weights(
-            scratch,
-            transformer_lora_layers=get_peft_model_state_dict(network, adapter_name=adapter),
-            transformer_lora_adapter_metadata={k: _plain(v) for k, v in config.items()},
+    layers = get_peft_model_state_dict(network, adapter_name=adapter)
+    if not are_finite(layers):
+        raise UserError(
+            f"the LoRA has numbers that are not finite: {folder / FILE} was not written"
         )
-        data = (Path(scratch) / FILE).read_bytes()
-    write_bytes(folder / FILE, data)
+    config = {k: _plain(v) for k, v in network.peft_config[adapter].to_dict().items()}
+    named = {f"{PREFIX}{key}": value for key, value in config.items()}
+    header = {"format": "pt", METADATA: json.dumps(named, indent=2, sort_keys=True)}
+    parts: list[bytes] = []
+    # In memory, since a scratch folder may be full or missing; diffusers only names the tensors.
+    type(pipeline).save_lora_weights(
+        folder,
+        transformer_lora_layers=layers,
+        save_function=lambda tensors, _: parts.append(save(tensors, metadata=header)),
+    )
+    (data,) = parts
+    write_bytes(folder / FILE, seal(data))
     return folder / FILE
 
 
@@ -91,108 +63,68 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, kept) else str(value)
 
 
-def lora_file(source: str | Path) -> Path:
-    """Return the path of a LoRA file, given it or a run's folder. Raises UserError for neither."""
-    path = Path(source)
-    path = path / FILE if path.is_dir() else path
-    if not path.is_file():
-        raise UserError(f"no LoRA at {source}: give a .safetensors file or a folder with {FILE}")
-    return path
-
-
 def read_lora(source: str | Path) -> tuple[dict[str, Tensor], float]:
     """Return the tensors of a transformer's LoRA by PEFT name, and its strength alpha / rank.
 
-    Raises UserError for a file that is not a diffusers LoRA of a transformer.
+    Raises UserError for what `open_lora` refuses, and for layers of different strengths.
     """
-    path = lora_file(source)
-    try:
-        with safe_open(path, "pt") as file:
-            header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-            names = [k for k in file.keys() if k.startswith(PREFIX)]
-            state = {k.removeprefix(PREFIX): file.get_tensor(k) for k in names}
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a safetensors file: {error}") from error
-    if not any(".lora_A." in name for name in state):
-        raise UserError(
-            f"{path} holds no LoRA of a transformer in diffusers' names ({PREFIX}...lora_A)"
-        )
-    rank = next(t.shape[0] for name, t in state.items() if ".lora_A." in name)
-    return state, header.get(f"{PREFIX}lora_alpha", rank) / header.get(f"{PREFIX}r", rank)
+    lora = open_lora(source)
+    return lora.state, lora.strength
 
 
-def load_lora(pipeline: Any, source: str | Path) -> int:
-    """Load a LoRA into the pipeline; return the number of adapted layers.
+def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
+    """Load a LoRA of any make into the pipeline; return the number of adapted layers.
 
-    Raises UserError when a tensor of the file fits no layer, where diffusers stays silent.
+    Raises UserError when a tensor of the file fits no layer, where diffusers stays silent; then
+    the pipeline is as it was.
     """
-    path = lora_file(source)
-    wanted = sum(".lora_A." in name for name in read_lora(path)[0])
+    lora = source if isinstance(source, LoRA) else open_lora(source)
+    check_fits(lora, pipeline.transformer)
     try:
-        pipeline.load_lora_weights(str(path.parent), weight_name=path.name)
-    except (ValueError, RuntimeError) as error:  # no layer of these names; other shapes
+        if lora.ready:
+            pipeline.load_lora_weights(str(lora.path.parent), weight_name=lora.path.name)
+        else:
+            with tempfile.TemporaryDirectory() as scratch:
+                (Path(scratch) / FILE).write_bytes(normalised(lora))
+                pipeline.load_lora_weights(scratch, weight_name=FILE)
+    except (ValueError, RuntimeError) as error:  # what diffusers itself finds wrong
         raise UserError(
-            f"{path} does not fit this pipeline: {str(error).splitlines()[0]}"
+            f"{lora.path} does not fit this pipeline: {str(error).splitlines()[0]}"
         ) from error
-    attached = count_layers(pipeline.transformer)
+    wanted, attached = len(lora.strengths), count_layers(pipeline.transformer)
     if attached != wanted:
+        missing = sorted(set(lora.strengths) - set(_adapted(pipeline.transformer)))
         raise UserError(
-            f"{path} adapts {wanted} layers, but {attached} of this pipeline took it: "
-            "it was trained for another pipeline"
+            f"{lora.path} adapts {wanted} layers, but {attached} of this pipeline took it, without "
+            f"{', '.join(missing[:3])}: it was trained for another pipeline"
         )
     return attached
 
 
-def count_layers(network: nn.Module) -> int:
-    """Return the number of layers with a LoRA."""
+def _adapted(network: nn.Module) -> list[str]:
     from peft.tuners.lora import LoraLayer
 
-    return sum(isinstance(module, LoraLayer) for module in network.modules())
+    return [name for name, module in network.named_modules() if isinstance(module, LoraLayer)]
 
 
-def check_header(source: str | Path) -> None:
-    """Raise UserError unless the file's header has one rank and alpha for all layers."""
-    path = lora_file(source)
-    read_lora(path)
-    with safe_open(path, "pt") as file:
-        header = json.loads((file.metadata() or {}).get(METADATA, "{}"))
-    if not {f"{PREFIX}lora_alpha", f"{PREFIX}r"} <= set(header):
-        raise UserError(
-            f"{path} does not say its alpha ({METADATA} is missing), so that it would act with "
-            "the strength 1: export the run that it came from"
-        )
-    if header.get(f"{PREFIX}alpha_pattern") or header.get(f"{PREFIX}rank_pattern"):
-        raise UserError(
-            f"{path} has ranks or alphas of its own for some layers, expected one for all: such a "
-            "file loads with diffusers, but cannot be exported"
-        )
-
-
-def layers_of(state: Mapping[str, Tensor]) -> dict[str, Factors]:
-    """Return LoRA factors by layer. Raises UserError for anything that is not a pair of them."""
-    names = {name.partition(".lora_")[0] for name in state}
-    wanted = {f"{name}.lora_{side}.weight" for name in names for side in "AB"}
-    if other := sorted(set(state) ^ wanted):
-        raise UserError(
-            f"the LoRA has {len(other)} tensors that are not pairs of lora_A and lora_B, the first "
-            f"is {other[0]}: such a file cannot be exported"
-        )
-    return {n: (state[f"{n}.lora_A.weight"], state[f"{n}.lora_B.weight"]) for n in sorted(names)}
+def count_layers(network: nn.Module) -> int:
+    """Return the number of layers with a LoRA."""
+    return len(_adapted(network))
 
 
 @torch.no_grad()
-def merge_lora(pipeline: Any, source: str | Path) -> int:
+def merge_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     """Add a LoRA to the weights of the pipeline's transformer; return the number of layers.
 
     From the file's own numbers, which diffusers would round to the network's dtype: each sum is
     taken in fp32 and rounded once. Raises UserError for a quantised network, and when a layer of
     the file is not there or of another shape; then nothing is changed.
     """
-    state, strength = read_lora(source)
-    layers, network = layers_of(state), pipeline.transformer
+    lora = source if isinstance(source, LoRA) else open_lora(source)
+    layers, network = layers_of(lora.state), pipeline.transformer
     weights = {name: _weight(network, name, *factors) for name, factors in layers.items()}
     for name, weight in weights.items():
-        change = weight_change(*layers[name], strength).to(weight.device)
+        change = weight_change(*layers[name], lora.strengths[name]).to(weight.device)
         weight.data = (weight.data.float() + change).to(weight.dtype)
     return len(weights)
 

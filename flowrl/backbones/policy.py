@@ -49,6 +49,9 @@ class Policy:
         self.network = backbone.transformer
         self.ema_decay = ema_decay
         self.updates = 0
+        # Weights of an adapter, by the iteration whose images were sampled with them ahead of time.
+        self.sampled_with: dict[int, list[Tensor]] = {}
+        self.whole = True  # False from an iteration's first update to its end: not to be saved
         self.network.requires_grad_(False).eval()
         names = [POLICY] + [EMA] * (ema_decay is not None) + [OLD] * keep_old
         self.copies = names[1:]
@@ -178,21 +181,62 @@ class Policy:
 
     def state_dict(self) -> dict:
         adapters = {name: [p.data for p in ps] for name, ps in self._by_name.items()}
-        return {"adapters": adapters, "updates": self.updates}
+        ahead = {str(iteration): ts for iteration, ts in self.sampled_with.items()}
+        return {"adapters": adapters, "updates": self.updates} | ({"ahead": ahead} if ahead else {})
+
+    def check_state(self, state: dict) -> None:
+        """Raise UserError for the state of a policy with other adapters."""
+        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
+        own = {n: [p.shape for p in ps] for n, ps in self._by_name.items()}
+        if shapes.keys() != own.keys():
+            raise UserError(
+                f"the checkpoint has the adapters {', '.join(shapes)}, and this recipe makes "
+                f"{', '.join(own)}: give objective.kind and ema.decay as it was trained"
+            )
+        if shapes != own:
+            raise UserError(
+                "the checkpoint's adapters are not those of this run: give pipeline.path, "
+                "lora.rank and lora.targets as it was trained"
+            )
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
         """Raises UserError for the state of a policy with other adapters."""
-        shapes = {n: [t.shape for t in ts] for n, ts in state["adapters"].items()}
-        if shapes != {n: [p.shape for p in ps] for n, ps in self._by_name.items()}:
-            raise UserError(
-                "the checkpoint's adapters are not those of this run: give lora.rank, "
-                "lora.targets and ema.decay as it was trained"
-            )
+        self.check_state(state)
         for name, tensors in state["adapters"].items():
             for parameter, tensor in zip(self._by_name[name], tensors, strict=True):
                 parameter.copy_(tensor)
         self.updates = state["updates"]
+        device = self._by_name[POLICY][0].device
+        self.sampled_with = {
+            int(iteration): [tensor.to(device) for tensor in tensors]
+            for iteration, tensors in state.get("ahead", {}).items()
+        }
+
+    def keep_weights(self, iteration: int, adapter: str) -> None:
+        """Keep what an adapter is now: the images of an iteration are sampled with it."""
+        self.sampled_with[iteration] = [p.detach().clone() for p in self._by_name[adapter]]
+
+    def forget_weights(self, *, before: int) -> None:
+        """Forget what the images of earlier iterations were sampled with."""
+        for iteration in [i for i in self.sampled_with if i < before]:
+            del self.sampled_with[iteration]
+
+    @contextlib.contextmanager
+    def weights_of(self, iteration: int, adapter: str) -> Iterator[None]:
+        """Give an adapter the weights kept for an iteration, if there are any, while inside."""
+        now = [p.detach().clone() for p in self._by_name[adapter]]
+        kept = self.sampled_with.get(iteration, now)
+        self._put(adapter, kept)
+        try:
+            yield
+        finally:
+            self._put(adapter, now)
+
+    @torch.no_grad()
+    def _put(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+        for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
+            parameter.copy_(tensor)
 
     @torch.no_grad()
     def start_from(self, state: dict[str, Tensor]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, uint8
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.offload import ENCODER, are_freed, encoders_of, moved_to
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
 from flowrl.utils.files import write_bytes
@@ -188,7 +188,8 @@ class TextCache:
         if are_freed(backbone.pipeline):
             raise self._unknown(keys[0])
         plain = torch.autocast(backbone.device.type, enabled=False)
-        with plain, moved_to(encoders_of(backbone.pipeline), backbone.device):
+        moved = moved_to(encoders_of(backbone.pipeline), backbone.device)
+        with phase("encode"), plain, moved:
             for start in range(0, len(keys), self.batch_size):
                 part = keys[start : start + self.batch_size]
                 cond = backbone.encode([p for p, _ in part], [n for _, n in part]).to("cpu")

@@ -352,7 +352,7 @@ def _batch(
     """Time one full batch, by image: a "step" of sampling; "finish", decoding and scoring."""
     part = request.take(torch.arange(min(generator.batch_size, len(request.prompt))))
     timeline, schedule = Timeline(generator.backbone.device), generator.schedule()
-    backbone, scoring = generator.backbone, Scoring(specs=generator.specs)
+    backbone, scoring = generator.backbone, Scoring(specs=generator.specs, phase="rollout")
     cond = generator.encode_prompts(part)
     with generator.network() as velocity:
         timeline.enter("sample")  # with new weights in place

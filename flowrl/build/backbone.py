@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,6 +24,7 @@ from flowrl.backbones.quantized_base import (
 )
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3, dual_targets
+from flowrl.backbones.sharding import NETWORK, check_shardable, empty_network, shard_network
 from flowrl.config import Config
 from flowrl.config.sections import LoRAOptions, MemoryOptions, PipelineOptions
 from flowrl.errors import UserError
@@ -96,6 +97,26 @@ def build_backbone(options: PipelineOptions, pipeline: Any, *, guidance: float) 
     return backbone
 
 
+def evaluated_pipeline(config: Config) -> PipelineOptions:
+    """Return the pipeline's options with the size of evaluated images."""
+    sides = {"height": config.evaluation.height, "width": config.evaluation.width}
+    own = {name: side for name, side in sides.items() if side is not None}
+    return config.pipeline.model_copy(update=own)
+
+
+def call_settings(config: Config) -> dict[str, int | float | str]:
+    """Return the arguments of the pipeline's call that generate as the run's evaluation does."""
+    p, e = evaluated_pipeline(config), config.evaluation
+    call: dict[str, int | float | str] = {
+        "num_inference_steps": e.step_counts[0],
+        "guidance_scale": e.guidance_scale,
+        "max_sequence_length": p.max_sequence_length,
+    }
+    if e.guidance_scale > 1 and config.rollout.negative_prompt:
+        call["negative_prompt"] = config.rollout.negative_prompt
+    return call | {k: v for k, v in (("height", p.height), ("width", p.width)) if v is not None}
+
+
 def with_pipeline_family(config: Config, pipeline: Any) -> Config:
     """Return the recipe with the backbone of a loaded pipeline, where its class is known."""
     family = FAMILIES.get(type(pipeline).__name__, config.pipeline.backbone)
@@ -123,10 +144,13 @@ def build_pipeline(
     without: Sequence[str] = (),
     revision: str | None = None,
     decoder_learns: bool = False,
+    runtime: Runtime | None = None,
 ) -> Any:
     """Return the pipeline that the configuration names, or `provided`, placed as `memory` says.
 
     Args:
+        runtime: of the processes among which `runtime.shard` splits the transformer; None leaves
+            it whole.
         without: components that are not loaded.
         revision: None for the recipe's.
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
@@ -146,7 +170,11 @@ def build_pipeline(
         )
     elif m.vae == "offload":
         away += (AUTOENCODER,)
-    if provided is None:
+    over = None if runtime is None or runtime.world_size == 1 else config.runtime.shard
+    if over is not None and runtime is not None:
+        pipeline = _sharded(p, over, runtime, provided, without, revision or p.revision)
+        pipeline = place_pipeline(pipeline, device, away)
+    elif provided is None:
         pipeline = load_pipeline(
             p.path,
             dtype=p.dtype,
@@ -164,6 +192,27 @@ def build_pipeline(
         set_attention(pipeline.transformer, p.attention, device)
     if m.gradient_checkpointing:
         enable_gradient_checkpointing(pipeline.transformer)
+    return pipeline
+
+
+def _sharded(
+    options: PipelineOptions,
+    over: Literal["node", "all"],
+    runtime: Runtime,
+    provided: Any,
+    without: Sequence[str],
+    revision: str | None,
+) -> Any:
+    """Return the pipeline with its transformer in parts, which the main process alone has read."""
+    check_shardable()
+    pipeline = provided
+    if provided is None:
+        given = {} if runtime.is_main else {NETWORK: empty_network(options.path, revision)}
+        pipeline = load_pipeline(
+            options.path, dtype=options.dtype, device=None, revision=revision, without=without,
+            given=given,
+        )  # fmt: skip
+    shard_network(pipeline.transformer, runtime, over)
     return pipeline
 
 

@@ -1,6 +1,7 @@
 """Build everything of a run: the learner with its source of rollouts, the evaluator and the run."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -8,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.loading import pipeline_call_arguments
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
     build_backbone,
     build_pipeline,
+    call_settings,
+    evaluated_pipeline,
     rounding_key,
     set_precision,
 )
 from flowrl.build.offline import build_stored, check_offline
 from flowrl.build.rollout import RolloutParts, build_sampler, check_rollout_memory
-from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode
+from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.build.work_split import check_split, iteration_work
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
@@ -28,19 +32,25 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
+from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
+from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
-from flowrl.sampling.source import Sampler, Source
+from flowrl.sampling.source import Ahead, Sampler, Source
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
-from flowrl.training.checkpoint import Checkpoints
-from flowrl.training.evaluate import Evaluation, Evaluator, check_quality
+from flowrl.training.checkpoint import Checkpoints, set_aside
+from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_quality
+from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run, StopRule, stop_rule
+from flowrl.training.signal import check_signal
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +75,17 @@ def build_learner(
     needed: what will be encoded; None for `all_prompts_to_encode`.
     """
     p, r = config.pipeline, config.rollout
-    specs = build_rewards(config, given.rewards)
+    specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
     prompts = build_prompts(config.prompts.train, given.prompts)
     objective = config.objective.build(r.kernel)
     needs = objective.needs
-    if r.samples:
-        check_work_split(config, runtime, needs, specs)
-        check_trees(config, needs)
-        check_prompts(specs, prompts)
-    if needs.reward_grad:
-        check_differentiable(specs, config.objective.kind)
-    check_evaluations(config, specs, prompts, evaluation_prompts(config, given))
+    held_out = evaluation_prompts(config, given)
+    check_parts(config, runtime, needs, specs, prompts, held_out)
     caches = caches or TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given) if needed is None else needed
     without = caches.unneeded_encoders(needed)
     pipeline = build_pipeline(
-        config, runtime.device, given.pipeline, without=without,
+        config, runtime.device, given.pipeline, without=without, runtime=runtime,
         revision=caches.commit() if without else None, decoder_learns=needs.reward_grad,
     )  # fmt: skip
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
@@ -93,8 +98,11 @@ def build_learner(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
         text_cache=caches.get(backbone, r.guidance_scale),
     )  # fmt: skip
+    source = build_source(parts, prompts, caches)
+    stored = [prompt for _, prompt in stored_prompts(config, source)]
+    check_overlap(stored, held_out, allowed=config.prompts.allow_overlap)
     return Learner(
-        source=build_source(parts, prompts, caches),
+        source=source,
         specs=specs,
         policy=policy,
         objective=objective,
@@ -103,12 +111,50 @@ def build_learner(
         optim=config.optim,
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
+        signal_every=config.run.signal_every,
     )
 
 
-def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> list[RewardSpec]:
+def check_parts(
+    config: Config,
+    runtime: Runtime,
+    needs: Needs,
+    specs: Sequence[RewardSpec],
+    prompts: Sequence[PromptRecord],
+    held_out: Sequence[PromptRecord],
+) -> None:
+    """Check that rollouts, objective, rewards and prompts fit each other. Raises UserError."""
+    if config.rollout.samples:
+        check_work_split(config, runtime, needs, specs)
+        check_trees(config, needs)
+        check_prompts(specs, prompts)
+        check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
+    if needs.reward_grad:
+        check_differentiable(specs, config.objective.kind)
+    if config.run.signal_every:
+        check_signal(needs.states)
+    check_evaluations(config, specs, prompts, held_out)
+
+
+def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:
+    """Check that the held-out prompts ask for nothing that prompts.train asks for.
+
+    Training prompts that are not on this machine are only warned of. Raises UserError.
+    """
+    try:
+        training = training_prompts(config, ProvidedObjects())
+    except UserError as error:
+        LOG.warning("whether evaluation.prompts are unseen is not known: %s", error)
+        return
+    check_overlap(training, held_out, allowed=config.prompts.allow_overlap)
+
+
+def build_rewards(
+    config: Config, given: Mapping[str, Reward] | None = None, *, gpu: int | None = None
+) -> list[RewardSpec]:
     """Return the rewards in `given`, by name, or those of the recipe.
 
+    gpu: number of this process's GPU, on which the threads and processes of rewards work, too.
     Raises UserError when one cannot be made, or when two have one name.
     """
     if given:
@@ -119,7 +165,9 @@ def build_rewards(config: Config, given: Mapping[str, Reward] | None = None) -> 
     specs: list[RewardSpec] = []
     try:
         for entry in config.rewards:
-            specs.append(entry.build())
+            pairs = zip(config.rewards, specs, strict=False)
+            like = next((spec for other, spec in pairs if entry.same_reward(other)), None)
+            specs.append(entry.build(gpu, like))
             if [spec.name for spec in specs].count(specs[-1].name) > 1:
                 raise UserError(
                     f"two rewards are called {specs[-1].name!r}, and scores are kept by name: keep "
@@ -145,13 +193,13 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
     if lora.init_from is not None:
-        state, strength = read_lora(lora.init_from)
-        if strength != lora.alpha / lora.rank:
+        start = open_lora(lora.init_from, default_alpha=lora.alpha)
+        if start.strength != lora.alpha / lora.rank:
             raise UserError(
-                f"{lora.init_from} has alpha / rank = {strength:g}, but lora.alpha / lora.rank is "
-                f"{lora.alpha / lora.rank:g}: set them as it was trained"
+                f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
+                f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
             )
-        policy.start_from(state)
+        policy.start_from(start.state)
     return policy
 
 
@@ -162,7 +210,13 @@ def build_source(
     config = parts.config
     if not config.rollout.reads_store:
         check_rollout_memory(config, parts.backbone, parts.runtime)
-        return build_sampler(parts, prompts)
+        sampler = build_sampler(parts, prompts)
+        if not config.rollout.staleness:
+            return sampler
+        check_staleness(config, parts.needs)
+        return Ahead(
+            own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
+        )
     check_offline(config, parts.needs)
 
     def resample(other: Config) -> Sampler:
@@ -171,6 +225,22 @@ def build_source(
     learning = parts.policy.backbone
     text_cache = caches.get(learning, config.rollout.learning_guidance_scale)
     return build_stored(config, resample(config), learning, resample, text_cache)
+
+
+def check_staleness(config: Config, needs: Needs) -> None:
+    """Check that images may be learned from one iteration late. Raises UserError."""
+    why = ""
+    if needs.states != "endpoints" or needs.ratio or needs.reward_grad:
+        why = (
+            f"objective.kind {config.objective.kind} needs images of the weights that learn from "
+            "them, not of those before: take an objective on clean images, such as nft, awm or dpo"
+        )
+    elif config.rollout.explore is not None:
+        why = "rollout.explore needs scores before it samples, so nothing can be sampled ahead"
+    if why:
+        raise UserError(
+            f"rollout.staleness is {config.rollout.staleness}, but {why}; or set it to 0"
+        )
 
 
 def check_work_split(
@@ -203,17 +273,19 @@ def build_evaluator(
     if not prompts:
         return None
     caches = caches or TextCaches(config, given.pipeline)
-    backbone = build_backbone(config.pipeline, pipeline, guidance=e.guidance_scale)
+    backbone = build_backbone(evaluated_pipeline(config), pipeline, guidance=e.guidance_scale)
+    first, *others = (
+        Schedule(sigmas=backbone.sigmas(steps), kernel=KERNELS["flow_sde"], noise_level=0.0)
+        for steps in e.step_counts
+    )
     return Evaluator(
         backbone=backbone,
         text_cache=caches.get(backbone, e.guidance_scale),
         prompts=_evaluated(config, prompts),
         specs=specs,
-        schedule=Schedule(
-            sigmas=backbone.sigmas(e.num_inference_steps),
-            kernel=KERNELS["flow_sde"],
-            noise_level=0.0,
-        ),
+        schedule=first,
+        others=others,
+        call=build_call(config, pipeline) if e.as_deployed else None,
         seed=e.seed,
         batch_size=e.batch_size,
         decode_batch=config.pipeline.decode_batch,
@@ -224,14 +296,40 @@ def build_evaluator(
     )
 
 
+def build_call(config: Config, pipeline: Any) -> PipelineCall:
+    """Return the pipeline's own call with the settings of evaluation.
+
+    Raises UserError where its text encoders will not be there.
+    """
+    if config.memory.text_encoders == "free":
+        raise UserError(
+            "evaluation.as_deployed calls the pipeline, whose text encoders memory.text_encoders: "
+            "free removes: set memory.text_encoders to offload or keep, or use flowrl evaluate "
+            "--as-deployed memory.text_encoders=offload after the run"
+        )
+    negative = config.rollout.negative_prompt
+    settings = pipeline_call_arguments(pipeline, negative) | call_settings(config)
+    left_out = ("num_inference_steps", "negative_prompt")
+    settings = {name: value for name, value in settings.items() if name not in left_out}
+    return PipelineCall(settings=settings, negative=negative)
+
+
+# Options of evaluation that earlier versions did not have, by their values then.
+ADDED = {"height": None, "width": None, "as_deployed": False}
+
+
 def evaluation_key(
     config: Config, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
 ) -> str:
     """Return a digest of all that two evaluations must share to be compared."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
+    how = {k: v for k, v in how.items() if k not in ADDED or v != ADDED[k]}
     how = with_old_names("evaluation", how)
     what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounding_key(config.memory)
-    rewards = [[s.name, getattr(s.reward, "version", None)] for s in specs]
+    unasked = {s.name: [s.when] for s in specs if not s.asked_in("evaluation")}
+    rewards = [
+        [s.name, getattr(s.reward, "version", None), *unasked.get(s.name, [])] for s in specs
+    ]
     words = [p.paraphrases for p in prompts] if config.evaluation.paraphrases else []
     parts = [how, what, config.rollout.negative_prompt, rewards, [p.uid for p in prompts], words]
     return blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
@@ -245,9 +343,17 @@ def build_run(
     *,
     resumed: bool,
 ) -> Run:
-    """Return the run in its folder, which the caller has claimed; resume: a checkpoint's state."""
+    """Return the run in its folder, which the caller has claimed; resume: a checkpoint's state.
+
+    What the run did after that checkpoint is set aside, or cut where no checkpoint holds it.
+    """
     folder, runtime = Path(config.run.output_dir), learner.runtime
-    done = resume["iteration"] if resume else 0
+    done, ledger = resume["iteration"] if resume else 0, Ledger(folder)
+    if resume is not None:
+        learner.policy.check_state(resume["policy"])
+        if runtime.is_main and (aside := set_aside(folder, done)) is not None:
+            LOG.warning("what came after iteration %d lies in %s now", done, aside)
+            ledger.append("aside", step=done, to=str(aside.relative_to(folder)))
 
     def score(evaluation: Evaluation) -> float:
         columns = [evaluation.names.index(spec.name) for spec in learner.specs]
@@ -259,6 +365,7 @@ def build_run(
         evaluate_every=config.evaluation.every,
         runtime=runtime,
         checkpoints=Checkpoints(folder, keep=config.run.keep_checkpoints),
+        ledger=ledger,
         evaluator=evaluator,
         score=score,
         report=Report(folder, trackers=config.run.trackers, resume_step=done if resumed else None)
@@ -288,6 +395,17 @@ def check_evaluations(
     build_stop_rule(config, specs, held_out)
 
 
+def check_evaluation_alone(
+    config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
+) -> None:
+    """Check the same for an evaluation without training. Raises UserError."""
+    # What is asked of prompts and rewards for training alone does not matter here.
+    prompts = config.prompts.model_copy(update={"retained": None})
+    run = config.run.model_copy(update={"stop_when_hacking": None})
+    untrained = config.model_copy(update={"prompts": prompts, "run": run})
+    check_evaluations(untrained, specs, (), held_out)
+
+
 def build_stop_rule(
     config: Config, specs: Sequence[RewardSpec], held_out: Sequence[PromptRecord]
 ) -> StopRule | None:
@@ -308,9 +426,14 @@ def with_pipeline_name(config: Config, pipeline: Any) -> Config:
     return config.model_copy(update={"pipeline": section})
 
 
-def build_prompts(source: str, texts: Sequence[str] | None) -> list[PromptRecord]:
+def build_prompts(
+    source: str, texts: Sequence[str] | None, *, split: str = "train"
+) -> list[PromptRecord]:
+    """Return `texts` as prompts, or those of a source; split: of a folder with both."""
     if texts is None:
-        return load_prompts(source)
+        return load_prompts(source, split=split)
+    for number, text in enumerate(texts):
+        check_row({"prompt": text}, f"prompt {number} of those given")
     return [PromptRecord(uid=f"{i}:{text}", text=text) for i, text in enumerate(texts)]
 
 
@@ -322,7 +445,9 @@ def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecor
 def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the held-out prompts: none where configuration and caller name none."""
     source, texts = config.evaluation.prompts, given.evaluation_prompts
-    return [] if source is None and texts is None else build_prompts(source or "", texts)
+    if source is None and texts is None:
+        return []
+    return build_prompts(source or "", texts, split="test")
 
 
 def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.lora_files import lora_file
+from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build.backbone import rounding_key
 from flowrl.config import Config
@@ -24,6 +24,7 @@ from flowrl.sampling.source import Sampler
 INDIFFERENT = {
     "batch_size", "compile", "depth_pruning", "merge_lora", "store", "training_guidance_scale",
 }  # fmt: skip
+CHECKED = {"allow_overlap"}  # the same, under `prompts`
 # Options under `pipeline` that change them, beside what the metadata hold anyway.
 DECISIVE = {"max_sequence_length", "precision", "keep_layers", "min_dim"}
 REFERENCE = "reference.safetensors"
@@ -155,7 +156,8 @@ def dataset_metadata(config: Config, sampler: Sampler) -> DatasetMetadata:
         recipe={
             "rollout": config.rollout.model_dump(mode="json", exclude=INDIFFERENT),
             "pipeline": p.model_dump(mode="json", include=DECISIVE) | rounding_key(config.memory),
-            "prompts": config.prompts.model_dump(mode="json") | {"digest": _digest(uids)},
+            "prompts": config.prompts.model_dump(mode="json", exclude=CHECKED)
+            | {"digest": _digest(uids)},
             "run": {"seed": config.run.seed},
         },
         lora=None

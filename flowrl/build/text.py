@@ -46,7 +46,11 @@ def prompts_to_encode(
     r, e, seed, balance = config.rollout, config.evaluation, config.run.seed, config.prompts.balance
     if training and r.store is None:  # a data set is renewed from all prompts
         sampler = PromptSampler(training, r.prompts_per_iteration, seed, balance=balance)
-        taken = {p.uid: p for i in range(first, config.run.iterations) for p in sampler.at(i)}
+        taken: dict[str, PromptRecord] = {}
+        for iteration in range(first, config.run.iterations):
+            taken |= {prompt.uid: prompt for prompt in sampler.at(iteration)}
+            if len(taken) == len(training):
+                break
         training = list(taken.values())
     training = _worded(training, config.prompts.retained is not None)
     found = [(r.guidance_scale, prompt) for prompt in training]

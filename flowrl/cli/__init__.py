@@ -1,16 +1,32 @@
 """The `flowrl` program. torch and diffusers are imported by the commands that need them."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from contextlib import suppress
+from typing import Annotated, NoReturn
 
 import typer
 
 from flowrl import __version__
-from flowrl.cli import audit, bench, data, export, info, plan, rewards, sample, train, tree
+from flowrl.cli import (
+    audit,
+    bench,
+    data,
+    evaluation,
+    export,
+    info,
+    plan,
+    rewards,
+    sample,
+    train,
+    tree,
+    verify,
+)
 from flowrl.cli._console import print_error
-from flowrl.errors import UserError
+from flowrl.errors import CODES, Interrupted, as_failure, exit_code
+from flowrl.utils.stopping import at_once
 
 OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understood
 
@@ -29,15 +45,21 @@ app.command()(sample.score)
 app.command()(sample.gallery)
 app.command()(export.export)
 app.command(context_settings=train.RECIPE_COMMAND)(train.evaluate)
+app.command()(evaluation.geneval)
+app.command()(evaluation.benchmark)
+app.command()(evaluation.calibrate)
 app.command()(tree.tree)
 app.command(context_settings=train.RECIPE_COMMAND)(plan.plan)
 app.command(context_settings=train.RECIPE_COMMAND)(audit.audit)
+app.command(context_settings=train.RECIPE_COMMAND)(audit.signal)
 app.command("reward-check")(rewards.reward_check)
 app.command("reward-serve")(rewards.reward_serve)
 app.command()(rewards.golden)
 app.command()(data.prompts)
+app.command("import")(data.import_recipe)
 app.command()(info.explain)
 app.command()(info.doctor)
+app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)
 app.add_typer(bench.app, name="bench")
 
 
@@ -74,7 +96,7 @@ def _program(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the program; errors are one sentence and exit code 1, a traceback only with --debug."""
+    """Run the program; errors are one sentence, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     named = (word.partition("=") for word in words if word != "--debug")
     rest = [OLD_FLAGS.get(flag, flag) + equals + value for flag, equals, value in named]
@@ -82,17 +104,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report_errors(program: Callable[[], object], *, debug: bool) -> None:
-    """Run a program; an error ends the process with one sentence and code 1, unless `debug`."""
+    """Run a program; an error or a signal ends the process with one sentence and its exit code.
+
+    Notes on the error, such as what was saved, follow. A traceback only with `debug`.
+    """
     logging.basicConfig(format="%(message)s")
     logging.getLogger("flowrl").setLevel(logging.INFO)
     try:
-        program()
-    except Exception as error:
+        with at_once():
+            try:
+                program()
+            finally:
+                sys.stdout.flush()  # here, where a closed pipe can still be reported
+    except (Exception, Interrupted) as error:
         if debug:
             raise
-        if isinstance(error, UserError):
-            print_error(str(error))
-        else:
-            hint = "This was not expected. Add --debug to see where it happened."
-            print_error(f"{type(error).__name__}: {error}", hint)
-        sys.exit(1)
+        shown = error if isinstance(error, Interrupted) else as_failure(error)
+        hints = [*getattr(error, "__notes__", ())]
+        if shown is None:
+            hints.append("This was not expected. Add --debug to see where it happened.")
+        with suppress(OSError):  # of a stderr that is closed, too
+            message = f"{type(error).__name__}: {error}" if shown is None else str(shown)
+            print_error(message, "\n".join(hints))
+        _end(exit_code(shown or error))
+
+
+def _end(code: int) -> NoReturn:
+    """End the process. Waiting for what is lost would go on in the threads of torch."""
+    with suppress(OSError):
+        sys.stdout.flush()
+    if code == CODES["pipe"]:
+        sys.stdout = open(os.devnull, "w")  # or the interpreter complains of its last flush
+    if code == CODES["peer"] or os.environ.get("WORLD_SIZE", "1") != "1":
+        with suppress(OSError):
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowrl.errors import CheckResult, UserError
+from flowrl.utils.progress import SafeConsole
 
 MARKS = {
     "ok": ("ok", "green"),
@@ -25,7 +26,14 @@ Row = Mapping[str, object]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Lora = Annotated[
-    str | None, typer.Option(metavar="RUN|FILE", help="Add this LoRA: a run folder or a file.")
+    str | None,
+    typer.Option(
+        metavar="RUN|FILE|HUB",
+        help="Add this LoRA: a folder or file of any make, or OWNER/NAME/SUBFOLDER@REVISION.",
+    ),
+]
+LoraAlpha = Annotated[
+    float | None, typer.Option(help="Alpha of a LoRA whose file does not say it; else its rank.")
 ]
 
 
@@ -105,7 +113,7 @@ def token_of(variable: str | None) -> str | None:
 
 def print_error(message: str, hint: str = "") -> None:
     """Print `error: message` on stderr in whole lines, without reading markup in it."""
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = SafeConsole(stderr=True, soft_wrap=True, highlight=False)
     console.print(Text("error: ", style="bold red") + Text(message))
     if hint:
         console.print(Text(hint, style="dim"))

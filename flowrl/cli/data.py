@@ -73,6 +73,47 @@ def collect(
     print_table(rows, as_json=as_json)
 
 
+def import_recipe(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE", help="Flow-Factory's FILE.yaml, or flow_grpo's config/grpo.py:NAME."
+        ),
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Recipe to write; else it is printed.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="GPUs that a flow_grpo config was made for.")
+    ] = None,
+) -> None:
+    """Turn another project's recipe into one of flowrl's, with a list of what has no counterpart.
+
+    The file is parsed, never run. The list stands at the head of the recipe, as comments.
+
+    Examples:
+
+      flowrl import examples/grpo/lora/sd3_5/default.yaml -o recipe.yaml
+
+      flowrl import config/grpo.py:general_ocr_sd3 -o recipe.yaml
+    """
+    from flowrl.config.importing import import_recipe as read_recipe
+    from flowrl.config.importing import recipe_text
+    from flowrl.utils.files import write_text
+
+    imported = read_recipe(source, gpus=gpus)
+    text = recipe_text(imported)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    if output.exists():
+        raise UserError(f"{output} is there already: give -o another file, or remove it.")
+    write_text(output, text)
+    typer.echo(output)
+    for line in imported.left_out:
+        typer.echo(f"left out: {line}", err=True)
+
+
 def prompts(
     kind: Annotated[Literal["geneval", "ocr"], typer.Argument(help="What they ask for.")],
     output_dir: Annotated[
@@ -86,6 +127,12 @@ def prompts(
     ] = None,
     classes: Annotated[
         Path | None, typer.Option(metavar="FILE", help="geneval: names of objects, one a line.")
+    ] = None,
+    exclude: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="geneval: a .jsonl file whose requests neither list may have."
+        ),
     ] = None,
     words: Annotated[
         Path | None, typer.Option(metavar="FILE", help="ocr: words, one a line.")
@@ -101,8 +148,10 @@ def prompts(
 
     geneval: objects, their number, colours and places, for the reward geneval. --ratio is
     position:counting:color_attr:colors:two_object:single_object, 7:5:3:1:1:0 by default;
-    test.jsonl has as many of each kind. Default classes are COCO's. Of counting prompts there are
-    the fewest, 1920: with this ratio at most 6392 beside 200 held-out ones.
+    test.jsonl has as many of each kind. Default classes are COCO's. Where a kind has fewer requests
+    than prompts, requests repeat in other words, and then texts: of counting prompts there are the
+    fewest, 240 requests. --exclude evaluation_metadata.jsonl, GenEval's published test, keeps its
+    553 requests out, in whatever words; several files may be given.
 
     ocr: a text of one to four words to be written, for the reward ocr. --ratio is the parts of
     texts with 1:2:3:4 words, 1:3:3:3 by default.
@@ -113,6 +162,8 @@ def prompts(
 
       flowrl prompts geneval -o prompts/geneval --count 5000 --held-out 400
 
+      flowrl prompts geneval -o prompts/geneval --exclude evaluation_metadata.jsonl
+
       flowrl prompts ocr -o prompts/ocr --words words.txt --new-words
 
       flowrl train RECIPE prompts.train=prompts/ocr/train.jsonl \\
@@ -120,17 +171,22 @@ def prompts(
     """
     from flowrl.prompts.generate import geneval, ocr
     from flowrl.prompts.generate.templates import read_list, write_sets
+    from flowrl.prompts.overlap import requests_in
 
     if not count + held_out:
         raise UserError("--count or --held-out must be above 0: there is nothing to write.")
-    others = (words, templates, new_words or None) if kind == "geneval" else (classes,)
+    ours = (words, templates, new_words or None)
+    others = ours if kind == "geneval" else (classes, exclude or None)
     if any(option is not None for option in others):
-        theirs = "--words, --templates and --new-words" if kind == "geneval" else "--classes"
+        named = "--words, --templates and --new-words", "--classes and --exclude"
+        theirs = named[kind == "ocr"]
         raise UserError(f"{theirs} are not for {kind}: leave them out, see flowrl prompts --help.")
     sizes, parts = (count, held_out, seed), _parts(ratio)
     if kind == "geneval":
         names = read_list(classes) if classes else geneval.COCO
-        sets = geneval.geneval_sets(*sizes, classes=names, ratio=parts or geneval.RATIO)
+        ratio_of = parts or geneval.RATIO
+        excluded = requests_in(exclude or [])
+        sets = geneval.geneval_sets(*sizes, classes=names, ratio=ratio_of, excluded=excluded)
     else:
         sets = ocr.ocr_sets(
             *sizes,

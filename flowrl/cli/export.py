@@ -1,19 +1,32 @@
 """`flowrl export`: the LoRA of a run in the formats that other programs load."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from flowrl.cli._console import LoraAlpha
 from flowrl.errors import UserError
+
+FORMATS = ("diffusers", "comfyui", "merged", "hub")
 
 
 def export(
     source: Annotated[
-        str, typer.Argument(metavar="RUN|FILE", help="A run's folder, a checkpoint's, or a LoRA.")
+        str,
+        typer.Argument(
+            metavar="RUN|FILE|HUB",
+            help="A run's folder, a checkpoint's, or a LoRA of any make, also on the Hub.",
+        ),
     ],
     to: Annotated[
-        Path | None, typer.Option("--to", "-o", metavar="FOLDER|FILE", help="Where; not for hub.")
+        str | None,
+        typer.Option(
+            metavar="FORMAT|FOLDER|FILE", help="A format's name, as --format; or where, as -o."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FOLDER|FILE", help="Where.")
     ] = None,
     format: Annotated[
         Literal["diffusers", "comfyui", "merged", "hub"],
@@ -38,6 +51,7 @@ def export(
     backbone: Annotated[
         str | None, typer.Option(help="comfyui: sd3 or flux, for a file without its run.")
     ] = None,
+    lora_alpha: LoraAlpha = None,
 ) -> None:
     """Write a LoRA for diffusers or ComfyUI, merge it into its pipeline, or push it to the Hub.
 
@@ -48,12 +62,15 @@ def export(
 
       flowrl export runs/quickstart --to lora
 
-      flowrl export runs/quickstart --format comfyui --to quickstart.safetensors
+      flowrl export runs/quickstart --to comfyui -o quickstart.safetensors
 
-      flowrl export runs/quickstart --format merged --to merged
+      flowrl export runs/quickstart --to merged -o merged
+
+      flowrl export OWNER/NAME/checkpoint-3/lora --to diffusers -o lora
 
       flowrl export runs/quickstart --format hub --repo-id me/quickstart
     """
+    format, place = _asked(source, to, output, format)
     of_format = {
         "hub": {"--repo-id": repo_id, "--private": private},
         "merged": {"--base": base, "--revision": revision, "--dtype": dtype},
@@ -66,15 +83,30 @@ def export(
                     f"{name} is of --format {other}, but the format is {format}: leave {name} out, "
                     f"or give --format {other}."
                 )
-    if to is not None and format == "hub":
-        raise UserError(f"--to {to} is given with --format hub, which uploads: leave it out.")
-    if to is None and format != "hub":
-        raise UserError(f"--format {format} needs --to, as in flowrl export {source} --to lora.")
     from flowrl.api import export as export_lora
 
     typer.echo(
         export_lora(
-            source, to, format=format, repo_id=repo_id, private=private, base=base,
-            revision=revision, dtype=dtype, backbone=backbone,
+            source, place, format=format, repo_id=repo_id, private=private, base=base,
+            revision=revision, dtype=dtype, backbone=backbone, lora_alpha=lora_alpha,
         )
     )  # fmt: skip
+
+
+def _asked(
+    source: str, to: str | None, output: Path | None, format: str
+) -> tuple[Any, Path | None]:
+    """Return format and place: --to may name either. Raises UserError for too many or too few."""
+    named = to if to in FORMATS else None
+    if named is not None and format not in (named, FORMATS[0]):
+        raise UserError(f"--to {to} and --format {format} name two formats: leave one out.")
+    if named is None and to is not None and output is not None:
+        raise UserError(f"--to {to} and -o {output} are two places: leave one out.")
+    chosen, place = named or format, output if named or to is None else Path(to)
+    if place is not None and chosen == "hub":
+        raise UserError(f"{place} is given with --format hub, which uploads: leave it out.")
+    if place is None and chosen != "hub":
+        raise UserError(
+            f"{chosen} needs a place, as in flowrl export {source} --to {chosen} -o lora."
+        )
+    return chosen, place

@@ -18,7 +18,12 @@ GB = 1e9
 
 def plan(
     words: Words = None,
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs, a process each.")] = 1,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="How many GPUs of one machine, a process each.")
+    ] = 1,
+    shard: Annotated[
+        str | None, typer.Option(metavar="node|all", help="Short for runtime.shard=.")
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -39,6 +44,8 @@ def plan(
 
       flowrl plan flux.1-dev-grpo-80gb --gpus 8 --memory 48GB
 
+      flowrl plan flux.1-dev-grpo-80gb --gpus 8 --shard node
+
       flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
     """
     from flowrl.config import load_config
@@ -46,7 +53,8 @@ def plan(
 
     request = recipe_request(words, "flowrl plan quickstart")
     bytes_of_gpu = None if memory is None else parse_memory(memory)
-    config = load_config(request.recipe, request.overrides)
+    sharded = [] if shard is None else [f"runtime.shard={shard}"]
+    config = load_config(request.recipe, [*request.overrides, *sharded])
     if bytes_of_gpu is None:
         bytes_of_gpu = memory_class(Path(request.recipe).name)
     found = make_plan(config, gpus=gpus, memory=bytes_of_gpu)
@@ -120,10 +128,14 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
         f"{config.run.iterations} iterations": asdict(work.total),
     }
     if times := work.evaluations:
-        images = config.evaluation.num_images
-        one = {"images": images, "sampling": work.evaluation}
+        images, counts = config.evaluation.num_images, len(config.evaluation.step_counts)
+        one = {"images": images * counts, "sampling": work.evaluation}
         columns["an evaluation"] = one
-        columns[f"{times} evaluations"] = {name: times * value for name, value in one.items()}
+        # The first and the last at every number of steps, the others at the first.
+        between = {"images": images, "sampling": work.between}
+        columns[f"{times} evaluations"] = {
+            name: 2 * value + (times - 2) * between[name] for name, value in one.items()
+        }
     # A quantity a line: beside each other they do not fit a screen.
     return [
         {"": name} | {of: f"{row[name]:,}" if name in row else "" for of, row in columns.items()}
@@ -145,6 +157,7 @@ def _show_memory(found: "Plan") -> None:
     total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in found.phases}
     print_table([*rows, total])
     typer.echo(f"\nThe peak is {_gb(found.peak.total)} GB, in {found.peak.phase}.")
+    typer.echo(f"Loading takes {_gb(found.host)} GB of the machine's own memory, for all GPUs.")
     if found.memory is not None:
         _show_verdict(found)
 
@@ -210,6 +223,7 @@ def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:
         "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in found.phases},
         "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},
         "memory": found.memory,
+        "host": found.host,
         "fits": found.fits,
         "remedies": None if found.remedies is None else asdict(found.remedies),
         "unknown": found.unknown or None,

@@ -133,7 +133,7 @@ def _with_times(checked: "RewardCheck", result: CheckResult) -> CheckResult:
 SERVER_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
 
 
-def reward_serve(
+def reward_serve(  # noqa: PLR0913
     names: Annotated[
         list[str],
         typer.Argument(metavar="NAME", help="Built-in, or your own as module:attribute."),
@@ -150,7 +150,11 @@ def reward_serve(
     max_body: Annotated[int, typer.Option(min=1, metavar="MB", help="Largest request.")] = 64,
     max_batch: Annotated[int, typer.Option(min=1, help="Most images in a request.")] = 64,
     workers: Annotated[
-        int, typer.Option(min=0, help="Processes for each reward; 0 is a thread of this one.")
+        int,
+        typer.Option(
+            min=0,
+            help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
+        ),
     ] = 0,
     timeout: Annotated[
         float | None,
@@ -166,8 +170,23 @@ def reward_serve(
     ] = None,
     codec: Annotated[
         list[str] | None,
-        typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, or jpeg (lossy)."),
+        typer.Option(help="Accept only these: png, webp-lossless, raw-zlib, raw, or jpeg (lossy)."),
     ] = None,
+    max_pixels: Annotated[
+        int, typer.Option(min=1, help="Most pixels of all images of a request together.")
+    ] = 4096 * 4096,
+    max_pending_bytes: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="Of all requests that wait together.")
+    ] = 256,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Connections of one address at a time.")
+    ] = 64,
+    batch_wait: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="MS", help="How long a request waits for others to be scored with it."
+        ),
+    ] = 0.0,
 ) -> None:
     """Serve rewards over HTTP, to runs with executor: {kind: http, urls: [...]}.
 
@@ -192,11 +211,16 @@ def reward_serve(
 
     pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
     with bound(host, port) as listening:
-        specs = [_spec(name, its, **pool) for name, its in zip(names, given, strict=True)]
+        specs = [
+            _spec(name, its, **pool, gpus=gpus)
+            for name, its, gpus in zip(names, given, _shared_gpus(len(names), workers), strict=True)
+        ]
         try:
             app = make_app(
-                specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs
-            )
+                specs, token=token, max_body=max_body * 2**20, max_batch=max_batch, codecs=codecs,
+                max_pixels=max_pixels, max_pending_bytes=max_pending_bytes * 2**20,
+                batch_wait=batch_wait / 1000,
+            )  # fmt: skip
             late = [spec.name for spec in specs if not warm_up(spec)]
             listen(listening)
         except BaseException:
@@ -204,7 +228,7 @@ def reward_serve(
                 spec.get_executor().close()
             raise
         try:
-            _serve(app, listening, host, names, late)
+            _serve(app, listening, host, names, late, max_connections)
         finally:  # the application has closed the rewards
             if not_closed := app.state.service.not_closed:
                 print(f"left behind, for they do not end: {', '.join(not_closed)}", file=sys.stderr)
@@ -280,10 +304,27 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
+def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
+    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
+    if not workers:
+        return [[]] * rewards
+    import torch
+
+    count = torch.cuda.device_count()
+    places = range(workers if count else 0)
+    return [[(i * workers + j) % count for j in places] for i in range(rewards)]
+
+
 def _spec(
-    name: str, args: dict | None, *, workers: int, timeout: float, micro_batch: int
+    name: str,
+    args: dict | None,
+    *,
+    workers: int,
+    timeout: float,
+    micro_batch: int,
+    gpus: Sequence[int],
 ) -> "RewardSpec":
-    """Return a reward in a thread of this process, or in `workers` processes."""
+    """Return a reward in a thread of this process, or in `workers` processes on `gpus`."""
     from flowrl.scoring.executors.base import InlineExecutor
     from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 
@@ -294,20 +335,26 @@ def _spec(
 
     executor = PoolExecutor(
         BUILT_IN.get(spec.name, spec.name), args, spec.name, workers=workers, timeout=timeout,
-        micro_batch=None if spec.whole_groups else micro_batch,
+        micro_batch=None if spec.whole_groups else micro_batch, gpus=gpus,
     )  # fmt: skip
     return replace(spec, executor=executor)
 
 
-def _serve(app, listening: "socket.socket", host: str, names: list[str], late: list[str]) -> None:
+def _serve(
+    app, listening: "socket.socket", host: str, names: list[str], late: list[str], connections: int
+) -> None:
     import uvicorn
+
+    from flowrl.scoring.admission import guarded_http
 
     shown = f"[{host}]" if ":" in host else host
     # Flushed: programs that read this through a pipe wait for it.
     print(f"serving {', '.join(names)} at http://{shown}:{listening.getsockname()[1]}", flush=True)
     if late:
         print(f"not tried yet, loads at the first question: {', '.join(late)}", flush=True)
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app, log_level="warning", timeout_graceful_shutdown=5, http=guarded_http(connections)
+    )
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -1,11 +1,11 @@
 """`flowrl sample`, `flowrl score` and `flowrl gallery`: commands about images."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, Lora, arguments_of, print_table
+from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_table
 from flowrl.errors import UserError
 
 Revision = Annotated[
@@ -35,6 +35,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         float | None, typer.Option(help="Strength of --lora (RLG): 0 is the base, 1 the LoRA.")
     ] = None,
     revision: Revision = None,
+    lora_alpha: LoraAlpha = None,
 ) -> None:
     """Generate images.
 
@@ -64,18 +65,22 @@ def sample(  # noqa: PLR0913  # an argument for each option
     if rlg is not None and lora is None:
         raise UserError(f"--rlg {rlg:g} is given without --lora: add --lora runs/quickstart.")
     from flowrl.api import sample as sample_images
+    from flowrl.evaluation.drawing import DrawingOptions
 
-    paths = sample_images(
-        model, texts, lora=lora, negative=negative, guidance=guidance, steps=steps, seed=seed,
-        count=count, max_sequence_length=max_sequence_length, output_dir=output_dir, device=device,
-        rlg=rlg, revision=revision,
+    drawing = DrawingOptions(
+        model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+        steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
+        revision=revision,
     )  # fmt: skip
+    paths = sample_images(drawing, texts, seed=seed, count=count, output_dir=output_dir)
     for path in paths:
         typer.echo(path)
 
 
 def score(
-    images: Annotated[list[Path], typer.Argument(help="Images, or a folder of them.")],
+    images: Annotated[
+        list[Path], typer.Argument(help="Images, folders of them, or GenEval's layout.")
+    ],
     reward: Annotated[
         list[str], typer.Option(help="Built-in name or module:attribute; may be repeated.")
     ],
@@ -87,19 +92,30 @@ def score(
     ] = None,
     prompt: Annotated[str, typer.Option(help="The prompt of all the images.")] = "",
     prompts: PromptFile = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL", help="Ask this reward server instead; may be repeated."),
+    ] = None,
+    dialect: Annotated[
+        Literal["flowrl", "unirl", "flow_factory"], typer.Option(help="What --server speaks.")
+    ] = "flowrl",
     as_json: AsJson = False,
 ) -> None:
     """Score images with any reward.
 
-    Prompts from a file belong to the images in the order of their names. Images of one prompt
+    A folder may say its prompts itself: GenEval's layout (00000/metadata.jsonl beside
+    00000/samples), or metadata.jsonl or metadata.csv with file_name and prompt. Otherwise
+    prompts from a file belong to the images in the order of their names. Images of one prompt
     are one group, for rewards that compare them. A score that is missing or does not apply is
-    shown as n/a; a line for each reward says why.
+    shown as n/a; a line for each reward says why. Exits with 1 when there is no score at all.
 
     Examples:
 
       flowrl score samples --reward ocr --prompt 'the word "CAT"'
 
       flowrl score samples --reward ocr --args '{mode: strict}' --prompt 'the word "CAT"'
+
+      flowrl score samples --reward pickscore --server http://127.0.0.1:8400
 
       flowrl score a.png b.png --reward ocr --reward my_package.mine:Sharpness --prompts two.txt
     """
@@ -109,10 +125,17 @@ def score(
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
     from flowrl.api import score as score_images
 
-    scored = score_images(images, reward, prompts or prompt or None, arguments_of(reward, args))
+    if server and args:
+        raise UserError("--args are given with --server, which makes the reward: leave them out.")
+    scored = score_images(
+        images, reward, prompts or prompt or None, arguments_of(reward, args), server or (), dialect
+    )
     print_table(scored.rows, as_json=as_json)
     for line in scored.missing:
         typer.echo(line, err=True)
+    if all(row[name] != row[name] for row in scored.rows for name in reward):
+        typer.echo("No image got a score.", err=True)
+        raise typer.Exit(1)
 
 
 def gallery(
@@ -138,6 +161,7 @@ def gallery(
         ),
     ] = None,
     revision: Revision = None,
+    lora_alpha: LoraAlpha = None,
 ) -> None:
     """Compare base and aligned images of the same prompts and seeds, on one page.
 
@@ -161,6 +185,6 @@ def gallery(
 
     page = write_gallery(
         run, base=base, lora=lora, prompts=prompts, count=count, seed=seed, output_dir=output_dir,
-        rlg=rlg or (), revision=revision,
+        rlg=rlg or (), revision=revision, lora_alpha=lora_alpha,
     )  # fmt: skip
     typer.echo(page)

@@ -1,12 +1,13 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, Lora, print_table
+from flowrl.cli._console import AsJson, LoraAlpha, print_table
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,10 +42,19 @@ def train(
     resume: Annotated[
         str | None,
         typer.Option(
-            metavar="latest|PATH",
-            help="Continue from the newest checkpoint of the run, or from this one.",
+            metavar="auto|latest|PATH",
+            help="Continue the run in the folder from its newest checkpoint, or from this one. "
+            "auto, the default, continues an unfinished run of the same recipe, and trains another "
+            "recipe in the next number (runs/quickstart-2).",
         ),
     ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes",
+            help="With --resume: go on although options differ that decide what is learned.",
+        ),
+    ] = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print every option with its value, and stop.")
     ] = False,
@@ -68,6 +78,8 @@ def train(
 
       flowrl train my_recipe.yaml --prompts prompts.txt --reward ocr
 
+      flowrl train quickstart --resume latest
+
       flowrl train --resume runs/quickstart
 
       flowrl train quickstart --print-config
@@ -83,7 +95,7 @@ def train(
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
-    config = load_config(request.recipe or saved_recipe(resume), request.overrides)
+    config = load_config(*_recipe_to_train(request, resume))
     if print_config:
         typer.echo(config_yaml(config), nl=False)
         return
@@ -91,9 +103,21 @@ def train(
         _rehearse(config, resume)
         return
     from flowrl.api import align, table
+    from flowrl.training.resume import AUTO
 
-    if rows := table(align(config, resume=resume)):
+    if rows := table(align(config, resume=resume or AUTO, accept_changes=accept_changes)):
         print_table(rows)
+
+
+def _recipe_to_train(
+    request: "CommandArguments", resume: str | None
+) -> tuple[str | Path, list[str]]:
+    """Return the recipe and its changes; without one the recipe of the run to resume."""
+    if request.recipe:
+        return request.recipe, request.overrides
+    saved = saved_recipe(resume)
+    # Where it lies now: the folder may have been moved since the recipe was written.
+    return saved, [f"run.output_dir={json.dumps(str(saved.parent))}", *request.overrides]
 
 
 def _rehearse(config: "Config", resume: str | None) -> None:
@@ -119,7 +143,7 @@ def _rehearse(config: "Config", resume: str | None) -> None:
 
 def saved_recipe(resume: str | None) -> Path:
     """Return the configuration that a run has saved, in or above the folder to resume from."""
-    if resume in (None, "latest"):
+    if resume in (None, "auto", "latest"):
         raise UserError(
             "No recipe given: name a preset (flowrl train quickstart), a YAML file, or a run to "
             "continue (--resume runs/quickstart)."
@@ -132,29 +156,87 @@ def saved_recipe(resume: str | None) -> Path:
 
 def evaluate(
     words: Words = None,
-    lora: Lora = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN|FILE|HUB",
+            help="A LoRA of any make, as a folder, a file or OWNER/NAME; may be repeated.",
+        ),
+    ] = None,
+    lora_alpha: LoraAlpha = None,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir", "-o", help="Folder of the leaderboard, its images and scores."
+        ),
+    ] = None,
+    per_prompt: Annotated[
+        int, typer.Option(min=1, help="Leaderboard: images of each prompt; diversity needs 2.")
+    ] = 2,
+    as_deployed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deployed",
+            help="Generate with pipe(prompt, ...): the pipeline's own scheduler and dtype.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Score a pipeline, with or without a LoRA, on a recipe's held-out prompts.
+    """Score a pipeline, with or without LoRAs, on a recipe's held-out prompts.
+
+    With -o, or several LoRAs, base and all LoRAs are compared on the same prompts and noises, pair
+    by pair, with Holm's correction: leaderboard as HTML, PNG and csv. Images and scores stay in the
+    folder: an interrupted call goes on, and further LoRAs meet the base as it was drawn.
 
     Examples:
 
       flowrl evaluate quickstart
 
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
+
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
+
+      flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+      flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
     """
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl evaluate quickstart")
-    config = load_config(request.recipe, request.overrides)
+    asked = ["evaluation.as_deployed=true"] if as_deployed else []
+    config = load_config(request.recipe, [*request.overrides, *asked])
+    given = lora or []
+    if output_dir is not None or len(given) > 1:
+        _compare(config, given, output_dir, lora_alpha, per_prompt, as_json)
+        return
     from flowrl.api import evaluate as evaluate_pipeline
 
-    print_table(evaluate_pipeline(config, lora=lora), as_json=as_json)
+    rows = evaluate_pipeline(config, lora=given[0] if given else None, lora_alpha=lora_alpha)
+    print_table(rows, as_json=as_json)
+
+
+def _compare(
+    config: "Config",
+    loras: Sequence[str],
+    folder: Path | None,
+    lora_alpha: float | None,
+    per_prompt: int,
+    as_json: bool,
+) -> None:
+    from flowrl.evaluation.contest import hold_contest
+    from flowrl.evaluation.leaderboard import ranking, write_leaderboard
+
+    if folder is None:
+        raise UserError("Several LoRAs need a folder for images and scores: add -o leaderboard.")
+    contest = hold_contest(config, loras, folder, per_prompt=per_prompt, lora_alpha=lora_alpha)
+    typer.echo(write_leaderboard(contest, folder))
+    print_table(ranking(contest), as_json=as_json)
+    for line in (line for own in contest.contestants for line in own.missing):
+        typer.echo(line, err=True)
 
 
 # --- scripts/train_*.py, on each process that accelerate starts --------------------------------
 
-FLAGS = ("--dry-run", "--print-config")  # of `flowrl train`
+FLAGS = ("--dry-run", "--print-config", "--accept-changes")  # of `flowrl train`
 
 
 def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
@@ -168,7 +250,7 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
     rest = [word for word in words if word.replace("_", "-") not in FLAGS]
     flags = {word.replace("_", "-") for word in words if word not in rest}
     request = sort_arguments(rest)
-    if not request.recipe and request.resume in (None, "latest"):
+    if not request.recipe and request.resume in (None, "auto", "latest"):
         rest, request = [recipe, *rest], sort_arguments([recipe, *rest])
     config = load_config(request.recipe or saved_recipe(request.resume), request.overrides)
     found = config.pipeline.backbone
@@ -178,4 +260,10 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
             f"{request.recipe or request.resume} is a recipe for {found}, but this script trains "
             f"{family}: take {script}, or a recipe such as {recipe}"
         )
-    train(rest, dry_run="--dry-run" in flags, print_config="--print-config" in flags)
+    given = {flag: flag in flags for flag in FLAGS}
+    train(
+        rest,
+        dry_run=given["--dry-run"],
+        print_config=given["--print-config"],
+        accept_changes=given["--accept-changes"],
+    )

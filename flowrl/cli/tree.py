@@ -25,10 +25,14 @@ def tree(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Its options.", show_default=False),
     ] = None,
-    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 20,
+    steps: Annotated[int, typer.Option(min=2, max=1000, help="Denoising steps.")] = 20,
     leaves: Annotated[
         int | None,
-        typer.Option(min=1, help="Images of a prompt, group_size; 16 or the nearest that works."),
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="Images of a prompt, group_size; 16 or the nearest that works.",
+        ),
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,

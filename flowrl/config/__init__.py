@@ -1,14 +1,15 @@
 """The whole configuration, and the rules between its sections."""
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flowrl.config import validate
-from flowrl.config.load import dump_yaml, load_recipe, with_new_names
-from flowrl.config.messages import format_errors
+from flowrl.config.load import check_size, dump_yaml, load_recipe, texts_in, with_new_names
+from flowrl.config.messages import format_errors, name_of
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
 from flowrl.config.rollout import EMAOptions, OptimOptions, RolloutOptions
@@ -19,10 +20,14 @@ from flowrl.config.sections import (
     PipelineOptions,
     PromptOptions,
     RunOptions,
+    RuntimeOptions,
 )
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
-from flowrl.utils.fields import Options, option
+from flowrl.utils.fields import Options, check_unicode, option
+
+LOOKED_AT = 3_000  # iterations
+MOVES = 150_000  # in all of them, which takes less than a second
 
 
 class Config(Options):
@@ -40,12 +45,18 @@ class Config(Options):
     objective: Objective = option(GRPOOptions(), "What is minimised; an objective by its kind.")
     optim: OptimOptions = option(OptimOptions(), "AdamW and the size of its steps.")
     ema: EMAOptions = option(EMAOptions(), "A moving average of the adapter.")
-    rewards: list[RewardOptions] = option(..., "What is scored: a list, each with a name at least.")
+    rewards: Annotated[list[RewardOptions], Field(max_length=100)] = option(
+        ..., "What is scored: a list, each with a name at least."
+    )
     failures: FailureOptions = option(
         FailureOptions(), "What happens when rewards cannot be computed."
     )
     evaluation: EvaluationOptions = option(EvaluationOptions(), "Scores on held-out prompts.")
     run: RunOptions = option(RunOptions(), "Where a run lives and how long it lasts.")
+    runtime: RuntimeOptions = option(
+        RuntimeOptions(),
+        "Several processes: what they share, and when one of them counts as lost.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Config":
@@ -56,21 +67,41 @@ class Config(Options):
         validate.check_precision(self.pipeline, self.rollout)
         validate.check_base_bits(self.memory, self.pipeline, self.rollout)
         validate.check_objective(self.objective, self.rollout)
+        validate.check_sharding(self.runtime, self.pipeline, self.memory, self.rollout)
         check_rewards(self.rewards)
         validate.check_retained(self.prompts, self.rollout, min(plan.roots for plan in plans))
         validate.check_stopping(self.run, self.evaluation)
         return self
 
     def plans(self) -> dict[TreePlan, int]:
-        """Return every tree that the run samples, each with the first iteration that does."""
+        """Return the trees that the run samples, each with the first iteration that does.
+
+        All of them for up to `LOOKED_AT` iterations; of longer runs those that the recipe moves
+        to, and those of the first iterations where chance chooses.
+        """
         found: dict[TreePlan, int] = {}
-        for iteration in range(self.run.iterations):
+        for iteration in self.iterations_with_plans():
             found.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
         return found
+
+    def iterations_with_plans(self) -> Sequence[int]:
+        """Return the iterations whose trees are looked at before the first: of most runs all."""
+        last, work = self.run.iterations, len(self.rollout.plan(0, self.run.seed).moves)
+        first = range(min(last, LOOKED_AT, max(20, MOVES // work)))
+        if len(first) == last:
+            return first
+        turns = (t for t in self.rollout.turns() if len(first) <= t < last)
+        return [*first, *sorted(set(islice(turns, len(first))))]
 
 
 def parse_config(data: Mapping[str, Any]) -> Config:
     """Validate a plain mapping. Raises UserError naming key, value and what was expected."""
+    check_size(data, "the recipe")
+    for path, text in texts_in(data):
+        try:
+            check_unicode(text)
+        except ValueError as error:
+            raise UserError(f"Option {name_of(path)}: {error}.") from error
     (data,) = with_new_names([dict(data)])
     try:
         return Config.model_validate(data)

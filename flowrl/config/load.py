@@ -1,20 +1,28 @@
 """Recipes: YAML files with a parent and overrides on top, read into plain dictionaries."""
 
+import contextlib
 import difflib
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from flowrl.config.messages import name_of, show
 from flowrl.errors import UserError
 
 MAX_PARENTS = 2
+# Far above every recipe, and low enough that no text keeps a machine busy.
+MAX_TEXT = 100_000  # characters
+MAX_VALUES = 20_000  # with aliases counted as often as they stand
+MAX_DEPTH = 40
+MAX_DIGITS = 40
 
 # The scalars of YAML 1.2's core schema. PyYAML follows 1.1, where `1e-4` is text, `no` is false
 # and `1:30` is ninety. The last field names the characters that a scalar may start with.
@@ -33,20 +41,41 @@ _SCALARS = [
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars, and no key twice in one mapping."""
+    """YAML 1.2 scalars, keys that are texts, and no key twice in one mapping."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_constructors: dict[str | None, Any] = {
+        f"tag:yaml.org,2002:{kind}": yaml.SafeLoader.yaml_constructors[f"tag:yaml.org,2002:{kind}"]
+        for kind in ("null", "bool", "float", "str", "seq", "map")
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not key.tag.endswith((":str", ":merge")) or not isinstance(key, yaml.ScalarNode):
+                written = show(key.value) if isinstance(key, yaml.ScalarNode) else "of a mapping"
+                raise _refusal(f"the key {written} is no text: write it in quotes", key)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is given twice", key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+                raise _refusal(f"the key {show(key.value)} is given twice", key)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Lay merged mappings (`<<: *name`) into one, which copies their keys."""
+        copied = 0
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(part, yaml.MappingNode):
+                        self.flatten_mapping(part)
+                        copied += len(part.value)
+                    if copied > MAX_VALUES:
+                        raise _refusal(f"`<<` merges more than {MAX_VALUES:,} keys", key)
+        super().flatten_mapping(node)
+
+
+def _refusal(problem: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -75,21 +104,86 @@ for _tag, _pattern, _first in _SCALARS:
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     text = str(loader.construct_scalar(node))
+    if len(text) > MAX_DIGITS:
+        raise _refusal(f"a number of {len(text):,} digits, expected at most {MAX_DIGITS}", node)
     return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
 
 
+def _refuse_tag(loader: _Loader, node: yaml.Node) -> None:
+    raise _refusal(
+        f"the tag {show(node.tag)} is not understood: write text, numbers, lists and mappings", node
+    )
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor(None, _refuse_tag)  # type: ignore[type-var]
 
 
 def load_yaml(text: str, where: str = "the text") -> Any:
     """Parse YAML with 1.2 scalars. Raises UserError that names `where` and the line."""
+    if len(text) > MAX_TEXT:
+        raise UserError(f"{where} has {len(text):,} characters, expected at most {MAX_TEXT:,}.")
     try:
-        return yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no Python objects
+        data = yaml.load(text, Loader=_Loader)  # a SafeLoader: builds no Python objects
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise UserError(f"{where}{line} is not valid YAML: {error.problem}.") from error
+        raise UserError(f"{where}{line} is not valid YAML: {_short(error.problem)}.") from error
+    except RecursionError as error:
+        raise UserError(_too_deep(where)) from error
+    except LookupError as error:  # as of `!!bool maybe`
+        raise UserError(f"{where} is not valid YAML: a value does not suit its tag.") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise UserError(f"{where} is not valid YAML: {error}.") from error
+        raise UserError(f"{where} is not valid YAML: {_short(error)}.") from error
+    check_size(data, where)
+    return data
+
+
+def _short(problem: object) -> str:
+    """Return a parser's message in one line, cut where it quotes much."""
+    text = " ".join(str(problem).split()).rstrip(".")
+    return text if len(text) <= 160 else f"{text[:157]}..."
+
+
+def check_size(data: Any, where: str) -> None:
+    """Raise UserError for data that is nested deeply or holds very many values.
+
+    A few lines of aliases can stand for billions of values, or for one that holds itself.
+    """
+    values, level = 0, [data]
+    for depth in count():
+        values += len(level)
+        if values > MAX_VALUES:
+            raise UserError(
+                f"{where} stands for more than {MAX_VALUES:,} values, aliases (*name) counted "
+                "wherever they stand: leave most of them out."
+            )
+        if depth > MAX_DEPTH:
+            raise UserError(_too_deep(where))
+        below = (inner for value in level for inner in _inside(value))
+        level = list(islice(below, MAX_VALUES + 1))
+        if not level:
+            return
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
+def texts_in(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text in nested data, keys too, with the dotted path to it."""
+    if isinstance(data, str):
+        yield path, data
+    for key, value in data.items() if isinstance(data, dict) else enumerate(_inside(data)):
+        below = f"{path}.{key}" if path else str(key)
+        if isinstance(key, str):
+            yield below, key
+        yield from texts_in(value, below)
+
+
+def _too_deep(where: str) -> str:
+    return f"{where} is nested more than {MAX_DEPTH} deep, expected sections, options and values."
 
 
 def dump_yaml(data: Any) -> str:
@@ -112,41 +206,44 @@ def find_recipe(source: str | Path, beside: Path | None = None) -> Path:
     """Return the file of a preset or a path, which may be relative to the folder `beside`."""
     places = [Path(source), preset_folder() / f"{source}.yaml"]
     for candidate in [beside / source, *places] if beside else places:
-        if candidate.is_file():
-            return candidate
-    near = difflib.get_close_matches(str(source), preset_names(), 1, 0.5)
+        with contextlib.suppress(OSError, ValueError):  # a name that no file can have
+            if candidate.is_file():
+                return candidate
+    near = difflib.get_close_matches(str(source)[:100], preset_names(), 1, 0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(
-        f"There is no recipe {str(source)!r}: expected a YAML file or one of the presets "
+        f"There is no recipe {show(str(source))}: expected a YAML file or one of the presets "
         f"{', '.join(preset_names())}.{hint}"
     )
 
 
-def merge(base: Any, over: Any) -> Any:
+def merge(base: Any, over: Any, path: str = "") -> Any:
     """Return `over` laid on `base`: mappings merge, anything else replaces.
 
     A mapping whose `kind` changes replaces its parent whole: keys of one kind mean nothing to
     another. A mapping of numbers on a list changes those items (`rewards.0.weight`).
+    path: dotted, of the option that both are given for; for messages.
     """
-    if isinstance(base, list) and isinstance(over, dict) and over and all(map(_is_index, over)):
-        return _merge_items(base, over)
+    if isinstance(base, list) and isinstance(over, dict) and over:
+        return _merge_items(base, over, path)
     if not (isinstance(base, dict) and isinstance(over, dict)):
         return over
     if "kind" in over and over["kind"] != base.get("kind", over["kind"]):
         return over
-    return {**base, **{key: merge(base.get(key), value) for key, value in over.items()}}
+    below = f"{path}." if path else ""
+    return base | {k: merge(base.get(k), value, f"{below}{k}") for k, value in over.items()}
 
 
-def _is_index(key: Any) -> bool:
-    return isinstance(key, str) and key.isdecimal()
-
-
-def _merge_items(base: list[Any], over: dict[str, Any]) -> list[Any]:
+def _merge_items(base: list[Any], over: dict[str, Any], path: str) -> list[Any]:
     items = list(base)
     for key, value in over.items():
-        if int(key) >= len(items):
-            raise UserError(f"There is no item {key}: the list has {len(items)}, counted from 0.")
-        items[int(key)] = merge(items[int(key)], value)
+        number = int(key) if key.isdecimal() and len(key) <= MAX_DIGITS else len(items)
+        if number >= len(items):
+            raise UserError(
+                f"There is no item {name_of(key)} of {path or 'the list'}: it has {len(items)} "
+                "items, counted from 0."
+            )
+        items[number] = merge(items[number], value, f"{path}.{key}")
     return items
 
 
@@ -160,16 +257,38 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")
         if not equals or not all(parts):
-            raise UserError(f"Cannot read {override!r}: expected KEY=VALUE, as in optim.lr=1e-4.")
-        value = load_yaml(text, f"the value of {key}") if text.strip() else ""
+            raise UserError(
+                f"Cannot read {show(override)}: expected KEY=VALUE, as in optim.lr=1e-4."
+            )
+        if len(parts) > MAX_DEPTH:
+            raise UserError(_too_deep(f"The option {name_of(key)}"))
+        if "[" in key:
+            dotted = re.sub(r"\[(\w+)\]", r".\1", key)
+            raise UserError(
+                f"Unknown option {name_of(key)}: write items of lists as {name_of(dotted)}."
+            )
+        value = _override_value(key, text)
         node = tree
         for part in parts[:-1]:
             child = node.setdefault(part, {})
             if not isinstance(child, dict):
                 child = node[part] = {}
             node = child
-        node[parts[-1]] = merge(node.get(parts[-1]), value)
+        node[parts[-1]] = merge(node.get(parts[-1]), value, key)
+    check_size(tree, "the command line")
     return tree
+
+
+def _override_value(key: str, text: str) -> Any:
+    value = load_yaml(text, f"the value of {name_of(key)}") if text.strip() else ""
+    if re.search(r"(^|\s)#", text) and (
+        value is None or isinstance(value, str) and "#" not in value
+    ):
+        raise UserError(
+            f"The value of {name_of(key)} is {show(text)}, where YAML takes # for the beginning of "
+            "a comment: put the value in quotes."
+        )
+    return value
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -193,9 +312,10 @@ def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
             f"({_chain([*children, path])}): shorten the chain of `extends`."
         )
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"), path.name)
+        with open(path, encoding="utf-8") as file:
+            data = load_yaml(file.read(MAX_TEXT + 1), path.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the recipe {path}: {error}.") from error
+        raise UserError(f"Cannot read the recipe {path}: {_short(error)}.") from error
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise UserError(f"{path.name} holds a {type(data).__name__}, expected keys and values.")
@@ -203,8 +323,12 @@ def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
     if parent is None:
         return [data]
     if not isinstance(parent, str):
-        raise UserError(f"`extends` in {path.name} is {parent!r}, expected one preset or file.")
-    return [*_read(find_recipe(parent, path.parent), [*children, path]), data]
+        raise UserError(f"`extends` in {path.name} is {show(parent)}, expected one preset or file.")
+    try:
+        source = find_recipe(parent, path.parent)
+    except UserError as error:
+        raise UserError(f"`extends` in {path.name}: {error}") from error
+    return [*_read(source, [*children, path]), data]
 
 
 def _chain(paths: list[Path]) -> str:
@@ -335,7 +459,7 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
         plain = name.lstrip("-").replace("-", "_")
         if not equals:
             value = _next_value(word, plain, rest)
-        if plain == "resume_from_checkpoint":
+        if plain in ("resume", "resume_from_checkpoint"):
             resume = value
         elif name == "--reward":
             rewards.append(value)
@@ -344,8 +468,8 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
     overrides += _translate("--reward", ",".join(rewards)) if rewards else []
     if len(recipes) > 1:
         raise UserError(
-            f"Got two recipes, {recipes[0]!r} and {recipes[1]!r}, expected one; changes to it are "
-            "written KEY=VALUE, as in optim.lr=1e-4."
+            f"Got two recipes, {show(recipes[0])} and {show(recipes[1])}, expected one; changes "
+            "are written KEY=VALUE, as in optim.lr=1e-4."
         )
     return CommandArguments(recipe="".join(recipes), overrides=overrides, resume=resume)
 

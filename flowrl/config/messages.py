@@ -1,8 +1,10 @@
 """List every option of the configuration, and turn pydantic's errors into sentences."""
 
 import difflib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -23,6 +25,7 @@ class Option:
     meaning: str
     source: str
     is_section: bool
+    nullable: bool
 
 
 def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[Option]:
@@ -40,6 +43,7 @@ def walk(model: type[Options], prefix: str = "", variant: str = "") -> Iterator[
             meaning=field.description or "",
             source=str(extra.get("source", "")),
             is_section=bool(inner),
+            nullable=type(None) in get_args(field.annotation),
         )
         below = f"{path}.0." if get_origin(field.annotation) is list else f"{path}."
         for section in inner:
@@ -113,8 +117,11 @@ def _keys(sections: list[type[Options]]) -> list[str]:
     return list(dict.fromkeys(name for section in sections for name in section.model_fields))
 
 
+MAX_ERRORS = 8  # that are told at once
 _WORDS = {
     "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
     "int_type": "a whole number",
     "float_parsing": "a number",
     "float_type": "a number",
@@ -126,6 +133,8 @@ _WORDS = {
     "dict_type": "keys and values",
     "list_type": "a list",
     "tuple_type": "a list",
+    "string_unicode": "text",
+    "invalid_key": "keys that are text",
 }
 
 
@@ -138,6 +147,8 @@ def format_errors(model: type[Options], error: ValidationError) -> str:
         path = ".".join(parts)
         problems.setdefault(path, []).append(detail)
         known[path] = beside
+    more = len(problems) - MAX_ERRORS
+    problems = dict(islice(problems.items(), MAX_ERRORS))
     suggested = {
         _nearest(model, path, known[path])
         for path, details in problems.items()
@@ -149,43 +160,82 @@ def format_errors(model: type[Options], error: ValidationError) -> str:
         # A misspelt required key is both unknown and missing; the first says it all.
         if not (details[0]["type"] == "missing" and path in suggested)
     ]
+    if more > 0:
+        sentences.append(f"{more} other options are wrong, too.")
     return "\n".join(sentences)
 
 
 def _sentence(model: type[Options], path: str, details: list[Any], known: list[str]) -> str:
-    detail = details[0]
-    if detail["type"] == "extra_forbidden" and "." in str(detail["loc"][-1]):
-        return f"Unknown option {path}: dots join keys on the command line, a file nests them."
+    detail, name = details[0], name_of(path)
     if detail["type"] == "extra_forbidden":
-        near = _nearest(model, path, known)
-        hint = f"; did you mean {near}?" if near else "."
-        where = path.rpartition(".")[0]
-        return f"Unknown option {path}: {where or 'the top level'} has {', '.join(known)}{hint}"
+        return _unknown(model, path, detail, known)
     if detail["type"] == "missing":
         meaning = next((o.meaning for o in walk(model) if o.path == path), "")
-        return f"Option {path} is missing" + (f": {meaning}" if meaning else ".")
+        return f"Option {name} is missing" + (f": {meaning}" if meaning else ".")
     if detail["type"].startswith("union_tag"):
-        return _tag_sentence(path, detail)
+        return _tag_sentence(name, detail)
+    switch = _switch(model, path, detail["input"])
     if detail["type"] == "value_error":
         message = str(detail["ctx"]["error"])
-        return f"Option {path}: {message}." if path else f"{message}."
+        return f"Option {name}: {message}{switch}." if path else f"{message}."
     wanted = " or ".join(dict.fromkeys(_expected(d) for d in details))
-    return f"Option {path} is {show(detail['input'])}: expected {wanted}."
+    return f"Option {name} is {show(detail['input'])}: expected {wanted}{switch}."
 
 
-def _tag_sentence(path: str, detail: Any) -> str:
+def _unknown(model: type[Options], path: str, detail: Any, known: list[str]) -> str:
+    name, parent = name_of(path), path.rpartition(".")[0]
+    if "." in str(detail["loc"][-1]):
+        return f"Unknown option {name}: dots join keys on the command line, a file nests them."
+    same = (o for o in walk(model) if o.variant and _general(o.path) == _general(path))
+    kinds = list(dict.fromkeys(option.variant for option in same))
+    if kinds:
+        where = f"{parent}.kind"
+        return (
+            f"Option {name} belongs to {where} {', '.join(kinds)}, but here {where} is "
+            f"{detail['loc'][-2]}: leave it out, or set {where} as well."
+        )
+    near = _nearest(model, path, known)
+    hint = f"; did you mean {near}?" if near else "."
+    return f"Unknown option {name}: {parent or 'the top level'} has {', '.join(known)}{hint}"
+
+
+def _switch(model: type[Options], path: str, value: Any) -> str:
+    """Return how to switch an option off, where someone tried to with what it does not take."""
+    if value is not None and value not in (0, "0", "", "none", "off", "no", []):
+        return ""
+    option = next((o for o in walk(model) if _general(o.path) == _general(path)), None)
+    if option is None or (not option.nullable and value is not None):
+        return ""
+    off = "null" if option.nullable else "0"
+    said = re.search(rf"(?:^|[.;:] )({off} [a-z]+ .*?)(?=[.;] |[.;]?$)", option.meaning)
+    if said:
+        return f"; {said[1]}"
+    return "; null switches it off" if option.nullable else ""
+
+
+def _general(path: str) -> str:
+    """Return the path with 0 for the number of each item, as `walk` has it."""
+    return ".".join("0" if part.isdecimal() else part for part in path.split("."))
+
+
+def _tag_sentence(name: str, detail: Any) -> str:
     kinds = [kind.strip(" '") for kind in detail.get("ctx", {}).get("expected_tags", "").split(",")]
     if detail["type"] == "union_tag_not_found":
-        return f"Option {path}.kind is missing: say which kind the other keys belong to."
+        return f"Option {name}.kind is missing: say which kind the other keys belong to."
     tag = str(detail["ctx"]["tag"])
-    near = difflib.get_close_matches(tag, kinds, 1, 0.5)
+    near = difflib.get_close_matches(tag[:100], kinds, 1, 0.5)
     hint = f"; did you mean {near[0]}?" if near else "."
-    return f"Option {path}.kind is {tag!r}: expected {', '.join(kinds)}{hint}"
+    return f"Option {name}.kind is {show(tag)}: expected {', '.join(kinds)}{hint}"
 
 
 def _expected(detail: Any) -> str:
+    if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
+        return "text: put it in quotes"
     if detail["type"] in _WORDS:
         return _WORDS[detail["type"]]
+    if detail["type"] in ("too_long", "too_short"):
+        bound = detail["ctx"].get("max_length", detail["ctx"].get("min_length"))
+        return f"a list of at {'most' if detail['type'] == 'too_long' else 'least'} {bound:,}"
     text = detail["msg"].removeprefix("Input should be ")
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
@@ -193,6 +243,7 @@ def _expected(detail: Any) -> str:
 def _nearest(model: type[Options], path: str, known: list[str]) -> str:
     """Return the likeliest key: a neighbour of a similar name, else that name elsewhere."""
     parent, _, key = path.rpartition(".")
+    key = key[:100]
     near = difflib.get_close_matches(key, known, 1, 0.6)
     if near:
         return f"{parent}.{near[0]}" if parent else near[0]
@@ -205,5 +256,13 @@ def show(value: Any) -> str:
     """Return a value as YAML has it, cut where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # more digits than Python prints; a list in itself
+        return f"a {type(value).__name__} too long to print"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def name_of(path: str) -> str:
+    """Return the name of an option as it was written, quoted and cut where it could be none."""
+    return path if path.isprintable() and len(path) <= 100 else show(path)

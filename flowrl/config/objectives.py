@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from flowrl.errors import UserError
 from flowrl.utils.fields import (
+    Choice,
     Count,
     Flag,
     NonNegative,
@@ -80,7 +81,7 @@ class AdvantageOptions(ComponentOptions):
         "whose last step it is, and std for a sum.",
         "global in DiffusionNFT and Flow-GRPO's SD3 settings, std in most later ones; mad: MC-GRPO",
     )
-    ddof: Literal[0, 1] = option(
+    ddof: Annotated[Literal[0, 1], Choice] = option(
         0, "0 for the population's standard deviation, 1 for the sample's.", "1 in DanceGRPO"
     )
     floor: Positive = option(

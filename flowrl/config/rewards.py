@@ -2,12 +2,23 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from flowrl.errors import UserError
-from flowrl.utils.fields import Count, Flag, NonNegative, Number, Options, Positive, Text, option
+from flowrl.utils.fields import (
+    Count,
+    Flag,
+    NonNegative,
+    Number,
+    Options,
+    Positive,
+    Text,
+    Whole,
+    option,
+)
 
 if TYPE_CHECKING:
     from flowrl.scoring.combine import FailureLimit
@@ -90,10 +101,12 @@ class InlineOptions(Options):
         "In a thread, while further images are sampled; for rewards that wait for a network.",
     )
 
-    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+    def build(
+        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
+    ) -> "Executor":
         from flowrl.scoring.executors.base import InlineExecutor
 
-        return InlineExecutor(reward, name, **self.arguments())
+        return InlineExecutor(reward, name, **self.arguments(), gpu=gpu)
 
 
 class PoolOptions(Options):
@@ -107,11 +120,21 @@ class PoolOptions(Options):
         None,
         "Calls after which a process is replaced, for engines that leak memory; null is never.",
     )
+    gpus: list[Whole] | None = option(
+        None,
+        "Numbers of the GPUs that the processes take in turn; null is the GPU of the training "
+        "process that asks them.",
+    )
 
-    def build(self, options: "RewardOptions", reward: "Reward", name: str) -> "Executor":
+    def build(
+        self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None
+    ) -> "Executor":
         from flowrl.scoring.executors.pool import PoolExecutor
 
-        return PoolExecutor(options.name, options.args, name, **self.arguments())
+        arguments = self.arguments()
+        if self.gpus is None:
+            arguments["gpus"] = [] if gpu is None else [gpu]
+        return PoolExecutor(options.name, options.args, name, **arguments)
 
 
 class HTTPOptions(Options):
@@ -126,13 +149,18 @@ class HTTPOptions(Options):
     )
     micro_batch: Count | None = option(16, MICRO_BATCH)
     in_flight: Count = option(4, "Requests at the same time.")
-    codec: Literal["png", "webp-lossless", "raw-zlib", "jpeg"] = option(
-        "png",
-        "How images travel. All but jpeg arrive as they were; jpeg is smaller, and changes them "
-        "and their scores.",
+    codec: Literal["auto", "png", "webp-lossless", "raw-zlib", "raw", "jpeg"] = option(
+        "auto",
+        "How images travel; auto is raw to servers of this machine and webp-lossless to others. "
+        "All but jpeg arrive as they were; jpeg is smaller, and changes them and their scores.",
     )
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
+    )
+    dialect: Literal["flowrl", "unirl", "flow_factory"] = option(
+        "flowrl",
+        "Whose reward servers they are: flowrl's own (or any that speaks its protocol), UniRL's "
+        "reward service (a reward with several parts is named REWARD/PART), or Flow-Factory's.",
     )
 
     @model_validator(mode="after")
@@ -176,6 +204,11 @@ class RewardOptions(Options):
         "Its name in scores and reports; null is the reward's own. Two of a kind need one, for "
         "example two judges.",
     )
+    component: Text | None = option(
+        None,
+        "Which of its named scores, where it has several; null is its first. Entries with the same "
+        "name, args and executor ask the reward once for all.",
+    )
     weight: Number = option(
         1.0, "Weight in the sum that is learned; negative means less is better."
     )
@@ -183,6 +216,10 @@ class RewardOptions(Options):
     held_out: Flag = option(
         False,
         "Only measure it, in rollouts and evaluation: a check on what the learned rewards miss.",
+    )
+    when: Literal["rollout", "evaluation", "both"] = option(
+        "both",
+        "In which images it is asked of: evaluation spares a held-out judge the training images.",
     )
     transform: Annotated[
         AffineOptions | ClipOptions | SigmoidOptions | RankOptions | None,
@@ -212,6 +249,11 @@ class RewardOptions(Options):
         for key, values in self.applies_to.items():
             if not values:
                 raise ValueError(f"applies_to.{key} is an empty list, which no prompt matches")
+        if self.when == "evaluation" and self.weight and not self.held_out:
+            raise ValueError(
+                f"when is evaluation, but {self.name!r} is learned from in rollouts: set "
+                "held_out to true, or when to both"
+            )
         if isinstance(self.executor, HTTPOptions) and self.args:
             raise ValueError(
                 "args are set beside executor kind http, but the server makes the reward: give "
@@ -219,23 +261,34 @@ class RewardOptions(Options):
             )
         return self
 
-    def build(self) -> "RewardSpec":
-        """Return the reward with its executor. Raises UserError when one cannot be made."""
+    def same_reward(self, other: "RewardOptions") -> bool:
+        """Return whether both are parts of one reward, asked by one executor."""
+        own, its = (o.component for o in (self, other))
+        shared = {"name", "args", "executor"}
+        return own != its and self.model_dump(include=shared) == other.model_dump(include=shared)
+
+    def build(self, gpu: int | None = None, like: "RewardSpec | None" = None) -> "RewardSpec":
+        """Return the reward with its executor. Raises UserError when one cannot be made.
+
+        gpu: number of this process's GPU, for threads and processes of the executor. like: another
+        component of the same reward, whose executor this one shares.
+        """
+        from flowrl.scoring.executors.base import ComponentExecutor
         from flowrl.scoring.spec import RewardSpec, load_reward
 
-        executor = self.executor
-        if isinstance(executor, HTTPOptions):
-            reward = asked = executor.build(self.name)
-            name = self.label or self.name
+        if like is None:
+            reward, asked = self._make(load_reward, gpu)
         else:
-            reward = load_reward(self.name, self.args)
-            name = self.label or getattr(reward, "name", self.name)
-            if getattr(reward, "scope", "sample") == "group":
-                executor = executor.model_copy(update={"micro_batch": None})
-            asked = executor.build(self, reward, name)
+            reward, asked = like.reward, like.executor
+            asked = asked.source if isinstance(asked, ComponentExecutor) else asked
+            self._check_component(getattr(reward, "components", None))
+        if self.component is not None and asked is not None:
+            asked = ComponentExecutor(asked, self.component)
         return RewardSpec(
-            name=name,
+            name=self.full_name(reward),
             reward=reward,
+            component=self.component,
+            when=self.when,
             weight=self.weight,
             held_out=self.held_out,
             executor=asked,
@@ -243,6 +296,32 @@ class RewardOptions(Options):
             applies_to={key: tuple(values) for key, values in self.applies_to.items()},
             on_failure=self.on_failure,
         )
+
+    def _make(
+        self, load_reward: "Callable[..., Reward]", gpu: int | None
+    ) -> "tuple[Reward, Executor]":
+        executor = self.executor
+        if isinstance(executor, HTTPOptions):
+            asked = executor.build(self.name)
+            return asked, asked
+        reward = load_reward(self.name, self.args)
+        self._check_component(getattr(reward, "components", None))
+        if getattr(reward, "scope", "sample") == "group":
+            executor = executor.model_copy(update={"micro_batch": None})
+        name = self.label or getattr(reward, "name", self.name)
+        return reward, executor.build(self, reward, name, gpu)
+
+    def _check_component(self, known: "tuple[str, ...] | None") -> None:
+        if self.component is not None and known is not None and self.component not in known:
+            has = f"it has {', '.join(known)}" if known else "with these args it has none"
+            raise UserError(f"reward {self.name!r} has no component {self.component!r}: {has}")
+
+    def full_name(self, reward: Any) -> str:
+        """Return its name in scores and reports; reward: the object, or its class or function."""
+        remote = isinstance(self.executor, HTTPOptions)
+        name = self.name if remote else getattr(reward, "name", self.name)
+        name = name if isinstance(name, str) else self.name  # a property, of objects alone
+        return self.label or (name if self.component is None else f"{name}_{self.component}")
 
 
 class FailureOptions(Options):
@@ -269,8 +348,9 @@ class FailureOptions(Options):
 def check_rewards(rewards: list[RewardOptions]) -> None:
     """Check that no reward occurs twice, and that there is one to learn from."""
     for i, reward in enumerate(rewards):
-        own = reward.name, reward.args, reward.label
-        if any(own == (other.name, other.args, other.label) for other in rewards[:i]):
+        own = reward.name, reward.args, reward.label, reward.component
+        others = [(o.name, o.args, o.label, o.component) for o in rewards[:i]]
+        if own in others:
             raise ValueError(
                 f"rewards.{i} is {reward.name!r} with the same args as one before it, expected "
                 "every reward once, or with a label of its own"

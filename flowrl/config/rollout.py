@@ -1,6 +1,6 @@
 """The options of rollouts and optimiser, each with its meaning and source."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from flowrl.config.trees import FlowGRPOOptions, Tree
 from flowrl.trees import presets
-from flowrl.trees.plan import TreePlan
+from flowrl.trees.plan import PlanError, TreePlan
 from flowrl.trees.windows import DepthPruning
 from flowrl.utils.fields import (
     Count,
@@ -16,7 +16,9 @@ from flowrl.utils.fields import (
     NonNegative,
     Number,
     Options,
+    Pattern,
     Positive,
+    Several,
     Text,
     Whole,
     option,
@@ -55,6 +57,7 @@ class StoreOptions(Options):
         return self
 
 
+DenoisingSteps = Annotated[Count, Field(le=1000)]  # noise levels that networks are trained on
 SOL_RL = "Sol-RL, arXiv 2604.06916"
 Precision = Literal["auto", "nvfp4", "fp8", "bf16", "nvfp4-emulated"]
 PRECISIONS = (
@@ -91,12 +94,12 @@ class AuditOptions(Options):
 class ExploreOptions(Options):
     """The first of two stages of a rollout."""
 
-    candidates: Count = option(
+    candidates: Several = option(
         96,
         "Trees of each prompt that are sampled cheaply; those of rollout.tree are kept.",
         SOL_RL,
     )
-    num_inference_steps: Count | None = option(
+    num_inference_steps: DenoisingSteps | None = option(
         6,
         "Denoising steps of a candidate, without noise, on a schedule of their own; null grows "
         "rollout.tree itself, with its noise: take it where rollout.tree has any, which candidates "
@@ -123,7 +126,7 @@ class ExploreOptions(Options):
         "For nvfp4: map each block's largest value to 6 or to 4, whichever errs less.",
         "arXiv 2512.02010",
     )
-    keep_layers: list[Text] | None = option(
+    keep_layers: list[Pattern] | None = option(
         None,
         "Regular expressions of names of layers that stay exact; null is the backbone's list, "
         "which another one replaces.",
@@ -138,6 +141,7 @@ class ExploreOptions(Options):
     audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
 
 
+Beta = Annotated[NonNegative, Field(lt=1)]
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
@@ -145,10 +149,10 @@ FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 class RolloutOptions(Options):
     """How images to learn from are sampled."""
 
-    prompts_per_iteration: Count = option(
+    prompts_per_iteration: Several = option(
         8, "Prompts, hence groups, in one iteration.", "published: 16 to 48"
     )
-    group_size: Count = option(
+    group_size: Several = option(
         12,
         "Images of one prompt, the leaves of its trees, which are compared with each other.",
         "published: 8 to 24",
@@ -161,7 +165,7 @@ class RolloutOptions(Options):
     depth_pruning: DepthPruning | None = option(
         None, "Steps that are sampled but not learned from, moving as training goes; null is none."
     )
-    num_inference_steps: Count = option(
+    num_inference_steps: DenoisingSteps = option(
         8, "Denoising steps of a rollout.", "published: 10 for SD3.5"
     )
     guidance_scale: NonNegative = option(
@@ -178,18 +182,24 @@ class RolloutOptions(Options):
     negative_prompt: str = option(
         "", "Negative prompt of the prompts that bring none; used if guidance > 1."
     )
-    kernel: Literal["flow_sde", "dance_sde", "cps", "renoise"] = option(
+    kernel: Literal["flow_sde", "dance_sde", "cps", "overshoot", "renoise"] = option(
         "flow_sde",
         "The stochastic step: flow_sde (noise a*sqrt(s/(1-s))), dance_sde (constant noise), "
-        "cps (keeps the coefficients, no excess noise) or renoise (all noise anew, for consistency "
+        "cps (keeps the coefficients, no excess noise), overshoot (flow_sde's noise for few steps: "
+        "denoises too far and adds noise back) or renoise (all noise anew, for consistency "
         "models).",
         "arXiv 2505.05470, 2505.07818, 2509.05952, 2404.03673",
     )
     noise_level: Positive = option(
         0.7,
-        "Strength of the noise: a for flow_sde, eta for dance_sde, a in (0, 1] for cps, 1 for "
-        "renoise.",
+        "Strength of the noise: a for flow_sde and overshoot, eta for dance_sde, a in (0, 1] for "
+        "cps, 1 for renoise.",
         "published: 0.7 for flow_sde on SD3.5, 0.3 for dance_sde, 0.8 for cps",
+    )
+    staleness: Literal[0, 1] = option(
+        0,
+        "1 samples an iteration's images before the one before it is learned from, so that rewards "
+        "in threads, pools and on servers work meanwhile; for objectives on clean images.",
     )
     batch_size: Count = option(96, "Most images that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(
@@ -228,6 +238,17 @@ class RolloutOptions(Options):
         own = self.training_guidance_scale
         return self.guidance_scale if own is None else own
 
+    def turns(self) -> Iterator[int]:
+        """Yield the iterations at which trees change by the clock, endless repetitions left out.
+
+        Between two of them chance alone changes a tree, so that every combination of a window's
+        place with what depth pruning leaves out is sampled at one of them.
+        """
+        steps, pruned = self.num_inference_steps, self.depth_pruning
+        for turn in sorted({0} if pruned is None else {0, *pruned.turns(steps)}):
+            yield turn
+            yield from self.tree.turns(steps, turn)
+
     def plan(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration. Raises PlanError for what cannot work."""
         whole, pruned = self.whole(iteration, seed), self.depth_pruning
@@ -245,9 +266,15 @@ class RolloutOptions(Options):
 
     def whole(self, iteration: int, seed: int) -> TreePlan:
         """Return the plan of an iteration before depth pruning."""
-        return self.tree.plan(
-            iteration=iteration, steps=self.num_inference_steps, leaves=self.group_size, seed=seed
-        )
+        steps, leaves = self.num_inference_steps, self.group_size
+        try:
+            return self.tree.plan(iteration=iteration, steps=steps, leaves=leaves, seed=seed)
+        except PlanError as error:
+            if "rollout." in str(error):
+                raise
+            raise PlanError(
+                f"rollout.tree {self.tree.kind}: {error}", leaves=error.leaves
+            ) from error
 
 
 class OptimOptions(Options):
@@ -259,7 +286,7 @@ class OptimOptions(Options):
         "What becomes of the learning rate: it stays, or falls linearly to 0 at run.iterations.",
         "constant in the published recipes; short runs end calmer when it falls",
     )
-    betas: tuple[NonNegative, NonNegative] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
+    betas: tuple[Beta, Beta] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
     weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
     max_grad_norm: Positive = option(
         1.0, "Gradients longer than this are shortened.", FLOW_GRPO_CODE

@@ -1,9 +1,24 @@
 """The options of everything but learning itself, each with its meaning and source."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from flowrl.config.rollout import PRECISIONS, SOL_RL, Precision
-from flowrl.utils.fields import Count, Flag, NonNegative, Options, Positive, Text, Whole, option
+from pydantic import Field, model_validator
+
+from flowrl.config.rollout import PRECISIONS, SOL_RL, DenoisingSteps, Precision
+from flowrl.utils.fields import (
+    Choice,
+    Count,
+    Flag,
+    Folder,
+    NonNegative,
+    Options,
+    Pattern,
+    Positive,
+    Several,
+    Text,
+    Whole,
+    option,
+)
 
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
 
@@ -45,7 +60,7 @@ class PipelineOptions(Options):
         "move the ratio by whole nats.",
         "Jet-RL, arXiv 2601.14243, with fp8",
     )
-    keep_layers: list[Text] | None = option(
+    keep_layers: list[Pattern] | None = option(
         None,
         "With precision: regular expressions of names of layers that stay exact; null is the "
         "backbone's list.",
@@ -82,7 +97,7 @@ class LoRAOptions(Options):
     alpha: Positive = option(
         32, "Strength: the update is scaled by alpha / rank.", f"alpha = 2 rank, {FLOW_GRPO_CODE}"
     )
-    targets: list[Text] | None = option(
+    targets: Annotated[list[Text], Field(min_length=1)] | None = option(
         None,
         "Name endings of the adapted layers; null is the backbone's list.",
         f"the attention projections, {FLOW_GRPO_CODE}",
@@ -116,23 +131,47 @@ class PromptOptions(Options):
         "are given the prompt's own words. null is all.",
         "2 of 8 in PromptRL",
     )
+    allow_overlap: Flag = option(
+        False,
+        "Train although evaluation.prompts ask for what prompts.train asks for, too, in the same "
+        "or in other words; else such a run is refused.",
+    )
+
+
+StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1)]
 
 
 class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
     prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
-    num_images: Count = option(
+    num_images: Several = option(
         120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."
     )
     every: Whole = option(0, "Iterations between evaluations; 0 is only at the start and the end.")
-    num_inference_steps: Count = option(
-        8, "Denoising steps, without noise.", "published: 40 for SD3.5"
+    num_inference_steps: StepCounts = option(
+        8,
+        "Denoising steps, without noise. A list evaluates at each number of steps: at all of them "
+        "at the start and the end, in between at the first, which also decides the best "
+        "checkpoint. [5, 28] shows whether what 5 steps gain is there at 28.",
+        "published: 40 for SD3.5",
     )
     guidance_scale: NonNegative = option(1.0, "Guidance in evaluation, apart from the rollout's.")
+    height: Count | None = option(
+        None, "Height of evaluated images in pixels; null is pipeline.height."
+    )
+    width: Count | None = option(
+        None, "Width of evaluated images in pixels; null is pipeline.width."
+    )
+    as_deployed: Flag = option(
+        False,
+        "Generate with the pipeline's own call, pipe(prompt, ...), hence with its own scheduler "
+        "and its arithmetic in pipeline.dtype, and not with Euler steps in fp32. It "
+        "starts from the same noise.",
+    )
     seed: Whole = option(1234, "Seed of the initial noise, the same at every evaluation.")
     batch_size: Count = option(60, "Most images that go through the network at once.")
     quality: Text | None = option(
@@ -148,6 +187,21 @@ class EvaluationOptions(Options):
         "work.",
         "prompt overfitting in PromptRL",
     )
+
+    @property
+    def step_counts(self) -> tuple[int, ...]:
+        """The numbers of denoising steps, at least one, the first of most weight."""
+        steps = self.num_inference_steps
+        return tuple(steps) if isinstance(steps, list) else (steps,)
+
+    @model_validator(mode="after")
+    def _check(self) -> "EvaluationOptions":
+        if len(set(self.step_counts)) < len(self.step_counts):
+            raise ValueError(
+                f"evaluation.num_inference_steps is {list(self.step_counts)}, expected each number "
+                "of steps once"
+            )
+        return self
 
 
 class StopWhenHackingOptions(Options):
@@ -165,7 +219,11 @@ class StopWhenHackingOptions(Options):
 class RunOptions(Options):
     """Where a run lives and how long it lasts."""
 
-    output_dir: Text = option("runs/flowrl", "Folder of the run; must be new, unless resumed.")
+    output_dir: Folder = option(
+        "runs/flowrl",
+        "Folder of the run. Where it holds another recipe's run, the next number is taken, as in "
+        "runs/flowrl-2.",
+    )
     seed: Whole = option(0, "Seed of everything random in training.")
     iterations: Count = option(200, "Rollouts to learn from.")
     max_minutes: Positive | None = option(
@@ -188,6 +246,12 @@ class RunOptions(Options):
     hub_private: Flag = option(
         False, "With push_to_hub: make a new repository private; one that is there stays as it is."
     )
+    signal_every: Whole = option(
+        0,
+        "Iterations between measurements of the gradient's signal at each step, as `flowrl signal` "
+        "has it, from shares of the rollout's groups (signal/ in the metrics); each costs one more "
+        "pass over the rollout. 0 is never.",
+    )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     stop_when_hacking: StopWhenHackingOptions | None = option(
         None,
@@ -205,7 +269,7 @@ class MemoryOptions(Options):
         "more forward for each backward pass, for a fraction of the memory.",
         "on for FLUX in Sol-RL",
     )
-    base_bits: Literal[4, 8] | None = option(
+    base_bits: Annotated[Literal[4, 8], Choice] | None = option(
         None,
         "Keep the frozen weights of the transformer in 4 or 8 bits; null keeps them in "
         "pipeline.dtype. Adapters are not rounded. Rollouts, training and this run's evaluations "
@@ -226,8 +290,28 @@ class MemoryOptions(Options):
         "Between uses: keep the autoencoder on the device, or offload it to the CPU. Objectives "
         "that follow the reward's gradient keep it anyway.",
     )
-    prompt_cache: Text | None = option(
+    prompt_cache: Folder | None = option(
         None,
         "A folder in which encoded prompts are kept between runs; null keeps them in memory only. "
         "With text_encoders: free and every prompt in it, the text encoders are not even loaded.",
+    )
+
+
+class RuntimeOptions(Options):
+    """Several processes: what they share, and when one of them counts as lost."""
+
+    shard: Literal["node", "all"] | None = option(
+        None,
+        "Split the frozen transformer over the processes of a machine (node) or over all (all), "
+        "with torch's FSDP2; null keeps a copy on every GPU. Slower, for networks that do not fit.",
+    )
+    peer_timeout: Positive = option(
+        120.0,
+        "Seconds without a sign of life after which another process counts as frozen or cut off: "
+        "the others save what is whole and end with exit code 75.",
+    )
+    answer_timeout: Positive = option(
+        3600.0,
+        "Seconds that a process which is alive may keep the others waiting, for a reward that "
+        "does not answer, for example. The timeouts of the launcher and of NCCL do not matter.",
     )

@@ -1,5 +1,6 @@
 """The options of a rollout's trees: one class a published method, found by its `kind`."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
@@ -33,6 +34,8 @@ SPLITS = "Steps at which to branch."
 DRAW = "Steps of `at` that get a fan, others in every rollout; null is all of them, far more work."
 
 Branch = Annotated[Count, Field(ge=2)]
+Steps = Annotated[list[Whole], Field(max_length=1000)]
+Lengths = Annotated[list[Count], Field(max_length=100)]
 Share = Annotated[Number, Field(gt=0, le=1)]
 
 
@@ -43,6 +46,11 @@ class TreeOptions(Options):
         """Return what one rollout of an iteration does. Raises PlanError for what cannot work."""
         preset = getattr(presets, type(self).model_fields["kind"].default)
         return preset(steps, leaves, **self.preset_arguments(iteration, steps, seed))
+
+    def turns(self, steps: int, since: int) -> Iterable[int]:
+        """Return when the clock changes the plan after iteration `since`: one cycle of it."""
+        window: Window | None = getattr(self, "window", None)
+        return () if window is None else window.turns(steps, since)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:
         """Return the preset's arguments: the options, with the steps of the window, if any."""
@@ -102,7 +110,7 @@ class BranchGRPOOptions(TreeOptions):
 
     kind: Literal["branch_grpo"] = option("branch_grpo", "Trees, all stochastic.", BRANCH_GRPO)
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
-    splits: list[Whole] = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
+    splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
     coupling: NoiseCoupling = option(presets.BRANCH_COUPLING, SIBLINGS, BRANCH_GRPO)
 
 
@@ -113,7 +121,7 @@ class BranchGRPOMixOptions(TreeOptions):
         "branch_grpo_mix", "Trees, stochastic at the splits and in a window.", BRANCH_GRPO
     )
     branch: Branch = option(2, "Children at a split.", BRANCH_GRPO)
-    splits: list[Whole] = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
+    splits: Steps = option([0, 3, 6, 9], SPLITS, f"{BRANCH_GRPO}: dense")
     window: Window = option(
         ProgressiveWindow(size=4, period=30),
         "Which steps are stochastic beside the splits.",
@@ -164,9 +172,17 @@ class B2DiffuRLOptions(TreeOptions):
                 f"rollout.tree.first is {self.first}, but the trained part grows to "
                 f"rollout.tree.last, {self.last}: the nearest that works is {self.last}"
             )
-        first, last = (max(2, round(share * steps)) for share in (self.first, self.last))
-        trained = presets.b2_stage(iteration, self.period, first, last)
+        trained = presets.b2_stage(iteration, self.period, *self._ends(steps))
         return {"branch": self.branch, "last": trained}
+
+    def turns(self, steps: int, since: int) -> Iterable[int]:
+        first, last = self._ends(steps)
+        stages = last - first + 1
+        return [-(-stage * self.period // stages) for stage in range(1, stages + 1)]
+
+    def _ends(self, steps: int) -> tuple[int, int]:
+        """Return how many steps are trained at first, and at the end."""
+        return max(2, round(self.first * steps)), max(2, round(self.last * steps))
 
 
 class TempFlowOptions(TreeOptions):
@@ -174,7 +190,7 @@ class TempFlowOptions(TreeOptions):
 
     kind: Literal["tempflow"] = option("tempflow", "Trunks with fans.", TEMPFLOW)
     width: Count = option(6, "Children of a fan.", TEMPFLOW)
-    at: list[Whole] | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
+    at: Steps | None = option(None, "Steps with a fan; null is all but the last.", TEMPFLOW)
     coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
 
@@ -183,9 +199,9 @@ class G2RPOOptions(TreeOptions):
 
     kind: Literal["g2rpo"] = option("g2rpo", "Trunks with fans of several strides.", G2RPO)
     width: Count = option(12, "Children of a fan.", G2RPO)
-    at: list[Whole] | None = option(None, "Steps with a fan; null is the first half.", G2RPO)
+    at: Steps | None = option(None, "Steps with a fan; null is the first half.", G2RPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")
-    strides: list[Count] = option(
+    strides: Lengths = option(
         [1, 2, 3], "Every child is finished once in moves of so many steps.", G2RPO
     )
     coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
@@ -199,9 +215,9 @@ class EGRPOOptions(TreeOptions):
 
     kind: Literal["e_grpo"] = option("e_grpo", "Trunks with fans of merged steps.", E_GRPO)
     width: Count = option(12, "Children of a fan.", E_GRPO)
-    at: list[Whole] | None = option(None, "Steps with a fan; null is the first half.", E_GRPO)
+    at: Steps | None = option(None, "Steps with a fan; null is the first half.", E_GRPO)
     draw: Count | None = option(1, DRAW, "all of them in the paper")
-    lengths: list[Count] = option([1, 2], "A fan for each merges so many steps.", E_GRPO)
+    lengths: Lengths = option([1, 2], "A fan for each merges so many steps.", E_GRPO)
     coupling: NoiseCoupling = option(NoiseCoupling(), SIBLINGS, SIMPLEX)
 
     def preset_arguments(self, iteration: int, steps: int, seed: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from flowrl.config.sections import (
     PipelineOptions,
     PromptOptions,
     RunOptions,
+    RuntimeOptions,
 )
 from flowrl.trees.plan import TreePlan, count
 
@@ -325,3 +326,28 @@ def check_noising(noising: NoisingOptions, steps: int, pool: int | None = None) 
             f"the rollout's {steps} noise levels to choose from: the nearest that works is "
             f"{max(left, 1)}" + (", with a larger fraction" if left < 1 else "")
         )
+
+
+def check_sharding(
+    runtime: RuntimeOptions,
+    pipeline: PipelineOptions,
+    memory: MemoryOptions,
+    rollout: RolloutOptions,
+) -> None:
+    """Check that nothing copies or changes the weights of a network that is in parts."""
+    if runtime.shard is None:
+        return
+    explore, store = rollout.explore, rollout.store
+    for option, value, works in (
+        ("rollout.merge_lora", rollout.merge_lora is True, "auto"),
+        ("rollout.compile", rollout.compile, "false"),
+        ("rollout.explore.precision", explore is not None and explore.precision != "bf16", "bf16"),
+        ("rollout.store.cache_draws", store is not None and store.cache_draws, "null"),
+        ("pipeline.precision", pipeline.precision not in (None, "bf16"), "null"),
+        ("memory.base_bits", memory.base_bits is not None, "null"),
+    ):
+        if value:
+            raise ValueError(
+                f"runtime.shard is {runtime.shard}, and {option} needs the whole network on every "
+                f"process: set {option} to {works}, or runtime.shard to null"
+            )

@@ -25,6 +25,7 @@ class GalleryRow:
 
     prompt: str
     number: int = 0  # of the image among those of its prompt
+    note: str = ""  # what tells it from other rows of the same noise
     images: tuple[Image.Image, ...]
     scores: dict[str, tuple[Score, ...]]  # by reward, one a column; None or NaN where missing
 
@@ -89,7 +90,7 @@ def gallery_grid(
     """Return one image: a line for each of `columns`, the rows side by side, scores below."""
     stacks = [
         Stack(
-            caption=row.prompt,
+            caption=f"{row.prompt} ({row.note})" if row.note else row.prompt,
             images=row.images,
             notes=[_note(name, scores) for name, scores in row.scores.items() if _any(scores)],
         )
@@ -137,6 +138,7 @@ def _entry(row: GalleryRow, rewards: Sequence[str], columns: Sequence[str]) -> d
     return {
         "prompt": row.prompt,
         "number": row.number,
+        "note": row.note,
         "images": [
             {"which": column, "url": data_url(image), "small": max(image.size) <= SMALL}
             | {"width": image.width, "height": image.height}

@@ -65,7 +65,7 @@ def push(folder: Path, repository: str) -> str:
     if not (folder / FILE).is_file():
         raise UserError(f"{folder} holds no {FILE}: give the folder of a run")
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".upload.", suffix=".tmp") as scratch:
             stage(folder, Path(scratch), repository)
             HfApi().upload_folder(
                 repo_id=repository,

@@ -53,11 +53,12 @@ def write_card(folder: Path | str, card: Card) -> Path:
     folder = Path(folder)
     images = {}
     if card.rows:
-        images["before-after.png"] = png(gallery_grid(card.rows[:GRID], across=4))
+        shown = GRID * len({row.note for row in card.rows})
+        images["before-after.png"] = png(gallery_grid(card.rows[:shown], across=4))
     if card.curves:
         images["curve.png"] = draw_curves(card.curves)
         images["curve-dark.png"] = draw_curves(card.curves, theme=DARK)
-    for i, row in enumerate(card.rows[:WIDGETS], 1):
+    for i, row in enumerate(widgets(card), 1):
         aligned = row.images[-1]
         images[f"aligned-{i}.png"] = png(fit(aligned, max(WIDGET_SIDE, *aligned.size)))
     for name, data in images.items():
@@ -85,9 +86,14 @@ def front_matter(card: Card) -> dict[str, Any]:
     if card.rows:
         found["widget"] = [
             {"text": row.prompt, "output": {"url": f"{FOLDER}/aligned-{i}.png"}}
-            for i, row in enumerate(card.rows[:WIDGETS], 1)
+            for i, row in enumerate(widgets(card), 1)
         ]
     return found
+
+
+def widgets(card: Card) -> list[GalleryRow]:
+    """Return the first rows, of different images, that the Hub shows."""
+    return [row for row in card.rows if row.note == card.rows[0].note][:WIDGETS]
 
 
 def loading_code(folder: Path, card: Card) -> str:

@@ -1,4 +1,4 @@
-"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS and re-noising kernels.
+"""One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot and re-noising.
 
 Every step has the signature (x, v, sigma, sigma_next, g) -> (mean, std) with x, v: (B, *latent)
 in fp32 or wider; sigma, sigma_next, g: () or (B,); mean: (B, *latent); std: (B,). The next
@@ -43,7 +43,7 @@ def extrapolate(v_ref: Tensor, v: Tensor, strength: float) -> Tensor:
     return v_ref.lerp(v, strength)
 
 
-# --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS and re-noising kernels ----
+# --- One denoising step as a Gaussian: ODE, Flow-SDE, Dance-SDE, CPS, overshoot, re-noising -----
 
 
 Step = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -88,6 +88,36 @@ def cps_step(
     return mean, (sigma_next * (g * math.pi / 2).sin()).expand(len(x))
 
 
+def overshoot_step(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Denoise past sigma_next, then add noise back to it; `g` is Flow-SDE's level a.
+
+    With d = min(a^2 / 2 |dt|, sigma_next) and below = sigma_next - d, one Euler step goes to
+    `below`, and the flow's own forward process x_s = (1 - s) x0 + s noise leads back:
+
+        keep = (1 - sigma_next) / (1 - below) = 1 - d / (1 - below)
+        mean = keep (x + (below - sigma) v)
+        std^2 = sigma_next^2 - (keep below)^2 = d / (1 - below) (sigma_next + keep below)
+
+    The second half is exact: a latent with the marginal of `below` gets that of sigma_next, for
+    any step. What is left is the Euler step's own error, and nothing diverges at sigma = 1. To
+    first order in dt, keep = 1 - d / (1 - sigma), so that
+
+        mean = x + dt v - a^2 |dt| / (2 (1 - sigma)) (x + (1 - sigma) v)
+        std^2 = 2 d sigma / (1 - sigma) = a^2 sigma / (1 - sigma) |dt|
+
+    which is `sde_step` with `flow_sde_noise`. Long steps get less noise than there. A step whose
+    overshoot would pass 0 stops at 0, and is `renoise_step`.
+    """
+    spare = torch.minimum(g**2 / 2 * (sigma - sigma_next), sigma_next)
+    below = sigma_next - spare
+    lost = spare / (1 - below)
+    there, _ = ode_step(x, v, sigma, below, g)
+    std = (lost * (sigma_next + (1 - lost) * below)).sqrt()
+    return lift(1 - lost, x) * there, std.expand(len(x))
+
+
 def renoise_step(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -129,6 +159,11 @@ def cps_noise(sigmas: Tensor, level: float) -> Tensor:
     return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
 
 
+def overshoot_noise(sigmas: Tensor, level: float) -> Tensor:
+    """Flow-SDE's level at every step; the step itself turns it into noise. (T+1,) -> (T,)"""
+    return _until_clean(torch.full_like(sigmas[:-1], level), sigmas)
+
+
 def renoise_noise(sigmas: Tensor, level: float) -> Tensor:
     """On in every step but the last, which returns x0 = f(x, sigma). (T+1,) -> (T,)"""
     if level != 1:
@@ -154,5 +189,6 @@ KERNELS: dict[str, StepKernel] = {
     "flow_sde": StepKernel(name="flow_sde", step=sde_step, noise=flow_sde_noise),
     "dance_sde": StepKernel(name="dance_sde", step=sde_step, noise=dance_noise),
     "cps": StepKernel(name="cps", step=cps_step, noise=cps_noise),
+    "overshoot": StepKernel(name="overshoot", step=overshoot_step, noise=overshoot_noise),
     "renoise": StepKernel(name="renoise", step=renoise_step, noise=renoise_noise),
 }

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.functional.full_batches import even_rows
 from flowrl.functional.groups import lone, undecided
 from flowrl.trajectory import Conditioning, Metrics, ReferenceErrors, Rollout, Tree
 
@@ -92,6 +93,23 @@ class Endpoints:
             for i in range(count)
         ]
 
+    def shapes(self, size: int) -> tuple[int, int]:
+        """Return the forwards of a chunk and of a call, both at most `size` and as even as can be.
+
+        Images that are compared are in one chunk; more than `size` forwards take several calls.
+        """
+        together = 1
+        if self.compared == "update":
+            together = max(1, len(self))
+        elif self.compared == "group" and len(self):
+            together = int(self.group.unique_consecutive(return_counts=True)[1].max())
+        forwards = together * self.forwards
+        if forwards > size:
+            rows = even_rows(forwards, size)
+        else:
+            rows = even_rows(-(-len(self) // together), size // forwards) * forwards
+        return rows, rows
+
     def chunks(self, size: int) -> Iterator["Endpoints"]:
         """Yield consecutive parts of at most `size` forwards, larger where images are compared."""
         rows = torch.arange(len(self), device=self.x0.device)
@@ -153,6 +171,7 @@ class Trajectories:
     cond: Conditioning  # P rows, one a prompt
     seed: int  # of random numbers in training, functions of it and `image`
     left_out: dict[str, float]  # reason -> share of the rollout's images that are not here
+    at_once: int = 1  # forwards of a chain in one call of the network
 
     @staticmethod
     def from_rollout(rollout: Rollout) -> "Trajectories":
@@ -221,9 +240,13 @@ class Trajectories:
         names = ("x", "prompt", "group", "image", "forwards")
         return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
-    def with_forwards(self, forwards: Tensor | int) -> "Trajectories":
-        """Return the same chains for a loss that takes so many forwards of each, (N,) or one."""
-        return replace(self, forwards=torch.zeros_like(self.forwards) + forwards)
+    def with_forwards(self, forwards: Tensor | int, at_once: int = 1) -> "Trajectories":
+        """Return the same chains for a loss that takes so many forwards of each, (N,) or one.
+
+        at_once: how many of them in one call of the network.
+        """
+        forwards = torch.zeros_like(self.forwards) + forwards
+        return replace(self, forwards=forwards, at_once=at_once)
 
     def metrics(self) -> Metrics:
         shares = {f"path/{why}": torch.tensor(share) for why, share in self.left_out.items()}
@@ -235,6 +258,12 @@ class Trajectories:
     def updates(self, count: int) -> list["Trajectories"]:
         """Deal whole groups in turn to `count` parts."""
         return [self.take((self.group % count == i).nonzero().squeeze(1)) for i in range(count)]
+
+    def shapes(self, size: int) -> tuple[int, int]:
+        """Return the forwards of a chunk, at most `size`, and the rows of a call."""
+        least, most = (1, 1) if not len(self) else map(int, self.forwards.aminmax())
+        chains = even_rows(len(self), max(1, size // most))
+        return chains * most if least == most else size, chains * self.at_once
 
     def chunks(self, size: int) -> Iterator["Trajectories"]:
         """Yield consecutive chains of at most `size` forwards together; longer ones alone."""

@@ -32,7 +32,7 @@ def normalised_exp_weight(reward: Tensor, group: Tensor, rwr_lambda: float) -> T
     rows = group_rows(group)
     scaled = (reward / _positive(rwr_lambda))[rows.index]
     scaled = scaled.masked_fill(~rows.mask, -torch.inf)
-    total = scaled.logsumexp(1) - rows.mask.sum(1).log()
+    total = scaled.logsumexp(1) - rows.mask.sum(1).to(scaled).log()
     return (reward / rwr_lambda - total[rows.number]).exp()
 
 

@@ -6,13 +6,14 @@
     data/000000.jsonl            one row an image
 
 A shard is one iteration of collecting. Its rows are written last and make it count, so a process
-that is killed leaves complete shards.
+that is killed leaves complete shards. Metadata and rows carry digests of their content, and a row
+that of its latent with the header of the file, so that rows can be removed and latents read alone.
 """
 
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,15 +22,18 @@ import torch
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError, create_model
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.config.load import with_new_names
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.utils.files import atomic_path, write_text
+from flowrl.utils.digests import content_digest, digest
+from flowrl.utils.files import write_bytes, write_text
 
-FORMAT = 1
+FORMAT = 2  # 1 had no digests
+DIGEST = "digest"  # of a line's content, and of the metadata's
+LATENT = "latent"  # column: digest of the header of the file with latents, and of the row's
 METADATA, README = "store.json", "README.md"
 LATENTS = "x0"  # name of the tensor in a latents file
 SCORE = "reward/"  # before a reward's name, its column
@@ -39,8 +43,9 @@ SAFETENSORS_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 COLUMNS = {
     "uid": "string", "prompt": "string", "negative": "string", "metadata": "string",
     "group": "int64", "image": "int64", "valid": "bool", "latents": "string", "row": "int64",
-    "seed": "int64", "iteration": "int64", "root": "int64",
+    "seed": "int64", "iteration": "int64", "root": "int64", "latent": "string", "digest": "string",
 }  # fmt: skip
+OLD = (LATENT, DIGEST)  # columns that format 1 lacks
 Row = dict[str, Any]
 Whole = Annotated[int, Field(ge=0)]
 READ: dict[str, Any] = {
@@ -61,6 +66,7 @@ class DatasetMetadata:
     rewards: list[dict[str, Any]]  # {name, version, weight}, a column each
     recipe: dict[str, Any]  # the options that decided the images
     lora: dict[str, Any] | None = None  # of the model that generated them, None for the base
+    format: int = FORMAT
 
     @property
     def names(self) -> list[str]:
@@ -69,15 +75,16 @@ class DatasetMetadata:
 
     @staticmethod
     def read(folder: Path) -> "DatasetMetadata":
-        """Raises UserError when the folder is no data set, or one of another flowrl version."""
+        """Raises UserError when the folder is no data set, one of a newer flowrl, or damaged."""
         path = folder / METADATA
         if not path.is_file():
             raise UserError(f"{folder} is no offline data set, it has no {METADATA}: make one with "
                             f"flowrl collect RECIPE -o {folder}")  # fmt: skip
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found.pop("format") != FORMAT:
-                raise ValueError(f"its format is not {FORMAT}")
+            found = json.loads(path.read_bytes())
+            _check_digest(found, path, needed=found["format"] != 1)
+            if found["format"] not in (1, FORMAT):
+                raise ValueError(f"its format is {found['format']}, not {FORMAT}")
             (found["recipe"],) = with_new_names([found["recipe"]], warn=False)
             return DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -86,8 +93,17 @@ class DatasetMetadata:
             ) from error
 
     def text(self) -> str:
-        content = {"format": FORMAT} | asdict(self)
+        content = {"format": self.format} | asdict(self)
+        if self.format > 1:
+            content[DIGEST] = content_digest(content)
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def _check_digest(content: Row, where: Path | str, *, needed: bool) -> None:
+    """Take the digest out of JSON content. Raises DamagedFile when it is of something else."""
+    wanted = content.pop(DIGEST, None)
+    if (wanted is not None or needed) and wanted != content_digest(content):
+        raise DamagedFile(f"{where} is damaged: it is not what its digest was taken of")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,23 +139,51 @@ class OfflineDataset:
     scores: Tensor  # (N, K) fp32, NaN where missing
     shard: Tensor  # (N,) long, the file of each image's latent
     row: Tensor  # (N,) long, its place in that file
+    digests: tuple[str | None, ...] = field(repr=False)  # N, of the latents, None in format 1
     identity: str = field(repr=False)  # digest of metadata and rows
 
     def __len__(self) -> int:
         return len(self.scores)
 
     def latents(self, images: Tensor) -> Tensor:
-        """Read the latents of images (n,) long -> (n, *latent) on the CPU, in the stored dtype."""
+        """Read the latents of images (n,) long -> (n, *latent) on the CPU, in the stored dtype.
+
+        Raises DamagedFile for one that is not what was written.
+        """
         shape, dtype = self.metadata.latent_shape, DTYPES[self.metadata.dtype]
         found = torch.empty(len(images), *shape, dtype=dtype)
         shards, rows = self.shard[images], self.row[images]
         for number in shards.unique().tolist():
-            with safe_open(latents_file(self.folder, number), "pt") as file:
+            path = latents_file(self.folder, number)
+            header = _header_of(path)
+            with safe_open(path, "pt") as file:
                 lazy = file.get_slice(LATENTS)
                 for place in (shards == number).nonzero().flatten().tolist():
                     row = int(rows[place])
                     found[place] = lazy[row : row + 1][0]
+                    wanted = self.digests[int(images[place])]
+                    if wanted is not None and wanted != latent_digest(header, found[place]):
+                        raise DamagedFile(
+                            f"{path} is damaged: latent {row} is not what its digest was taken "
+                            f"of; {_remedy(self.folder, number)}"
+                        )
         return found
+
+
+def latent_digest(header: bytes, latent: Tensor) -> str:
+    """Return the digest of one latent (*latent) in a file with this header."""
+    return digest(header + latent.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+
+
+def _header_of(path: Path) -> bytes:
+    """Return the first bytes of a safetensors file: its header and how long that is."""
+    with open(path, "rb") as file:
+        size = file.read(8)
+        return size + file.read(min(int.from_bytes(size, "little"), path.stat().st_size))
+
+
+def _remedy(folder: Path, shard: int) -> str:
+    return f"delete {rows_file(folder, shard)} and collect again, which adds only what is missing"
 
 
 def latents_file(folder: Path, shard: int) -> Path:
@@ -179,7 +223,9 @@ def create_dataset(folder: Path, metadata: DatasetMetadata) -> None:
 
 
 def _check_same(folder: Path, before: DatasetMetadata, after: DatasetMetadata) -> None:
-    was, now = (_flat(json.loads(metadata.text())) for metadata in (before, after))
+    # Shards of a data set are all of its format.
+    after = replace(after, format=before.format)
+    was, now = (_flat(asdict(metadata)) for metadata in (before, after))
     for name in [*now, *was]:
         if was.get(name) != now.get(name):
             raise UserError(
@@ -198,7 +244,8 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def _readme(metadata: DatasetMetadata) -> str:
     """Return a dataset card that gives every column a type, also where all values are null."""
-    columns = COLUMNS | {SCORE + name: "float64" for name in metadata.names}
+    known = {k: v for k, v in COLUMNS.items() if metadata.format > 1 or k not in OLD}
+    columns = known | {SCORE + name: "float64" for name in metadata.names}
     features = [{"name": name, "dtype": dtype} for name, dtype in columns.items()]
     header = {
         "configs": [{"config_name": "default", "data_files": "data/*.jsonl"}],
@@ -212,28 +259,37 @@ def append_shard(folder: Path, shard: int, x0: Tensor, images: Sequence[StoredIm
     """Write the latents x0 (n, *latent) of n images, then their rows."""
     if len(x0) != len(images):
         raise ValueError(f"got {len(x0)} latents of {len(images)} images")
-    names = DatasetMetadata.read(folder).names
-    path = latents_file(folder, shard)
-    with atomic_path(path) as temporary:
-        save_file({LATENTS: x0.detach().cpu().contiguous()}, temporary)
-    lines = [_line(image, row, path.name, names) for row, image in enumerate(images)]
+    metadata = DatasetMetadata.read(folder)
+    path, x0 = latents_file(folder, shard), x0.detach().cpu().contiguous()
+    write_bytes(path, save({LATENTS: x0}))
+    header = _header_of(path)
+    digests = [latent_digest(header, latent) for latent in x0]
+    lines = [
+        _line(image, row, path.name, digests[row], metadata) for row, image in enumerate(images)
+    ]
     write_text(rows_file(folder, shard), "".join(lines))
 
 
-def _line(image: StoredImage, row: int, latents: str, names: Sequence[str]) -> str:
+def _line(
+    image: StoredImage, row: int, latents: str, latent: str, metadata: DatasetMetadata
+) -> str:
     """Return one image as a line of ASCII JSON: no prompt can end it, and NaN is null."""
     record = image.record
     scores = {
         SCORE + name: score if math.isfinite(score) else None
-        for name, score in zip(names, image.scores, strict=True)
+        for name, score in zip(metadata.names, image.scores, strict=True)
     }
-    content = {
+    content: Row = {
         "uid": record.uid, "prompt": record.text, "negative": record.negative,
         "metadata": json.dumps(record.metadata), "group": image.group, "image": image.image,
         "valid": image.valid, "latents": latents, "row": row, "seed": image.seed,
         "iteration": image.iteration, "root": image.root,
     }  # fmt: skip
-    return json.dumps(content | scores, allow_nan=False) + "\n"
+    content |= scores
+    if metadata.format > 1:
+        content[LATENT] = latent
+        content[DIGEST] = content_digest(content)
+    return json.dumps(content, allow_nan=False) + "\n"
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -246,7 +302,7 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
     """
     folder = Path(folder)
     metadata = DatasetMetadata.read(folder)
-    digest = blake2b((folder / METADATA).read_bytes(), digest_size=16)
+    identity = blake2b((folder / METADATA).read_bytes(), digest_size=16)
     rows: list[Row] = []
     shard: list[int] = []
     for number in finished_shards(folder):
@@ -254,11 +310,10 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
             data = rows_file(folder, number).read_bytes()
             found = _read_rows(data, latents_file(folder, number), metadata)
         except (OSError, ValueError, TypeError, SafetensorError) as error:
-            raise UserError(
-                f"shard {number} of {folder} is damaged ({error}): delete "
-                f"{rows_file(folder, number)} and collect again, which adds only what is missing"
+            raise DamagedFile(
+                f"shard {number} of {folder} is damaged ({error}): {_remedy(folder, number)}"
             ) from error
-        digest.update(data)
+        identity.update(data)
         rows += found
         shard += [number] * len(found)
     if not rows:
@@ -272,16 +327,19 @@ def open_dataset(folder: str | Path) -> OfflineDataset:
         scores=torch.tensor(scores, dtype=torch.float32).view(len(rows), len(columns)),
         shard=torch.tensor(shard),
         row=torch.tensor([r["row"] for r in rows]),
-        identity=digest.hexdigest(),
+        digests=tuple(r.get(LATENT) for r in rows),
+        identity=identity.hexdigest(),
     )
 
 
 def _read_rows(data: bytes, latents: Path, metadata: DatasetMetadata) -> list[Row]:
     """Return the rows of a shard, each with a latent. Raises ValueError or SafetensorError."""
     types = READ | {SCORE + name: float | None for name in metadata.names}
+    types |= {LATENT: str} if metadata.format > 1 else {}
     columns: dict[str, Any] = {name: (kind, ...) for name, kind in types.items()}
     schema = create_model("Row", __config__=ConfigDict(strict=True, allow_inf_nan=False), **columns)
-    rows = [_parse_row(line, schema) for line in data.decode().split("\n") if line]
+    sealed = metadata.format > 1
+    rows = [_parse_row(line, schema, sealed) for line in data.decode().split("\n") if line]
     with safe_open(latents, "pt") as file:
         lazy = file.get_slice(LATENTS)
         count, *shape = lazy.get_shape()
@@ -301,13 +359,22 @@ def _read_rows(data: bytes, latents: Path, metadata: DatasetMetadata) -> list[Ro
     return rows
 
 
-def _parse_row(line: str, schema: type[BaseModel]) -> Row:
+def _parse_row(line: str, schema: type[BaseModel], sealed: bool) -> Row:
+    if sealed:
+        _check_line(line)
     try:
         return schema.model_validate_json(line).model_dump()
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         column = "".join(f"{name}: " for name in first["loc"][:1])
         raise ValueError(f"a row is malformed: {column}{first['msg']}") from error
+
+
+def _check_line(line: str) -> None:
+    """Raise ValueError for a row that is not what its digest was taken of."""
+    content = json.loads(line)
+    if not isinstance(content, dict) or content.pop(DIGEST, None) != content_digest(content):
+        raise ValueError("a row is not what its digest was taken of")
 
 
 def _groups(rows: Iterable[Row]) -> Iterable[StoredGroup]:

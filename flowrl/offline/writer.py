@@ -1,13 +1,16 @@
 """Write offline data sets: a sampler's iterations, or pairs of images that a person compared."""
 
+import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -25,10 +28,12 @@ from flowrl.offline.format import (
     open_dataset,
     rows_file,
 )
-from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.offline.pairs import Pair, Picture, encoded, exists, members, opened
 from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
+from flowrl.training.checkpoint import step_of
 from flowrl.trajectory import Rollout
+from flowrl.utils.files import remove_leftovers
 from flowrl.utils.images import to_tensor
 
 
@@ -45,6 +50,34 @@ def write_groups(
 
     All processes call this; the main one writes. advance: called after each new shard.
     """
+    runtime = sampler.generator.runtime
+    with owned(folder) if runtime.is_main else nullcontext():
+        return _write_missing(folder, metadata, sampler, shards, first, advance)
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own a data set while inside, rid of what a killed writer left half-written.
+
+    Raises UserError when another process writes it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", blocking=False):
+            remove_leftovers(folder)
+            yield
+    except Timeout:
+        raise UserError(f"{folder} is in use by another process that collects there") from None
+
+
+def _write_missing(
+    folder: Path,
+    metadata: DatasetMetadata,
+    sampler: Sampler,
+    shards: int,
+    first: int,
+    advance: Callable[[Rollout], None],
+) -> OfflineDataset:
     runtime = sampler.generator.runtime
     if runtime.is_main:
         create_dataset(folder, metadata)
@@ -117,7 +150,8 @@ class Refresher:
 
     def steps(self) -> list[int]:
         """Return the iterations that have a data set, complete or not, ascending."""
-        return sorted(int(p.name.removeprefix("step-")) for p in self.folder.glob("step-*"))
+        found = (step_of(path) for path in self.folder.glob("step-*"))
+        return sorted(step for step in found if step is not None)
 
     @property
     def shards(self) -> int:
@@ -142,49 +176,10 @@ class Refresher:
 # --- pairs of images of which a person chose one ------------------------------------------------
 
 REWARD = "preference"
-MEMBERS = ("chosen", "rejected")
 SHARD = 128  # pairs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
-    """One line of the file: the prompt and the files of two images."""
-
-    record: PromptRecord
-    chosen: Path
-    rejected: Path
-    where: str  # file and line, for errors
-
-
-def read_pairs(source: Path) -> list[Pair]:
-    """Read a .jsonl file with prompt, chosen, rejected and metadata in each line.
-
-    Paths of images are relative to the file. Raises UserError for a file that is missing, empty
-    or malformed; whether the images exist is seen when they are loaded.
-    """
-    if source.suffix != ".jsonl":
-        raise UserError(f"cannot read pairs {source}: expected a .jsonl file")
-    records = load_prompts(source)
-    lines = source.read_text(encoding="utf-8-sig").splitlines()
-    numbers = (number for number, line in enumerate(lines, start=1) if line.strip())
-    pairs = []
-    for number, record in zip(numbers, records, strict=True):
-        where = f"{source}, line {number}"
-        paths = [record.metadata.get(name) for name in MEMBERS]
-        if not all(isinstance(path, str) and path for path in paths):
-            raise UserError(f'{where}: expected the paths of images "chosen" and "rejected"')
-        rest = {k: v for k, v in record.metadata.items() if k not in MEMBERS}
-        chosen, rejected = (source.parent / str(path) for path in paths)
-        record = replace(record, metadata=rest)
-        pairs.append(Pair(record=record, chosen=chosen, rejected=rejected, where=where))
-    return pairs
-
-
-def pairs_digest(source: Path) -> str:
-    return blake2b(source.read_bytes(), digest_size=16).hexdigest()
-
-
-def load_image(path: Path, size: tuple[int, int]) -> Image.Image:
+def load_image(path: Path | io.BytesIO, size: tuple[int, int]) -> Image.Image:
     """Load an RGB image, scaled and cropped to `size` (height, width).
 
     It is turned upright by its EXIF data; transparent pixels become white.
@@ -205,13 +200,12 @@ def _load_pair(pair: Pair, size: tuple[int, int]) -> Tensor:
     Raises UserError, naming the line, for files that are missing, unreadable or the same image.
     """
     loaded = []
-    for name in MEMBERS:
-        path = getattr(pair, name)
+    for name, picture in members(pair):
         try:
-            loaded.append(load_image(path, size))
+            loaded.append(load_image(opened(picture), size))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            reason = "is not there" if not path.is_file() else f"cannot be read ({error})"
-            raise UserError(f"{pair.where}: the {name} image {path} {reason}") from error
+            reason = "is not there" if not exists(picture) else f"cannot be read ({error})"
+            raise UserError(f"{pair.where}: the {name} image {picture} {reason}") from error
     images = to_tensor(loaded)
     if torch.equal(images[0], images[1]):
         raise UserError(f"{pair.where}: chosen and rejected are the same image")
@@ -243,9 +237,9 @@ def _is_complete(folder: Path, pairs: Sequence[Pair], part: range) -> bool:
         return False
     return all(
         (number, image) in found
-        and (not path.is_file() or found[number, image] == _file_number(path))
+        and (not exists(picture) or found[number, image] == _file_number(picture))
         for number in part
-        for image, path in enumerate((pairs[number].chosen, pairs[number].rejected))
+        for image, (_, picture) in enumerate(members(pairs[number]))
     )
 
 
@@ -272,13 +266,13 @@ def _write_shard(
 
 
 def _pair_rows(pair: Pair, number: int) -> Iterator[StoredImage]:
-    for image, path in enumerate((pair.chosen, pair.rejected)):
+    for image, (_, picture) in enumerate(members(pair)):
         yield StoredImage(
             record=pair.record, group=number, image=image, valid=True, scores=[1.0 - image],
-            seed=_file_number(path), iteration=number // SHARD, root=image,
+            seed=_file_number(picture), iteration=number // SHARD, root=image,
         )  # fmt: skip
 
 
-def _file_number(path: Path) -> int:
+def _file_number(picture: Picture) -> int:
     """Return 63 bits of the file's digest; they fit a signed column."""
-    return int.from_bytes(blake2b(path.read_bytes(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(blake2b(encoded(picture), digest_size=8).digest(), "big") >> 1

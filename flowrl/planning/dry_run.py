@@ -20,6 +20,7 @@ from flowrl.backbones.loading import pipeline_path
 from flowrl.config import Config, parse_config
 from flowrl.config.rewards import HTTPOptions, RewardOptions
 from flowrl.errors import UserError
+from flowrl.prompts.overlap import check_overlap
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
 from flowrl.prompts.sources import HUB, TINY
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, check_evaluation, check_prompts, load_reward
@@ -142,7 +143,9 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.lower("optim.micro_batch", ROWS)
     draft.lower("evaluation.num_images", IMAGES)
     draft.lower("evaluation.every", 1)
-    draft.lower("evaluation.num_inference_steps", 4)
+    draft.put("evaluation.num_inference_steps", _few_steps(config.evaluation.step_counts))
+    for side in ("height", "width"):
+        draft.put(f"evaluation.{side}", None, "null: the tiny pipeline's own")
     draft.lower("evaluation.batch_size", ROWS)
     draft.put("run.output_dir", str(folder / "run"), "a temporary folder")
     draft.lower("run.iterations", ITERATIONS)
@@ -151,6 +154,11 @@ def _shrink_training(draft: _Draft, config: Config, folder: Path) -> None:
     draft.put("run.max_minutes", None)
     draft.put("run.trackers", [])
     draft.put("run.push_to_hub", False)
+
+
+def _few_steps(counts: Sequence[int]) -> int | list[int]:
+    """Return as many numbers of steps as the recipe evaluates at, each once and small."""
+    return min(counts[0], 4) if len(counts) == 1 else [2 + i for i in range(len(counts))]
 
 
 def _has_layers(tiny: str, targets: Sequence[str]) -> bool:
@@ -291,19 +299,16 @@ class InspectedReward:
             "low": low,
             "high": high if high > low else low + 1,
         }
-        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label"})
+        kept = self.entry.model_dump(exclude={"name", "args", "executor", "label", "component"})
         return kept | {"name": STAND_IN, "args": args, "label": self.name}
 
 
 def inspect_reward(entry: RewardOptions) -> InspectedReward:
     """Find an entry's reward without weights. Raises UserError for a wrong name or arguments."""
     if isinstance(entry.executor, HTTPOptions):
-        return InspectedReward(name=entry.label or entry.name, reward=None, entry=entry)
+        return InspectedReward(name=entry.full_name(None), reward=None, entry=entry)
     reward = _built_in(entry.name, entry.args) if entry.name in BUILT_IN else _find(entry.name)
-    name = entry.label or getattr(reward, "name", entry.name)
-    # The name of a class may be a property, which only its objects have.
-    name = name if isinstance(name, str) else entry.name
-    return InspectedReward(name=name, reward=reward, entry=entry)
+    return InspectedReward(name=entry.full_name(reward), reward=reward, entry=entry)
 
 
 def _built_in(name: str, args: Mapping[str, Any]) -> Any:
@@ -336,12 +341,21 @@ def _replace_prompts(
     draft: _Draft, config: Config, rewards: Sequence[InspectedReward], folder: Path
 ) -> None:
     p, e = config.prompts, config.evaluation
+    if e.prompts is not None and not (_is_missing(p.train) or _is_missing(e.prompts)):
+        held_out = load_prompts(e.prompts, split="test")
+        check_overlap(load_prompts(p.train), held_out, allowed=p.allow_overlap)
+    draft.put("prompts.allow_overlap", True, "true: those that stand in may ask for the same")
     train = folder / "train.jsonl"
     draft.put("prompts.train", str(train), choose_prompts(train, p.train, rewards, p.balance))
     if e.prompts is not None:
         test = folder / "test.jsonl"
         note = choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
         draft.put("evaluation.prompts", str(test), note)
+
+
+def _is_missing(source: str) -> bool:
+    """Return whether prompts are neither built in nor on this machine."""
+    return source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists())
 
 
 def choose_prompts(
@@ -358,12 +372,12 @@ def choose_prompts(
     held_out: they are those of evaluation. Raises UserError for what is wrong with them.
     """
     most = max(COUNT, len(rewards))
-    if source.startswith(HUB) or not (source.startswith(TINY) or Path(source).exists()):
+    if _is_missing(source):
         rows = _made_up(rewards, balance, most)
         missing = "is looked up in training only" if source.startswith(HUB) else "is not there"
         note = f"{source} {missing}: {len(rows)} prompts of the tiny world"
     else:
-        records = load_prompts(source)
+        records = load_prompts(source, split="test" if held_out else "train")
         specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
         if len(specs) == len(rewards):
             (check_evaluation if held_out else check_prompts)(specs, records)

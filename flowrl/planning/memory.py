@@ -71,6 +71,8 @@ class MemorySetup:
     decode_batch: int
     evaluation_batch: int = 0
     evaluation_steps: int = 2  # of a held-out image, all of whose latents are held
+    evaluation_height: int | None = None  # pixels, None for those of rollouts; so the next
+    evaluation_width: int | None = None
     rollout_doubles: bool = False  # guidance doubles the rows, as in the next two
     training_doubles: bool = False
     evaluation_doubles: bool = False
@@ -84,6 +86,7 @@ class MemorySetup:
     text_encoders: Literal["keep", "offload", "free"] = "keep"
     vae: Literal["keep", "offload"] = "keep"
     reward_bytes: int = 0  # weights of reward models on this GPU
+    parts: int = 1  # GPUs that share one copy of the transformer
 
     def __post_init__(self) -> None:
         if self.base_bits == 4 and self.base_library == "torchao":
@@ -130,7 +133,8 @@ def footprints(spec: ModelSpec, setup: MemorySetup) -> list[Footprint]:
 
 class _Planner:
     def __init__(self, spec: ModelSpec, setup: MemorySetup):
-        for side in (setup.height, setup.width):
+        e = setup.evaluation_height, setup.evaluation_width
+        for side in (setup.height, setup.width, *filter(None, e)):
             spec.latent_shape(side)  # raises
         self.spec, self.setup = spec, setup
         self.network = full_network(spec, setup.torch_dtype)
@@ -160,7 +164,7 @@ class _Planner:
             "training": held | self.training(),
         }
         if setup.evaluation_batch:
-            parts["evaluation"] = vae | self.evaluation()
+            parts["evaluation"] = vae | self.at_evaluation().evaluation()
         resident, found = self.resident(), []
         for phase, own in parts.items():
             whole = resident | own
@@ -176,7 +180,7 @@ class _Planner:
         if setup.training_copy is not None:
             copies += sum(packed_layers(network, setup.training_copy).values())
         return {
-            "transformer": transformer_bytes(network, setup),
+            "transformer": sharded_bytes(network, setup),
             "text encoders": self.encoders if setup.text_encoders == "keep" else 0,
             "autoencoder": self.autoencoder if setup.vae == "keep" else 0,
             "LoRA adapters": self.adapter * FP32 * setup.adapters,
@@ -217,6 +221,14 @@ class _Planner:
             "LoRA adapters": self.adapter * FP32 * setup.adapters + gradients,
             "activations": max(backward, 2 * gradients),
         }
+
+    def at_evaluation(self) -> "_Planner":
+        """Return the planner of the images of evaluation, which may have another size."""
+        s = self.setup
+        if s.evaluation_height is s.evaluation_width is None:
+            return self
+        height, width = s.evaluation_height or s.height, s.evaluation_width or s.width
+        return _Planner(self.spec, replace(s, height=height, width=width))
 
     def evaluation(self) -> dict[str, int]:
         """A batch of held-out images, with the latents of all their steps."""
@@ -288,6 +300,34 @@ def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
         few = few_bits_bytes(rows, columns, setup.base_bits, setup.base_library)
         whole += few - rows * columns * setup.torch_dtype.itemsize
     return whole
+
+
+def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
+    """Return a GPU's part of the weights, with what is gathered while a block computes.
+
+    That is what is no block, such as embeddings, and the largest block.
+    """
+    whole = transformer_bytes(network, setup)
+    if setup.parts == 1:
+        return whole
+    blocks = [
+        nbytes([*block.parameters(), *block.buffers()])
+        for child in network.children()
+        if isinstance(child, nn.ModuleList)
+        for block in child
+    ]
+    return -(-whole // setup.parts) + whole - sum(blocks) + max(blocks, default=0)
+
+
+def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> int:
+    """Return what the processes of a machine hold in its memory while they load a pipeline.
+
+    Each reads all of it before it goes to its GPU; of a transformer in parts one process alone.
+    """
+    planner = _Planner(spec, setup)
+    network = nbytes([*planner.network.parameters(), *planner.network.buffers()])
+    copies = 1 if setup.parts > 1 else processes
+    return copies * network + processes * (planner.encoders + planner.autoencoder)
 
 
 def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:

@@ -5,7 +5,7 @@ Nothing is loaded, downloaded or allocated: networks are built on the meta devic
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,7 +24,15 @@ from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
-from flowrl.planning.memory import AUTO, Footprint, MemorySetup, NetworkCopy, footprints, peak
+from flowrl.planning.memory import (
+    AUTO,
+    Footprint,
+    MemorySetup,
+    NetworkCopy,
+    footprints,
+    host_bytes,
+    peak,
+)
 from flowrl.planning.model_specs import ModelSpec, spec_for, text_tokens
 from flowrl.planning.suggestions import Remedies, find_remedies
 from flowrl.trees.plan import TreePlan, count
@@ -40,6 +48,7 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
+    host: int | None  # bytes of a machine's memory while all its processes load; None if unknown
     remedies: Remedies | None  # where it does not fit
     notes: tuple[str, ...]  # what was assumed or left out
 
@@ -74,9 +83,16 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         phases=phases,
         unknown=unknown,
         memory=memory,
+        host=None if spec is None else _host(config, spec, work, gpus),
         remedies=remedies,
         notes=tuple(_notes(config, work.needs)),
     )
+
+
+def _host(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> int:
+    kind = work.kinds[0]
+    split = split_work(kind.load, gpus)
+    return host_bytes(spec, build_setup(config, spec, work.needs, split, kind), gpus)
 
 
 def _spec(config: Config) -> tuple[ModelSpec | None, str]:
@@ -108,9 +124,14 @@ def _phases(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> tupl
 
 
 def _notes(config: Config, needs: Needs) -> Iterator[str]:
-    unknown = [e.label or e.name for e in config.rewards if reward_bytes(e) is None]
+    if config.runtime.shard == "node":
+        yield "All GPUs are counted as those of one machine, which share its copy."
+    unknown = [e.label or e.name for e in config.rewards if reward_networks(e) is None]
     if unknown:
         yield f"The weights of {', '.join(unknown)} are not counted: nobody knows them."
+    apart = sum(rewards_bytes([entry]) for entry in config.rewards)
+    if saved := apart - rewards_bytes(config.rewards):
+        yield f"Rewards share equal networks, which saves {saved / 2**30:.1f} GiB."
     explore, store = config.rollout.explore, config.rollout.store
     if "auto" in (config.pipeline.precision, explore and explore.precision):
         yield f"precision auto is counted as the larger of {' and '.join(AUTO)}."
@@ -187,6 +208,7 @@ class RunWork:
     first: UpdateWork  # of the first iteration
     total: UpdateWork  # of all iterations, audits among the previews
     evaluation: int  # forwards of one evaluation, at most
+    between: int  # the same of one between the first and the last, at one number of steps
     evaluations: int
 
 
@@ -200,7 +222,8 @@ def count_work(config: Config) -> RunWork:
     loads: Counter[IterationWork] = Counter()
     known: dict[tuple[TreePlan, TreePlan | None], IterationWork] = {}
     kinds: dict[tuple, IterationKind] = {}
-    for iteration in range(config.run.iterations):
+    iterations = range(min(config.run.iterations, len(config.iterations_with_plans())))
+    for iteration in iterations:
         plan = r.plan(iteration, config.run.seed)
         candidates = None if r.explore is None else r.candidates(iteration, config.run.seed)
         if (plan, candidates) not in known:
@@ -213,12 +236,13 @@ def count_work(config: Config) -> RunWork:
         loads[known[plan, candidates]] += 1
     total = UpdateWork(previews=_audit_forwards(config))
     for load, times in loads.items():
+        times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
-    evaluation = evaluations = 0
+    evaluation = between = evaluations = 0
     if e.prompts is not None:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
-        evaluation = e.num_images * (1 + e.paraphrases) * e.num_inference_steps
-        evaluation *= 1 + doubles(config, e.guidance_scale)
+        forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
+        evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
     return RunWork(
         needs=needs,
         kinds=tuple(kinds.values()),
@@ -226,6 +250,7 @@ def count_work(config: Config) -> RunWork:
         first=_iteration_work(config, needs, next(iter(loads))),
         total=total,
         evaluation=evaluation,
+        between=between,
         evaluations=evaluations,
     )
 
@@ -305,7 +330,9 @@ def build_setup(
         micro_batch=min(config.optim.micro_batch, max(rows, 1)),
         decode_batch=p.decode_batch,
         evaluation_batch=min(e.batch_size, evaluated),
-        evaluation_steps=e.num_inference_steps,
+        evaluation_steps=max(e.step_counts),
+        evaluation_height=e.height,
+        evaluation_width=e.width,
         rollout_doubles=doubles(config, r.guidance_scale),
         training_doubles=_training_doubles(config),
         evaluation_doubles=doubles(config, e.guidance_scale),
@@ -316,7 +343,8 @@ def build_setup(
         **_copies(config),
         text_encoders=m.text_encoders,
         vae=m.vae,
-        reward_bytes=sum(reward_bytes(entry) or 0 for entry in config.rewards),
+        reward_bytes=rewards_bytes(config.rewards),
+        parts=1 if config.runtime.shard is None else split.gpus,
     )
 
 
@@ -359,12 +387,14 @@ def _copies(config: Config) -> dict[str, Any]:
 # source is named.
 CLIP_L = 427_616_513  # openai/clip-vit-large-patch14
 CLIP_H = 986_109_441  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K, and its descendants
-REWARDS: Mapping[str, int] = {
-    "pickscore": CLIP_H,
-    "clipscore": CLIP_L,
-    "aesthetic": CLIP_L,
-    "hpsv2": CLIP_H,
-    "imagereward": 447_000_000,  # its file of 1.79 GB in fp32
+VIT_L14 = "openai/clip-vit-large-patch14"
+# The name of a reward's network, unless its args have a `model`, and its parameters.
+REWARDS: Mapping[str, tuple[str, int]] = {
+    "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
+    "clipscore": (VIT_L14, CLIP_L),
+    "aesthetic": (VIT_L14, CLIP_L),
+    "hpsv2": ("xswu/HPSv2", CLIP_H),
+    "imagereward": ("ImageReward-v1.0", 447_000_000),  # its file of 1.79 GB in fp32
 }
 HPSV3 = 8_290_000_000  # Qwen2-VL-7B, whose numbers are in bf16
 DETECTORS: Mapping[str, int] = {
@@ -372,35 +402,59 @@ DETECTORS: Mapping[str, int] = {
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
     "grounding_dino": 233_000_000,  # IDEA-Research/grounding-dino-base, as its card rounds it
 }
+Networks = dict[tuple[str, ...], int]  # bytes on a GPU, by what decides a network
 
 
-def reward_bytes(entry: RewardOptions) -> int | None:
-    """Return the bytes of a reward's weights on each process's GPU; None for one's own reward.
+def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes of rewards' weights on each process's GPU, as far as they are known.
 
-    0 for what is computed on the CPU or by a server. Every entry has weights of its own, and so has
-    every process of a pool. What a network needs beside its weights, for one image at a time, is
-    small against a transformer's training.
+    Equal networks of one process are held once, every process of a pool has its own. What a
+    network needs beside its weights, for one image at a time, is small against a transformer's
+    training.
+    """
+    held: Networks = {}
+    for number, entry in enumerate(entries):
+        found = reward_networks(entry) or {}
+        if isinstance(entry.executor, PoolOptions):
+            others = (other for other in range(number) if entry.same_reward(entries[other]))
+            place, workers = str(next(others, number)), entry.executor.workers
+            found = {("pool", place, *key): size * workers for key, size in found.items()}
+        held |= found
+    return sum(held.values())
+
+
+def reward_networks(entry: RewardOptions) -> Networks | None:
+    """Return the networks of a reward; None for one's own reward.
+
+    Empty for what is computed on the CPU or by a server.
     """
     name, args = entry.name, entry.args
     if isinstance(entry.executor, HTTPOptions) or args.get("device") == "cpu":
-        return 0
+        return {}
     if ":" in name:
         return None
     if name == "hpsv3":
-        found = HPSV3 * 2
-    elif name == "geneval":
+        return {(name,): HPSV3 * 2}
+    if name == "geneval":
         detector, colors = args.get("detector", "tiny"), args.get("colors")
         if ":" in detector or (colors and ":" in colors):
             return None
-        found = DETECTORS.get(detector, 0) * _itemsize(args.get("detector_args") or {})
-        if colors == "clip":
-            found += CLIP_L * _itemsize(args.get("colors_args") or {})
-    elif name in ("similarity", "diversity"):
-        uses_clip = str(args.get("measure", "")).startswith("clip")
-        found = CLIP_L * _itemsize(args) if uses_clip else 0
-    else:
-        found = REWARDS.get(name, 0) * _itemsize(args)
-    return found * (entry.executor.workers if isinstance(entry.executor, PoolOptions) else 1)
+        its = args.get("detector_args") or {}
+        found = _network(detector, DETECTORS.get(detector, 0), its)
+        return found | (_clip_l(args.get("colors_args") or {}) if colors == "clip" else {})
+    if name in ("similarity", "diversity"):
+        kind, _, model = str(args.get("measure", "")).partition(":")
+        return _clip_l(args | {"model": model or VIT_L14}) if kind == "clip" else {}
+    return _network(*REWARDS[name], args) if name in REWARDS else {}
+
+
+def _clip_l(args: Mapping[str, Any]) -> Networks:
+    return _network(VIT_L14, CLIP_L, args)
+
+
+def _network(model: str, parameters: int, args: Mapping[str, Any]) -> Networks:
+    said = (args.get(key) for key in ("revision", "device", "dtype"))
+    return {(args.get("model", model), *map(str, said)): parameters * _itemsize(args)}
 
 
 def _itemsize(args: Mapping[str, Any]) -> int:

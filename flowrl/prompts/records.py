@@ -4,7 +4,7 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count, islice
@@ -33,20 +33,29 @@ class PromptRecord:
         return self.text if self.wording is None else self.wording
 
 
-def load_prompts(source: str | Path, *, limit: int | None = None) -> list[PromptRecord]:
+def load_prompts(
+    source: str | Path, *, limit: int | None = None, split: str = "train"
+) -> list[PromptRecord]:
     """Load a .txt file (one prompt a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
 
-    A JSONL row has "prompt" (or "text") and may have "negative" and a list "paraphrases"; its
-    other keys become metadata. A data set is "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a local
-    .parquet or .arrow file or folder, see `sources.read_dataset`. KIND is one of the tiny world's
+    A JSONL row has "prompt" (or "text") and may have "negative" (or "negative_prompt") and a list
+    "paraphrases"; its other keys become metadata, those in an object "metadata" too. A folder with
+    one file for training and one for tests gives that of `split`, train or test. A data set is
+    "hf:NAME", "hf:NAME:SPLIT:COLUMN", or a local .parquet or .arrow file or folder, see
+    `sources.read_dataset`. KIND is one of the tiny world's
     kinds, "geneval" (its six object kinds) or "all"; kinds alternate. A repeated prompt gets
     another uid each time. Raises UserError for a missing, malformed or empty source.
     """
-    seen: Counter[str] = Counter()
-    records = [_record(row, seen) for row in islice(read_rows(source), limit)]
+    records = records_of(islice(read_rows(source, split=split), limit))
     if not records:
         raise UserError(f"{source} holds no prompts; expected at least one line that is not empty")
     return records
+
+
+def records_of(rows: Iterable[dict]) -> list[PromptRecord]:
+    """Return the prompts of rows as `read_rows` yields them."""
+    seen: Counter[str] = Counter()
+    return [_record(row, seen) for row in rows]
 
 
 def prompt_uid(text: str, negative: str | None, metadata: dict, occurrence: int = 0) -> str:

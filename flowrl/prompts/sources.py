@@ -14,24 +14,51 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
+from flowrl.utils.fields import check_unicode
 
 TINY, HUB = "tiny:", "hf:"
+SPLITS = ("train", "test")
 COLUMNS = ("prompt", "text", "caption")  # the first of these that there is
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
 
 
-def read_rows(source: str | Path) -> Iterator[dict]:
+def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     """Yield the rows of a source (see `records.load_prompts`), each with a text under "prompt".
+
+    split: of a folder with a file for each, as flow_grpo's and Flow-Factory's `dataset/geneval`.
 
     Raises UserError for a missing or malformed source, some only when that row is read.
     """
     name, path = str(source), Path(source)
     if name.startswith(TINY):
         return _tiny(name)
+    if (found := _of_split(path, split)) is not None:
+        return _file(found)
     if name.startswith(HUB) or path.suffix in (".parquet", ".arrow") or path.is_dir():
         rows = read_dataset(name.removeprefix(HUB), hub=name.startswith(HUB))
         return (check_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1))
     return _file(path)
+
+
+def _of_split(folder: Path, split: str) -> Path | None:
+    """Return the file of a split in a folder of text files; None for another folder.
+
+    Raises UserError for a folder that has a file of the other split alone.
+    """
+    if not folder.is_dir():
+        return None
+    found = {
+        name: file
+        for name in SPLITS
+        for pattern in (f"{name}_metadata.jsonl", f"{name}.jsonl", f"{name}.txt")
+        if (file := folder / pattern).is_file()
+    }
+    if found and split not in found:
+        raise UserError(
+            f"cannot read prompts {folder}: it has {next(iter(found.values())).name}, and no "
+            f"{split}_metadata.jsonl, {split}.jsonl or {split}.txt"
+        )
+    return found.get(split)
 
 
 def _tiny(source: str) -> Iterator[dict]:
@@ -70,8 +97,9 @@ def _file(path: Path) -> Iterator[dict]:
 def _json(line: str, where: str) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not valid JSON ({error.msg}), expected an object") from error
+    except (ValueError, RecursionError) as error:  # or of very many digits, or nested very deeply
+        reason = getattr(error, "msg", "a value is nested too deeply, or a number too long")
+        raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
     if isinstance(row, dict) and "prompt" not in row and "text" in row:
         row["prompt"] = row.pop("text")
     return check_row(row, where)
@@ -79,6 +107,7 @@ def _json(line: str, where: str) -> dict:
 
 def check_row(row: object, where: str) -> dict:
     """Return the row. Raises UserError, beginning with `where`, for a wrong type of our keys."""
+    row = _usual(row, where) if isinstance(row, dict) else row
     text = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(row, dict) or not isinstance(text, str) or not text.strip():
         raise UserError(f'{where}: expected an object with a text under "prompt"')
@@ -87,7 +116,58 @@ def check_row(row: object, where: str) -> dict:
     others = row.get("paraphrases", [])
     if not isinstance(others, list) or not all(isinstance(t, str) and t.strip() for t in others):
         raise UserError(f'{where}: "paraphrases" must be a list of texts that are not empty')
+    for words in (text, row.get("negative") or "", *others):
+        try:
+            check_unicode(words)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
     return row
+
+
+def _usual(row: dict, where: str) -> dict:
+    """Return the row of another project in our keys.
+
+    `negative_prompt` is `negative`; the keys of `metadata`, an object or its JSON, become metadata
+    themselves; of a chat (verl) the last user message is the prompt, `reward_model.ground_truth`
+    becomes `ground_truth`, and in rows about OCR `ocr_text`.
+    """
+    row = dict(row)
+    if "negative_prompt" in row:
+        if row.get("negative", row["negative_prompt"]) != row["negative_prompt"]:
+            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
+        row["negative"] = row.pop("negative_prompt")
+    if isinstance(row.get("metadata"), str | dict):
+        inner = row.pop("metadata")
+        try:
+            inner = json.loads(inner) if isinstance(inner, str) else inner
+        except json.JSONDecodeError as error:
+            raise UserError(f'{where}: "metadata" is not valid JSON ({error.msg})') from error
+        if not isinstance(inner, dict):
+            raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
+        row = inner | row
+    if isinstance(row.get("prompt"), list):
+        row["prompt"] = _last_user_message(row["prompt"], where)
+        reward = row.get("reward_model")
+        if isinstance(reward, dict) and "ground_truth" in reward:
+            row["ground_truth"] = truth = reward["ground_truth"]
+            if isinstance(truth, str) and "ocr" in str(row.get("data_source", "")).lower():
+                row.setdefault("ocr_text", truth)
+    return row
+
+
+def _last_user_message(messages: list, where: str) -> str:
+    """Return the text of the last message of a user. Raises UserError when there is none."""
+    own = [m for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+    content = own[-1].get("content") if own else None
+    if isinstance(content, list):
+        parts = (p.get("text") for p in content if isinstance(p, dict))
+        content = "\n".join(text for text in parts if isinstance(text, str))
+    if not isinstance(content, str) or not content.strip():
+        raise UserError(
+            f'{where}: "prompt" is a list, expected messages with "role" and "content", one of '
+            "them of the user"
+        )
+    return content
 
 
 def read_dataset(name: str, *, hub: bool) -> Iterator[dict]:

@@ -412,7 +412,7 @@ class AuditLog:
 
     def before(self, iteration: int) -> tuple[AuditEvent, ...]:
         """Return the audits of earlier iterations, in order."""
-        return tuple(event for event in self._read() if event.iteration < iteration)
+        return tuple(event for event in self.parse(self.data()) if event.iteration < iteration)
 
     def record(self, event: AuditEvent) -> None:
         """Add an audit; drop those of its iteration and later ones."""
@@ -420,17 +420,19 @@ class AuditLog:
 
     def rewind(self, iteration: int) -> None:
         """Drop the audits of this and later iterations, where a resumed run begins."""
-        events = self._read()
+        events = self.parse(self.data())
         kept = [event for event in events if event.iteration < iteration]
         if len(kept) < len(events):
             self._write(kept)
 
-    def _read(self) -> list[AuditEvent]:
+    def data(self) -> bytes:
+        """Return the file's bytes, none where there is no file."""
+        return self.path.read_bytes() if self.path.exists() else b""
+
+    def parse(self, data: bytes) -> list[AuditEvent]:
         """Return every audit. Raises UserError for a line that is none, or a wrong order."""
-        if not self.path.exists():
-            return []
         found = []
-        for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+        for number, line in enumerate(data.splitlines(), 1):
             try:
                 found.append(_EVENT.validate_json(line, strict=True))
             except ValidationError as error:
@@ -534,11 +536,14 @@ class PrecisionController:
 
     def _restore(self, iteration: int) -> tuple[Resolved, RolloutGenerator]:
         """Switch to the precision that earlier audits of candidates with as many steps came to."""
-        if self.exact.runtime.is_main:
+
+        def earlier() -> bytes:
             self.log.rewind(iteration)
+            return self.log.data()
+
         steps = len(self.plan(iteration).steps)
         resolved, since = self.first, 0
-        for event in self.log.before(iteration):
+        for event in self.log.parse(self.exact.runtime.from_main(earlier)):
             if event.steps == steps:
                 after = replay_precision([(event.precision, event.next)], resolved, self.capability)
                 if after != resolved:

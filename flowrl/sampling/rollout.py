@@ -14,17 +14,19 @@ from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
+from flowrl.errors import phase
+from flowrl.functional.full_batches import call_rows, even_rows, full_batches
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.quantization.rollout_model import RolloutModel, within_limit
 from flowrl.sampling.sampler import Schedule, sample_tree
 from flowrl.scoring.combine import FailureLimit, combine
-from flowrl.scoring.scorer import Scoring
+from flowrl.scoring.scorer import SamplerFailure, Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trajectory import Conditioning, Tree
-from flowrl.trees.plan import TreePlan
-from flowrl.utils.distributed import Runtime
+from flowrl.trees.plan import TreePlan, level_widths
+from flowrl.utils.distributed import Postponed, Runtime
 
 
 class Timer:
@@ -155,6 +157,18 @@ class ScoredTrees:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnTrees:
+    """This process's share of a request, sampled; its rewards are asked, and may still work."""
+
+    request: RolloutRequest  # the whole one
+    own: RolloutRequest
+    trees: Tensor
+    cond: Conditioning
+    parts: Sequence[tuple[Tree, Tensor]]
+    scoring: Scoring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGenerator:
     """Samples, decodes and scores the images of a request, with one network and one schedule."""
 
@@ -167,7 +181,7 @@ class RolloutGenerator:
     num_inference_steps: int
     kernel: StepKernel
     noise_level: float
-    batch_size: int  # most rows in a forward of the network
+    batch_size: int  # most rows in a forward of the network, and trees at a time
     decode_batch: int  # most rows in a forward of the decoder
     whole_prompts: bool  # one process samples all trees of a prompt
     times: tuple[str, str] = ("time/rollout", "time/reward")  # names of the timer's two laps
@@ -188,30 +202,55 @@ class RolloutGenerator:
         Raises:
             UserError: too many images have no reward.
         """
+        return self.finish(self.draw(request, plan, timer, keep=keep), timer)
+
+    def draw(
+        self, request: RolloutRequest, plan: TreePlan, timer: Timer, *, keep: bool = True
+    ) -> DrawnTrees:
+        """Sample this process's share of the request and ask the rewards; see `generate`."""
         trees = self.share(request, plan)
         own = request.take(trees)
         cond = self.encode_prompts(own)
-        scoring, parts = Scoring(specs=self.specs), []
+        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
         with self.runtime.raise_on_all():
-            for part in self._sample(own, plan, cond, scoring):
+            for part in self._sample(request, trees, plan, cond, scoring):
                 if keep:
                     parts.append(part)
-            timer.lap(self.times[0])
-            result = scoring.result()
+        timer.lap(self.times[0])
+        return DrawnTrees(
+            request=request, own=own, trees=trees, cond=cond, parts=parts, scoring=scoring
+        )
+
+    def finish(self, drawn: DrawnTrees, timer: Timer) -> ScoredTrees:
+        """Wait for the rewards of what was drawn; see `generate`."""
+        with self.runtime.raise_on_all():
+            result = drawn.scoring.result()
         result = gather_results(result, self.runtime)
         timer.lap(self.times[1])
+        request = drawn.request
         group = request.group.repeat_interleave(len(result.scores) // len(request.prompt))
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)
         return ScoredTrees(
-            own=own, trees=trees, cond=cond, parts=parts, result=result, reward=reward,
-            valid=valid, terms=terms, group=group,
+            own=drawn.own, trees=drawn.trees, cond=drawn.cond, parts=drawn.parts, result=result,
+            reward=reward, valid=valid, terms=terms, group=group,
         )  # fmt: skip
 
     def share(self, request: RolloutRequest, plan: TreePlan) -> Tensor:
         """Return this process's trees of the request: (R,) long, possibly none."""
-        unit = plan.roots if self.whole_prompts else 1
-        return self.runtime.local_rows(len(request.prompt), unit)
+        return self.runtime.local_rows(len(request.prompt), self._unit(plan))
+
+    def _unit(self, plan: TreePlan) -> int:
+        return plan.roots if self.whole_prompts else 1
+
+    def batch_shape(self, request: RolloutRequest, plan: TreePlan) -> tuple[int, int]:
+        """Return the trees that are sampled together, and the rows of each call of the network.
+
+        The same on all processes: of the largest share, in as even batches as can be.
+        """
+        most = self.runtime.largest_share(len(request.prompt), self._unit(plan))
+        trees = even_rows(most, self.batch_size)
+        return trees, call_rows([trees * width for width in level_widths(plan)], self.batch_size)
 
     @torch.no_grad()
     def encode_prompts(self, own: RolloutRequest) -> Conditioning:
@@ -220,20 +259,35 @@ class RolloutGenerator:
             return self.text_cache(own.prompts) if own.prompts else Conditioning(tensors={})
 
     def _sample(
-        self, own: RolloutRequest, plan: TreePlan, cond: Conditioning, scoring: Scoring
+        self,
+        request: RolloutRequest,
+        own: Tensor,
+        plan: TreePlan,
+        cond: Conditioning,
+        scoring: Scoring,
     ) -> Iterator[tuple[Tree, Tensor]]:
-        """Yield trees and images; `batch_size` roots make whole batches at every width."""
-        if not len(own.prompt):
-            return
-        schedule = self.schedule()
+        """Yield the trees `own` of the request and their images, batch by batch."""
+        schedule, rounds = self.schedule(), self.runtime.rounds
+        together, rows = self.batch_shape(request, plan)
+        turns = rounds(-(-len(own) // together))
+        # In lockstep the last batch is sampled again, or another's tree, where there is none.
+        mine = request.take(own if len(own) else torch.zeros(1, dtype=torch.long))
+        batches = torch.arange(len(mine.prompt)).split(together)
+        if turns and not len(own):
+            cond = self.encode_prompts(mine)
+        postponed = Postponed(self.runtime)
         with torch.no_grad(), self.network() as velocity:
-            for rows in torch.arange(len(own.prompt)).split(self.batch_size):
-                part = own.only(rows)
+            for turn in range(turns):
+                part = mine.only(batches[min(turn, len(batches) - 1)])
                 tree = sample_request(
-                    self.backbone, velocity, cond, part, plan, schedule, self.batch_size
+                    self.backbone, velocity, cond, part, plan, schedule, rows, rounds
                 )
-                images = decode(self.backbone, tree.leaves(), self.decode_batch)
-                yield tree, submit_images(scoring, images, part, len(tree.leaf))
+                if turn * together >= len(own):
+                    continue
+                with postponed.block():
+                    images = decode(self.backbone, tree.leaves(), self.decode_batch)
+                    yield tree, submit_images(scoring, images, part, len(tree.leaf))
+        postponed.finish()
 
 
 def sample_request(
@@ -243,36 +297,57 @@ def sample_request(
     request: RolloutRequest,
     plan: TreePlan,
     schedule: Schedule,
-    batch_size: int,
+    rows: int,
+    rounds: Callable[[int], int] = int,
 ) -> Tree:
-    """Sample the request's trees together; the network sees at most `batch_size` rows at a time.
+    """Sample the request's trees together; the network sees `rows` rows at a time.
 
-    cond: of the request's prompts, in their order.
+    Args:
+        cond: of the request's prompts, in their order.
+        rounds: see `Runtime.rounds`.
     """
     shape, device = backbone.latent_shape(), backbone.device
+    trees = rounds(len(request.prompt))  # of the process with most
     last: Tensor | None = None
+    index: Sequence[Tensor] = ()
     parts: list[Conditioning] = []
 
     def batched(x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
-        nonlocal last, parts
+        nonlocal last, index, parts
         if prompt is not last:  # the same rows in most steps: their conditioning is gathered once
-            last, parts = prompt, [cond.take(rows) for rows in prompt.split(batch_size)]
-        found = [velocity(xs, sigma, c) for xs, c in zip(x.split(batch_size), parts, strict=True)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+            calls = -(-len(x) // len(request.prompt) * trees // rows)
+            index = [i.to(device) for i in full_batches(len(x), rows, calls)]
+            last, parts = prompt, [cond.take(prompt[i]) for i in index]
+        if len(index) == 1 and len(x) == rows:
+            return velocity(x, sigma, parts[0])
+        found = [velocity(x[i], sigma, c) for i, c in zip(index, parts, strict=True)]
+        return torch.cat(found)[: len(x)]
 
     def noise(path: tuple[int, ...], step: int, role: str) -> Tensor:
         return request.noise(path, step, role, shape)
 
     x = noise((), 0, "init").to(device, backbone.dtype)
-    return sample_tree(batched, x, request.prompt.to(device), plan, schedule, noise)
+    tree = sample_tree(batched, x, request.prompt.to(device), plan, schedule, noise)
+    return replace(tree, rows=rows)
 
 
 @torch.no_grad()
 def decode(backbone: Backbone, x0: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent)."""
+    """Yield the images (n, 3, H, W) fp32 in [0, 1] on the CPU of clean latents x0 (L, *latent).
+
+    Raises SamplerFailure when the autoencoder makes no numbers of latents that are.
+    """
     with autoencoder_on_device(backbone):
         for part in x0.split(batch_size):
-            yield backbone.decode(part).cpu()
+            with phase("decode"):
+                images = backbone.decode(part).cpu()
+                if not images.sum().isfinite() and bool(part.isfinite().all()):
+                    raise SamplerFailure(
+                        "phase decode: the autoencoder makes NaN or infinite pixels of finite "
+                        "latents: set pipeline.dtype to bf16 or fp32, or look at the pipeline's "
+                        'files; see "The autoencoder is broken" in docs/troubleshooting.md'
+                    )
+            yield images
 
 
 def submit_images(

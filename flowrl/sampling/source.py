@@ -1,17 +1,24 @@
 """Where the loop gets its rollouts: `Sampler` samples them with the policy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from flowrl.backbones.policy import Policy
 from flowrl.functional.noise import noise_seed
 from flowrl.prompts.records import PromptSampler
-from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer, group_request
+from flowrl.sampling.rollout import (
+    DrawnTrees,
+    RolloutGenerator,
+    RolloutRequest,
+    Timer,
+    group_request,
+)
 from flowrl.sampling.two_stage import Explorer
 from flowrl.scoring.combine import train_weights
-from flowrl.trajectory import Rollout, Tree
+from flowrl.trajectory import Explored, Rollout, Tree
 from flowrl.trees.plan import TreePlan
 
 
@@ -47,13 +54,24 @@ class Sampler:
 
     def collect(self, iteration: int, timer: Timer) -> Rollout:
         """Sample and score this process's share of the trees; gather all processes' scores."""
+        drawn, explored = self.draw(iteration, timer)
+        return self.finish(iteration, drawn, timer, explored)
+
+    def draw(self, iteration: int, timer: Timer) -> tuple[DrawnTrees, Explored | None]:
+        """Sample this process's share of the trees, and ask the rewards of their images."""
         plan, explored = self.plan(iteration), None
         if self.explorer is None:
             request = self.request(iteration, plan)
         else:
             candidates = self.request(iteration, self.explorer.plan(iteration))
             request, explored = self.explorer.explore(iteration, candidates, plan.roots, timer)
-        scored = self.generator.generate(request, plan, timer)
+        return self.generator.draw(request, plan, timer), explored
+
+    def finish(
+        self, iteration: int, drawn: DrawnTrees, timer: Timer, explored: Explored | None = None
+    ) -> Rollout:
+        """Wait for the rewards of an iteration's trees; gather all processes' scores."""
+        scored = self.generator.finish(drawn, timer)
         tree = Tree.cat([tree for tree, _ in scored.parts])
         timer.seconds |= {f"time/reward/{n}": s for n, s in scored.result.seconds.items()}
         return Rollout(
@@ -78,6 +96,37 @@ class Sampler:
 
     def save_state(self) -> None:
         """Write nothing: rollouts are a function of seed, iteration and policy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ahead:
+    """Samples one iteration ahead of learning (`rollout.staleness: 1`).
+
+    While an iteration is learned from, the rewards of the next one work, which was sampled before
+    with the weights of then. These are kept until they were learned from, so that a resumed run
+    samples the same images again.
+    """
+
+    own: Sampler
+    policy: Policy
+    adapter: str  # that samples
+    last: int  # iteration, before which the run ends
+    _drawn: dict[int, DrawnTrees] = field(init=False, default_factory=dict)
+
+    def collect(self, iteration: int, timer: Timer) -> Rollout:
+        """Sample the next iteration, then return this one."""
+        self.policy.forget_weights(before=iteration)
+        drawn = self._drawn.pop(iteration, None)
+        if drawn is None:  # the first of a session
+            with self.policy.weights_of(iteration, self.adapter):
+                drawn, _ = self.own.draw(iteration, timer)
+        self.policy.keep_weights(iteration + 1, self.adapter)
+        if iteration + 1 < self.last:
+            self._drawn[iteration + 1], _ = self.own.draw(iteration + 1, timer)
+        return self.own.finish(iteration, drawn, timer)
+
+    def save_state(self) -> None:
+        """Write nothing: the policy keeps the weights."""
 
 
 def learning_seed(seed: int, iteration: int) -> int:

@@ -19,7 +19,7 @@ from flowrl.functional.groups import group_rows
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
-Z_FLOOR = 1e-6  # a smaller standard deviation in a group is none; Flow-Factory's value
+Z_FLOOR = 1e-4  # added to a group's standard deviation, as in GDPO's and Flow-Factory's code
 
 
 def combine(
@@ -102,13 +102,13 @@ def weighted_sum(result: RewardResult, weights: Sequence[float]) -> tuple[Tensor
 def mean_reward(specs: Sequence[RewardSpec], scores: Tensor) -> float:
     """Return the weighted sum of the trained rewards' mean transformed scores (N, K).
 
-    NaN when one of them has no score. Scores under `rank` are not transformed, since ranks do not
-    compare between evaluations. Rewards that compare the images of a prompt are left out, since an
-    evaluation has one image a prompt.
+    NaN when one of them has no score. Those asked in rollouts alone are left out. Scores under
+    `rank` are not transformed, since ranks do not compare between evaluations. Rewards that compare
+    the images of a prompt are left out, since an evaluation has one image a prompt.
     """
-    total = 0.0
+    total = 0.0 if any(s.trained and s.asked_in("evaluation") for s in specs) else math.nan
     for spec, weight, column in zip(specs, train_weights(specs), scores.unbind(1), strict=True):
-        if not weight or spec.whole_groups:
+        if not weight or spec.whole_groups or not spec.asked_in("evaluation"):
             continue
         known = column[column.isfinite()]
         if spec.transform is not None and spec.transform is not rank:
@@ -175,11 +175,11 @@ def share_weights(applicable: Tensor, weights: Tensor) -> Tensor:
 
 
 def z_scores(scores: Tensor, group: Tensor) -> Tensor:
-    """Return (score - mean) / std of its group, column by column: (L, K) float64.
+    """Return (score - mean) / (std + Z_FLOOR) of its group, column by column: (L, K) float64.
 
-    Mean and population standard deviation are of the images that have this score. 0 where the
-    deviation is below `Z_FLOOR`, where all scores are equal, and where there is no score, so that
-    the known ones of a group sum to 0.
+    Mean and population standard deviation are of the images that have this score. Differences far
+    below `Z_FLOOR`, such as a network's rounding between equal images, thus stay small. 0 where
+    all scores are equal, and where there is no score, so that the known ones of a group sum to 0.
     """
     known = scores.isfinite()
     exact = torch.where(known, scores.double(), 0)
@@ -193,7 +193,7 @@ def z_scores(scores: Tensor, group: Tensor) -> Tensor:
     away = torch.where(known, exact - total(exact) / count, 0)
     std = (total(away.square()) / count).sqrt()
     apart = _range(scores.double(), known, number, len(names)) > 0
-    return torch.where(apart & (std >= Z_FLOOR), away / std.clamp(min=Z_FLOOR), 0)
+    return torch.where(apart, away / (std + Z_FLOOR), 0)
 
 
 def combine_gdpo(scores: Tensor, weights: Tensor, group: Tensor, applicable: Tensor) -> Tensor:

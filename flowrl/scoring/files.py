@@ -1,7 +1,9 @@
 """Score image files, grouped by prompt and read by size, with reasons for missing scores."""
 
+import csv
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,8 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import to_tensor
 
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+METADATA, SAMPLES = "metadata.jsonl", "samples"  # of a prompt's folder in GenEval's layout
 BATCH = 16  # images held at a time, where nothing compares them
 
 
@@ -35,6 +39,90 @@ class ImageFile:
     metadata: dict
     scores: dict[str, float] = field(default_factory=dict)
 
+
+# --- which images there are, and what was asked of them ------------------------------------------
+
+
+def labelled_images(source: Path) -> list[ImageFile] | None:
+    """Return the images of a folder that says their prompts; None for one that does not.
+
+    GenEval's layout is `00000/metadata.jsonl` with `00000/samples/*.png`, or one such subfolder.
+    Otherwise `metadata.jsonl` or `metadata.csv` has a row an image with `file_name` (or
+    `file_path`) and `prompt` (or `text`); other keys are metadata.
+
+    Raises UserError for labels that are malformed or name a file that is not there.
+    """
+    if (source / SAMPLES).is_dir() and (source / METADATA).is_file():
+        return _of_prompt(source)
+    folders = [p for p in sorted(source.iterdir()) if p.is_dir() and p.name.isdigit()]
+    if folders and any((p / SAMPLES).is_dir() for p in folders):
+        return [image for folder in folders for image in _of_prompt(folder)]
+    for name in (METADATA, "metadata.csv"):
+        if (source / name).is_file():
+            return [_of_row(source, row, where) for where, row in _rows(source / name)]
+    return None
+
+
+def _of_prompt(folder: Path) -> list[ImageFile]:
+    """Return the images of one folder of GenEval's layout; grid.png beside them is none."""
+    path = folder / METADATA
+    rows = list(_rows(path)) if path.is_file() else []
+    if len(rows) != 1 or not isinstance(rows[0][1].get("prompt"), str):
+        raise UserError(f"{path} must hold one JSON object with a text under 'prompt'")
+    row = dict(rows[0][1])
+    text = row.pop("prompt")
+    images = [p for p in sorted((folder / SAMPLES).glob("*")) if p.suffix.lower() in SUFFIXES]
+    return [ImageFile(path=path, prompt=text, metadata=row) for path in images]
+
+
+def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a metadata file, each with where it stands."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".csv":
+        for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
+            yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
+        return
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
+        lines = [(1, text)]
+    for number, line in lines:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: expected an object, got {line[:40]}")
+        yield f"{path}, line {number}", row
+
+
+def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
+    row = dict(row)
+    names = [row.pop(key) for key in ("file_name", "file_path") if key in row]
+    texts = [row.pop(key) for key in ("prompt", "text") if isinstance(row.get(key), str)]
+    if not names or not texts:
+        raise UserError(f"{where}: expected 'file_name' and 'prompt', got {', '.join(row) or '{}'}")
+    path = folder / str(names[0])
+    if not path.is_file():
+        raise UserError(f"{where}: there is no {path}")
+    nested = {k: json.loads(v) if _is_json(v) else v for k, v in row.items()}
+    return ImageFile(path=path, prompt=texts[0], metadata=nested)
+
+
+def _is_json(value: object) -> bool:
+    """Whether a text of a table is a list or an object that was written as JSON."""
+    return isinstance(value, str) and re.match(r"[\[{].*[\]}]$", value) is not None
+
+
+def plain_images(source: Path) -> list[Path]:
+    """Return an image file, or those of a folder, in the order of their names."""
+    if source.is_dir():
+        return sorted(p for p in source.iterdir() if p.suffix.lower() in SUFFIXES)
+    if not source.is_file():
+        raise UserError(f"no image at {source}")
+    return [source]
+
+
+# --- their scores ---------------------------------------------------------------------------------
 
 Opened = tuple[ImageFile, Image.Image]
 

@@ -7,17 +7,26 @@ import zlib
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 PROTOCOL = 1
-MAX_PIXELS = 2**26  # of all images in one request: 64 of 1024 x 1024
-Codec = Literal["png", "webp-lossless", "raw-zlib", "jpeg"]
+MAX_PIXELS = 4096 * 4096  # of all images in one request: 16 of 1024 x 1024
+Codec = Literal["png", "webp-lossless", "raw-zlib", "raw", "jpeg"]
 CODECS: tuple[Codec, ...] = get_args(Codec)
 LOSSLESS: tuple[Codec, ...] = tuple(codec for codec in CODECS if codec != "jpeg")
 
 TOKEN_RULE = "must be of visible ASCII characters, without spaces: it travels in an HTTP header"
 
-_SIZE = struct.Struct("<II")  # height and width before the pixels of raw-zlib
+_SIZE = struct.Struct("<II")  # height and width before the pixels of raw and raw-zlib
 _SAVED: dict[str, dict[str, Any]] = {
     "png": {"format": "PNG", "compress_level": 1},
     # The fastest setting is as small as the next ones on grainy images.
@@ -28,8 +37,11 @@ _SAVED: dict[str, dict[str, Any]] = {
 
 def encode(image: np.ndarray, codec: Codec) -> bytes:
     """Encode an image (H, W, 3) uint8 RGB; every codec but jpeg gives the same pixels back."""
-    if codec == "raw-zlib":
-        return _SIZE.pack(*image.shape[:2]) + zlib.compress(image.tobytes(), 1)
+    if codec in ("raw", "raw-zlib"):
+        pixels = image.tobytes()
+        return _SIZE.pack(*image.shape[:2]) + (
+            pixels if codec == "raw" else zlib.compress(pixels, 1)
+        )
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -42,8 +54,8 @@ def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.nda
 
     Raises ValueError for anything else, and for more than `max_pixels` before they are unpacked.
     """
-    if codec == "raw-zlib":
-        return _decode_raw(data, max_pixels)
+    if codec in ("raw", "raw-zlib"):
+        return _decode_raw(data, codec, max_pixels)
     from PIL import Image, UnidentifiedImageError
 
     kind = _SAVED[codec]["format"]
@@ -60,12 +72,16 @@ def decode(data: bytes, codec: Codec, *, max_pixels: int = MAX_PIXELS) -> np.nda
         raise ValueError(f"is no readable {kind}{detail}") from error
 
 
-def _decode_raw(data: bytes, max_pixels: int) -> np.ndarray:
+def _decode_raw(data: bytes, codec: Codec, max_pixels: int) -> np.ndarray:
     if len(data) < _SIZE.size:
-        raise ValueError(f"has {len(data)} bytes; raw-zlib starts with {_SIZE.size} for its size")
+        raise ValueError(f"has {len(data)} bytes; {codec} starts with {_SIZE.size} for its size")
     height, width = _SIZE.unpack_from(data)
     _check_size(height, width, max_pixels)
     wanted = height * width * 3
+    if codec == "raw":
+        if len(data) != _SIZE.size + wanted:
+            raise ValueError(f"does not hold the {wanted} bytes of {height} x {width} RGB pixels")
+        return np.frombuffer(data, np.uint8, offset=_SIZE.size).reshape(height, width, 3)
     stream = zlib.decompressobj()
     try:
         pixels = stream.decompress(data[_SIZE.size :], wanted + 1)
@@ -118,16 +134,26 @@ class ScoreRequest(_StrictModel):
         return items
 
 
+class _WithComponents(BaseModel):
+    """Says nothing of components where there are none, as servers before them."""
+
+    @model_serializer(mode="wrap")
+    def _sparse(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: v for k, v in write(self).items() if v or k != "components"}
+
+
 def _finite(score: float | None) -> float | None:
     return score if score is not None and math.isfinite(score) else None
 
 
-class Result(BaseModel):
+class Result(_WithComponents):
     """One image's score, or why there is none. What is not finite is written as null."""
 
     id: str
     score: Annotated[float | None, Field(strict=True), AfterValidator(_finite)] = None
     error: str | None = None
+    # Of the reward's components, if it has some; `score` is the first of them.
+    components: dict[str, Annotated[float | None, Field(strict=True), AfterValidator(_finite)]] = {}
 
 
 class Response(BaseModel):
@@ -140,7 +166,7 @@ class Response(BaseModel):
     results: list[Result]
 
 
-class RewardInfo(BaseModel):
+class RewardInfo(_WithComponents):
     """What a server says of one reward; see the attributes in `flowrl_rewards`."""
 
     name: str
@@ -149,6 +175,7 @@ class RewardInfo(BaseModel):
     bounds: tuple[float | None, float | None] = (None, None)
     required_metadata: list[str] = []
     deterministic: bool = True
+    components: list[str] = []
     differentiable: Literal[False] = False
 
 
@@ -161,6 +188,11 @@ class Info(BaseModel):
     forms: list[str] = ["json"]
     max_batch: Annotated[int, Field(ge=1)] = 16  # items in a request
     max_body: Annotated[int, Field(ge=1)] = 64 * 2**20  # bytes of a request
+    max_pixels: Annotated[int, Field(ge=1)] = 2**26  # of all images of a request
+
+    def limit(self, height: int, width: int) -> int:
+        """Return the most images of that size in a request, at least 1."""
+        return max(1, min(self.max_batch, self.max_pixels // (height * width)))
 
 
 class Refusal(BaseModel):

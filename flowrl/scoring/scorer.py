@@ -11,12 +11,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from flowrl.errors import UserError
-from flowrl.scoring.executors.base import Answer, RewardFailure, failed, to_levels
+from flowrl.errors import UserError, phase
+from flowrl.scoring.executors.base import (
+    Answer,
+    ComponentExecutor,
+    Executor,
+    RewardFailure,
+    failed,
+    to_levels,
+)
 from flowrl.scoring.spec import RewardResult, RewardSpec
 
 SHOWN = 3  # reasons that are listed
@@ -34,7 +42,10 @@ class _Asked:
 
     column: int  # of the reward
     rows: list[int]
-    answer: "Future[Answer]"
+    source: Executor
+    whole: "Future[Answer]"  # of the source
+    answer: "Future[Answer]"  # the reward's own part of it
+    again: bool  # another component asked for it before
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,10 +53,12 @@ class Scoring:
     """Scores one batch of images with `specs`: `add` some, in order, then take the `result`.
 
     Rewards only see images that they apply to. One that compares whole groups is called at the
-    end, a group at a time; it does not apply to a group of one image.
+    end, a group at a time; it does not apply to a group of one image. Components of one reward are
+    one question.
     """
 
     specs: Sequence[RewardSpec]
+    phase: Literal["rollout", "evaluation"] | None = None  # asks only the rewards that are for it
     _asked: list[_Asked] = field(init=False, default_factory=list)
     _images: list[Tensor] = field(init=False, default_factory=list)
     _prompts: list[str] = field(init=False, default_factory=list)
@@ -68,9 +81,9 @@ class Scoring:
         self._prompts += prompts
         self._metadata += metadata
         self._group += group or range(start, start + rows)
-        if any(spec.whole_groups for spec in self.specs):
+        if any(spec.whole_groups for _, spec in self._columns()):
             self._images.append(images)
-        for column, spec in enumerate(self.specs):
+        for column, spec in self._columns():
             if not spec.whole_groups:
                 fits = [i for i in range(rows) if spec.applies(prompts[i], metadata[i])]
                 own = images if len(fits) == rows else images[fits]  # no copy where none is needed
@@ -89,12 +102,14 @@ class Scoring:
         seconds: dict[str, float] = {}
         for asked in self._asked:
             spec = self.specs[asked.column]
-            answer = self._answer(asked, spec)
+            with phase("score", f"reward {spec.name!r}"):
+                answer = self._answer(asked, spec)
             scores[asked.rows, asked.column] = answer.scores
             applicable[asked.rows, asked.column] = True
             for row, reason in answer.reasons.items():
                 reasons.setdefault(spec.name, {})[asked.rows[row]] = reason
-            seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
+            if not asked.again:
+                seconds[spec.name] = seconds.get(spec.name, 0.0) + answer.seconds
         return RewardResult(
             scores=scores,
             valid=scores.isfinite(),
@@ -128,17 +143,32 @@ class Scoring:
                     name, time.monotonic() - began, waiting,
                 )  # fmt: skip
 
+    def _columns(self) -> list[tuple[int, RewardSpec]]:
+        """Return the rewards that are asked, with their columns in the result."""
+        return [(c, spec) for c, spec in enumerate(self.specs) if spec.asked_in(self.phase)]
+
     def _ask(self, column: int, rows: list[int], images: Tensor) -> None:
         if not rows:
             return
         executor = self.specs[column].get_executor()
-        prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
-        answer = executor.submit(images, prompts, metadata)
-        self._asked.append(_Asked(column=column, rows=rows, answer=answer))
+        source = executor.source if isinstance(executor, ComponentExecutor) else executor
+        asked = next((a for a in self._asked if a.source is source and a.rows == rows), None)
+        whole = asked and asked.whole
+        if whole is None:
+            prompts, metadata = [self._prompts[i] for i in rows], [self._metadata[i] for i in rows]
+            with phase("score", f"reward {self.specs[column].name!r}"):
+                whole = source.submit(images, prompts, metadata)
+        answer = executor.part_of(whole) if isinstance(executor, ComponentExecutor) else whole
+        self._asked.append(
+            _Asked(
+                column=column, rows=rows, source=source, whole=whole, answer=answer,
+                again=asked is not None,
+            )
+        )  # fmt: skip
 
     def _ask_groups(self) -> None:
         """Submit whole groups to the rewards that compare them."""
-        columns = [c for c, spec in enumerate(self.specs) if spec.whole_groups]
+        columns = [c for c, spec in self._columns() if spec.whole_groups]
         if not columns or not self._images:
             return
         images = torch.cat(self._images)

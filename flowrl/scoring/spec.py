@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
-from flowrl.scoring.executors.base import Executor, InlineExecutor, Reward
+from flowrl.scoring.executors.base import ComponentExecutor, Executor, InlineExecutor, Reward
 from flowrl.utils.imports import load_callable, search_working_directory
 
 BUILT_IN = {
@@ -38,6 +39,9 @@ BUILT_IN = {
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
     "unified_reward": "flowrl_rewards.unified_reward:UnifiedReward",
+    "deqa": "flowrl_rewards.deqa:DeQA",
+    "rational_rewards": "flowrl_rewards.rational_rewards:RationalRewards",
+    "viescore": "flowrl_rewards.viescore:VIEScore",
     "pairwise": "flowrl_rewards.pairwise:PairwiseWinRate",
     "similarity": "flowrl_rewards.similarity:Similarity",
     "diversity": "flowrl_rewards.diversity:SetDiversity",
@@ -63,6 +67,8 @@ class RewardSpec:
     transform: Transform | None = None  # of its scores, before they are combined
     # Metadata keys and the values that a prompt must have, for example {"tag": ("ocr",)}.
     applies_to: Mapping[str, Collection[Any]] = field(default_factory=dict)
+    component: str | None = None  # which of the reward's named scores; None is the first
+    when: Literal["rollout", "evaluation", "both"] = "both"  # it is asked
     # Of a missing score: "mask" leaves the image out, "raise" stops, a number stands in.
     on_failure: Literal["mask", "raise"] | float = "mask"
 
@@ -89,6 +95,10 @@ class RewardSpec:
             warnings.warn(message, stacklevel=2)  # each text once
             return False
 
+    def asked_in(self, phase: Literal["rollout", "evaluation"] | None) -> bool:
+        """Return whether it is asked in a phase; None is outside of both."""
+        return phase is None or self.when in (phase, "both")
+
     @property
     def trained(self) -> bool:
         """Whether it is trained on; other rewards never stop a run."""
@@ -105,7 +115,10 @@ class RewardSpec:
             return False
 
     def get_executor(self) -> Executor:
-        return self.executor or InlineExecutor(self.reward, self.name)
+        if self.executor is not None:
+            return self.executor
+        inline = InlineExecutor(self.reward, self.name)
+        return inline if self.component is None else ComponentExecutor(inline, self.component)
 
     def close(self) -> None:
         """End the processes and threads of its executor."""
@@ -186,10 +199,21 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
         raise
     except (TypeError, ValueError) as error:
         raise ArgumentsRefused(
-            f"reward {name!r} does not accept {dict(args or {})}: {error}"
+            f"reward {name!r} does not accept {_shown(dict(args or {}))}: {error}"
         ) from error
     except Exception as error:
         raise UserError(f"reward {name!r} cannot be made: {_one_line(error)}") from error
+
+
+def _shown(args: Any) -> Any:
+    """Return arguments without what is secret by its name, for messages."""
+    if not isinstance(args, Mapping):
+        return args
+    secret = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+    return {
+        name: "***" if secret.search(str(name)) and isinstance(value, str) else _shown(value)
+        for name, value in args.items()
+    }
 
 
 def _renamed(target: str) -> str:

@@ -1,7 +1,10 @@
 """The run folder: one owner at a time, checkpoints that a crash cannot spoil, exact resume."""
 
 import contextlib
+import logging
+import os
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +14,33 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from flowrl.errors import UserError
-from flowrl.utils.files import load_state, save_state
+from flowrl.backbones.lora_files import FILE, read_lora
+from flowrl.errors import DamagedFile, UserError
+from flowrl.utils.files import load_state, save_state, sync_folder, write_bytes
 
+LOG = logging.getLogger(__name__)
 CONFIG = "config.yaml"
+LOCK = ".lock"
 STATE = "state.safetensors"
 LATEST = "latest"
+ASIDE = "set-aside"
+STEP = re.compile(r"step-(\d{6,})")  # the whole name of a checkpoint's folder, or of a store's
+
+
+def step_of(path: Path) -> int | None:
+    """Return the number in `step-NNNNNN`; None for any other name, such as that of a copy."""
+    found = STEP.fullmatch(path.name)
+    return int(found[1]) if found else None
 
 
 class Checkpoints:
     """The folders `checkpoints/step-NNNNNN/` of a run: the newest `keep`, and the best.
 
-    The state is one file, written beside and renamed, so a folder with a state is complete.
+    The state is one file, written last and removed first, so a folder with a state is complete.
     """
 
     def __init__(self, run_dir: Path, *, keep: int):
+        self.run_dir = run_dir
         self.folder = run_dir / "checkpoints"
         self.keep = keep
 
@@ -34,60 +49,184 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a complete checkpoint, ascending."""
-        found = self.folder.glob(f"step-*/{STATE}")
-        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+        found = (step_of(path.parent) for path in self.folder.glob(f"step-*/{STATE}"))
+        return sorted(step for step in found if step is not None)
 
     def save(self, step: int, state: dict[str, Any], *, best: int | None = None) -> Path:
         """Write a checkpoint, remove all but the newest and the best, return its folder."""
         save_state(self.path(step) / STATE, state)
-        for old in self.steps()[: -self.keep]:
-            if old != best:
-                shutil.rmtree(self.path(old))
+        self.prune(best)
         return self.path(step)
 
-    def remove_after(self, step: int) -> None:
-        """Remove later checkpoints, which a run resumed from an older one does not continue."""
-        for later in self.steps():
-            if later > step:
-                shutil.rmtree(self.path(later))
+    def prune(self, best: int | None) -> None:
+        """Remove all but the newest and the best, which a killed process may not have come to."""
+        for old in self.steps()[: -self.keep]:
+            if old != best:
+                remove_checkpoint(self.path(old))
 
-    def load(self, resume: str) -> dict[str, Any] | None:
-        """Return the state of "latest" (or of the run's folder, the same) or of a checkpoint.
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest whole checkpoint and its state; say which damaged ones are left out.
 
-        Returns None when "latest" finds a run without a checkpoint yet, which starts over. Raises
-        UserError when there is no run, or no checkpoint in the folder.
+        Returns None for a run that was killed before its first. Raises DamagedFile when there are
+        checkpoints and none is whole.
         """
-        if resume == LATEST or Path(resume).resolve() == self.folder.parent.resolve():
-            if not (self.folder.parent / CONFIG).exists():
-                raise UserError(f"nothing to resume: {self.folder.parent} holds no run")
-            steps = self.steps()
-            return load_state(self.path(steps[-1]) / STATE) if steps else None
-        path = Path(resume) / STATE
-        if not path.exists():
-            raise UserError(f"cannot resume from {resume}: no {STATE} there; give 'latest' or a "
-                            f"folder below {self.folder}")  # fmt: skip
-        return load_state(path)
+        damaged: DamagedFile | None = None
+        for step in reversed(self.steps()):
+            try:
+                found = self.path(step), read_checkpoint(self.path(step))
+            except DamagedFile as error:
+                LOG.warning("%s", error)
+                damaged = damaged or error
+                continue
+            if damaged is not None:
+                LOG.warning("going on from the checkpoint before it, %s", found[0])
+            return found
+        if damaged is not None:
+            raise DamagedFile(
+                f"{damaged}, and {self.run_dir} has no whole checkpoint before it: choose another "
+                "run.output_dir to start over"
+            ) from damaged
+        return None
+
+    def offer(self, damaged: Path) -> str:
+        """Return what to do about a damaged checkpoint: the newest whole one before it."""
+        for step in reversed(self.steps()):
+            if step < (step_of(damaged) or 0):
+                with contextlib.suppress(DamagedFile):
+                    read_checkpoint(self.path(step))
+                    return (
+                        f"the checkpoint before it, {self.path(step)}, is whole: --resume latest "
+                        "goes on from there"
+                    )
+        return "no checkpoint before it is whole: choose another run.output_dir to start over"
+
+    def remove_unfinished(self) -> None:
+        """Remove the folders of checkpoints that a killed process was writing or removing."""
+        for path in sorted(self.folder.glob("step-*")):
+            if step_of(path) is not None and path.is_dir() and not (path / STATE).exists():
+                shutil.rmtree(path)
+
+
+def remove_checkpoint(folder: Path) -> None:
+    """Remove a checkpoint, the state first: without it the rest is no checkpoint."""
+    (folder / STATE).unlink()
+    shutil.rmtree(folder)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint, all of its files being whole.
+
+    Raises DamagedFile, naming the file, and for weights that are not finite.
+    """
+    state = load_state(folder / STATE)
+    check_finite(state, folder / STATE)
+    if (folder / FILE).exists():
+        read_lora(folder / FILE)
+    return state
+
+
+def check_finite(state: Any, path: Path) -> None:
+    """Raise DamagedFile unless every number of policy and optimizer is finite."""
+    for part in ("policy", "optimizer"):
+        if not all(bool(t.isfinite().all()) for t in _tensors(state.get(part))):
+            raise DamagedFile(f"{path} holds numbers of the {part} that are not finite")
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested dicts and lists."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
+
+
+def set_aside(run_dir: Path, step: int) -> Path | None:
+    """Move what a run did after `step` below `set-aside/`, where it has later checkpoints.
+
+    Checkpoints, evaluations and refreshed stores are moved, metrics and audits copied: the run
+    cuts its own. Returns the folder they lie in now, None where there was nothing.
+    """
+    found = [p for p in (run_dir / "checkpoints").glob("step-*") if (step_of(p) or 0) > step]
+    found = [p for p in found if (p / STATE).exists()]
+    if not found:
+        return None
+    number = 1 + len(list((run_dir / ASIDE).glob("*")))
+    aside = run_dir / ASIDE / f"{number:03d}-after-step-{step:06d}"
+    for name in ("metrics.jsonl", "audits.jsonl"):
+        if (run_dir / name).exists():
+            write_bytes(aside / name, (run_dir / name).read_bytes())
+    # The newest first: whatever interrupts this, those that are left are a run without a gap.
+    moved = sorted(found, key=lambda p: step_of(p) or 0, reverse=True)
+    for folder, pattern in (("evaluations", "step-*.safetensors"), ("stores", "step-*")):
+        paths = sorted((run_dir / folder).glob(pattern))
+        moved += [p for p in paths if (step_of(p.with_suffix("")) or 0) > step]
+    for path in moved:
+        target = aside / path.relative_to(run_dir)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, target)
+        sync_folder(target.parent)
+    return aside
 
 
 @contextlib.contextmanager
 def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
     """Own a run folder while inside: nobody else writes to it, and no old run is overwritten.
 
-    A killed process leaves no lock behind. Raises UserError when another process trains there, or
-    when the folder holds a run and `resume` is None.
+    A killed process leaves no lock behind, and a start that fails before the folder holds a run
+    leaves nothing of its own. Raises UserError when another process trains there, when the folder
+    holds a run and `resume` is None, and when there can be no such folder.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_new_folders(run_dir))
         try:
-            stack.enter_context(FileLock(run_dir / ".lock", blocking=False))
+            stack.enter_context(FileLock(run_dir / LOCK, blocking=False))
         except Timeout:
             raise UserError(f"{run_dir} is in use by another process that trains there") from None
+        stack.enter_context(_kept_if_run(run_dir))
         if resume is None and (run_dir / CONFIG).exists():
             raise UserError(
                 f"{run_dir} already holds a run: continue it with --resume latest, or choose "
                 "another run.output_dir"
             )
         yield
+
+
+@contextlib.contextmanager
+def _new_folders(run_dir: Path) -> Iterator[None]:
+    """Make the folder and those above it; remove them again if they are empty in the end."""
+    new = [path for path in (run_dir, *run_dir.parents) if not os.path.lexists(path)]
+    try:
+        _make_folder(run_dir)
+        yield
+    finally:
+        for path in new:
+            with contextlib.suppress(OSError):  # not empty: a run, or somebody else's
+                path.rmdir()
+
+
+def _make_folder(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the run folder {run_dir}: {error.strerror}; choose another run.output_dir"
+        ) from error
+
+
+@contextlib.contextmanager
+def _kept_if_run(run_dir: Path) -> Iterator[None]:
+    """Remove what was written inside the block unless a run has begun there; needs the lock."""
+    before = {path.name for path in run_dir.iterdir()} - {LOCK}
+    try:
+        yield
+    finally:
+        if not (run_dir / CONFIG).exists():
+            for path in run_dir.iterdir():
+                if path.is_dir() and path.name not in before:
+                    shutil.rmtree(path)
+                elif path.name not in before:
+                    path.unlink()
 
 
 def random_state() -> dict[str, Any]:

@@ -1,16 +1,19 @@
 """Evaluation: score images of the same held-out prompts and noise before and after training."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flowrl.backbones.base import Backbone, VelocityField
+from flowrl.backbones.offload import encoders_of, moved_to
 from flowrl.backbones.text_cache import TextCache
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
+from flowrl.functional.full_batches import even_rows
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.sampling.rollout import (
     RolloutRequest,
@@ -26,7 +29,7 @@ from flowrl.scoring.executors.base import to_levels
 from flowrl.scoring.scorer import Scoring
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trees.plan import ode_plan
-from flowrl.utils.distributed import Runtime
+from flowrl.utils.distributed import Postponed, Runtime
 from flowrl.utils.files import load_state, save_state
 
 
@@ -89,6 +92,8 @@ class Evaluation:
     # (N, R) scores of images from the same noise and a paraphrase of the prompt, NaN where it has
     # none; None when they were not generated.
     reworded: Tensor | None = None
+    steps: int = 0  # denoising steps of an image; 0 where an earlier version did not say
+    others: tuple["Evaluation", ...] = ()  # the same at other numbers of steps
 
     def mean(self, name: str) -> float:
         """Return the mean of one reward over the images that have it, NaN when none has."""
@@ -98,8 +103,9 @@ class Evaluation:
         """Return all measured values by name, (N,) each, NaN where an image has none.
 
         Beside the rewards: corrected/<name>, see `corrected_score`, when `quality` names the reward
-        on 1 to 5; paraphrase/<name>, the score of the image from a paraphrase; and
-        paraphrase_gap/<name>, how far that is below the score with the prompt's own words.
+        on 1 to 5; paraphrase/<name>, the score of the image from a paraphrase;
+        paraphrase_gap/<name>, how far that is below the score with the prompt's own words; and
+        <n>_steps/<name>, each of these at another number of denoising steps.
         """
         found = dict(zip(self.names, self.scores.unbind(1), strict=True))
         columns = () if self.reworded is None else self.reworded.unbind(1)
@@ -112,16 +118,34 @@ class Evaluation:
         }
         paraphrase = {f"paraphrase/{name}": score for name, score in others.items()}
         gap = {f"paraphrase_gap/{name}": found[name] - score for name, score in others.items()}
-        return found | corrected | paraphrase | gap
+        at_others = {
+            f"{other.steps}_steps/{name}": values
+            for other in self.others
+            for name, values in other.measures(quality).items()
+        }
+        return found | corrected | paraphrase | gap | at_others
 
     def save(self, path: Path) -> None:
-        save_state(path, {name: getattr(self, name) for name in self.__slots__})
+        save_state(path, self._state())
 
     @staticmethod
     def load(path: Path) -> "Evaluation":
+        """Raises DamagedFile for a file that is not what `save` wrote."""
         state = load_state(path)
+        try:
+            return Evaluation._from_state(state)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise DamagedFile(f"{path} is no evaluation: {error}") from error
+
+    def _state(self) -> dict[str, Any]:
+        state = {name: getattr(self, name) for name in self.__slots__}
+        return state | {"others": [other._state() for other in self.others]}
+
+    @staticmethod
+    def _from_state(state: dict[str, Any]) -> "Evaluation":
         for name in ("names", "prompts", "draws"):
             state[name] = tuple(state[name])
+        state["others"] = tuple(map(Evaluation._from_state, state.get("others", ())))
         return Evaluation(**state)
 
 
@@ -137,11 +161,53 @@ class EvaluationComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCall:
+    """The pipeline's own call, pipe(prompt, ...), with its own scheduler and its own dtype.
+
+    settings: arguments of the call, but for prompts, number of steps and noise. negative: the
+    negative prompt of prompts that bring none, used if guidance > 1.
+    """
+
+    settings: Mapping[str, Any]
+    negative: str = ""
+
+    def __call__(
+        self, backbone: Backbone, prompts: Sequence[PromptRecord], noise: Tensor, steps: int
+    ) -> Tensor:
+        """Return the images (B, 3, H, W) fp32 on the CPU from initial noise (B, *latent)."""
+        call: dict[str, Any] = {**self.settings, "num_inference_steps": steps}
+        negatives = [self.negative if p.negative is None else p.negative for p in prompts]
+        if call.get("guidance_scale", 0) > 1 and any(negatives):
+            call["negative_prompt"] = negatives
+        pipeline, device = backbone.pipeline, backbone.device
+        parts = [*encoders_of(pipeline), pipeline.vae]
+        with moved_to(parts, device), without_progress(pipeline):
+            # Not in the autocast of training, which a user's own call does not have either.
+            with torch.autocast(device.type, enabled=False):
+                latents = noise.to(device, backbone.dtype)
+                read = [p.read for p in prompts]
+                images = pipeline(read, latents=latents, output_type="pt", **call).images
+        return images.float().clamp(0, 1).cpu()
+
+
+@contextmanager
+def without_progress(pipeline: Any) -> Iterator[None]:
+    """Hide the progress bar of a pipeline's call inside the block."""
+    before = dict(getattr(pipeline, "_progress_bar_config", {}))
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        pipeline.set_progress_bar_config(**before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Generates and scores one image of each of `prompts`, deterministically over `schedule`.
 
-    The k-th image of a prompt always has the same initial noise. Raises RewardFailure when more
-    than `max_invalid_fraction` of the images lack a score of a trained reward.
+    The k-th image of a prompt always has the same initial noise, also over the other `schedules`
+    and in the pipeline's own call. Raises RewardFailure when more than `max_invalid_fraction` of
+    the images lack a score of a trained reward.
     """
 
     backbone: Backbone
@@ -149,6 +215,8 @@ class Evaluator:
     prompts: Sequence[PromptRecord]
     specs: Sequence[RewardSpec]
     schedule: Schedule
+    others: Sequence[Schedule] = ()  # with other numbers of steps, for whole evaluations
+    call: PipelineCall | None = None  # in place of the schedules' steps; their number stays
     seed: int
     batch_size: int
     decode_batch: int
@@ -169,8 +237,17 @@ class Evaluator:
             iteration=NO_ITERATION,
         )
 
-    def __call__(self, velocity: VelocityField, runtime: Runtime) -> Evaluation:
-        """Score the network behind `velocity`; return the whole result on every process."""
+    def __call__(
+        self, velocity: VelocityField, runtime: Runtime, *, whole: bool = True
+    ) -> Evaluation:
+        """Score the network behind `velocity`; return the result on every process.
+
+        whole: over all schedules, not over the first alone.
+        """
+        if whole and self.others:
+            each = [replace(self, schedule=s, others=()) for s in (self.schedule, *self.others)]
+            first, *others = [evaluator(velocity, runtime) for evaluator in each]
+            return replace(first, others=tuple(others))
         request = self.request()
         scores, images = self._generate(velocity, runtime, request, keep=self.keep)
         shown = range(min(self.keep, len(self.prompts)))
@@ -182,6 +259,7 @@ class Evaluator:
             draws=tuple(request.root[: len(shown)].tolist()),
             key=self.key,
             reworded=self._reworded(velocity, runtime, request) if self.paraphrases else None,
+            steps=len(self.schedule.sigmas) - 1,
         )
 
     def _reworded(
@@ -209,21 +287,30 @@ class Evaluator:
 
         Rewards work on a batch while the next is generated; no more than that wait.
         """
-        results, kept = [Scoring(specs=self.specs).result()], []
+        results, kept = [Scoring(specs=self.specs, phase="evaluation").result()], []
         waiting: list[Scoring] = []
-        own = runtime.local_rows(len(request.prompt))
+        own, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
+        size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
         with runtime.raise_on_all():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
-            self.text_cache.learn(prompts, self.batch_size)
-            for rows in own.split(self.batch_size) if len(own) else ():
-                scoring = Scoring(specs=self.specs)
+            if self.call is None:
+                self.text_cache.learn(prompts, self.batch_size)
+            # In lockstep a process without a batch generates its last one again, or the first.
+            batches = (own if len(own) else torch.zeros(1, dtype=torch.long)).split(size)
+            for turn in range(runtime.rounds(-(-len(own) // size))):
+                rows = batches[min(turn, len(batches) - 1)]
+                asked, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
-                    images = self._images(velocity, request.take(rows), scoring)
-                kept.append(to_levels(images[rows < keep]))
-                waiting.append(scoring)
-                if len(waiting) > 1:
-                    results.append(waiting.pop(0).result())
+                    images = self.images(velocity, asked, size, runtime.rounds)
+                if turn * size >= len(own):
+                    continue
+                with postponed.block(), runtime.autocast():
+                    kept.append(to_levels(submit_images(scoring, images, asked, 1)[rows < keep]))
+                    waiting.append(scoring)
+                    if len(waiting) > 1:
+                        results.append(waiting.pop(0).result())
+            postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)
         check_scores(self.specs, result)
@@ -232,14 +319,30 @@ class Evaluator:
         check_invalid(known, max_invalid_fraction=self.max_invalid_fraction, errors=result.errors)
         return result.scores, runtime.gather(torch.cat(kept) if kept else self._no_images())
 
-    def _images(self, velocity: VelocityField, request: RolloutRequest, scoring: Scoring) -> Tensor:
-        """Generate a batch and submit it to the rewards."""
-        plan, cond = ode_plan(len(self.schedule.sigmas) - 1), self.text_cache(request.prompts)
+    def images(
+        self,
+        velocity: VelocityField,
+        request: RolloutRequest,
+        rows: int | None = None,
+        rounds: Callable[[int], int] = int,
+    ) -> Iterable[Tensor]:
+        """Generate a batch: images (n, 3, H, W) fp32 on the CPU, part by part.
+
+        Args:
+            rows: of each call of the network, None for `batch_size`.
+            rounds: see `Runtime.rounds`.
+        """
+        rows = rows or min(self.batch_size, len(request.prompt))
+        steps = len(self.schedule.sigmas) - 1
+        if self.call is not None:
+            noise = request.noise((), 0, "init", self.backbone.latent_shape())
+            asked = [request.prompts[i] for i in request.prompt.tolist()]
+            return self.call(self.backbone, asked, noise, steps).split(self.decode_batch)
+        plan, cond = ode_plan(steps), self.text_cache(request.prompts)
         tree = sample_request(
-            self.backbone, velocity, cond, request, plan, self.schedule, self.batch_size
-        )  # fmt: skip
-        images = decode(self.backbone, tree.leaves(), self.decode_batch)
-        return submit_images(scoring, images, request, 1)
+            self.backbone, velocity, cond, request, plan, self.schedule, rows, rounds
+        )
+        return decode(self.backbone, tree.leaves(), self.decode_batch)
 
     def _no_images(self) -> Tensor:
         """Return (0, 3, H, W) uint8, for a process that has no images to gather."""
@@ -272,6 +375,22 @@ def compare(
             )
         )
     return rows
+
+
+def table(rows: Sequence[EvaluationComparison]) -> list[dict[str, Any]]:
+    """Return a comparison as the rows of a table."""
+    return [
+        {
+            "reward": row.name,
+            "base": row.before,
+            "aligned": row.after,
+            "change": row.change.mean,
+            "95% low": row.change.low,
+            "95% high": row.change.high,
+            "images": row.pairs,
+        }
+        for row in rows
+    ]
 
 
 def corrected_score(
@@ -308,6 +427,11 @@ def named_reward(
     if spec is None:
         known = ", ".join(spec.name for spec in specs)
         raise UserError(f"{option} is {name!r}, expected the name of a reward of this run: {known}")
+    if not spec.asked_in("evaluation"):
+        raise UserError(
+            f"{option} is {name!r}, whose option when is rollout, so that no evaluation asks it: "
+            "set that to both"
+        )
     if spec.whole_groups:
         raise UserError(
             f"{option} is {name!r}, which compares the images of a prompt, and evaluation makes "

@@ -1,49 +1,65 @@
 """The training loop: sample and score a rollout, then update the policy. It names no objective."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flowrl.backbones.base import VelocityField
 from flowrl.backbones.policy import Policy
 from flowrl.config.rollout import OptimOptions
-from flowrl.errors import UserError
-from flowrl.objectives.base import Batch, Models, Objective, RewardField, checkpointed
+from flowrl.errors import UserError, phase
+from flowrl.objectives.base import (
+    Batch,
+    Models,
+    Objective,
+    RewardField,
+    Spare,
+    checkpointed,
+    in_full_batches,
+    with_other_rewards,
+)
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
 from flowrl.training.run import Run, SampleGrid
-from flowrl.trajectory import Rollout
+from flowrl.training.signal import (
+    Signal,
+    SignalMeter,
+    check_signal,
+    signal_metrics,
+    step_gradients,
+    trained_steps,
+)
+from flowrl.trajectory import Rollout, Transitions
 from flowrl.utils.distributed import Runtime
+
+SIGNAL_PARTS = 8  # of a rollout's groups, as independent rollouts
 
 
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:
     """Train to `iterations` from where the run stands, and save at the end.
 
-    Stops early, after a whole iteration, at the run's time limit or when it is asked to. A
-    UserError, which every process raises alike and before an update, saves too.
+    Stops early, after a whole iteration, at the run's time limit or when it is asked to.
     """
-    for iteration in range(run.begin(learner.policy, learner.optimizer), iterations):
-        updates = learner.policy.updates
+    run.before_save = learner.source.save_state
+    first = run.begin(learner.policy, learner.optimizer)
+    for iteration in range(first, first if run.interrupted else iterations):
         try:
             rollout, metrics = learner.iterate(iteration)
         except UserError:
-            if learner.policy.updates == updates:  # or a part of an iteration would be saved
-                run.save()
-            learner.source.save_state()
+            if learner.runtime.world_size == 1:  # or the others may be elsewhere
+                learner.source.save_state()
             raise
         grid = SampleGrid.from_rollout(rollout)
         del rollout  # or its latents would lie beside those of evaluation, and of the next one
         run.after(iteration, grid, metrics)
-        if run.saved == run.done:
-            learner.source.save_state()
         if run.should_stop():
             break
     run.save()
-    learner.source.save_state()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,35 +75,40 @@ class Learner:
     optim: OptimOptions
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
+    signal_every: int = 0  # iterations between measurements of the gradient's signal; 0 is never
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
         timer = Timer()
-        rollout = self.source.collect(iteration, timer)
-        metrics = self.learn(rollout, iteration)
-        old = self.objective.needs.old
-        if old is not None:
-            # Now, not before the next rollout: if that one fails, a resumed run would repeat it.
-            self.policy.update_old(old.decay(iteration + 1))
+        with phase("rollout"):
+            rollout = self.source.collect(iteration, timer)
+        with phase("learn"):
+            metrics = self.learn(rollout, iteration)
+            old = self.objective.needs.old
+            if old is not None:
+                # Now, not before the next rollout, where a resumed run would repeat it.
+                self.policy.whole = False
+                self.policy.update_old(old.decay(iteration + 1))
         timer.lap("time/train")
-        return rollout, rollout_metrics(rollout) | metrics | timer.seconds
+        return rollout, rollout_metrics(rollout, self.runtime) | metrics | timer.seconds
 
     def learn(self, rollout: Rollout, iteration: int) -> dict[str, float]:
-        """Update the policy on one rollout, and return metrics averaged over its rows."""
+        """Update the policy on one rollout; return metrics averaged over all processes' rows."""
         optim, policy, runtime = self.optim, self.policy, self.runtime
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
-        models = self._models(rollout)
         batch = self.objective.prepare(rollout)
+        due = self.signal_every and iteration % self.signal_every == 0
+        measured = self._signal_of_groups(rollout, batch) if due else {}
         means = RowMeans()
-        means.add(batch.metrics(), 1)
+        means.add(batch.metrics(), 1, weight=len(rollout.tree))
         check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            with runtime.raise_on_all():
-                self._backward(part, rows, models, means)
+            with runtime.raise_on_all(at_once=runtime.in_lockstep):
+                self.backward(part, rows, rollout, means)
             metrics = means.result()
             self._check_loss(metrics)
             if check_ratio:
@@ -96,31 +117,116 @@ class Learner:
             runtime.reduce_gradients(policy.parameters())
             norm = runtime.clip_gradients(policy.parameters(), optim.max_grad_norm)
             self._check_norm(norm)
+            policy.whole = False
             self.optimizer.step()
             self.optimizer.zero_grad()
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
-        return means.result()
+        return means.of_all(runtime) | measured
 
-    def _models(self, rollout: Rollout) -> Models:
-        """Return the models that the objective declares, each checkpointed by micro-batch."""
-        needs, size = self.objective.needs, self.optim.micro_batch
+    def measure_signal(self, iterations: int) -> Signal:
+        """Return the gradient signal of the policy as it is, over rollouts of so many iterations.
+
+        Nothing is learned. Raises UserError unless the objective learns from denoising steps.
+        """
+        check_signal(self.objective.needs.states)
+        meter: SignalMeter | None = None
+        for iteration in range(iterations):
+            rollout = self.source.collect(iteration, Timer())
+            meter = meter or SignalMeter.of(rollout)
+            batch = self.objective.prepare(rollout)
+            meter.add(self._step_gradients(rollout, batch))
+        assert meter is not None
+        return meter.signal()
+
+    def _signal_of_groups(self, rollout: Rollout, batch: Batch) -> dict[str, float]:
+        """Return the signal of a rollout's gradient, from shares of its groups.
+
+        They are independent of each other, so that they do for independent rollouts, at one more
+        pass over the batch; the noise of the whole follows from theirs.
+        """
+        parts = min(SIGNAL_PARTS, len(rollout.group.unique()))
+        if parts < 2:
+            return {}
+        meter = SignalMeter.of(rollout)
+        for part in batch.updates(parts):
+            meter.add(self._step_gradients(rollout, part))
+        return signal_metrics(meter.signal(parts=parts))
+
+    def _step_gradients(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
+        """Return the part of each trained step in the gradient of a batch. (S, D), on the CPU"""
+        assert isinstance(batch, Transitions)
+        parameters = self.policy.parameters()
+        rows = max(self.runtime.sum(len(batch)), 1)
+
+        def backward(part: Transitions) -> None:
+            with self.runtime.raise_on_all(at_once=self.runtime.in_lockstep):
+                self.backward(part, rows, rollout, RowMeans())
+            self.runtime.reduce_gradients(parameters)
+
+        return step_gradients(batch, trained_steps(rollout), backward, parameters)
+
+    def models(self, rollout: Rollout, size: int, rows: int) -> Models:
+        """Return the models that the objective declares, each checkpointed by micro-batch.
+
+        Args:
+            size: most forwards in a micro-batch.
+            rows: of each call of a network.
+        """
+        needs, spare, rounds = (
+            self.objective.needs,
+            Spare.from_rollout(rollout),
+            self.runtime.rounds,
+        )
+
+        def field(velocity: VelocityField) -> VelocityField:
+            return checkpointed(in_full_batches(velocity, rows, spare, rounds), size, rounds)
+
         declared: dict[str, Any] = {}
         if needs.reference:
-            declared["reference"] = checkpointed(self.policy.reference, size)
+            declared["reference"] = field(self.policy.reference)
         if needs.old is not None:
-            declared["old"] = checkpointed(self.policy.old, size)
+            declared["old"] = field(self.policy.old)
         if needs.reward_grad:
             declared["reward_gradient"] = self.reward_gradient(rollout)
-        return Models(policy=checkpointed(self.policy.velocity, size), **declared)
+        return Models(policy=field(self.policy.velocity), **declared)
 
-    def _backward(self, part: Batch, rows: float, models: Models, means: RowMeans) -> None:
+    def backward(self, part: Batch, rows: float, rollout: Rollout, means: RowMeans) -> None:
         """Accumulate the gradient of the mean loss over `rows`, a micro-batch at a time."""
-        for chunk in part.chunks(self.optim.micro_batch):
+        shapes = part.shapes(self.optim.micro_batch)
+        size, rows_of_call = (self.runtime.most(number) for number in shapes)
+        models = self.models(rollout, size, rows_of_call)
+        for chunk, weight in self._weighted_chunks(part, rows, size, rollout):
             with self.runtime.autocast():
                 loss, metrics = self.objective.loss(models, chunk)
-            self.runtime.backward(loss * (len(chunk) / rows))
-            means.add(metrics | {"loss": loss.detach()}, len(chunk))
+            self.runtime.backward(loss * weight)
+            if weight:
+                means.add(metrics | {"loss": loss.detach()}, len(chunk))
+
+    def _weighted_chunks(
+        self, part: Batch, rows: float, size: int, rollout: Rollout
+    ) -> Iterator[tuple[Batch, float]]:
+        """Yield micro-batches and their weights in the mean.
+
+        In lockstep a process with fewer than others repeats its last one with weight 0, or learns
+        nothing from rows of the rollout with other rewards, where it has none.
+        """
+        missing, chunk = 0, None
+        if self.runtime.in_lockstep:  # counted first: learning from one communicates, too
+            count = sum(1 for _ in part.chunks(size))
+            missing = self.runtime.rounds(count) - count
+        for chunk in part.chunks(size):
+            yield chunk, len(chunk) / rows
+        if missing and chunk is None:
+            chunk = next(self.objective.prepare(with_other_rewards(rollout)).chunks(size), None)
+            if chunk is None:
+                raise UserError(
+                    "the objective leaves out every row of a process, which the others wait for: "
+                    "set runtime.shard to null"
+                )
+        for _ in range(missing):
+            assert chunk is not None
+            yield chunk, 0.0
 
     def _check_loss(self, metrics: dict[str, float]) -> None:
         loss = metrics.get("loss", 0.0)

@@ -1,7 +1,9 @@
 """The metrics of an iteration: what each means, and how they are computed from a rollout."""
 
+import json
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from flowrl.objectives.advantage import group_stats
 from flowrl.objectives.tree_credit import leaves_below
 from flowrl.sampling.rank_audit import regenerated_rank
 from flowrl.trajectory import Metrics, Rollout
+from flowrl.utils.distributed import Runtime
 
 METRICS: dict[str, str] = {
     "reward/mean": "Mean weighted reward of the rollout's valid images: what training raises.",
@@ -82,13 +85,13 @@ METRICS: dict[str, str] = {
         "Mean distance, per latent element, of images whose ways parted at denoising step i."
     ),
     "tree/distance/roots": "The same for images of one prompt from different roots.",
-    "endpoints/images": "Clean images that are learned from, of this process.",
+    "endpoints/images": "Clean images that are learned from.",
     "endpoints/<reason>": (
         "Share of the rollout's images that nobody learns from, by reason: `invalid` (no "
         "reward), `alone` (the only one of its prompt with a reward), `tied` (all of the prompt's "
         "rewards equal) or `unused` (not chosen by the objective, as between best and worst)."
     ),
-    "path/chains": "Chains without noise whose gradient is followed, of this process.",
+    "path/chains": "Chains without noise whose gradient is followed.",
     "path/invalid": "Share of the rollout's images without a reward, which are left out.",
     "path/dropped": (
         "Share of chains whose reward or gradient is not finite: they count 0 in the mean."
@@ -153,6 +156,17 @@ METRICS: dict[str, str] = {
     ),
     "loss": "Mean of the objective's loss. Near 0 by construction: watch the rewards instead.",
     "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
+    "signal/repeats": (
+        "Share of the gradient's power that would be the same in another rollout, estimated from "
+        "shares of the groups, where `run.signal_every` is due. 0 is noise alone."
+    ),
+    "signal/rms": "Root mean square norm of the gradient that this was estimated for.",
+    "signal/rms/step_<i>": "The same of the part that comes from denoising step i.",
+    "signal/share/step_<i>": "Share of that step in the power of all steps.",
+    "signal/repeats/step_<i>": (
+        "Share of that step's power that repeats. A step with most of the power that does not "
+        "repeat drowns the others: `flowrl signal` says how to leave it out."
+    ),
     "latent/norm": (
         "Root mean square of the clean latents. It drifts away from its first value when "
         "images lose their natural range, often before the eye sees it."
@@ -160,6 +174,10 @@ METRICS: dict[str, str] = {
     "image/brightness": "Mean of the images' values, 0 black to 1 white.",
     "image/contrast": "Mean over images of the standard deviation of their values.",
     "eval/<name>": "Mean score of one reward over the held-out images, at steps that evaluate.",
+    "eval/<n>_steps/<name>": (
+        "Any of the measures under `eval/` at another number of denoising steps, where "
+        "`evaluation.num_inference_steps` is a list; at the start and the end of a run."
+    ),
     "eval/corrected/<name>": (
         "Mean over held-out images of score * (quality - 3) + 0.2, with the reward that "
         "`evaluation.quality` names: it falls when a score is bought with quality. Its constants "
@@ -197,8 +215,8 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 `run.trackers` names. `null` stands for a value that is missing, not a number or infinite.
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
-With several processes, `reward/*`, `groups/*`, `explore/*` and `eval/*` are over the images of
-all of them, the others over those of the main one.
+With several processes all are over the images of all of them, but `time/*`, which is the main
+one's, and `tree/distance/*`, which compares images that lie on one process.
 
 This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
 
@@ -225,15 +243,30 @@ def _pattern(form: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"<\w+>", r"[^/]+", text))
 
 
+COUNTS = {
+    "tree/forwards", "tree/nodes", "tree/edges", "tree/leaves", "tree/trained_edges",
+    "tree/train_forwards", "endpoints/images", "path/chains",
+}  # fmt: skip
+ROOT_MEAN_SQUARES = {"latent/norm"}
+
+
 class RowMeans:
     """Averages metrics over micro-batches of unequal size; names ending in _max are maxima."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[tuple[torch.Tensor, int]]] = {}
+        self._weights: dict[str, float] = {}
 
-    def add(self, metrics: Metrics, rows: int) -> None:
+    def add(self, metrics: Metrics, rows: int, *, weight: float | None = None) -> None:
+        """Add metrics of `rows` rows; weight: against other processes', None for the rows."""
         for name, value in metrics.items():
             self._values.setdefault(name, []).append((value, rows))
+            more = rows if weight is None else weight
+            self._weights[name] = self._weights.get(name, 0.0) + more
+
+    def of_all(self, runtime: Runtime) -> dict[str, float]:
+        """Return the result over the rows of all processes."""
+        return over_processes(self.result(), self._weights, runtime)
 
     def result(self) -> dict[str, float]:
         found = {}
@@ -245,24 +278,58 @@ class RowMeans:
         return found
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Return metrics of all processes' rewards, and of this one's latents, images and trees."""
+def over_processes(
+    metrics: dict[str, float], weights: Mapping[str, float], runtime: Runtime
+) -> dict[str, float]:
+    """Join every process's metrics, each with its weight: all call it, and all get the result.
+
+    Means are weighted, COUNTS are summed, names ending in _max are maxima. A process may lack some.
+    """
+    if runtime.world_size == 1:
+        return metrics
+    own = {name: (value, weights[name]) for name, value in metrics.items()}
+    texts = runtime.merge({f"{runtime.rank:06d}": json.dumps(own)})
+    parts = [json.loads(texts[rank]) for rank in sorted(texts)]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
+
+
+def _joined(name: str, pairs: list[tuple[float, float]]) -> float:
+    values, weights = torch.tensor(pairs, dtype=torch.float64).unbind(1)
+    if name.endswith("_max"):
+        return values.max().item()
+    if name in COUNTS:
+        return values.sum().item()
+    power = 2 if name in ROOT_MEAN_SQUARES else 1
+    mean = (values**power * weights).sum() / weights.sum()
+    return (mean ** (1 / power)).item()
+
+
+def rollout_metrics(rollout: Rollout, runtime: Runtime) -> dict[str, float]:
+    """Return metrics of all processes' rewards, latents, images and trees."""
     stats = group_stats(rollout.reward, rollout.valid, rollout.group)
-    x0, images = rollout.tree.leaves().float(), rollout.images
     metrics = {
         "reward/mean": rollout.reward.nanmean().item(),
         "reward/std_in_group": stats.spread,
         "reward/invalid": stats.invalid,
         "groups/no_signal": stats.no_signal,
-        "latent/norm": x0.square().mean().sqrt().item(),
     }
-    if len(images):  # none, where latents are read from disk
-        metrics["image/brightness"] = images.mean().item()
-        metrics["image/contrast"] = images.flatten(1).std(1).mean().item()
+    own = _image_metrics(rollout) | _tree_metrics(rollout)
     means = rollout.scores.nanmean(0).tolist()
     scores = {f"reward/{n}": m for n, m in zip(rollout.names, means, strict=True)}
     explored = _explore_metrics(rollout) if rollout.explored is not None else {}
-    return metrics | scores | _missing(rollout) | _tree_metrics(rollout) | explored
+    shared = over_processes(own, dict.fromkeys(own, len(rollout.tree)), runtime)
+    return metrics | shared | scores | _missing(rollout) | explored
+
+
+def _image_metrics(rollout: Rollout) -> dict[str, float]:
+    """Return metrics of this process's latents and images."""
+    x0, images = rollout.tree.leaves().float(), rollout.images
+    metrics = {"latent/norm": x0.square().mean().sqrt().item()}
+    if len(images):  # none, where latents are read from disk
+        metrics["image/brightness"] = images.mean().item()
+        metrics["image/contrast"] = images.flatten(1).std(1).mean().item()
+    return metrics
 
 
 def _missing(rollout: Rollout) -> dict[str, float]:

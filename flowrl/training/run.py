@@ -1,33 +1,45 @@
 """A training run on disk: restored before the loop, saved, evaluated and stopped during it."""
 
+import json
+import logging
 import math
-import signal
-import threading
+import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl.backbones.lora_files import save_lora
+from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, Interrupted, UserError, as_failure, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.linear import exact_weights
 from flowrl.scoring.spec import RewardSpec, trained
-from flowrl.training.checkpoint import Checkpoints, random_state, restore_random_state
+from flowrl.training.checkpoint import (
+    STATE,
+    Checkpoints,
+    check_finite,
+    random_state,
+    restore_random_state,
+)
 from flowrl.training.evaluate import Evaluation, Evaluator, named_reward
+from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
+from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import write_bytes
 from flowrl.utils.progress import Steps
+from flowrl.utils.stopping import StopRequest, when_done
 
+LOG = logging.getLogger(__name__)
 GRID_IMAGES = 16
 RECIPE_OPTIONS = ("lr", "betas", "weight_decay")  # of the optimizer, that a recipe sets
 
@@ -55,12 +67,15 @@ class Run:
     evaluate_every: int  # iterations; 0 is only at the start and the end
     runtime: Runtime
     checkpoints: Checkpoints
+    ledger: Ledger
     evaluator: Evaluator | None  # None without held-out prompts
     score: Callable[[Evaluation], float]  # what training raises; its highest value is the best
     report: Report | None  # None on other processes
     steps: Steps | None
     stop: "StopRule | None" = None  # with it, the highest held-out score is the best
     resume: dict[str, Any] | None = None  # a checkpoint's state
+    # Saves what else a resumed run needs, before the state is there; all processes call it.
+    before_save: Callable[[], None] | None = None
     done: int = 0  # iterations
     elapsed: float = 0.0  # seconds of training in earlier sessions
     best: tuple[float, int] | None = None  # (score, iteration)
@@ -69,7 +84,8 @@ class Run:
     _policy: Policy = field(init=False)
     _optimizer: torch.optim.Optimizer = field(init=False)
     _began: float = field(init=False, default_factory=time.monotonic)
-    _asked_to_stop: bool = field(init=False, default=False)
+    _request: StopRequest = field(init=False, default_factory=StopRequest)
+    _random: dict[str, Any] = field(init=False)  # when the last iteration ended
     # (trained score, held-out score) of the evaluations by iteration, for the stop rule
     _history: dict[int, tuple[float, float]] = field(init=False, default_factory=dict)
     _latest: tuple[int, Evaluation] | None = field(init=False, default=None)
@@ -82,41 +98,57 @@ class Run:
         A run that its stop rule has ended returns the last one: it stays as it ended.
         """
         self._policy, self._optimizer = policy, optimizer
+        self._random, policy.whole = random_state(), True
         if self.resume is not None:
             self._restore(self.resume)
-            self.runtime.wait()  # all have read their checkpoint
             if self.runtime.is_main:
-                self.checkpoints.remove_after(self.done)
+                self.checkpoints.prune(self.best[1] if self.best else None)
+                self._renew_lora()
         else:
             self.save()  # from here on the run can be resumed
         self._load_history()
-        if self.evaluator is not None and not self._base_is_evaluated(self.evaluator):
+        if self.evaluator is not None and not self._main_finds(self._base_is_evaluated):
             with policy.disabled():
-                self._evaluate(0)
+                self._evaluate(0, whole=True)
         every = self.evaluate_every
         due = every and self.done and self.done % every == 0
         if due and self.done < self.options.iterations:
-            if not self.evaluation_path(self.done).exists():
+            if not self._main_finds(lambda: self.evaluation(self.done) is not None):
                 self.evaluate_policy()  # the session before was stopped during it
         self._apply_stop_rule()
         self._began = time.monotonic()
         return self.options.iterations if self.stopped else self.done
 
-    def _base_is_evaluated(self, evaluator: Evaluator) -> bool:
+    def _main_finds(self, look: Callable[[], bool]) -> bool:
+        """Return what the main process finds in the folder, which others may not see."""
+        return self.runtime.any(self.runtime.is_main and look())
+
+    def _base_is_evaluated(self) -> bool:
         """Return whether the base was evaluated as this run does; a resumed run may differ."""
-        path = self.evaluation_path(0)
-        return path.exists() and Evaluation.load(path).key == evaluator.key
+        found, evaluator = self.evaluation(0), self.evaluator
+        return found is not None and evaluator is not None and found.key == evaluator.key
 
     def _load_history(self) -> None:
         """Load what earlier sessions measured, for the stop rule."""
         if self.stop is None or self.evaluator is None:
             return
+        data = self.runtime.from_main(lambda: json.dumps(list(self._measured())).encode())
+        for step, score, held_out in json.loads(data):
+            self._history[step] = score, held_out
+
+    def _measured(self) -> Iterator[tuple[int, float, float]]:
+        """Yield the iterations of comparable evaluations in the folder, with both scores."""
+        assert self.stop is not None and self.evaluator is not None
         for step in range(0, self.done + 1, self.evaluate_every):
-            path = self.evaluation_path(step)
-            if path.exists():
-                evaluation = Evaluation.load(path)
-                if evaluation.key == self.evaluator.key:
-                    self._history[step] = self.score(evaluation), self.stop.score(evaluation)
+            found = self.evaluation(step)
+            if found is not None and found.key == self.evaluator.key:
+                yield step, self.score(found), self.stop.score(found)
+
+    def _renew_lora(self) -> None:
+        """Put the checkpoint's LoRA at the root, where that of a later iteration may lie."""
+        own, root = self.checkpoints.path(self.done) / FILE, self.folder / FILE
+        if own.is_file() and not (root.is_file() and root.read_bytes() == own.read_bytes()):
+            write_bytes(root, own.read_bytes())
 
     def _restore(self, state: dict[str, Any]) -> None:
         self._policy.load_state_dict(state["policy"])
@@ -127,6 +159,7 @@ class Run:
             group.update(own)
         self.runtime.load_state_dict(state["runtime"])
         restore_random_state(state["random"])
+        self._random = state["random"]
         self.done = self.saved = state["iteration"]
         self.elapsed = state["elapsed"]
         if state["best"] and state.get("best_by") == self._best_by:
@@ -141,7 +174,18 @@ class Run:
 
     def after(self, iteration: int, grid: SampleGrid, metrics: dict[str, float]) -> None:
         """Report an iteration; save, evaluate and show samples when it is time."""
-        self.done, every, o = iteration + 1, self.evaluate_every, self.options
+        self.done, self._random, self._policy.whole = iteration + 1, random_state(), True
+        every, o = self.evaluate_every, self.options
+        with phase("save"):
+            self._show(grid, metrics)
+        if every and self.done % every == 0 and self.done < o.iterations:
+            self.evaluate_policy()
+            self._apply_stop_rule()
+        if self.done % o.checkpoint_every == 0:
+            self.save()
+
+    def _show(self, grid: SampleGrid, metrics: dict[str, float]) -> None:
+        o = self.options
         if self.report is not None:
             self.report.log(self.done, metrics)
             shown = o.sample_every and self.done % o.sample_every == 0
@@ -150,20 +194,20 @@ class Run:
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
             self.steps.advance(shown)
-        if every and self.done % every == 0 and self.done < o.iterations:
-            self.evaluate_policy()
-            self._apply_stop_rule()
-        if self.done % o.checkpoint_every == 0:
-            self.save()
 
-    def evaluate_policy(self) -> Evaluation | None:
-        """Score the weights that the run would export now, and remember the best."""
+    def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:
+        """Score the weights that the run would export now, and remember the best.
+
+        whole: at every number of steps that evaluation names, not at the first alone.
+        """
         if self.evaluator is None:
             return None
         if self._latest is not None and self._latest[0] == self.done:
-            return self._latest[1]
+            found = self._latest[1]
+            if not whole or len(found.others) == len(self.evaluator.others):
+                return found
         with self._policy.using(self._policy.export_adapter):
-            evaluation = self._evaluate(self.done)
+            evaluation = self._evaluate(self.done, whole=whole)
         self._latest = self.done, evaluation
         score = self.score(evaluation) if self.stop is None else self.stop.score(evaluation)
         # NaN is no score: as the first one it would stay the best for good.
@@ -173,16 +217,13 @@ class Run:
             self.save()
         return evaluation
 
-    def _evaluate(self, step: int) -> Evaluation:
+    def _evaluate(self, step: int, *, whole: bool) -> Evaluation:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
-        try:
-            with exact_weights(self._policy.network):
-                evaluation = self.evaluator(self.evaluator.backbone.velocity, self.runtime)
-        except UserError:
-            self.save()  # what was learned outlives what cannot be measured
-            raise
+        with phase("evaluate"), exact_weights(self._policy.network):
+            velocity = self.evaluator.backbone.velocity
+            evaluation = self.evaluator(velocity, self.runtime, whole=whole)
         if self.runtime.is_main:
             measures = evaluation.measures(self.evaluator.quality)
             scores = {f"eval/{name}": values.nanmean().item() for name, values in measures.items()}
@@ -202,38 +243,89 @@ class Run:
         if self.stopped and self.best is not None:
             best = self.checkpoints.path(self.best[1]).name
             self.stopped += f" The best checkpoint by that reward is {best}."
-        if self.stopped and self.steps is not None:
-            console = self.steps.console
-            console.print(self.stopped, highlight=False, markup=False, soft_wrap=True)
+        if self.stopped:
+            self._print(self.stopped)
 
     def evaluation_path(self, step: int) -> Path:
         return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
 
+    def evaluation(self, step: int) -> Evaluation | None:
+        """Return what was measured after an iteration; None where nothing or a damaged file is."""
+        path = self.evaluation_path(step)
+        if not path.exists():
+            return None
+        try:
+            return Evaluation.load(path)
+        except DamagedFile as error:
+            LOG.warning("%s: it is made again where its weights are, and left out elsewhere", error)
+            return None
+
     def save(self) -> None:
-        """Write a checkpoint to resume from, and the LoRA at the root.
+        """Write a checkpoint to resume from, and the LoRA at the root. All call it together."""
+        if self.saved == self.done:
+            return
+        with phase("save"):
+            self._check_finite()
+            if self.before_save is not None:
+                self.before_save()
+            if self.runtime.is_main:
+                self._write(random_state())
+            self.saved = self.done
+            self.runtime.wait()
+
+    def _write(self, random: dict[str, Any]) -> None:
+        """Write the files of a checkpoint.
 
         The state comes last: once it is there, a resumed run takes the rest for written.
         """
-        if self.saved == self.done:
-            return
+        state = {
+            "run": self.ledger.run_id,
+            "policy": self._policy.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "runtime": self.runtime.state_dict(),
+            "random": random,
+            "iteration": self.done,
+            "elapsed": self.seconds(),
+            "best": list(self.best) if self.best else None,
+            "best_by": self._best_by,
+        }
+        pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
+        folder = self.checkpoints.path(self.done)
+        for place in (folder, self.folder):
+            save_lora(pipeline, place, adapter=adapter)
+        best = self.best[1] if self.best else None
+        self.checkpoints.save(self.done, state, best=best)
+        digests = {name: sealed_digest(folder / name) for name in (STATE, FILE)}
+        self.ledger.append("checkpoint", step=self.done, digests=digests)
+
+    def _check_finite(self) -> None:
+        """Raise UserError for weights that must not be saved, the same on all processes."""
+        state = {"policy": self._policy.state_dict(), "optimizer": self._optimizer.state_dict()}
+        try:
+            check_finite(state, self.checkpoints.path(self.done))
+        except DamagedFile as error:
+            steps = self.checkpoints.steps()
+            last = f"{self.checkpoints.path(steps[-1])} is the last" if steps else "there is none"
+            raise UserError(
+                f"the policy or its optimizer is not finite after iteration {self.done}, so no "
+                f"checkpoint and no LoRA was saved ({last}): lower optim.lr, and go on from there"
+            ) from error
+
+    def record_stop(self) -> None:
+        """Write in the ledger how the run ended, once everything that ends it is written."""
+        interrupted = self.interrupted
+        if interrupted:  # without the last evaluation
+            reason = "interrupted"
+        elif self.done >= self.options.iterations:
+            reason = "finished"
+        else:
+            reason = "hacking" if self.stopped else "time"
+        self._write_stop(reason, complete=not interrupted, detail=self.stopped)
+
+    def _write_stop(self, reason: str, *, complete: bool, detail: str) -> None:
         if self.runtime.is_main:
-            state = {
-                "policy": self._policy.state_dict(),
-                "optimizer": self._optimizer.state_dict(),
-                "runtime": self.runtime.state_dict(),
-                "random": random_state(),
-                "iteration": self.done,
-                "elapsed": self.seconds(),
-                "best": list(self.best) if self.best else None,
-                "best_by": self._best_by,
-            }
-            pipeline, adapter = self._policy.backbone.pipeline, self._policy.export_adapter
-            for folder in (self.checkpoints.path(self.done), self.folder):
-                save_lora(pipeline, folder, adapter=adapter)
-            best = self.best[1] if self.best else None
-            self.checkpoints.save(self.done, state, best=best)
-        self.saved = self.done
-        self.runtime.wait()
+            self.ledger.append("stop", step=self.done, seconds=self.seconds(), reason=reason,
+                               complete=complete, detail=detail)  # fmt: skip
 
     def seconds(self) -> float:
         """Return the seconds of training, earlier sessions included."""
@@ -243,34 +335,86 @@ class Run:
         """Return whether time is up, a signal came or the rule stops; the same on all processes."""
         limit = self.options.max_minutes
         late = limit is not None and self.seconds() >= 60 * limit
-        return self.runtime.any(late or self._asked_to_stop or bool(self.stopped))
+        return self.runtime.any(late or bool(self._request.name) or bool(self.stopped))
 
     @property
     def interrupted(self) -> bool:
         """Whether a signal came to any process; all must ask together."""
-        return self.runtime.any(self._asked_to_stop)
+        return self.runtime.any(bool(self._request.name))
 
     @contextmanager
     def session(self) -> Iterator[None]:
         """Show progress, keep the report's files open and handle signals inside the block.
 
-        Ctrl-C and SIGTERM let the iteration end and save; a second one stops at once.
+        Ctrl-C, SIGTERM and SIGHUP let the iteration end and save; a second one stops at once. When
+        an error ends the block, what is whole is saved, and a note on the error says what.
         """
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self._asked_to_stop:
-                raise KeyboardInterrupt
-            self._asked_to_stop = True
-
-        main_thread = threading.current_thread() is threading.main_thread()
-        signals = (signal.SIGINT, signal.SIGTERM) if main_thread else ()
-        before = {number: signal.signal(number, ask) for number in signals}
-        try:
+        with when_done(self._heed) as self._request:
             with self.report or nullcontext(), self.steps or nullcontext():
-                yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+                try:
+                    yield
+                except BaseException as error:
+                    if isinstance(error, Exception | KeyboardInterrupt | Interrupted):
+                        error.add_note(self._rescue(error))
+                    with suppress(OSError):  # such as of a full disk, which is what `error` says
+                        detail = f"{type(error).__name__}: {error}"
+                        self._write_stop("error", complete=False, detail=detail)
+                    raise
+                if self._request.name:
+                    self._print(f"Stopped by {self._request.name}. {self._go_on()}")
+
+    def _heed(self, request: StopRequest) -> None:
+        """Tell that a signal came; a terminal that hangs up takes no more words."""
+        if self.steps is None:
+            return
+        if request.name == "SIGHUP" and self.steps.console.is_terminal:
+            self.steps.console.quiet = True
+        text = f"{request.name}: ends after this iteration; a second signal ends at once.\n"
+        with suppress(OSError):
+            os.write(2, text.encode())  # whatever this signal has interrupted may be printing
+
+    # --- after an error ---------------------------------------------------------------------
+
+    def _rescue(self, error: BaseException) -> str:
+        """Save unless a part of an iteration would be; return a sentence on what is saved.
+
+        This process alone does it: the others may be lost.
+        """
+        if getattr(as_failure(error), "cause", "") == "memory":
+            for one in (error, error.__cause__):
+                traceback.clear_frames(one and one.__traceback__)  # which hold the tensors
+        try:
+            policy = self._policy
+        except AttributeError:  # before `begin`
+            return "Nothing was done yet, and nothing is changed."
+        if self.saved == self.done or not self.runtime.saves_after(error):
+            return self._go_on()
+        if not policy.whole:
+            return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"
+        try:
+            with phase("save"):
+                self._check_finite()
+                if self.before_save is not None and self.runtime.world_size == 1:
+                    self.before_save()
+                self._write(self._random)
+            self.saved = self.done
+        except Exception as second:
+            return f"Iteration {self.done} cannot be saved ({second}). {self._go_on()}"
+        return self._go_on()
+
+    def _go_on(self) -> str:
+        """Return a sentence on the newest checkpoint."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            return "No checkpoint is saved."
+        return (
+            f"Saved: {self.checkpoints.path(steps[-1])}, after {steps[-1]} of "
+            f"{self.options.iterations} iterations. Go on with --resume latest."
+        )
+
+    def _print(self, text: str) -> None:
+        if self.steps is not None:
+            self.steps.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 # --- stop when the trained reward still rises and a held-out one falls --------------------------

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
@@ -98,9 +99,15 @@ TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {
 
 def make_tracker(name: str, folder: Path, resume_step: int | None) -> Tracker:
     """Return the tracker called `name`. Raises UserError for an unknown or a missing one."""
+    check_tracker(name)
+    return TRACKERS[name](folder, resume_step)
+
+
+def check_tracker(name: str) -> None:
+    """Raise UserError for a tracker that is unknown, or whose package is not installed."""
     if name not in TRACKERS:
         raise UserError(f"unknown tracker {name!r}: run.trackers takes {', '.join(TRACKERS)}.")
-    return TRACKERS[name](folder, resume_step)
+    _library(name)
 
 
 def _library(name: str) -> ModuleType:
@@ -128,16 +135,18 @@ class Report:
         resume_step: int | None = None,
     ):
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / FILE
-        if resume_step is not None:
-            kept = [line for line in read_lines(path) if line["step"] <= resume_step]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
-        elif path.exists() and path.stat().st_size:
+        for name in trackers:  # before anything is written
+            check_tracker(name)
+        if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(
                 f"{path} holds the metrics of an earlier run: resume that run, "
                 "or choose another run.output_dir."
             )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            kept = [line for line in read_lines(path) if line["step"] <= resume_step]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._trackers = [make_tracker(name, self.folder, resume_step) for name in trackers]
         self._file = open(path, "a", encoding="utf-8")
 
@@ -178,7 +187,8 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        with suppress(OSError) if error else nullcontext():  # which says more, of a full disk too
+            self.close()
 
 
 def read_metrics(folder: Path | str) -> list[dict[str, Any]]:

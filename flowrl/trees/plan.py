@@ -123,10 +123,8 @@ class TreePlan:
     def __post_init__(self) -> None:
         if self.roots < 1:
             raise PlanError(f"a plan needs at least 1 root, got {self.roots}")
-        if len(self.steps) < 2:
-            raise PlanError(
-                f"a plan needs at least 2 steps, got {len(self.steps)}: the last has no noise"
-            )
+        if not self.steps:
+            raise PlanError("a plan needs at least 1 step, got none")
         for i, step in enumerate(self.steps):
             _check_step(i, step, len(self.steps))
         for fan in self.fans:
@@ -290,6 +288,13 @@ def widths(plan: TreePlan) -> list[int]:
 def levels(plan: TreePlan) -> list[tuple[int, list[Move]]]:
     """Return (step, the moves that start there) in order: what is computed together."""
     return [(step, list(moves)) for step, moves in groupby(plan.moves, key=lambda m: m.step)]
+
+
+def level_widths(plan: TreePlan) -> list[int]:
+    """Return for each step how many velocities of a tree are computed together."""
+    shape = shape_of(plan)
+    sources = [{move.source for move in moves} for _, moves in levels(plan)]
+    return [sum(len(shape.names(cohort)) for cohort in cohorts) for cohorts in sources]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,14 @@ should have noise lies outside 0..steps - 2: the last step never has noise.
 """
 
 import inspect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flowrl.trees.plan import INDEPENDENT, Fan, NoiseCoupling, PlanError, Step, TreePlan, count
 from flowrl.utils.imports import load_callable
 
+MAX_MOVES = 20_000  # of one tree
 BRANCH_COUPLING = NoiseCoupling(kind="shared", strength=4.0)  # BranchGRPO's Eq. 2 with its s
 
 
@@ -192,17 +194,22 @@ def check_steps(name: str, chosen: Sequence[int], steps: int) -> Sequence[int]:
 
 
 def _repaired(chosen: Sequence[int], steps: int) -> list[int]:
-    kept: list[int] = []
+    kept: set[int] = set()
     for step in sorted(chosen, key=lambda step: not 0 <= step <= steps - 2):  # good ones first
         free = [i for i in range(steps - 1) if i not in kept]
         if free:
-            kept.append(min(free, key=lambda i: (abs(i - step), i)))
+            kept.add(min(free, key=lambda i: (abs(i - step), i)))
     return sorted(kept)
 
 
 def _roots_of_power(leaves: int, branch: int, power: int) -> int:
     if branch < 2:
         raise PlanError(f"branch is {branch}, expected at least 2: the nearest that works is 2")
+    if power * math.log2(branch) > 60:
+        raise PlanError(
+            f"trees of {branch}^{power} leaves are asked for, more than any group_size: branch at "
+            "fewer steps, or into fewer"
+        )
     return check_leaves(leaves, branch**power, f"{branch}^{power}" if power > 1 else str(branch))
 
 
@@ -242,6 +249,8 @@ def _forest(
     coupling: NoiseCoupling = INDEPENDENT,
     gains: dict[int, float] | None = None,
 ) -> tuple[Step, ...]:
+    if steps < 2:
+        raise PlanError(f"a plan needs at least 2 steps, got {steps}: the last has no noise")
     noisy, trained, gains = set(noisy), set(trained), gains or {}
     return tuple(
         Step(
@@ -341,6 +350,12 @@ def _comb(steps: int, leaves: int, fans: list[Fan]) -> TreePlan:
     width, ends = fans[0].width, sum(len(fan.strides) for fan in fans)
     if width < 1:
         raise PlanError(f"width is {width}: the nearest that works is 1")
+    moves = sum(-(-(steps - f.step - f.length) // s) for f in fans for s in f.strides)
+    if moves > MAX_MOVES:
+        raise PlanError(
+            f"fans at {len({f.step for f in fans})} of {steps} steps make {moves:,} moves, "
+            f"expected at most {MAX_MOVES:,}: name fewer steps in rollout.tree.at"
+        )
     roots = check_leaves(leaves, width * ends, f"{width} x {ends}" if ends > 1 else str(width))
     return TreePlan(roots=roots, steps=(Step(),) * steps, fans=tuple(fans))
 

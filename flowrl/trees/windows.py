@@ -6,7 +6,7 @@ noise. They depend on its fields, the seed and the iteration alone, so resuming 
 
 import random
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -26,6 +26,10 @@ class _Window(Options):
     @abstractmethod
     def _first(self, iteration: int, stop: int, seed: int) -> int:
         """Return the first step of the window in one iteration; it ends at `stop` or before."""
+
+    def turns(self, num_steps: int, since: int) -> Iterable[int]:
+        """Return one cycle of the iterations after `since` at which the window moves on."""
+        return ()
 
     def steps(self, iteration: int, num_steps: int, seed: int) -> range:
         """Return the steps in one iteration. Raises PlanError for a window that does not fit."""
@@ -111,6 +115,9 @@ class ProgressiveWindow(_Window):
         places = stop - self.size - self.start + 1
         return self.start + (iteration // self.period) % places
 
+    def turns(self, num_steps: int, since: int) -> Iterable[int]:
+        return [(since // self.period + turn) * self.period for turn in range(1, num_steps + 1)]
+
 
 class GeometricWindow(_Window):
     """Consecutive steps at a random place, early ones more often (TreeGRPO, 2512.08153).
@@ -175,6 +182,11 @@ class DepthPruning(Options):
         )
         first = self.start + sign * moved
         return range(first, first + self.size)
+
+    def turns(self, num_steps: int) -> list[int]:
+        """Return the iterations at which the steps change."""
+        end = [] if self.until is None else [self.until]
+        return end + [turn * self.period for turn in range(num_steps)]
 
     def _check(self, num_steps: int) -> None:
         where, last = "rollout.depth_pruning", num_steps - 2

@@ -1,14 +1,26 @@
 """accelerate behind one class: processes, precision, gradients. Nothing else imports it."""
 
+import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from flowrl.errors import UserError
+from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
+from flowrl.utils.peers import Peers
+
+PEER_TIMEOUT = 120.0  # seconds
+ANSWER_TIMEOUT = 3600.0
+# What launchers ask for by the environment, and accelerate would wrap the network in.
+WRAPPERS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
+}
 
 
 class Runtime:
@@ -16,18 +28,24 @@ class Runtime:
 
     One call an update sums the adapter's small gradients instead of a wrapper of the network: the
     arithmetic of DistributedDataParallel, and adapters can be switched and merged freely. Raises
-    UserError for a missing device, a process that already computes in another precision, and a
-    launcher with gradient accumulation, which would divide the loss a second time.
+    UserError for a missing device, a process that already computes in another precision, and what
+    a launcher asks for in vain: see `_check_launcher`.
+
+    Args:
+        peer_timeout, answer_timeout: see `Peers`.
     """
 
-    def __init__(self, *, device: str = "auto", mixed_precision: str = "no"):
+    def __init__(
+        self,
+        *,
+        device: str = "auto",
+        mixed_precision: str = "no",
+        peer_timeout: float = PEER_TIMEOUT,
+        answer_timeout: float = ANSWER_TIMEOUT,
+    ):
         from accelerate import Accelerator
 
-        if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-            raise UserError(
-                "the launcher sets gradient accumulation: set it to 1 there and use "
-                "optim.micro_batch, which flowrl accumulates itself"
-            )
+        _check_launcher()
         try:
             self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
@@ -36,10 +54,28 @@ class Runtime:
                 f"{mixed_precision!r}: start a new process"
             ) from error
         self.device: torch.device = self.accelerator.device
+        self.in_lockstep = False  # networks are sharded: all processes call them equally often
         if device not in ("auto", self.device.type):
             raise UserError(
                 f"pipeline.device is {device}, but torch finds no such device here: set it to auto"
             )
+        started = int(os.environ.get("WORLD_SIZE", "1"))
+        if started > 1 and self.world_size == 1:
+            raise UserError(
+                f"the launcher started {started} processes, but accelerate sees a single one, and "
+                "each would train alone: set pipeline.device=cpu to train on CPUs, or start one "
+                "process"
+            )
+        self.peers = _peers() if self.world_size > 1 else None  # None for a process alone
+        if self.peers is not None:
+            self.peers.peer_timeout, self.peers.answer_timeout = peer_timeout, answer_timeout
+
+    @property
+    def gpu(self) -> int | None:
+        """The number of this process's GPU, None without CUDA. New threads begin at number 0."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     @property
     def rank(self) -> int:
@@ -68,13 +104,12 @@ class Runtime:
         """Return the rows of all processes in order, on the device of `rows`; counts may differ."""
         if self.world_size == 1:
             return rows
-        count = torch.tensor([len(rows)], device=self.device)
-        counts = self._gather(count).tolist()
+        counts = [int(n) for n in self._gather(torch.tensor([len(rows)]))]
         # bool has no all_gather on every back end; rows are padded to one length for it.
-        padded = torch.zeros(max(counts), *rows.shape[1:], device=self.device, dtype=rows.dtype)
-        padded[: len(rows)] = rows.to(self.device)
+        padded = torch.zeros(max(counts), *rows.shape[1:], dtype=rows.dtype)
+        padded[: len(rows)] = rows.cpu()
         parts = self._gather(padded.byte() if rows.dtype == torch.bool else padded)
-        kept = [p[:n] for p, n in zip(parts.split(max(counts)), counts, strict=True)]
+        kept = [part[:n] for part, n in zip(parts, counts, strict=True)]
         return torch.cat(kept).to(device=rows.device, dtype=rows.dtype)
 
     def merge(self, texts: dict[str, str]) -> dict[str, str]:
@@ -85,34 +120,103 @@ class Runtime:
         lines = bytes(self.gather(line).tolist()).decode().splitlines()
         return {name: text for line in lines for name, text in json.loads(line).items()}
 
+    def from_main(self, read: Callable[[], bytes]) -> bytes:
+        """Return on every process what `read` returns on the main one, which alone calls it.
+
+        So that a run needs no disk that all processes see. Raises its UserError on all.
+        """
+        data = b""
+        with self.raise_on_all():
+            if self.is_main:
+                data = read()
+        if self.peers is None:
+            return data
+        found = torch.zeros(int(self.sum(float(len(data)))), dtype=torch.uint8)
+        if data:
+            found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return self.peers.broadcast(found).numpy().tobytes()
+
+    def same_as_main(self, tensor: Tensor) -> Tensor:
+        """Return the main process's tensor on the device; a tensor on meta gives its shape."""
+        from accelerate.utils import broadcast
+
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        if not tensor.is_meta:
+            made.copy_(tensor)
+        return broadcast(made)  # type: ignore[return-value]
+
     @contextmanager
-    def raise_on_all(self) -> Iterator[None]:
+    def raise_on_all(self, *, at_once: bool = False) -> Iterator[None]:
         """If one process raises UserError in the block, raise it on all.
 
-        Otherwise the others would wait for it forever. The block must not communicate.
+        Otherwise the others would wait for it. What the machine fails at is such an error, too.
+        The block must not communicate; or else it is raised at once, and the others are lost.
         """
         failure = None
         try:
             yield
-        except UserError as error:
-            failure = error
-        if not self.any(failure is not None):
-            return
-        own = {} if failure is None else {f"{self.rank:06d}": str(failure)}
-        message = min(self.merge(own).items())[1]
-        if failure is not None and str(failure) == message:
+        except Exception as error:
+            failure = as_failure(error)
+            if failure is None or at_once:
+                raise
+        try:
+            if not self.any(failure is not None):
+                return
+            where = (
+                f"rank {self.rank}: " if isinstance(failure, MachineFailure) and self.peers else ""
+            )
+            own = {} if failure is None else {f"{self.rank:06d}": f"{where}{failure}"}
+            message = min(self.merge(own).items())[1]
+        except MachineFailure as lost:  # its own is the first cause
+            raise failure or lost from None
+        if failure is not None and own.get(f"{self.rank:06d}") == message:
+            failure.args = (message,)  # with the rank, as the others say it
             raise failure
         raise UserError(message)
 
-    def _gather(self, tensor: Tensor) -> Tensor:
-        return self.accelerator.gather(tensor)  # type: ignore[return-value]
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Tell the other processes when this one ends with an error inside the block."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, MachineFailure | Interrupted) and not hasattr(error, "__notes__"):
+                error.add_note("Training had not begun: nothing is saved, and nothing is changed.")
+            if self.peers is not None:
+                self.peers.leave(str(error) or type(error).__name__)
+            raise
+
+    def saves_after(self, error: BaseException) -> bool:
+        """Return whether this process saves after an error: the first one that is not lost."""
+        if self.peers is None:
+            return True
+        lost = error.ranks if isinstance(error, MachineFailure) else ()
+        return self.rank == min(set(self.peers.recent()) - set(lost) | {self.rank})
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        assert self.peers is not None
+        return self.peers.gather(tensor)
 
     def sum(self, value: float) -> float:
         """Return the sum of one number over processes."""
-        if self.world_size == 1:
+        if self.peers is None:
             return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        return self.accelerator.reduce(total, "sum").item()  # type: ignore[union-attr]
+        return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
+
+    def rounds(self, count: int) -> int:
+        """Return how often all processes do what this one has to do `count` times.
+
+        The most of any process where they work in lockstep, else the count itself.
+        """
+        return self.most(count) if self.in_lockstep else count
+
+    def most(self, count: int) -> int:
+        """Return the largest number of all processes."""
+        return int(self.gather(torch.tensor([count])).max())
+
+    def largest_share(self, total: int, unit: int = 1) -> int:
+        """Return the most rows that `local_rows` gives to a process."""
+        return -(-(total // unit) // self.world_size) * unit
 
     def any(self, flag: bool) -> bool:
         """Return True on every process if it is on one, so that all stop together."""
@@ -131,7 +235,7 @@ class Runtime:
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Sum the gradients of all processes, in one call. A process without rows counts as 0."""
-        if self.world_size == 1:
+        if self.peers is None:
             return
         for p in parameters:
             if p.grad is None:
@@ -139,8 +243,9 @@ class Runtime:
         if self.accelerator.scaler is not None:  # which must have scaled something, rows or none
             self.accelerator.scaler.scale(torch.zeros((), device=self.device))
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-        total: Tensor = self.accelerator.reduce(flat, "sum")  # type: ignore[assignment]
-        for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+        # The back end's own group, but waited for as messages are.
+        self.peers.wait(torch.distributed.all_reduce(flat, async_op=True))
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
 
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float) -> float:
@@ -158,4 +263,55 @@ class Runtime:
             self.accelerator.scaler.load_state_dict(state)
 
     def wait(self) -> None:
-        self.accelerator.wait_for_everyone()
+        """Wait until all processes are here."""
+        self.sum(0.0)
+
+
+@functools.cache
+def _peers() -> Peers:
+    """Return the processes that the launcher started, with one group and one beat for all."""
+    return Peers(peer_timeout=PEER_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
+
+
+def _check_launcher() -> None:
+    """Raise UserError for what a launcher asks for and flowrl does otherwise, or not at all.
+
+    Gradient accumulation would divide the loss a second time; wrappers would be ignored.
+    """
+    if os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise UserError(
+            "the launcher sets gradient accumulation: set it to 1 there and use "
+            "optim.micro_batch, which flowrl accumulates itself"
+        )
+    for name, wrapper in WRAPPERS.items():
+        if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on"):
+            raise UserError(
+                f"the launcher asks for {wrapper} ({name}), which flowrl does not use: only the "
+                "adapter is trained, and each process holds the frozen weights. Launch with "
+                "--multi_gpu, and see docs/memory.md for what needs less memory"
+            )
+
+
+class Postponed:
+    """Keeps the first UserError of several blocks until `finish`, where processes are in lockstep.
+
+    The others would wait forever for the network's calls of one that stops half-way. Where they are
+    not, errors are raised at once.
+    """
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self._first: UserError | None = None
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            if not self.runtime.in_lockstep:
+                raise
+            self._first = self._first or error
+
+    def finish(self) -> None:
+        if self._first is not None:
+            raise self._first

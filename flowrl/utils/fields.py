@@ -1,5 +1,6 @@
 """What every option of the configuration is made of: a type, a meaning and a source."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
@@ -19,19 +20,63 @@ def _refuse_float(value: Any) -> Any:
     return _refuse_bool(value)
 
 
-def _refuse_empty(value: str) -> str:
-    if not value.strip():
-        raise ValueError("expected some text, got none")
+def _refuse_huge(value: int) -> int:
+    if value > LARGEST:
+        raise ValueError(f"expected at most {LARGEST:,}")
     return value
 
 
+def _check_name(value: str) -> str:
+    """Return a text that names something: it is not empty, nor what no file could be called."""
+    if not value.strip():
+        raise ValueError("expected some text, got none")
+    if "\0" in value:
+        raise ValueError("expected a text without NUL characters")
+    if len(value.encode("utf-8", "surrogatepass")) > LONGEST_NAME:
+        raise ValueError(f"expected a text of at most {LONGEST_NAME:,} bytes")
+    return value
+
+
+def check_unicode(value: str) -> str:
+    """Return a text that files and tokenizers take. Raises ValueError for half a character."""
+    found = next((c for c in value if "\ud800" <= c <= "\udfff"), None)
+    if found is not None:
+        raise ValueError(
+            f"the text holds {found!a}, half of a surrogate pair, which is no character: write the "
+            "character itself"
+        )
+    return value
+
+
+def _check_folder(value: str) -> str:
+    longest = max(value.replace("\\", "/").split("/"), key=lambda part: len(part.encode()))
+    if len(longest.encode()) > LONGEST_PART:
+        raise ValueError(f"expected names of at most {LONGEST_PART} bytes between slashes")
+    return value
+
+
+def _check_pattern(value: str) -> str:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression: {error}") from error
+    return value
+
+
+LONGEST_PART = 255  # bytes of one folder's or file's name
+LONGEST_NAME = 4000  # bytes; systems take paths of some 4096
+LARGEST = 2**63  # 64 bits hold every number below
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(_refuse_bool)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_refuse_bool)]
-Whole = Annotated[int, Field(ge=0), BeforeValidator(_refuse_float)]
-Count = Annotated[int, Field(ge=1), BeforeValidator(_refuse_float)]
+Whole = Annotated[int, Field(ge=0), BeforeValidator(_refuse_float), AfterValidator(_refuse_huge)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_refuse_float), AfterValidator(_refuse_huge)]
+Several = Annotated[Count, Field(le=1_000_000)]  # of what is listed one by one
+Choice = BeforeValidator(_refuse_float)  # of numbers: Python takes true and 1.0 for 1
 Flag = StrictBool
-Text = Annotated[str, AfterValidator(_refuse_empty)]
+Text = Annotated[str, AfterValidator(_check_name)]
+Folder = Annotated[Text, AfterValidator(_check_folder)]  # that flowrl makes
+Pattern = Annotated[Text, AfterValidator(_check_pattern)]  # a regular expression
 
 
 class Options(BaseModel):

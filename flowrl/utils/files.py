@@ -3,14 +3,20 @@
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from flowrl.errors import DamagedFile
+from flowrl.utils.digests import check_seal, notes_of, seal
+
+TEMPORARY = ".tmp"  # ending of files that are being written
 _TENSOR = "__tensor__"
 _INT_KEYS = "__int_keys__"
 
@@ -19,19 +25,25 @@ _INT_KEYS = "__int_keys__"
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary file beside `path`; sync and rename it when the block succeeds."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    os.close(handle)
-    temporary = Path(name)
+    temporary = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=TEMPORARY)
+        temporary = Path(name)
+        os.close(handle)
         yield temporary
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         temporary.chmod(0o644)
         os.replace(temporary, path)
         sync_folder(path.parent)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):  # which would say nothing
+            error.filename = str(path)
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -65,19 +77,39 @@ def write_text(path: Path, text: str) -> None:
 def save_state(path: Path, state: Any) -> None:
     """Write nested dicts and lists of tensors, numbers, strings and None, atomically.
 
-    Tensors go to safetensors, everything else into its JSON header, so reading runs no code.
-    Raises TypeError for other types.
+    Tensors go to safetensors, everything else into its JSON header, so reading runs no code. The
+    header has a digest of the whole file. Raises TypeError for other types.
     """
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(state, tensors)
-    write_bytes(path, save(tensors, metadata={"state": json.dumps(tree)}))
+    write_bytes(path, seal(save(tensors, metadata={"state": json.dumps(tree)})))
 
 
 def load_state(path: Path) -> Any:
-    """Return the state that `save_state` wrote, with the tensors on the CPU."""
-    data = Path(path).read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return _unflatten(json.loads(header["__metadata__"]["state"]), load(data))
+    """Return the state that `save_state` wrote, with the tensors on the CPU.
+
+    Raises DamagedFile when the file is not what was written, and UserError when a newer flowrl
+    wrote it.
+    """
+    return parse_state(Path(path).read_bytes(), path)
+
+
+def parse_state(data: bytes, path: Path) -> Any:
+    """Return the state in the bytes of a file that `save_state` wrote; see `load_state`."""
+    check_seal(data, path)
+    try:
+        return _unflatten(json.loads(notes_of(data)["state"]), load(data))
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{path} is damaged: {error}") from error
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left half-written below a folder that nobody else writes to."""
+    for path in sorted(folder.rglob(f".*{TEMPORARY}")):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

@@ -16,6 +16,14 @@ from rich.progress import (
 from flowrl.utils.templates import number
 
 
+class SafeConsole(Console):
+    """A console whose broken pipe is an error like any other, where rich ends the program."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        raise  # noqa: PLE0704  # rich calls this while it handles the error
+
+
 class Steps:
     """Shows the steps of a job while it is entered; `start` of them are done already.
 
@@ -31,7 +39,7 @@ class Steps:
         console: Console | None = None,
         every: float = 10.0,
     ):
-        self.console = console or Console()
+        self.console = console or SafeConsole()
         self._what, self._total, self._done, self._start = what, total, start, start
         self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
         self._bar = _bar(self.console) if self.console.is_terminal else None

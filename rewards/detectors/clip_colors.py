@@ -9,12 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..geneval_rules import Detection
+from ..geneval_rules import COLORS, Detection
 from ..networks.clip import VIT_L14, Clip
 
-COLORS = (
-    "red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white",
-)  # fmt: skip
 TEMPLATES = (
     "a photo of a {color} {name}",
     "a photo of a {color}-colored {name}",

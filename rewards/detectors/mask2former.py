@@ -9,10 +9,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from ..geneval_rules import Detection
 from .object_model import ObjectModel
 
+DIVISOR = 32  # of the sides of what the network sees
+MOST = 100  # objects of an image, as published
 COCO = (
     "person", "bicycle", "car", "motorcycle", "airplane", "bus", "train", "truck", "boat",
     "traffic light", "fire hydrant", "stop sign", "parking meter", "bench", "bird", "cat", "dog",
@@ -45,6 +49,8 @@ class Mask2FormerDetector:
 
     model: a name on the Hugging Face hub or a folder. threshold, counting_threshold: GenEval's
     (arXiv 2310.11513). floor: objects less sure are not reported. batch: images at a time.
+    shortest, longest: images are resized until their shorter edge has so many pixels, or their
+    longer one, as published; their proportions stay, and masks are decided at their own size.
     classes: the names that prompts may use, which must be the model's after RENAMES.
     """
 
@@ -58,6 +64,8 @@ class Mask2FormerDetector:
         counting_threshold: float = 0.9,
         floor: float = 0.05,
         batch: int = 4,
+        shortest: int = 800,
+        longest: int = 1333,
         classes: Sequence[str] = COCO,
         device: str = "auto",
         dtype: str = "fp32",
@@ -71,6 +79,7 @@ class Mask2FormerDetector:
         )
         self.threshold, self.counting_threshold, self.floor = threshold, counting_threshold, floor
         self.batch = batch
+        self.size = {"shortest_edge": shortest, "longest_edge": longest}
         self.classes = tuple(classes)
 
     def load(self) -> None:
@@ -91,29 +100,54 @@ class Mask2FormerDetector:
 
     @torch.no_grad()
     def _find(self, images: np.ndarray) -> list[list[Detection]]:
-        outputs = self.model.network(pixel_values=self.model.pixels(images)["pixel_values"])
-        outputs.class_queries_logits = outputs.class_queries_logits.float()
-        outputs.masks_queries_logits = outputs.masks_queries_logits.float()
-        found = self.model.processor.post_process_instance_segmentation(
-            outputs,
-            threshold=self.floor,
-            target_sizes=[images.shape[1:3]] * len(images),
-            return_binary_maps=True,
-        )
-        return [self._detections(one["segmentation"], one["segments_info"]) for one in found]
-
-    def _detections(self, masks: torch.Tensor, infos: Sequence[dict]) -> list[Detection]:
-        """masks (n, H, W) and what they are; without objects the map is empty and says nothing."""
-        maps = masks.bool().cpu().numpy() if infos else ()
+        pixels = self.model.pixels(images, size=self.size, size_divisor=0)["pixel_values"]
+        seen = (pixels.shape[2], pixels.shape[3])
+        # As mmdet does: zeros at the right and below, which the masks then lose again.
+        below, right = (-side % DIVISOR for side in seen)
+        outputs = self.model.network(pixel_values=F.pad(pixels, (0, right, 0, below)))
+        classes = outputs.class_queries_logits.float().softmax(-1)[..., :-1]
+        padded = (seen[0] + below, seen[1] + right)
         return [
-            Detection(
-                box=_box(mask),
-                score=float(info["score"]),
-                name=self.classes[info["label_id"]],
-                mask=mask,
-            )
-            for mask, info in zip(maps, infos, strict=True)
+            self._detections(scores, masks.float(), padded, seen, images.shape[1:3])
+            for scores, masks in zip(classes, outputs.masks_queries_logits, strict=True)
         ]
+
+    def _detections(
+        self,
+        scores: Tensor,
+        masks: Tensor,
+        padded: tuple[int, int],
+        seen: tuple[int, int],
+        size: tuple[int, ...],
+    ) -> list[Detection]:
+        """The objects of one image: class probabilities times how sure their masks are.
+
+        scores: (Q, C); masks: (Q, h, w) logits of the padded input, `seen` of which is the image;
+        size: the image's own, at which masks are decided.
+        """
+        best, places = scores.flatten().topk(min(MOST, scores.numel()))
+        places = places[best >= self.floor]  # a mask only lowers a score
+        found = []
+        for place in places.tolist():
+            query, label = divmod(place, scores.shape[1])
+            mask = _enlarged(masks[query][None, None], padded, seen, size)
+            inside = mask > 0
+            sure = (mask.sigmoid() * inside).sum() / (inside.sum() + 1e-6)
+            score = float(scores[query, label] * sure)
+            if score >= self.floor and bool(inside.any()):
+                own = inside.cpu().numpy()
+                name = self.classes[label]
+                found.append(Detection(box=_box(own), score=score, name=name, mask=own))
+        return found
+
+
+def _enlarged(
+    mask: Tensor, padded: tuple[int, int], seen: tuple[int, int], size: tuple[int, ...]
+) -> Tensor:
+    """A mask (1, 1, h, w) of the padded input at the image's own size, (H, W)."""
+    whole = F.interpolate(mask, size=padded, mode="bilinear", align_corners=False)
+    own = whole[..., : seen[0], : seen[1]]
+    return F.interpolate(own, size=tuple(size), mode="bilinear", align_corners=False)[0, 0]
 
 
 def _box(mask: np.ndarray) -> tuple[float, float, float, float]:

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from ..networks.loading import DTYPES, check_dtype, device_of, fetching, imported
+from ..networks.sharing import shared
 
 
 class ObjectModel:
@@ -19,10 +20,14 @@ class ObjectModel:
     def __init__(self, model: str, *, family: str, kind: str, device: str, dtype: str):
         self.model, self.family, self.kind = model, family, kind
         self.device, self.dtype = device, check_dtype(dtype)
+        self._shared = shared((kind, model, device, dtype), self)
 
     @functools.cached_property
     def network(self) -> Any:
         """Raises ImportError or FileNotFoundError of one sentence for what is not there."""
+        return self._shared.load(self._load)
+
+    def _load(self) -> Any:
         imported("scipy", f"the detector {self.family}")
         kind = imported(f"transformers:{self.kind}", f"the detector {self.family}")
         with fetching(self.model):
@@ -46,10 +51,13 @@ class ObjectModel:
         with fetching(self.model):
             return kind.from_pretrained(self.model)
 
-    def pixels(self, images: np.ndarray) -> dict[str, Tensor]:
-        """(B, H, W, 3) uint8 RGB -> what the network reads of them, on its device."""
+    def pixels(self, images: np.ndarray, **how: Any) -> dict[str, Tensor]:
+        """(B, H, W, 3) uint8 RGB -> what the network reads of them, on its device.
+
+        how: what the image processor is told, in place of its own settings.
+        """
         inputs = self.processor(
-            list(images), return_tensors="pt", input_data_format="channels_last"
+            list(images), return_tensors="pt", input_data_format="channels_last", **how
         )
         return {
             name: value.to(self.network.device, DTYPES[self.dtype])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .loading import DTYPES, building, check_dtype, device_of, fetching, imported
 from .preprocess import clip_pixels
+from .sharing import shared
 from .text_embeddings import TextEmbeddings, warn_of_cut
 
 VIT_L14 = "openai/clip-vit-large-patch14"  # OpenAI's largest at 224 pixels: what papers compare by
@@ -30,7 +31,8 @@ def projected(output: Any) -> Tensor:
 class Clip:
     """A CLIP by its name on the Hugging Face hub, or in a folder; loaded when first used.
 
-    reward: who uses it, for messages. tokenizer: where that lies, if not with the model.
+    Rewards of a process that use the same weights hold one network, which is run once for the same
+    images. reward: who uses it, for messages. tokenizer: where that lies, if not with the model.
     dtype "fp32" or "bf16": of the network; vectors and their products are float32. The weights
     get no gradient, the images do.
     """
@@ -48,6 +50,7 @@ class Clip:
         self.model, self.tokenizer, self.revision = model, tokenizer or model, revision
         self.reward, self.device, self.dtype = reward, device, check_dtype(dtype)
         self.texts = TextEmbeddings(self._encode)
+        self._shared = shared(("clip", model, revision, device, dtype), self)
 
     @property
     def version(self) -> str:
@@ -57,6 +60,9 @@ class Clip:
 
     @functools.cached_property
     def _loaded(self) -> tuple[Any, float]:
+        return self._shared.load(self._load)
+
+    def _load(self) -> tuple[Any, float]:
         kind = imported("transformers:CLIPModel", self.reward)
         with building(), fetching(self.model):
             network = kind.from_pretrained(self.model, revision=self.revision)
@@ -78,6 +84,9 @@ class Clip:
 
     def images(self, images: Tensor) -> Tensor:
         """Unit vectors of images (B, 3, H, W) in [0, 1]: (B, D) float32 on the model's device."""
+        return self._shared.recall("images", images, lambda: self._seen(images))
+
+    def _seen(self, images: Tensor) -> Tensor:
         network = self._loaded[0]
         size = network.config.vision_config.image_size
         pixels = clip_pixels(images.to(network.device), size).to(network.dtype)
@@ -88,6 +97,10 @@ class Clip:
         return cosine(self.images(images), self.texts(prompts))
 
     def _encode(self, prompts: list[str]) -> Tensor:
+        asked = (self.tokenizer, *prompts)
+        return self._shared.recall(asked, None, lambda: self._read(prompts))
+
+    def _read(self, prompts: list[str]) -> Tensor:
         network = self._loaded[0]
         limit = network.config.text_config.max_position_embeddings
         whole = self._tokenizer(prompts, verbose=False)["input_ids"]

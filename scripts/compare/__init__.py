@@ -1,1 +1,1 @@
-"""Comparisons of methods over seeds on the tiny world, from runs to a page with intervals."""
+"""Methods side by side, over seeds: runs, data and pages of the gallery. See `__main__`."""

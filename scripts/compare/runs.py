@@ -1,274 +1,202 @@
-"""Compare methods: held-out scores against wall time, forwards and images, as curves and tables."""
+"""Run the methods of a page: in the background, beside each other, and each run only once."""
 
-import csv
-import io
-from collections.abc import Callable, Mapping, Sequence
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import median
 from typing import Any
 
-import flowrl
-from flowrl.config import Config
-from flowrl.training.checkpoint import CONFIG
+from flowrl.config import Config, config_yaml
 from flowrl.training.tracking import read_metrics
-from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.plots import (
-    LIGHT,
-    Band,
-    Points,
-    Theme,
-    new_figure,
-    plot_line,
-    png_bytes,
-    style_axes,
+from flowrl.utils.files import write_text
+from scripts.compare.data import (
+    RATES,
+    TUNING,
+    Image,
+    Line,
+    images_of,
+    lines_of,
+    read_rows,
+    write_curves,
+    write_images,
+    write_rows,
 )
+from scripts.compare.page import Method, Page
 
 TIMES = tuple(
     f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
 )
-PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
-SHARE = 0.6  # of the first method's wall time, the mark that a tree is asked to beat
+TUNING_SEED = 1000  # of runs on validation prompts; no seed of the report
+POLL = 2.0  # seconds between looks at what is running
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One training run: its method, its seed, and its metrics as `read_metrics` gives them."""
+class Job:
+    """One run of `flowrl train` in a process of its own."""
 
-    method: str
-    seed: int
-    metrics: Sequence[Mapping[str, Any]]
-    seconds: float = 0.0  # spent before it began, on the offline data set that it learns from
-    images: float = 0.0  # sampled for that
+    name: str
+    config: Config
+    folder: Path
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run's last iteration was evaluated."""
+        lines = lines_of(self.folder, "", 0) if self.folder.is_dir() else []
+        return bool(lines) and lines[-1].iteration == self.config.run.iterations
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """An evaluation, and what training had cost until then; evaluations are not counted."""
-
-    step: int
-    seconds: float
-    forwards: float  # of rollouts, candidates and training; no backwards, no audits
-    images: float  # sampled to learn from
-    candidates: float  # sampled only to choose by
-    scores: Mapping[str, float]
-
-
-# What a chart has on its horizontal axis, by the chart's file.
-AXES: dict[str, tuple[str, Callable[[Point], float]]] = {
-    "iterations": ("iterations", lambda p: p.step),
-    "wall-time": ("minutes of training", lambda p: p.seconds / 60),
-    "forwards": (
-        "thousand forwards, of rollouts and training",
-        lambda p: p.forwards / 1e3,
-    ),
-    "images": ("thousand images sampled to learn from", lambda p: p.images / 1e3),
-}
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start the run, or go on with it where it was interrupted; its output is beside it."""
+        recipe = self.folder.with_suffix(".yaml")
+        write_text(recipe, config_yaml(self.config))
+        command = [sys.executable, "-m", "flowrl", "train", str(recipe)]
+        with self.folder.with_suffix(".log").open("ab") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+            return subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, preexec_fn=_nice
+            )
 
 
-def train(config: Config) -> None:
-    """Train to the end, from where an earlier call was stopped; leave a finished run alone."""
-    folder, iterations = Path(config.run.output_dir), config.run.iterations
-    if finished(folder, iterations):
-        return
-    flowrl.align(config, resume="latest" if (folder / CONFIG).exists() else None)
-    if not finished(folder, iterations):
-        raise SystemExit(f"{folder} was interrupted: the same command goes on with it")
+def _nice() -> None:
+    os.nice(10)
 
 
-def finished(folder: Path, iterations: int) -> bool:
-    """Return whether the run's last iteration was evaluated."""
-    evaluated = points(Run(method="", seed=0, metrics=read_metrics(folder)))
-    return bool(evaluated) and evaluated[-1].step == iterations
+def run_all(jobs: Sequence[Job], *, at_once: int) -> list[str]:
+    """Run what is not finished, so many at once; return the names of runs that failed."""
+    waiting = [job for job in jobs if not job.finished]
+    print(f"{len(jobs) - len(waiting)} of {len(jobs)} runs are finished", flush=True)
+    running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
+    failed: list[str] = []
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job = waiting.pop(0)
+            job.folder.parent.mkdir(parents=True, exist_ok=True)
+            running[job.name] = job, job.start()
+            print(f"{time.strftime('%H:%M:%S')} {job.name}", flush=True)
+        time.sleep(POLL)
+        for name, (job, process) in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[name]
+            if not job.finished:
+                failed.append(name)
+                log = job.folder.with_suffix(".log")
+                print(f"{name} did not finish, see {log}; the same command tries again", flush=True)
+    return failed
 
 
-def points(run: Run) -> list[Point]:
-    """The evaluations of a run, in order."""
-    seconds, images, candidates, forwards = run.seconds, run.images, 0.0, 0.0
-    found = []
-    for line in run.metrics:
-        seconds += sum(line.get(name) or 0.0 for name in TIMES)
-        forwards += sum(line.get(name) or 0.0 for name in PASSES)
-        sampled = line.get("tree/forwards")  # none where images are read from a data set
-        images += (line.get("tree/leaves") or 0.0) if sampled else 0.0
-        candidates += line.get("explore/candidates") or 0.0
-        scores = {name: value for name, value in line.items() if name.startswith("eval/")}
-        if scores:
-            found.append(
-                Point(
-                    step=line["step"], seconds=seconds, forwards=forwards, images=images,
-                    candidates=candidates, scores=scores,
-                )
-            )  # fmt: skip
-    return found
+def slug(text: str) -> str:
+    """Return a name for a file."""
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
-def mean_curve(runs: Sequence[Run]) -> list[Point]:
-    """The mean over runs of one method, evaluated at the same iterations."""
-    curves = [points(run) for run in runs]
+# --- tuning, runs, rates -------------------------------------------------------------------------
+
+
+def tuning_jobs(page: Page, runs: Path) -> Iterator[tuple[Method, tuple[str, ...], Job]]:
+    """Yield a run on validation prompts for each combination of values to try."""
+    for method in page.methods:
+        for choice in method.choices() if method.tune else ():
+            folder = runs / "tuning" / slug(f"{method.name} {' '.join(choice)}")
+            changes = [*choice, f"evaluation.prompts={page.validation}"]
+            config = page.config(method, TUNING_SEED, folder, *changes)
+            name = f"tuning {method.name} {' '.join(choice)}"
+            yield method, choice, Job(name=name, config=config, folder=folder)
+
+
+def tune(page: Page, runs: Path, data: Path, *, at_once: int) -> list[str]:
+    """Try every method's values on validation prompts; write what each scored."""
+    found = list(tuning_jobs(page, runs))
+    failed = run_all([job for _, _, job in found], at_once=at_once)
+    rows = [
+        {"method": method.name, "options": " ".join(choice)}
+        | {"score": f"{lines_of(job.folder, '', 0)[-1].scores[page.score]:.4f}"}
+        for method, choice, job in found
+        if job.finished
+    ]
+    if rows:
+        write_rows(data / TUNING, rows)
+    return failed
+
+
+def chosen(page: Page, data: Path) -> dict[str, tuple[str, ...]]:
+    """Return the values that scored best on validation prompts, by method."""
+    best: dict[str, tuple[float, tuple[str, ...]]] = {}
+    for row in read_rows(data / TUNING):
+        found = float(row["score"]), tuple(row["options"].split())
+        best[row["method"]] = max(best.get(row["method"], found), found, key=lambda f: f[0])
+    return {method: options for method, (_, options) in best.items()}
+
+
+def jobs_of(page: Page, runs: Path, data: Path, seeds: int) -> list[Job]:
+    """Return every run of the report, seed by seed, so that fewer seeds are whole, too."""
+    tuned = chosen(page, data)
     return [
-        Point(
-            step=together[0].step,
-            seconds=mean(p.seconds for p in together),
-            forwards=mean(p.forwards for p in together),
-            images=mean(p.images for p in together),
-            candidates=mean(p.candidates for p in together),
-            scores={name: mean(p.scores[name] for p in together) for name in together[0].scores},
+        Job(
+            name=f"{method.name}, seed {seed}",
+            config=page.config(method, seed, folder, *tuned.get(method.name, ())),
+            folder=folder,
         )
-        for together in zip(*curves, strict=True)
+        for seed in range(seeds)
+        for method in page.methods
+        for folder in [runs / f"{slug(method.name)}-{seed}"]
     ]
 
 
-def seconds_of(point: Point) -> float:
-    return point.seconds
+def collect(page: Page, runs: Path, data: Path, seeds: int) -> int:
+    """Write the data of all finished runs; return how many there are."""
+    lines: list[Line] = []
+    images: list[Image] = []
+    based: set[str] = set()
+    done = 0
+    order = [(seed, method.name) for seed in range(seeds) for method in page.methods]
+    for (seed, name), job in zip(order, jobs_of(page, runs, data, seeds), strict=True):
+        if not job.finished:
+            continue
+        done += 1
+        lines += lines_of(job.folder, name, seed)
+        if name not in based:
+            based.add(name)
+            images += images_of(job.folder, job.config, name, seed, 0)
+        images += images_of(job.folder, job.config, name, seed, job.config.run.iterations)
+    if done:
+        write_curves(data, lines)
+        write_images(data, images)
+    return done
 
 
-def cost_to_reach(
-    curve: Sequence[Point],
-    name: str,
-    level: float,
-    cost: Callable[[Point], float] = seconds_of,
-) -> float | None:
-    """What it cost until a score stood at `level`, straight between evaluations; None if never."""
-    for before, after in zip(curve[:-1], curve[1:], strict=True):
-        low, high = before.scores[name], after.scores[name]
-        if low >= level:
-            return cost(before)
-        if high >= level:
-            share = (level - low) / (high - low)
-            return cost(before) + share * (cost(after) - cost(before))
-    return None
+def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations: int) -> None:
+    """Measure the seconds of an iteration of every method, in turns. The machine must be idle."""
+    tuned, rows = chosen(page, data), []
+    for turn in range(rounds):
+        for method in page.methods:
+            folder = runs / "rates" / f"{slug(method.name)}-{turn}"
+            changes = [*tuned.get(method.name, ()), f"run.iterations={iterations}"]
+            changes += ["evaluation.prompts=null", "run.stop_when_hacking=null"]
+            changes += ["evaluation.quality=null", "run.sample_every=0"]
+            config = page.config(method, TUNING_SEED + turn, folder, *changes)
+            job = Job(name=folder.name, config=config, folder=folder)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            if job.start().wait():
+                raise SystemExit(f"{job.name} failed, see {folder.with_suffix('.log')}")
+            seconds = seconds_of(read_metrics(folder))
+            rows.append({"method": method.name, "round": turn, "seconds": f"{seconds:.4f}"})
+            print(f"{method.name}, round {turn}: {seconds:.3f} s an iteration", flush=True)
+    write_rows(data / RATES, rows)
 
 
-def time_to_stay(curve: Sequence[Point], name: str, level: float) -> float | None:
-    """Seconds at the first evaluation from which on none falls below `level`; None if the last
-    does."""
-    above = [point.scores[name] >= level for point in curve]
-    if not above[-1]:
-        return None
-    return curve[len(above) - above[::-1].index(False) if False in above else 0].seconds
+def seconds_of(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median seconds of an iteration, evaluations and the first iteration left out."""
+    each = [sum(row.get(name) or 0.0 for name in TIMES) for row in metrics if "loss" in row]
+    return median(each[1:] or each)
 
 
-def rows(runs: Sequence[Run], score: str) -> list[dict[str, str]]:
-    """A table row a method; all are measured by the first one's final score, and by its time."""
-    methods = dict.fromkeys(run.method for run in runs)
-    by_method = {m: [run for run in runs if run.method == m] for m in methods}
-    first = next(iter(by_method.values()))
-    goal = mean_curve(first)[-1]
-    own_goals = {run.seed: points(run)[-1] for run in first}
-    found = []
-    for method, own in by_method.items():
-        curve = mean_curve(own)
-        iterations, last = curve[-1].step, curve[-1]
-        finals = [points(run)[-1].scores[score] for run in own]
-        crossings = [
-            _share(cost_to_reach(points(run), score, own_goals[run.seed].scores[score]),
-                   own_goals[run.seed].seconds)
-            for run in own
-        ]  # fmt: skip
-        found.append(
-            {
-                "method": method,
-                "s / iteration": f"{last.seconds / iterations:.2f}",
-                "forwards / iteration": f"{last.forwards / iterations:.0f}",
-                "iterations": f"{iterations}",
-                "seconds": f"{last.seconds:.0f}",
-                "base": f"{curve[0].scores[score]:.3f}",
-                "final": f"{last.scores[score]:.3f}"
-                + (f" ± {stdev(finals):.3f}" if finals[1:] else ""),
-                "reaches": _share(cost_to_reach(curve, score, goal.scores[score]), goal.seconds),
-                "stays above": _share(time_to_stay(curve, score, goal.scores[score]), goal.seconds),
-                "reaches, by seed": ", ".join(crossings),
-            }
-        )
-    return found
-
-
-def _share(seconds: float | None, whole: float) -> str:
-    return "never" if seconds is None else f"{seconds / whole:.0%}"
-
-
-def markdown(table: Sequence[Mapping[str, str]]) -> str:
-    names = list(table[0])
-    lines = [names, ["---"] * len(names), *([row[name] for name in names] for row in table)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def write_table(path: Path, runs: Sequence[Run]) -> None:
-    """Every evaluation of every run, as CSV; with candidates where any run draws them."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    names = sorted({name for run in runs for name in points(run)[0].scores})
-    explored = ["candidates"] if any(points(run)[-1].candidates for run in runs) else []
-    costs = ["seconds", "forwards", "images", *explored]
-    table.writerow(["method", "seed", "iteration", *costs, *names])
-    for run in runs:
-        for p in points(run):
-            numbers = [f"{p.seconds:.1f}", f"{p.forwards:.0f}", f"{p.images:.0f}"]
-            numbers += [f"{p.candidates:.0f}"] if explored else []
-            scores = [_cell(p.scores.get(name)) for name in names]
-            table.writerow([run.method, run.seed, p.step, *numbers, *scores])
-    write_text(path, text.getvalue())
-
-
-def _cell(score: float | None) -> str:
-    return "" if score is None else f"{score:.4f}"
-
-
-def write_charts(
-    folder: Path,
-    runs: Sequence[Run],
-    score: str,
-    *,
-    axes: Sequence[str],
-    prefix: str = "",
-    level: float | None = None,
-) -> None:
-    """A chart for each of `axes`, names in AXES: the methods' means over seeds between the lowest
-    and the highest seed, and the level to reach: the first method's last score if not given."""
-    by_method: dict[str, list[Run]] = {}
-    for run in runs:
-        by_method.setdefault(run.method, []).append(run)
-    curves = {m: mean_curve(own) for m, own in by_method.items()}
-    seeds = {m: zip(*map(points, own), strict=True) for m, own in by_method.items() if own[1:]}
-    bands = {
-        m: [(min(p.scores[score] for p in at), max(p.scores[score] for p in at)) for at in together]
-        for m, together in seeds.items()
-    }
-    if level is None:
-        level = next(iter(curves.values()))[-1].scores[score]
-    for axis in axes:
-        label, place = AXES[axis]
-        lines = {m: [(place(p), p.scores[score]) for p in curve] for m, curve in curves.items()}
-        title = f"{score.removeprefix('eval/')}, held-out prompts, mean over seeds"
-        chart = draw_comparison(lines, title=title, x_label=label, level=level, bands=bands)
-        write_bytes(folder / f"{prefix}{axis}.png", chart)
-
-
-def draw_comparison(
-    lines: Mapping[str, Points],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str = "score",
-    level: float | None = None,
-    bands: Mapping[str, Band] | None = None,
-    theme: Theme = LIGHT,
-) -> bytes:
-    """Draw several named lines in one panel, with a legend beside it.
-
-    Args:
-        level: value to reach, drawn as a dashed line across.
-        bands: intervals around the lines that have one, for example over seeds.
-    """
-    if not 0 < len(lines) <= len(theme.lines):
-        raise ValueError(f"a comparison needs 1 to {len(theme.lines)} lines, got {len(lines)}")
-    figure = new_figure(9, 4, theme)
-    axes = figure.subplots()
-    style_axes(axes, theme, title=title, x_label=x_label, y_label=y_label)
-    if level is not None:
-        axes.axhline(level, color=theme.soft, linestyle="--", linewidth=1, label="to reach")
-    for (name, points), color in zip(lines.items(), theme.lines, strict=False):
-        plot_line(axes, points, color, (bands or {}).get(name), marker="o", label=name)
-    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=9)
-    return png_bytes(figure)
+def rates(data: Path) -> dict[str, float]:
+    """Return the seconds of an iteration by method, the median of its rounds."""
+    found: dict[str, list[float]] = {}
+    for row in read_rows(data / RATES):
+        found.setdefault(row["method"], []).append(float(row["seconds"]))
+    return {method: median(values) for method, values in found.items()}

@@ -15,6 +15,7 @@ from flowrl.api import align, evaluate, gallery
 from flowrl.api import sample as sample_images
 from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
+from flowrl.evaluation.drawing import DrawingOptions
 from flowrl.export.hub import stage
 
 
@@ -77,8 +78,9 @@ def sample(tiny_pipeline_path, tmp_path):
 
     def make(**changes):
         options = usual | changes
-        prompts = ["a red circle"]
-        (path,) = sample_images(tiny_pipeline_path, prompts, output_dir=tmp_path, **options)
+        drawn = {"seed": options.pop("seed"), "count": options.pop("count")}
+        drawing = DrawingOptions(model=tiny_pipeline_path, **options)
+        (path,) = sample_images(drawing, ["a red circle"], output_dir=tmp_path, **drawn)
         return Image.open(path).tobytes()
 
     return make

@@ -112,6 +112,7 @@ def test_a_reward_that_is_constant_within_prompts_has_no_rho(recipe, load_tiny, 
     assert row["no rho"] == 2 and math.isnan(row["rho"]) and math.isnan(row["retention"])
 
 
+@pytest.mark.slow
 def test_a_lora_draws_where_one_is_named(recipe, make_learner, load_tiny, here):
     learner = make_learner()
     generator = torch.Generator().manual_seed(0)
@@ -178,6 +179,7 @@ def table(out):
     return lines[next(i for i, line in enumerate(lines) if line[:1] == ["steps"]) :]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_short_table(run, recipe, here):
     code, out, _ = run(recipe, "--prompts", 1, "--steps", 4, "rollout.explore.candidates=5")
     assert code == 0

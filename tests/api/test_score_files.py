@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from flowrl.api import score
+from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.scoring.files import BATCH
 
@@ -133,3 +134,49 @@ def test_a_file_that_is_no_image_is_told_and_the_rest_is_scored(grey, tmp_path):
     scored = score([tmp_path], ["brightness", BRIGHT], None)
     assert math.isnan(scored.rows[0]["brightness"]) and scored.rows[1]["brightness"] == 1.0
     assert any(line.startswith(f"cannot read {tmp_path / 'a.png'}: ") for line in scored.missing)
+
+
+def test_a_folder_in_genevals_layout_says_its_prompts_and_its_grid_is_no_image(grey, tmp_path):
+    for index, tag in enumerate(["counting", "colors"]):
+        (tmp_path / f"{index:05d}" / "samples").mkdir(parents=True)
+        row = {"tag": tag, "include": [], "prompt": f"prompt {index}"}
+        (tmp_path / f"{index:05d}" / "metadata.jsonl").write_text(json.dumps(row))
+        grey(f"{index:05d}/grid.png", 0)
+        for number in range(2):
+            grey(f"{index:05d}/samples/{number:04d}.png", 51 * index)
+    found = score([tmp_path], [BRIGHT], None).rows
+    assert [row["prompt"] for row in found] == ["prompt 0"] * 2 + ["prompt 1"] * 2
+    assert [row[BRIGHT] for row in found] == pytest.approx([0, 0, 0.2, 0.2])
+    assert [row["image"] for row in score([tmp_path / "00001"], [BRIGHT], None).rows] == [
+        row["image"] for row in found[2:]
+    ]
+    with pytest.raises(UserError, match="says its prompts itself"):
+        score([tmp_path], [BRIGHT], "a cat")
+    (tmp_path / "00001" / "metadata.jsonl").write_text("{]")
+    with pytest.raises(UserError, match=r"00001/metadata.jsonl, line 1: not valid JSON"):
+        score([tmp_path], [BRIGHT], None)
+
+
+def test_a_folder_with_metadata_is_read_by_its_rows(grey, tmp_path):
+    grey("b.png", 255), grey("a.png", 0)
+    rows = [{"file_name": "b.png", "prompt": "bright", "tag": "x"}]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(rows[0]))
+    (row,) = score([tmp_path], [BRIGHT], None).rows
+    assert row["prompt"] == "bright" and row[BRIGHT] == 1
+    (tmp_path / "metadata.jsonl").unlink()
+    (tmp_path / "metadata.csv").write_text('file_name,text,tag\na.png,"dark, very",x\n')
+    (row,) = score([tmp_path], [BRIGHT], None).rows
+    assert row["prompt"] == "dark, very" and row[BRIGHT] == 0
+    (tmp_path / "metadata.csv").write_text("file_name,text\nc.png,dark\n")
+    with pytest.raises(UserError, match=r"metadata.csv, line 2: there is no .*c.png"):
+        score([tmp_path], [BRIGHT], None)
+    (tmp_path / "metadata.csv").write_text("image,label\nc.png,dark\n")
+    with pytest.raises(UserError, match="expected 'file_name' and 'prompt', got image, label"):
+        score([tmp_path], [BRIGHT], None)
+
+
+def test_the_command_fails_where_no_image_got_a_score(grey, tmp_path, capsys):
+    grey("a.png", 0)
+    with pytest.raises(SystemExit) as end:
+        main(["score", str(tmp_path), "--reward", BRIGHT, "--prompt", "a cat"])  # it needs a tag
+    assert end.value.code == 1 and "No image got a score" in capsys.readouterr().err

@@ -7,14 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from flowrl.backbones.lora_files import (
-    FILE,
-    count_layers,
-    load_lora,
-    lora_file,
-    read_lora,
-    save_lora,
-)
+from flowrl.backbones.lora_files import FILE, count_layers, load_lora, read_lora, save_lora
+from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.policy import POLICY
 from flowrl.errors import UserError
 
@@ -46,7 +40,7 @@ def factors(name: str, width: int = 128) -> dict[str, torch.Tensor]:
 BLOCK = "transformer.transformer_blocks"
 USELESS = {
     "of another part": factors("unet.to_q"),
-    "without a prefix": factors("transformer_blocks.0.attn.to_q"),
+    "of a text encoder, too": factors(f"{BLOCK}.0.attn.to_q") | factors("text_encoder.to_q"),
     "of unknown layers": factors("transformer.no_blocks.0.attn.to_q"),
     "partly of unknown layers": factors(f"{BLOCK}.0.attn.to_q") | factors(f"{BLOCK}.99.attn.to_q"),
     "of other widths": factors(f"{BLOCK}.0.attn.to_q", width=64),

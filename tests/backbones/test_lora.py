@@ -1,10 +1,23 @@
 """The adapters of each family: which layers they are on, and the file for its own pipeline."""
 
+import tempfile
+
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_files import count_layers, load_lora, read_lora, save_lora
+from flowrl.backbones.lora_files import (
+    FILE,
+    METADATA,
+    count_layers,
+    load_lora,
+    read_lora,
+    save_lora,
+)
+from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
 from flowrl.build.learner import build_backbone, build_policy
@@ -73,6 +86,30 @@ def test_every_layer_of_the_familys_list_is_adapted_saved_and_loaded_with_its_st
         load_lora(load_tiny(family=other), folder / POLICY)
 
 
+def test_the_file_is_diffusers_own_and_needs_no_temporary_folder(saved, tmp_path, monkeypatch):
+    _, policy, _ = saved
+    pipeline = policy.backbone.pipeline
+    type(pipeline).save_lora_weights(
+        tmp_path / "theirs",
+        transformer_lora_layers=get_peft_model_state_dict(policy.network, adapter_name=POLICY),
+        transformer_lora_adapter_metadata={
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in policy.network.peft_config[POLICY].to_dict().items()
+        },
+    )
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    save_lora(pipeline, tmp_path / "ours", adapter=POLICY)
+    with (
+        safe_open(tmp_path / "ours" / FILE, "pt") as ours,
+        safe_open(tmp_path / "theirs" / FILE, "pt") as theirs,
+    ):
+        own = {k: v for k, v in ours.metadata().items() if not k.startswith("flowrl_")}
+        assert own == theirs.metadata()
+        assert set(ours.keys()) == set(theirs.keys())
+        for name in theirs.keys():
+            assert torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+
+
 def test_its_own_pipeline_takes_the_lora_whole_and_samples_the_policys_images(saved, load_tiny):
     family, policy, folder = saved
     for name in (POLICY, EMA):
@@ -134,3 +171,38 @@ def test_dual_attention_is_refused_where_is_none(load_tiny):
     for family in LAYERS:
         with pytest.raises(UserError, match="lora.dual_attention"):
             policy_of(load_tiny(family=family), recipe(family, dual_attention=True))
+
+
+def test_headers_that_say_no_strength_are_refused_by_name(tmp_path):
+    factors = {
+        "transformer.a.lora_A.weight": torch.ones(2, 3),
+        "transformer.a.lora_B.weight": torch.ones(3, 2),
+    }
+    path = tmp_path / FILE
+
+    def write(header, tensors=factors):
+        save_file(tensors, path, metadata={METADATA: header})
+
+    for header, words in (
+        ("{no json", "header lora_adapter_metadata that is not JSON"),
+        ("[" * 2000 + "]" * 2000, "header lora_adapter_metadata that is not JSON"),
+        ("[1]", "that is no JSON object"),
+        ('{"transformer.r": 0}', "r = 0 in its header.*a whole number from 1"),
+        ('{"transformer.r": "2"}', "r = '2' in its header"),
+        ('{"transformer.r": true}', "r = True in its header"),
+        ('{"transformer.r": 2.0}', "r = 2.0 in its header"),
+        ('{"transformer.lora_alpha": "much"}', "lora_alpha = 'much'.*a finite number"),
+        ('{"transformer.lora_alpha": null}', "lora_alpha = None"),
+        ('{"transformer.lora_alpha": NaN}', "lora_alpha = nan"),
+        ('{"transformer.lora_alpha": 0}', "lora_alpha = 0 in"),
+    ):
+        write(header)
+        with pytest.raises(UserError, match=f"{FILE} has .*{words}.*: export the run"):
+            read_lora(path)
+        with pytest.raises(UserError, match=words):
+            open_lora(path, alpha=1)
+    write("{}", {name: torch.ones(0, 3) for name in factors})
+    with pytest.raises(UserError, match="a tensor of rank 0, a.lora_A.weight"):
+        read_lora(path)
+    write('{"transformer.r": 2, "transformer.lora_alpha": 6}')
+    assert read_lora(path)[1] == 3

@@ -166,11 +166,15 @@ def test_adapters_that_do_not_fit_are_refused(load_tiny, make, tmp_path):
     Policy(backbone, rank=2, alpha=2, seed=0)
     with pytest.raises(UserError, match="already carries an adapter 'default'"):
         Policy(backbone, rank=2, alpha=2, seed=0)
-    for options in [{"rank": 2}, {"ema_decay": None}, {"targets": ["attn.to_q"]}]:
+    for options, told in [
+        ({"rank": 2}, "lora.rank"),
+        ({"ema_decay": None}, "ema.decay"),
+        ({"targets": ["attn.to_q"]}, "lora.targets"),
+    ]:
         state = make(ema_decay=0.9).state_dict()
         policy = make(**({"ema_decay": 0.9, "seed": 3} | options))
         before = [p.clone() for p in policy.parameters()]
-        with pytest.raises(UserError, match="ema.decay"):
+        with pytest.raises(UserError, match=told):
             policy.load_state_dict(state)
         assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     for options in [{"rank": 8}, {"targets": ["attn.to_q"]}]:

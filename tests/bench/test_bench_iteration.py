@@ -68,6 +68,7 @@ def test_speeds_and_shares_are_those_of_the_phases(run):
     assert row["forward_share_with_decoding"] == pytest.approx(share * seconds["rollout"] / both)
 
 
+@pytest.mark.slow
 def test_the_plan_is_that_of_the_same_settings(run, monkeypatch):
     seen = []
     footprints = bench.footprints

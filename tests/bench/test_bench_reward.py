@@ -55,6 +55,7 @@ def test_what_has_no_speed_is_refused():
         _job(executor, [question])()
 
 
+@pytest.mark.slow
 def test_ratios_stand_beside_those_of_the_plans_own_counts(tiny_pipeline_path, monkeypatch):
     def measured(jobs, repeats):
         jobs["update pruned"](), jobs["sample tree"]()

@@ -179,6 +179,7 @@ SIZED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_row_a_plan_tells_what_was_quantised_and_what_it_cost(monkeypatch, tiny_size):
     monkeypatch.setitem(MODEL_SPECS, NAME, tiny_size(NAME))
     rows = bench_sizes(precision="nvfp4-emulated", **SIZED)

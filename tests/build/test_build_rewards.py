@@ -121,7 +121,8 @@ def test_a_pool_gets_the_rewards_import_path_and_its_options(made):
     first = made[0]
     assert spec.executor is first and spec.name == "geneval_strict"
     assert first.args == ("geneval", {"mode": "strict"}, "geneval_strict")
-    assert first.options == {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
+    options = {"workers": 3, "timeout": 5.0, "micro_batch": 2, "max_tasks": 50}
+    assert first.options == options | {"gpus": []}
     build(name=f"{__name__}:Rivals", executor=how)
     assert made[1].args == (f"{__name__}:Rivals", {}, "rivals")
     assert made[1].options["micro_batch"] is None

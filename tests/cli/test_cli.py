@@ -31,8 +31,8 @@ def built(monkeypatch):
     calls = []
     module = ModuleType("flowrl.api")
 
-    def align(config, *, resume):
-        calls.extend([config, resume])
+    def align(config, *, resume, accept_changes):
+        calls.extend([config, resume, accept_changes])
         return []
 
     def record(*args, **kwargs):
@@ -52,7 +52,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "golden prompts explain doctor bench"
+    "golden prompts explain doctor verify bench geneval benchmark calibrate import"
 ).split()
 
 
@@ -80,7 +80,8 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
     step.mkdir(parents=True)
     (tmp_path / "config.yaml").write_text("extends: quickstart\nrun: {seed: 3}")
     for words, resume in (
-        ("quickstart run.seed=3", None),
+        ("quickstart run.seed=3", "auto"),
+        ("quickstart run.seed=3 --resume auto", "auto"),
         ("quickstart run.seed=3 --resume latest", "latest"),
         ("--resume latest quickstart --seed 3", "latest"),
         ("--seed=3 quickstart --resume_from_checkpoint latest", "latest"),
@@ -88,7 +89,9 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
     ):
         built.clear()
         assert run("train", *words.split())[0] == 0
-        assert built == [load_config("quickstart", ["run.seed=3"]), resume], words
+        moved = [f"run.output_dir={tmp_path}"] if str(tmp_path) in words else []
+        recipe = ["run.seed=3", *moved]
+        assert built == [load_config("quickstart", recipe), resume, False], words
 
 
 def test_a_mistake_is_one_sentence_without_traceback(run, built):
@@ -130,10 +133,10 @@ def test_sample_passes_prompts_and_settings(run, built, tmp_path):
     prompts.write_text("a red star\na blue ring\n")
     words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
     assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
-    (args, options) = built[0]
-    assert args == ("tiny-sd3", ["a cat", "a red star", "a blue ring"])
-    assert (options["negative"], options["guidance"]) == ("fog", 2.0)
-    assert (options["seed"], options["count"], options["lora"]) == (7, 3, None)
+    ((drawing, texts), options) = built[0]
+    assert texts == ["a cat", "a red star", "a blue ring"]
+    assert (drawing.model, drawing.negative, drawing.guidance) == ("tiny-sd3", "fog", 2.0)
+    assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
 
 
 def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, built):
@@ -142,13 +145,13 @@ def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, bu
     assert (code, err.count("\n")) == (1, 1)
     assert "--rlg -0.5 is given without --lora" in err and not built
     assert run(*words, "--lora", "runs/quickstart")[0] == 0
-    assert built[0][1]["rlg"] == -0.5
+    assert built[0][0][0].rlg == -0.5
 
 
 def test_score_prints_a_missing_score_as_missing(run, built):
     code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
     assert code == 0
-    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None])
+    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], (), "flowrl")
     assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
     assert err == "reward 'ocr' does not apply\n"
     out = run("score", "a.png", "--reward", "ocr", "--json")[1]
@@ -157,7 +160,7 @@ def test_score_prints_a_missing_score_as_missing(run, built):
 
 def test_score_passes_on_the_arguments_of_each_reward(run, built):
     words = ["score", "a.png", "--reward", "ocr", "--args", "{mode: strict}"]
-    assert run(*words)[0] == 0
+    assert run(*words)[0] == 1  # its only score is missing
     assert built[0][0][3] == [{"mode": "strict"}]
     assert "given 1 times for 2 rewards" in run(*words, "--reward", "brightness")[2]
     assert "expected names and values" in run(*words[:-1], "[strict]")[2]
@@ -182,3 +185,14 @@ def test_collect_draws_whatever_the_recipe_learns_from(run, monkeypatch):
     code, _, err = run("collect", "quickstart", "-o", "groups", "--groups", "2", *options)
     assert not code, err
     assert seen[0].rollout.store is None
+
+
+def test_names_that_no_file_can_have_and_endless_trees_are_refused(run):
+    long = "a" * 5000
+    for words in (("train", "--resume", long), ("verify", long), ("evaluate", "quickstart",
+                  "evaluation.prompts=" + "b" * 300 + ".txt")):  # fmt: skip
+        code, _, err = run(*words)
+        assert code == 1 and "there can be no file '" in err and "too long" in err, err
+        assert len(err) < 300
+    code, _, err = run("tree", "branch_grpo", "--steps", "1000000000")
+    assert code != 0 and "1000" in err

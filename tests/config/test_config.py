@@ -71,7 +71,7 @@ def test_a_wrong_option_is_named_with_what_was_expected():
         ("rollout.tree={splits: [0]}", "rollout.tree.kind"),
         (FAST % "{kind: random, sise: 2}", "window.sise", "rollout.tree.window.size?"),
         (FAST % "{kind: randm}", "window.kind", "'randm'", "random?"),
-        ("qqqq=1", "qqqq", "pipeline, memory", ", run."),
+        ("qqqq=1", "qqqq", "pipeline, memory", ", runtime."),
         ("optim.lr=fast", "optim.lr", "'fast'"),
         ("optim.lr=0", "optim.lr", "greater than 0."),
         ("optim.lr=.inf", "optim.lr", "finite"),

@@ -85,7 +85,7 @@ def test_overrides_nest_and_merge():
     base = {"rewards": [{"name": "ocr", "weight": 1}, {"name": "geneval"}]}
     over = parse_overrides(["rewards.0.weight=0.5"])
     assert merge(base, over)["rewards"] == [{"name": "ocr", "weight": 0.5}, {"name": "geneval"}]
-    with pytest.raises(UserError, match="There is no item 2: the list has 2"):
+    with pytest.raises(UserError, match="There is no item 2 of rewards: it has 2 items"):
         merge(base, parse_overrides(["rewards.2.weight=0.5"]))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from flowrl.config import parse_config
 from flowrl.config.rollout import RolloutOptions, StoreOptions
 from flowrl.config.sections import (
     EvaluationOptions,
@@ -10,6 +11,7 @@ from flowrl.config.sections import (
     StopWhenHackingOptions,
 )
 from flowrl.config.validate import check_retained, check_stopping
+from flowrl.errors import UserError
 
 PLAIN = RolloutOptions()
 STORED = RolloutOptions.model_validate({"store": {"path": "stores/a"}})
@@ -40,3 +42,20 @@ def test_rules_between_sections_are_checked():
             StoreOptions.model_validate({name: 4})
         assert getattr(StoreOptions.model_validate({"path": "a"}), name) is None
         assert getattr(StoreOptions.model_validate({"path": "a", name: 4}), name) == 4
+
+
+def test_what_needs_the_whole_network_is_not_combined_with_one_in_parts():
+    base = {"prompts": {"train": "a.txt"}, "rewards": [{"name": "brightness"}]}
+    parts = base | {"runtime": {"shard": "node"}}
+    assert parse_config(parts).runtime.shard == "node" and parse_config(base).runtime.shard is None
+    explore = {"num_inference_steps": None, "candidates": 20}
+    parse_config(parts | {"rollout": {"explore": explore | {"precision": "bf16"}}})
+    for section, option in [
+        ({"rollout": {"merge_lora": True}}, "rollout.merge_lora"),
+        ({"rollout": {"compile": True}}, "rollout.compile"),
+        ({"rollout": {"explore": explore}}, "rollout.explore.precision"),
+        ({"pipeline": {"precision": "fp8"}}, "pipeline.precision"),
+        ({"memory": {"base_bits": 8}}, "memory.base_bits"),
+    ]:
+        with pytest.raises(UserError, match=f"runtime.shard is node, and {option} needs"):
+            parse_config(parts | section)

@@ -4,6 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 import typer
 
@@ -11,6 +12,7 @@ from flowrl.backbones.lora_files import read_lora
 from flowrl.cli import app
 from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
+from flowrl.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,6 +34,23 @@ def test_it_is_short_has_the_test_command_and_its_links_lead_somewhere():
         assert links and all((page.parent / (a or b)).exists() for a, b in links), page
     listed = set(re.findall(r"^\| \[[\w-]+\]\(([\w-]+\.md)\)", INDEX, re.MULTILINE))
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_the_results_are_those_of_the_runs_in_the_gallery():
+    """Base, aligned and iterations from each run's metrics; the interval from its card."""
+    rows = re.findall(r"^\| `flowrl train ([\w-]+)` \| (.+) \|$", README, re.MULTILINE)
+    assert len(rows) == 3
+    for name, text in rows:
+        _, base, aligned, change, _, training = text.split(" | ")
+        lines = read_metrics(ROOT / "gallery" / name)
+        scores = [v for line in lines if (v := line.get("eval/geneval_strict")) is not None]
+        assert (base, aligned) == (f"{scores[0]:.3f}", f"{scores[-1]:.3f}"), name
+        moved, low, high = re.findall(r"[+-]?\d\.\d{3}", change)
+        assert float(moved) == pytest.approx(scores[-1] - scores[0], abs=1e-3)
+        assert training.startswith(f"{lines[-1]['step']} iterations")
+        card = (ROOT / "gallery" / name / "README.md").read_text(encoding="utf-8")
+        found = re.search(r"geneval\\_strict .*\| \+(.+) to \+(.+) \|", card)
+        assert found is not None and found.groups() == (low, high), name
 
 
 def test_every_command_of_the_readme_and_the_index_exists():
@@ -69,7 +88,7 @@ def test_the_python_of_the_readme_trains_and_its_lora_loads(tmp_path, monkeypatc
 
 def test_every_answer_of_the_architecture_page_is_where_it_says():
     rows = re.findall(r"^\| (.+) \| `([\w/]+\.py)` \| `(\w+)` \|$", ARCHITECTURE, re.MULTILINE)
-    assert len(rows) == 10
+    assert len(rows) == 11
     for question, file, name in rows:
         text = (ROOT / file).read_text()
         assert re.search(rf"^ *(?:def|class) {name}\b", text, re.MULTILINE), question

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from flowrl.config import Config
 from flowrl.config.messages import walk
+from flowrl.errors import MEMORY, PHASES, REMEDIES, SECTIONS
 from flowrl.training.metrics import METRICS, meaning
 
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -46,3 +47,15 @@ def test_the_page_names_only_what_exists():
         "My run folder is in use",
     ):
         assert f"\n## {question}\n" in PAGE
+
+
+def test_what_messages_say_that_helps_is_on_the_page():
+    text = " ".join(PAGE.split())
+    rows = dict(re.findall(r"^\| ([a-z, ]+) \| (.+) \|$", PAGE, re.MULTILINE))
+    by_phase = {name: remedy for names, remedy in rows.items() for name in names.split(", ")}
+    for phase in PHASES:
+        assert by_phase[phase].startswith(MEMORY[phase]), phase
+    for cause, remedy in REMEDIES.items():
+        assert remedy in text, cause
+        assert f"\n## {SECTIONS[cause]}\n" in PAGE
+    assert "\n## The autoencoder is broken\n" in PAGE  # named in sampling/rollout.py

@@ -14,6 +14,7 @@ from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.build.learner import build_backbone
 from flowrl.config import load_config
 from flowrl.errors import UserError
+from flowrl.evaluation.drawing import DrawingOptions
 
 
 @pytest.fixture(scope="module", params=OTHERS)
@@ -37,13 +38,11 @@ def run(request, tiny_config, tmp_path_factory):
 
 
 def one_sample(path, folder, lora=None, **changes):
-    options: dict[str, Any] = dict(
-        negative="", guidance=None, steps=None, seed=0, count=1, max_sequence_length=None,
-        output_dir=folder, device="cpu",
-    )  # fmt: skip
+    options: dict[str, Any] = {"lora": lora, "device": "cpu"}
     if lora is None:
         options |= {"steps": 2, "max_sequence_length": 12}
-    (file,) = sample(path, ["a red circle"], lora=lora, **(options | changes))
+    drawing = DrawingOptions(model=path, **(options | changes))
+    (file,) = sample(drawing, ["a red circle"], seed=0, count=1, output_dir=folder)
     return Image.open(file)
 
 

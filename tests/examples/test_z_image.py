@@ -160,6 +160,7 @@ def config(tiny_config, folder, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
     evaluation = {
         "prompts": "tiny:colors:test",

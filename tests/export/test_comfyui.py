@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from flowrl.backbones.lora_files import weight_change
+from flowrl.backbones.original_layers import PREFIX, comfyui_state, weight_change
 from flowrl.errors import UserError
-from flowrl.export.formats import PREFIX, comfyui_state
 
 RANK, STRENGTH = 2, 1.5
 

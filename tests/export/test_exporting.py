@@ -7,16 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flowrl.backbones.lora_files import (
-    FILE,
-    check_header,
-    layers_of,
-    load_lora,
-    merge_lora,
-    read_lora,
-    save_lora,
-    weight_change,
-)
+from flowrl.backbones.lora_files import FILE, load_lora, merge_lora, read_lora, save_lora
+from flowrl.backbones.original_layers import layers_of, weight_change
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.export.formats import export_comfyui, export_diffusers, export_merged
@@ -171,12 +163,10 @@ def test_a_copy_for_diffusers_is_the_file_and_says_its_strength(load_tiny, one, 
         export_diffusers(str(tmp_path), tmp_path / "copy")
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(path), bare)
-    with pytest.raises(UserError, match=r"does not say its alpha .* with the strength 1"):
-        export_diffusers(str(bare), tmp_path / "other")
-    header = {"transformer.r": 2, "transformer.lora_alpha": 3, "transformer.rank_pattern": {"a": 1}}
-    save_file(load_file(path), bare, {"lora_adapter_metadata": json.dumps(header)})
-    with pytest.raises(UserError, match="ranks or alphas of its own for some layers"):
-        check_header(bare)
+    export_diffusers(str(bare), tmp_path / "other", alpha=3)
+    assert read_lora(tmp_path / "other")[1] == read_lora(path)[1] == 1.5
+    with pytest.raises(UserError, match="was trained with alpha 3, and --lora-alpha is 4"):
+        export_diffusers(str(path), tmp_path / "third", alpha=4)
 
 
 def test_the_pipeline_of_the_run_is_loaded_as_the_run_loaded_it(

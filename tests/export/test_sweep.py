@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from flowrl.build.learner import ProvidedObjects, build_evaluator
-from flowrl.export.summary import evaluate_strengths, gallery_rows, sweep_summary, write_sweep
+from flowrl.export.gallery import write_gallery
+from flowrl.export.summary import (
+    evaluate_strengths,
+    gallery_rows,
+    legend,
+    sweep_summary,
+    write_sweep,
+)
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.evaluate import Evaluation
+from flowrl.training.evaluate import Evaluation, compare
 from flowrl.utils.distributed import Runtime
 
 
@@ -35,6 +42,32 @@ def test_a_row_has_one_prompt_and_its_image_and_scores_at_each_strength():
     assert [image.getpixel((0, 0)) for image in two.images] == [(n,) * 3 for n in (1, 11, 21)]
     assert one.scores == {"a": (0, 0.5, 2), "b": (None, 6, 8)}
     assert two.scores == {"a": (1, 0.25, 3), "b": (5, 7, 9)}
+
+
+def test_every_number_of_steps_has_a_row_of_its_own_beside_that_of_the_same_noise(tmp_path):
+    base, aligned = (
+        replace(
+            evaluation([0.0 + a, 1.0], [2.0, 3.0]),
+            steps=5,
+            others=(replace(evaluation([4.0 + a, 5.0], [6.0, 7.0]), steps=28),),
+        )
+        for a in (0, 1)
+    )
+    rows = gallery_rows(base, aligned)
+    shown = [(row.prompt, row.note, row.scores["a"]) for row in rows]
+    assert shown == [
+        ("one", "5 steps", (0, 1)),
+        ("one", "28 steps", (4, 5)),
+        ("two", "5 steps", (2, 2)),
+        ("two", "28 steps", (6, 6)),
+    ]
+    summary = compare(base, aligned)
+    page, _ = write_gallery(tmp_path, rows, title="t", summary=summary)
+    html = page.read_text()
+    assert html.count(">28 steps<") == 2 and "28_steps/a" in html
+    assert "28_steps/R is R at 28 denoising steps." in legend(summary, None)
+    # Without both there is nothing to show side by side.
+    assert [row.note for row in gallery_rows(base, replace(aligned, others=()))] == ["", ""]
 
 
 def test_the_summary_has_each_rewards_mean_at_each_strength():

@@ -121,5 +121,6 @@ ODE = Sampler(StepKernel(name="ode", step=ode_step, noise=no_noise), 0.0)
 FLOW_SDE = [Sampler(KERNELS["flow_sde"], level) for level in (0.0, 0.3, 0.7, 1.0)]
 DANCE_SDE = [Sampler(KERNELS["dance_sde"], level) for level in (0.0, 0.3, 0.7)]
 CPS = [Sampler(KERNELS["cps"], level) for level in (0.0, 0.3, 0.5, 0.8, 1.0)]
+OVERSHOOT = [Sampler(KERNELS["overshoot"], level) for level in (0.0, 0.3, 0.7, 1.2)]
 RENOISE = Sampler(KERNELS["renoise"], 1.0)
-SAMPLERS = [ODE, *FLOW_SDE, *DANCE_SDE, *CPS, RENOISE]
+SAMPLERS = [ODE, *FLOW_SDE, *DANCE_SDE, *CPS, *OVERSHOOT, RENOISE]

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.backbones.lora_files import stack_outputs, swap_halves, weight_change
+from flowrl.backbones.original_layers import stack_outputs, swap_halves, weight_change
 
 
 def factors(rank: int, rows: int, columns: int = 3):

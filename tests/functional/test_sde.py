@@ -8,10 +8,13 @@ from gaussian_flow import (
     F64,
     FLOW_SDE,
     FLOWS,
+    ODE,
+    OVERSHOOT,
     RENOISE,
     SAMPLERS,
     SCHEDULES,
     GaussianFlow,
+    Sampler,
     extract,
     final_var,
     levels,
@@ -21,7 +24,15 @@ from gaussian_flow import (
 )
 from torch.testing import assert_close
 
-from flowrl.functional.sde import KERNELS, cps_noise, cps_step, renoise_noise, renoise_step
+from flowrl.functional.gaussian import log_prob, log_ratio
+from flowrl.functional.sde import (
+    KERNELS,
+    cps_noise,
+    cps_step,
+    overshoot_step,
+    renoise_noise,
+    renoise_step,
+)
 
 
 def assert_exact(value, expected, tolerance=1e-10):
@@ -43,6 +54,11 @@ def test_every_step_is_the_affine_map_of_the_theory():
                         kept = (g * math.pi / 2).cos()
                         a = ((1 - t_next) * (1 - t) * s2 + t * t_next * kept) / var
                         c = t_next * (g * math.pi / 2).sin()
+                    elif sampler.kernel.step is overshoot_step:
+                        below = (t_next + g**2 / 2 * dt).clamp(min=0)
+                        keep = (1 - t_next) / (1 - below)
+                        a = keep * (1 + flow.slope(t) * (below - t))
+                        c = (t_next**2 - (keep * below) ** 2).clamp(min=0).sqrt()
                     else:
                         a = 1 + flow.slope(t) * dt + g**2 * dt / (2 * var)
                         c = g * dt.abs().sqrt()
@@ -96,7 +112,7 @@ def test_noise_laws_are_their_formulas():
     assert KERNELS["dance_sde"].noise(sigmas, 0.7).tolist() == [0.7, 0.7, 0.7, 0]
     assert KERNELS["cps"].noise(sigmas, 0.7).tolist() == [0.7, 0.7, 0.7, 0]
     assert KERNELS["renoise"].noise(sigmas, 1.0).tolist() == [1, 1, 1, 0]
-    for name in ("flow_sde", "dance_sde", "cps"):
+    for name in ("flow_sde", "dance_sde", "cps", "overshoot"):
         assert torch.equal(KERNELS[name].noise(sigmas, 0.0), torch.zeros(4, dtype=F64))
 
 
@@ -121,13 +137,87 @@ def test_levels_that_a_kernel_does_not_have_are_refused():
 
 def test_marginals_inside_the_path_are_reached_at_first_order():
     counts = [1000, 2000, 4000]
-    for sampler in (SAMPLERS[0], FLOW_SDE[2], DANCE_SDE[2]):
+    for sampler in (SAMPLERS[0], FLOW_SDE[2], DANCE_SDE[2], OVERSHOOT[2]):
         for flow in (GaussianFlow(0.5, 0.25), GaussianFlow(0.5, 2.0)):
             errors = []
             for n in counts:
                 sigmas = torch.linspace(0.9, 0.1, n + 1, dtype=F64)
                 errors.append(final_var(flow, sampler, sigmas) - flow.var(sigmas[-1]).item())
             assert order(counts, errors) == pytest.approx(1, abs=0.01), (str(sampler), flow)
+
+
+def test_overshooting_is_flow_sde_in_the_limit_of_short_steps():
+    """Mean and variance of one step agree up to the square of its length."""
+    lengths = [2.0**-k for k in range(9, 13)]
+    x, v = randn(2, 1, 6)
+    for sigma in (0.3, 0.7, 0.95):
+        means, variances = [], []
+        for dt in lengths:
+            ends = torch.tensor([sigma, sigma * (1 - dt)], dtype=F64)
+            (mean, std), (flow_mean, flow_std) = (
+                kernel.step(x, v, ends[0], ends[1], kernel.noise(ends, 0.7)[0])
+                for kernel in (KERNELS["overshoot"], KERNELS["flow_sde"])
+            )
+            means.append((mean - flow_mean).norm().item())
+            variances.append((std**2 - flow_std**2).item())
+        counts = [int(1 / dt) for dt in lengths]
+        assert order(counts, means) == pytest.approx(2, abs=0.05), sigma
+        assert order(counts, variances) == pytest.approx(2, abs=0.05), sigma
+
+
+def test_overshooting_keeps_every_marginal_where_its_ode_step_is_exact():
+    """Of any step, also from pure noise and where it stops at 0: only Euler's error is left."""
+    flow = GaussianFlow(0.5, 0.7)
+    for schedule in SCHEDULES.values():
+        sigmas = schedule(6)
+        sigma, sigma_next, g = sigmas[:-1], sigmas[1:], OVERSHOOT[3].g(sigmas)
+        below = (sigma_next - g**2 / 2 * (sigma - sigma_next)).clamp(min=0)
+        found = []
+        for x in (flow.mean(sigma)[:, None], flow.mean(sigma)[:, None] + 1):
+            scale = (flow.var(below) / flow.var(sigma)).sqrt()[:, None]
+            exact = flow.mean(below)[:, None] + scale * (x - flow.mean(sigma)[:, None])
+            secant = (exact - x) / (below - sigma)[:, None]
+            found.append(overshoot_step(x, secant, sigma, sigma_next, g))
+        (at_mean, std), (above, _) = found
+        assert_exact(at_mean.squeeze(1), flow.mean(sigma_next), 1e-12)
+        variance = (above - at_mean).squeeze(1) ** 2 * flow.var(sigma) + std**2
+        assert_exact(variance, flow.var(sigma_next), 1e-12)
+
+
+def test_an_overshoot_past_clean_data_is_noised_anew_from_its_x0():
+    x, v = randn(2, 1, 6)
+    sigma, sigma_next = torch.tensor(0.6, dtype=F64), torch.tensor(0.05, dtype=F64)
+    ours = overshoot_step(x, v, sigma, sigma_next, torch.tensor(0.7, dtype=F64))
+    assert_close(ours, renoise_step(x, v, sigma, sigma_next, torch.ones((), dtype=F64)))
+
+
+def test_overshooting_leaves_least_variance_amiss_at_few_steps():
+    """Final variance over the ODE's own, of data with sd 0.5: the figures of docs/trees.md."""
+    flow = GaussianFlow(0.0, 0.5)
+    rivals = [Sampler(KERNELS["flow_sde"], 0.7), Sampler(KERNELS["cps"], 0.8)]
+    for schedule, steps, expected in (
+        ("uniform", 5, (0.907, 1.559, 0.723)),
+        ("uniform", 10, (0.933, 1.240, 0.667)),
+        ("sd3", 10, (0.911, 1.374, 0.734)),
+        ("flux", 6, (0.928, 1.464, 0.754)),
+    ):
+        sigmas = SCHEDULES[schedule](steps)
+        alone = final_var(flow, ODE, sigmas)
+        found = [final_var(flow, s, sigmas) / alone for s in (OVERSHOOT[2], *rivals)]
+        assert found == pytest.approx(expected, abs=6e-4), schedule
+
+
+def test_ratios_of_overshooting_steps_are_those_of_its_gaussian():
+    sigmas = uniform_sigmas(5)
+    ends = (sigmas[:-2], sigmas[1:-1], OVERSHOOT[2].g(sigmas)[:-1])  # the first begins at 1
+    x, v, v_old, z = randn(4, 4, 3, 2)
+    (mean, std), (mean_old, _) = (overshoot_step(x, u, *ends) for u in (v, v_old))
+    x_next = mean_old + std[:, None, None] * z
+    parts = [torch.distributions.Normal(m, std[:, None, None]) for m in (mean, mean_old)]
+    new, old = (p.log_prob(x_next).flatten(1).mean(1) for p in parts)
+    assert_exact(log_prob(x_next, mean, std), new, 1e-12)
+    assert_exact(log_ratio(x_next, mean, mean_old, std), new - old, 1e-11)
+    assert bool(std.isfinite().all()) and bool((std > 0.1).all())
 
 
 def test_renoising_is_cps_at_level_one():

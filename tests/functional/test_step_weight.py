@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from flowrl.functional.gaussian import log_ratio, ratio_norm
-from flowrl.functional.sde import KERNELS, lift, sde_step
+from flowrl.functional.sde import KERNELS, lift, overshoot_step, sde_step
 from flowrl.objectives.grpo import mean_one, velocity_gain
 
 SHAPE = (2, 3)
@@ -40,6 +40,9 @@ def test_the_gain_is_how_far_the_mean_moves_with_the_velocity():
             gain = velocity_gain(sampler.kernel.step, sigma, sigma_next, g)
             if sampler.kernel.step is sde_step:
                 expected = (sigma_next - sigma) * (1 + g**2 * (1 - sigma) / (2 * sigma))
+            elif sampler.kernel.step is overshoot_step:
+                below = (sigma_next - g**2 / 2 * (sigma - sigma_next)).clamp(min=0)
+                expected = (1 - sigma_next) / (1 - below) * (below - sigma)
             else:  # re-noising is cps at level 1
                 rest = (g * math.pi / 2).cos()
                 expected = -sigma * (1 - sigma_next) + (1 - sigma) * sigma_next * rest

@@ -133,8 +133,9 @@ def test_gdpo_does_not_let_a_reward_with_a_larger_unit_win():
     credit = TreeCredit(rewards="gdpo")
     first, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values))
     second, _ = credit(rollout(CHAINS, [0.0] * 4, scores=values * torch.tensor([1.0, 0.01])))
-    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
-    each = [z(values[:, k].tolist(), floor=0.0) for k in range(2)]
+    # The published divisor, std + 1e-4, is felt where the deviation is small: here 0.3 and 1.1.
+    torch.testing.assert_close(first, second, rtol=4e-4, atol=0)
+    each = [z(values[:, k].tolist(), floor=1e-4) for k in range(2)]
     total = each[0] + each[1]
     expected = total / (total.double().std(correction=0).float() + 1e-4)
     torch.testing.assert_close(first[:, 0], expected, rtol=1e-4, atol=1e-5)

@@ -39,6 +39,13 @@ def test_images_of_a_group_share_time_and_noise_and_others_do_not():
     assert len(own.sigma.unique()) == 24
 
 
+def test_every_point_of_an_image_has_noise_of_its_own():
+    points = noising(3)(batch())
+    first, second, third = (points.target + points.x0)[:3]  # of one image
+    for a, b in ((first, second), (first, third), (second, third)):
+        assert (a - b).abs().min() > 1e-3
+
+
 def test_a_point_lies_between_image_and_noise():
     points = noising(3, "image")(batch())
     sigma = points.sigma[:, None]

@@ -89,6 +89,12 @@ def test_steps_are_shared_out_by_length_and_both_sides_get_some():
     assert shared_out(5, 15, 25) == (3, 2) and shared_out(5, 1, 25) == (1, 4)
 
 
+def test_a_bridge_takes_no_step_twice_and_reaches_the_last():
+    j, active = FlowBPBridge(steps=4, bias=0.0).active(chains(Toy(), steps=7, count=60))
+    assert (active.diff(dim=1) > 0).all() and (active == j[:, None]).any(1).all()
+    assert active.min() == 0 and active.max() == 6
+
+
 def test_a_bridge_needs_a_step_on_either_side():
     with pytest.raises(ValueError, match="steps"):
         FlowBPBridge(steps=1)

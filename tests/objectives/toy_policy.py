@@ -103,6 +103,11 @@ def log_density(toy, rollout, kernel, t: Transitions | None = None):
     if kernel in ("cps", "renoise"):  # the second is the first at level 1
         std = s1 * torch.sin(g * math.pi / 2)
         mean = (1 - s1) * x0 + s1 * torch.cos(g * math.pi / 2) * eps
+    elif kernel == "overshoot":
+        below = (s1 - g**2 / 2 * (s - s1)).clamp(min=0)
+        keep = (1 - s1) / (1 - below)
+        std = (s1**2 - (keep * below) ** 2).sqrt()
+        mean = keep * (x + (below - s) * v)
     else:
         std = g * (s - s1).sqrt()
         mean = x - (s - s1) * (v + g**2 / (2 * s) * eps)

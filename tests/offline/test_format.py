@@ -190,15 +190,25 @@ def test_a_damaged_shard_is_named_and_can_be_made_again(folder):
         assert len(open_dataset(folder)) == 12
 
 
+def test_a_data_set_of_the_first_format_is_read_and_continued_in_it(tmp_path):
+    create_dataset(tmp_path, about(format=1))
+    append_shard(tmp_path, 0, latents(), images())
+    create_dataset(tmp_path, about())
+    append_shard(tmp_path, 1, latents(), images(shard=1))
+    store = open_dataset(tmp_path)
+    assert store.metadata.format == 1 and store.digests == (None,) * 8
+    assert torch.equal(store.latents(torch.arange(4)), latents())
+    assert "digest" not in rows_file(tmp_path, 1).read_text() + (tmp_path / README).read_text()
+
+
 def test_stores_that_cannot_be_opened_or_continued_are_refused(tmp_path, folder):
     # No store an empty one and one of another format are refused.
     with pytest.raises(UserError, match="is no offline data set, it has no store.json"):
         open_dataset(tmp_path)
     with pytest.raises(UserError, match="holds no images yet"):
         open_dataset(folder)
-    path = folder / "store.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 7'))
-    with pytest.raises(UserError, match="cannot be read by this version .*format is not 1"):
+    (folder / "store.json").write_text(about(format=7).text())
+    with pytest.raises(UserError, match="cannot be read by this version .*format is 7, not 2"):
         open_dataset(folder)
     # Going on needs the same recipe.
     folder = tmp_path / "begun"

@@ -14,7 +14,8 @@ from flowrl.api import collect_pairs
 from flowrl.backbones.sd3 import SD3
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset
-from flowrl.offline.writer import load_image, read_pairs
+from flowrl.offline.pairs import read_pairs
+from flowrl.offline.writer import load_image
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
 from flowrl.utils.images import to_tensor
@@ -106,7 +107,7 @@ def test_a_file_of_pairs_without_any_is_refused(config, stored_images, load_tiny
     source = write_file(folder, [None, {"prompt": a, "chosen": "p/0.png"}])
     with pytest.raises(UserError, match='line 2: expected the paths .* "chosen" and "rejected"'):
         read_pairs(source)
-    with pytest.raises(UserError, match="expected a .jsonl file"):
+    with pytest.raises(UserError, match="expected a .jsonl, .json or .parquet file"):
         read_pairs(folder / "pairs.csv")
 
 

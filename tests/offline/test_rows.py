@@ -38,6 +38,7 @@ def rows(tmp_path):
             sigmas=[1.0, 0.0],
             rewards=[{"name": "ocr", "version": None, "weight": 1.0}],
             recipe={},
+            format=1,  # without digests, which would find all of this first
         ),
     )
     record = PromptRecord(uid="a", text="a star", metadata={"tag": "colors"})

@@ -5,6 +5,7 @@ import torch
 from toy_dataset import GROUPS, SHAPE, SIZE, Process, numbers, plain_scores, read, source, spec
 
 from flowrl.training.metrics import rollout_metrics
+from flowrl.utils.distributed import Runtime
 
 
 def test_images_scores_and_prompts_belong_together_without_a_tree(store):
@@ -28,7 +29,7 @@ def test_images_scores_and_prompts_belong_together_without_a_tree(store):
     assert tree.parent.tolist() == [-1] and tree.leaf.tolist() == [0] and tree.forwards == 0
     # A stored rollout is measured without images.
     rollout = read(source(store), 0)
-    metrics = rollout_metrics(rollout)
+    metrics = rollout_metrics(rollout, Runtime(device="cpu"))
     assert rollout.images.shape == (0, 3, 16, 24)
     assert "image/brightness" not in metrics and metrics["tree/leaves"] == 12
     assert metrics["reward/a"] == pytest.approx(rollout.scores.mean().item())

@@ -32,6 +32,7 @@ def forward(name, rows, dtype):
 
 
 @ALL
+@pytest.mark.slow
 def test_a_few_blocks_tell_the_peak_of_all_with_and_without_checkpoints_and_gradients(name):
     for checkpointing in (False, True):
         short = peak(name, "train", checkpointing=checkpointing)
@@ -41,6 +42,7 @@ def test_a_few_blocks_tell_the_peak_of_all_with_and_without_checkpoints_and_grad
     assert sampling < peak(name, "train", checkpointing=True) < peak(name, "train")
 
 
+@pytest.mark.slow
 def test_more_rows_bits_and_the_reference_take_more():
     name = "sana-1.6b"
     for checkpointing in (False, True):

@@ -15,6 +15,7 @@ from flowrl.planning.memory import (
     adapter_parameters,
     footprints,
     full_network,
+    host_bytes,
     peak,
 )
 from flowrl.planning.model_specs import MODEL_SPECS, TextEncoder, keep_fp32
@@ -36,6 +37,7 @@ def total(**changes):
     return peak(footprints(SIZE, setup(NAME, **changes))).total
 
 
+@pytest.mark.slow
 def test_phases_come_in_their_order_and_a_total_is_the_sum_of_its_parts_with_the_context():
     found = footprints(SIZE, setup(NAME, evaluation_batch=2))
     assert tuple(f.phase for f in found) == PHASES
@@ -70,6 +72,7 @@ def test_candidates_are_held_a_batch_of_trees_at_a_time_and_gone_before_training
         assert parts(phase, **many)["latents"] == parts(phase, **few)["latents"]
 
 
+@pytest.mark.slow
 def test_no_more_images_are_decoded_at_once_than_a_batch_of_trees_has():
     one, four, many = (
         parts("decode", rollout_batch=rows, decode_batch=size)["activations"]
@@ -85,6 +88,7 @@ def test_an_evaluation_holds_the_latents_of_its_steps_and_decodes_no_more_than_i
     assert more["latents"] > few["latents"] and more["activations"] == few["activations"]
 
 
+@pytest.mark.slow
 def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
     twice = parts("rollout", rollout_batch=4, rollout_doubles=True)
     more = parts("rollout", rollout_batch=8, prompts_per_gpu=4)
@@ -94,6 +98,7 @@ def test_guidance_doubles_the_rows_of_a_rollout_and_of_training():
     assert twice == parts("training", micro_batch=2)["activations"]
 
 
+@pytest.mark.slow
 def test_text_encoders_are_there_while_they_work_and_where_they_are_kept():
     size = replace(SIZE, text_encoders=(ENCODER,))
     for how, elsewhere in (("keep", 2000), ("offload", 0), ("free", 0)):
@@ -187,3 +192,21 @@ ENCODER = TextEncoder(
     },
     parameters=1000,
 )  # fmt: skip
+
+
+def test_of_a_network_in_parts_a_gpu_holds_its_share_and_what_computes_now():
+    whole = parts("rollout")["transformer"]
+    shares = [parts("rollout", parts=n)["transformer"] for n in (2, 4, 8)]
+    gathered = shares[0] - whole / 2  # the largest block and what is in no block
+    assert 0 < gathered < whole / 2
+    for share, gpus in zip(shares, (2, 4, 8), strict=True):
+        assert share == pytest.approx(whole / gpus + gathered, abs=2)
+
+
+def test_a_machine_s_memory_holds_every_process_s_pipeline_but_one_network_in_parts():
+    of = {
+        (gpus, n): host_bytes(SIZE, setup(NAME, parts=n), gpus) for gpus in (1, 8) for n in (1, 8)
+    }
+    others = of[8, 8] - of[1, 1]  # of seven more processes: all but the transformer
+    assert of[8, 1] == 8 * of[1, 1]
+    assert 0 < others == 7 * (of[1, 1] - parts("rollout")["transformer"])

@@ -21,7 +21,8 @@ from flowrl.planning.plan import (
     make_plan,
     memory_class,
     parse_memory,
-    reward_bytes,
+    reward_networks,
+    rewards_bytes,
 )
 from flowrl.planning.suggestions import find_remedies
 
@@ -48,21 +49,32 @@ def test_memory_and_rewards_are_counted_as_they_are_written():
             parse_memory(text)
     assert memory_class("sd3.5-medium-grpo-24gb") == memory_class("x-24GB.yaml") == 24e9
     assert memory_class("quickstart") is None
-    assert reward_bytes(RewardOptions(name="pickscore")) == 4 * CLIP_H
-    assert reward_bytes(RewardOptions(name="pickscore", args={"dtype": "bf16"})) == 2 * CLIP_H
-    assert reward_bytes(RewardOptions(name="pickscore", args={"device": "cpu"})) == 0
-    pool = {"kind": "pool", "workers": 2}
-    assert reward_bytes(RewardOptions(name="clipscore", executor=pool)) == 8 * CLIP_L  # type: ignore[arg-type]
-    http = {"kind": "http", "urls": ["http://127.0.0.1:1"]}
-    assert reward_bytes(RewardOptions(name="hpsv3", executor=http)) == 0  # type: ignore[arg-type]
-    found = reward_bytes(
-        RewardOptions(name="geneval", args={"detector": "owlv2", "colors": "clip"})
-    )
-    assert found == 4 * (DETECTORS["owlv2"] + CLIP_L)
+
+
+def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool():
+    def size(*entries: dict) -> int:
+        return rewards_bytes([RewardOptions.model_validate(entry) for entry in entries])
+
+    pickscore, clipscore = {"name": "pickscore"}, {"name": "clipscore"}
+    assert size(pickscore) == 4 * CLIP_H
+    assert size(pickscore | {"args": {"dtype": "bf16"}}) == 2 * CLIP_H
+    assert size(pickscore | {"args": {"device": "cpu"}}) == 0
     assert (
-        reward_bytes(RewardOptions(name="ocr")) == reward_bytes(RewardOptions(name="geneval")) == 0
+        size({"name": "hpsv3", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
     )
-    assert reward_bytes(RewardOptions(name="mine:Reward")) is None
+    geneval = {"name": "geneval", "args": {"detector": "owlv2", "colors": "clip"}}
+    assert size(geneval) == 4 * (DETECTORS["owlv2"] + CLIP_L)
+    assert size({"name": "ocr"}) == size({"name": "geneval"}) == 0
+    assert reward_networks(RewardOptions(name="mine:Reward")) is None
+
+    cosine = pickscore | {"args": {"scale": "cosine"}}
+    alike = [pickscore, cosine, clipscore, {"name": "aesthetic"}, geneval]
+    assert size(*alike) == 4 * (CLIP_H + CLIP_L + DETECTORS["owlv2"])
+    assert size(clipscore, clipscore | {"args": {"dtype": "bf16"}}) == 6 * CLIP_L
+    pool = {"executor": {"kind": "pool", "workers": 2}}
+    assert size(clipscore | pool, {"name": "aesthetic"} | pool, clipscore) == 4 * 5 * CLIP_L
+    several = geneval | pool | {"args": geneval["args"] | {"mode": ["partial", "strict"]}}
+    assert size(several, several | {"component": "strict"}) == 2 * size(geneval)
 
 
 def test_shapes_come_from_a_folder_or_a_known_name():
@@ -172,6 +184,7 @@ def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
     assert again.peak.total == found.remedies.best.peak
 
 
+@pytest.mark.slow
 def test_the_plan_is_told_in_full_as_text_and_json(run):
     code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB")
     assert code == 0
@@ -192,6 +205,7 @@ def test_the_plan_is_told_in_full_as_text_and_json(run):
     assert total == sum(found["phases"]["training"].values())
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_the_iterations_that_need_most():
     wide = ["optim.micro_batch=1", "rollout.num_inference_steps=8", "run.iterations=9",
             "rollout.tree={kind: flow_grpo}"]  # fmt: skip

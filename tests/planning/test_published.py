@@ -52,6 +52,7 @@ def adapted(pipeline, name: str, *more: str) -> tuple[int, int]:
     return len(found) // 2, sum(p.numel() for p in found)
 
 
+@pytest.mark.slow
 def test_as_many_layers_are_adapted_as_the_blocks_have(pipelines):
     for name, layers, numbers in [
         # Eight projections a block; the last has no use for the text's output.

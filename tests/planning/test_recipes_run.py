@@ -26,6 +26,7 @@ SLOW = [name for name in preset_names() if name not in QUICK]
     [QUICK, pytest.param(SLOW, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
     ids=["one of a kind", "all others"],
 )
+@pytest.mark.slow
 def test_a_recipe_runs_on_the_tiny_pipeline_of_its_family(names, tmp_path):
     for name in names:
         real = load_config(name)

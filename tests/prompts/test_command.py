@@ -64,12 +64,12 @@ def test_own_words_templates_classes_and_ratios_are_used(run, tmp_path):
 def test_what_cannot_be_is_a_sentence_and_writes_nothing(run, tmp_path):
     for words, says in [
         (["geneval", "--words", "w.txt"], "--words, --templates and --new-words are not for"),
-        (["ocr", "--classes", "c.txt"], "--classes are not for ocr"),
+        (["ocr", "--classes", "c.txt"], "--classes and --exclude are not for ocr"),
         (["ocr", "--count", "0", "--held-out", "0"], "--count or --held-out"),
         (["geneval", "--count", "0", "--held-out", "0"], "--count or --held-out"),
         (["ocr", "--ratio", "1:x"], "--ratio is '1:x', expected whole numbers"),
         (["geneval", "--ratio", "1:1"], "expected 6 numbers"),
-        (["geneval", "--count", "100000"], "there are at most"),
+        (["geneval", "--exclude", "none.jsonl"], "cannot read prompts none.jsonl"),
         (["ocr", "--words", "none.txt"], "cannot read none.txt"),
     ]:
         code, _, error = run(*words, "-o", "sets")

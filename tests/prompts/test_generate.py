@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.prompts.generate.geneval import KINDS, RATIO, geneval_sets
+from flowrl.prompts.generate.geneval import KINDS, RATIO, TEST_RATIO, geneval_sets
 from flowrl.prompts.generate.ocr import TEMPLATES, ocr_sets
 from flowrl.prompts.generate.templates import (
     COCO,
@@ -19,6 +19,7 @@ from flowrl.prompts.generate.templates import (
     read_list,
     write_sets,
 )
+from flowrl.prompts.overlap import request_of
 from flowrl.prompts.records import load_prompts
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
@@ -94,9 +95,9 @@ def test_a_prompt_says_what_its_metadata_ask_for():
 
 
 def test_what_cannot_be_is_refused():
-    # More than there are is a sentence with the number there is.
-    with pytest.raises(UserError, match=r"of the kind counting .* at most 1920 \(240 comb"):
-        geneval_sets(10_000, 60)
+    # A kind without a request for a list is a sentence.
+    with pytest.raises(UserError, match=r"of the kind two_object in 2 lists .* at most 1 comb"):
+        geneval_sets(9, 9, classes=["cat", "dog"], ratio=(0, 0, 0, 0, 1, 0))
     with pytest.raises(UserError, match=r"30 prompts of the kind 4 words .* at most 0"):
         ocr_sets(100, 0, words=["a", "b", "c"])
     train, test = geneval_sets(1920 - 8, 6, ratio=(0, 1, 0, 0, 0, 0))
@@ -113,6 +114,34 @@ def test_what_cannot_be_is_refused():
     for ratio in [(1, 2), (0, 0, 0), (1, -1, 1)]:
         with pytest.raises(UserError, match="expected 3 numbers from 0 up, of a:b:c"):
             apportion(6, ["a", "b", "c"], ratio)
+
+
+def test_a_kind_that_runs_out_repeats_texts_of_its_own_requests_alone():
+    train, test = geneval_sets(10_000, 600)
+    assert (len(train), len(test)) == (10_000, 600)
+    assert Counter(row["tag"] for row in train)["counting"] == 2941  # of 1,120 texts at most
+    assert not set(map(content, train)) & set(map(content, test))
+    # Every text of a request is said before any is said again.
+    said = Counter(row["prompt"] for row in train if row["tag"] == "counting")
+    assert max(said.values()) - min(said.values()) <= 1 < max(said.values())
+
+
+@few
+@given(st.integers(0, 99))
+@pytest.mark.slow
+def test_excluded_requests_are_in_neither_list_in_any_words(seed):
+    published, _ = geneval_sets(553, 0, seed + 1, ratio=TEST_RATIO)
+    excluded = frozenset(map(request_of, published))
+    sets = geneval_sets(3000, 120, seed, excluded=excluded)
+    assert [len(rows) for rows in sets] == [3000, 120]
+    train, test = ({request_of(row) for row in rows} for rows in sets)
+    assert not (train | test) & excluded and not train & test
+    # A kind of which nothing is left has no part in either.
+    single, _ = geneval_sets(480, 0, ratio=(0, 0, 0, 0, 0, 1))
+    _, test = geneval_sets(0, 50, seed, excluded=frozenset(map(request_of, single)))
+    assert Counter(row["tag"] for row in test) == dict.fromkeys(KINDS[:5], 10)
+    usual, _ = geneval_sets(3000, 120, seed)
+    assert {request_of(row) for row in usual} & excluded  # without, some are drawn
 
 
 @few

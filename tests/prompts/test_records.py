@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowrl.build.learner import build_prompts
 from flowrl.errors import UserError
 from flowrl.prompts.records import (
     PromptRecord,
@@ -169,3 +170,31 @@ def test_no_paraphrase_comes_again_before_all_came(count, lap, seed, iteration):
     turns = range(lap * count, (lap + 1) * count)
     found = words(turns, record=record, seed=seed, iteration=iteration)
     assert sorted(found) == sorted(record.paraphrases)
+
+
+def test_prompts_that_no_tokenizer_takes_are_refused_by_line(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    for row, words in (
+        ('{"prompt": "a \\ud800 cat"}', r"the text holds '\\ud800', half of a surrogate pair"),
+        ('{"prompt": "a", "negative": "\\udfff"}', r"'\\udfff'"),
+        ('{"prompt": "a", "paraphrases": ["\\ud800"]}', r"'\\ud800'"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"prompt": "a", "n": ' + "1" * 5000 + "}", "not valid JSON"),
+    ):
+        path.write_text('{"prompt": "a cat"}\n' + row)
+        with pytest.raises(UserError, match=f"line 2: .*{words}"):
+            load_prompts(path)
+    with pytest.raises(UserError, match="prompt 1 of those given: the text holds"):
+        build_prompts("", ["a cat", "a \ud800 cat"])
+
+
+def test_iterations_go_on_in_every_kind_where_the_last_one_stopped():
+    prompts = [
+        PromptRecord(text=f"{kind} {i}", uid=f"{kind}{i}", metadata={"tag": kind})
+        for kind in "ab"
+        for i in range(9)
+    ]
+    in_threes, one_by_one = (PromptSampler(prompts, n, 0, balance="tag") for n in (3, 1))
+    found = [p.uid for iteration in range(4) for p in in_threes.at(iteration)]
+    assert found == [one_by_one.at(turn)[0].uid for turn in range(12)]
+    assert len(set(found)) == 12

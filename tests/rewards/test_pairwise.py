@@ -85,11 +85,11 @@ def test_a_liking_for_one_place_cancels_when_both_orders_are_asked():
 def test_a_lost_comparison_is_left_out_and_an_image_without_any_is_missing():
     def script(body):
         blue = min(redness(image) for image in images_of(body)) < 0.2
-        return refusal(500) if blue else redder(body)
+        return refusal(400) if blue else redder(body)
 
     rates, reasons, _ = compared(script)
     assert math.isnan(rates[1]) and sum(r for r in rates if r == r) == pytest.approx(1.5)
-    assert list(reasons) == [1] and "answered 500" in reasons[1]
+    assert list(reasons) == [1] and "answered 400" in reasons[1]
 
 
 def test_a_pair_of_which_one_order_is_lost_is_left_out():

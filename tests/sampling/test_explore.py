@@ -79,7 +79,7 @@ def test_both_stages_start_from_the_same_noise_bit_for_bit(make_learner, drawn):
     assert torch.equal(again, kept.flatten(0, 1))
     # 20 candidates take their 2 steps, the 8 kept ones the rollout's own 4.
     counts = [(len(tree), len(tree.sigmas) - 1) for tree in drawn]
-    assert counts == [(7, 2), (7, 2), (6, 2), (7, 4), (1, 4)]
+    assert counts == [(7, 2), (7, 2), (6, 2), (4, 4), (4, 4)]
 
 
 def test_step_noise_and_likelihoods_are_those_of_the_exact_policy(make_learner):

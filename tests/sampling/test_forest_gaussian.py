@@ -99,7 +99,7 @@ def test_two_leaves_share_what_came_before_they_parted():
         NoiseCoupling(kind="antithetic"),
     ]:
         for branch in [2, 3, 4]:
-            for kernel in ["flow_sde", "dance_sde", "cps", "renoise"]:
+            for kernel in ["flow_sde", "dance_sde", "cps", "overshoot", "renoise"]:
                 if coupling.kind == "antithetic" and branch % 2:
                     continue  # they come in pairs
                 level = 1.0 if kernel == "renoise" else 0.6

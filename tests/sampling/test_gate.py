@@ -158,6 +158,7 @@ def test_audits_come_when_they_are_due_and_not_where_they_are_off(make_learner, 
     assert never.source.collect(0, Timer()).explored.audit == {}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_in_the_precision_that_an_audit_left(
     tiny_config, options, load_tiny, tmp_path
 ):

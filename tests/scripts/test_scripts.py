@@ -58,7 +58,7 @@ def test_a_run_to_go_on_with_brings_its_own_recipe(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("extends: quickstart")
     words = ["--resume_from_checkpoint", str(tmp_path)]
     script("train_sd3").main([*words, "--dry-run"])
-    assert calls == [((words,), {"dry_run": True, "print_config": False})]
+    assert calls == [((words,), {"dry_run": True, "print_config": False, "accept_changes": False})]
     with pytest.raises(UserError, match="is a recipe for sd3, but this script trains sana"):
         script("train_sana").main(words)
     script("train_flux").main(["--resume_from_checkpoint", "latest"])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 
@@ -10,16 +11,19 @@ import pytest
 import torch
 
 import flowrl.utils.files
-from flowrl.errors import UserError
+from flowrl.errors import DamagedFile, UserError
 from flowrl.training.checkpoint import (
     CONFIG,
     STATE,
     Checkpoints,
     claim,
     random_state,
+    read_checkpoint,
+    remove_checkpoint,
     restore_random_state,
+    set_aside,
 )
-from flowrl.utils.files import load_state, save_state
+from flowrl.utils.files import load_state, save_state, write_text
 
 
 @pytest.fixture
@@ -33,12 +37,12 @@ def state(step: int) -> dict:
 
 
 def test_the_newest_and_the_best_are_kept_until_a_better_one_comes(checkpoints, tmp_path):
-    assert checkpoints.load("latest") is None  # killed before its first checkpoint: start over
+    assert checkpoints.newest() is None  # killed before its first checkpoint: start over
     for step in range(6):
         checkpoints.save(step, state(step), best=1 if step >= 1 else None)
     assert checkpoints.steps() == [1, 4, 5]
-    for latest in ("latest", str(tmp_path)):
-        assert checkpoints.load(latest)["iteration"] == 5
+    assert checkpoints.newest()[0] == checkpoints.path(5)
+    assert checkpoints.newest()[1]["iteration"] == 5
     checkpoints.save(6, state(6), best=6)
     assert checkpoints.steps() == [5, 6]
 
@@ -59,7 +63,7 @@ def test_a_crash_while_writing_loses_nothing(checkpoints, monkeypatch):
             checkpoints.save(2, state(2))
         monkeypatch.undo()
         assert checkpoints.steps() == [1]
-        assert torch.equal(checkpoints.load("latest")["w"], torch.ones(3))
+        assert torch.equal(checkpoints.newest()[1]["w"], torch.ones(3))
 
 
 def test_what_a_killed_writer_leaves_is_no_checkpoint(checkpoints):
@@ -69,23 +73,84 @@ def test_what_a_killed_writer_leaves_is_no_checkpoint(checkpoints):
     folder.mkdir()
     (folder / f".{STATE}.abc123.tmp").write_bytes(b"half")
     assert checkpoints.steps() == [1]
-    assert checkpoints.load("latest")["iteration"] == 1
+    assert checkpoints.newest()[1]["iteration"] == 1
     checkpoints.save(2, state(2))
-    assert checkpoints.load("latest")["iteration"] == 2
+    assert checkpoints.newest()[1]["iteration"] == 2
 
 
-def test_an_older_checkpoint_can_be_named_and_later_ones_are_then_left(checkpoints):
+def test_what_came_after_an_older_checkpoint_is_set_aside_and_not_deleted(checkpoints, tmp_path):
     for step in (1, 2):
         checkpoints.save(step, state(step))
-    assert checkpoints.load(str(checkpoints.path(1)))["iteration"] == 1
-    checkpoints.remove_after(1)
-    assert checkpoints.steps() == [1]
+        for path in (f"evaluations/step-{step:06d}.safetensors", f"stores/step-{step:06d}/x"):
+            write_text(tmp_path / path, str(step))
+    write_text(tmp_path / "metrics.jsonl", "lines")
+    assert set_aside(tmp_path, 2) is None  # nothing came after it
+    aside = set_aside(tmp_path, 1)
+    assert checkpoints.steps() == [1] and aside.parent == tmp_path / "set-aside"
+    assert load_state(aside / "checkpoints" / "step-000002" / STATE)["iteration"] == 2
+    for path in ("evaluations/step-{}.safetensors", "stores/step-{}/x"):
+        assert (tmp_path / path.format("000001")).is_file()
+        assert (aside / path.format("000002")).read_text() == "2"
+        assert not (tmp_path / path.format("000002")).exists()
+    assert (aside / "metrics.jsonl").read_text() == "lines"
+    checkpoints.save(2, state(2))
+    assert set_aside(tmp_path, 1) != aside
+
+
+def test_copies_beside_the_checkpoints_are_no_checkpoints(checkpoints):
+    checkpoints.save(1, state(1))
+    for name in ("step-000001-backup", "step-9", "step-", "copy"):
+        shutil.copytree(checkpoints.path(1), checkpoints.folder / name)
+    checkpoints.save(2, state(2))
+    assert checkpoints.steps() == [1, 2]
+    checkpoints.remove_unfinished()
+    assert len(list(checkpoints.folder.iterdir())) == 6
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(checkpoints, caplog):
+    for step in (1, 2):
+        checkpoints.save(step, state(step))
+    path = checkpoints.path(2) / STATE
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert checkpoints.newest()[1]["iteration"] == 1
+    assert str(path) in caplog.text and str(checkpoints.path(1)) in caplog.text
+    assert str(checkpoints.path(1)) in checkpoints.offer(checkpoints.path(2))
+    (checkpoints.path(1) / STATE).write_bytes(b"")
+    with pytest.raises(DamagedFile, match="no whole checkpoint"):
+        checkpoints.newest()
+    assert "no checkpoint before it" in checkpoints.offer(checkpoints.path(2))
+
+
+def test_weights_that_are_not_finite_are_not_loaded(checkpoints):
+    checkpoints.save(1, state(1) | {"policy": {"w": [torch.tensor([1.0, float("nan")])]}})
+    with pytest.raises(DamagedFile, match="policy.*not finite"):
+        read_checkpoint(checkpoints.path(1))
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_by_name(checkpoints, monkeypatch):
+    monkeypatch.setattr("flowrl.utils.digests.FORMAT", 7)
+    checkpoints.save(1, state(1))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="state.safetensors was written by a newer flowrl"):
+        checkpoints.newest()
+
+
+def test_one_that_is_being_removed_is_no_checkpoint_any_more(checkpoints, monkeypatch):
+    checkpoints.save(1, state(1))
+    monkeypatch.setattr("flowrl.training.checkpoint.shutil.rmtree", _crash)
+    with pytest.raises(Crash):
+        remove_checkpoint(checkpoints.path(1))
+    monkeypatch.undo()
+    assert checkpoints.steps() == [] and checkpoints.path(1).exists()
+    checkpoints.remove_unfinished()
+    assert not checkpoints.path(1).exists()
+
+
+def _crash(*_):
+    raise Crash
 
 
 def test_an_occupied_folder_is_refused_unless_resumed(tmp_path):
-    for folder, resume in (("new", "latest"), ("elsewhere", str(tmp_path / "elsewhere"))):
-        with pytest.raises(UserError, match=folder):
-            Checkpoints(tmp_path / "new", keep=1).load(resume)
     (tmp_path / CONFIG).write_text("run: {}\n")
     with pytest.raises(UserError, match="--resume latest"), claim(tmp_path, resume=None):
         pass
@@ -129,3 +194,32 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     restore_random_state(load_state(tmp_path / "s"))
     second = draws()
     assert first[:4] == second[:4] and torch.equal(first[4], second[4])
+
+
+def test_a_refused_start_leaves_nothing_behind(tmp_path):
+    deep = tmp_path / "new" / "deeper" / "run"
+    with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
+        (deep / "precision.json").write_text("{}")
+        (deep / "evaluations").mkdir()
+        raise UserError("no reward")
+    assert not (tmp_path / "new").exists()
+    # What was there before stays, and so does a run that has begun.
+    own = tmp_path / "own"
+    (own / "notes").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt), claim(own, resume=None):
+        (own / "precision.json").write_text("{}")
+        raise KeyboardInterrupt
+    assert [path.name for path in own.iterdir()] == ["notes"]
+    with pytest.raises(UserError, match="out of memory"), claim(deep, resume=None):
+        (deep / CONFIG).write_text("run: {}")
+        raise UserError("out of memory")
+    assert (deep / CONFIG).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "run", tmp_path / "new" / ("a" * 300)):
+        with pytest.raises(UserError, match="cannot make the run folder .*run.output_dir"):
+            with claim(folder, resume=None):
+                pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

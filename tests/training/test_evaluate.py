@@ -13,6 +13,7 @@ from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation, check_quality, compare
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import save_state
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,9 @@ def test_the_key_changes_with_whatever_changes_the_base_images(tiny_config, load
         {"num_images": 4},
         {"prompts": "tiny:counting:test"},
         {"paraphrases": True},
+        {"height": 32},
+        {"as_deployed": True},
+        {"num_inference_steps": [2, 3]},
     ):
         assert key(evaluation=change) != plain, change
     assert key(pipeline={"dtype": "bf16"}) != plain
@@ -109,6 +113,93 @@ def test_evaluations_come_back_from_disk(evaluation, tmp_path):
     scored([1.0, 2.0], reworded=[[0.5, 1.0]]).save(tmp_path / "e")
     again = Evaluation.load(tmp_path / "e").reworded
     assert again is not None and again.tolist() == [[0.5, 1.0]]
+
+
+# --- other numbers of steps, other sizes, the pipeline's own call --------------------------------
+
+SETTINGS = {"prompts": "tiny:colors:test", "num_images": 3, "batch_size": 3}
+
+
+@pytest.fixture(scope="module")
+def make_evaluator(tiny_config, load_tiny):
+    spec = RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))
+
+    def make(family="sd3", dtype="fp32", **changes):
+        pipeline = {"backbone": family, "dtype": dtype}
+        config = tiny_config(pipeline=pipeline, evaluation=SETTINGS | changes)
+        return build_evaluator(config, load_tiny(dtype, family), [spec], ProvidedObjects())
+
+    return make
+
+
+def test_every_number_of_steps_is_scored_as_alone_and_in_between_only_the_first(
+    make_evaluator, runtime, tmp_path
+):
+    both = make_evaluator(num_inference_steps=[2, 3])
+    velocity = both.backbone.velocity
+    whole, part = both(velocity, runtime), both(velocity, runtime, whole=False)
+    alone = [make_evaluator(num_inference_steps=n)(velocity, runtime) for n in (2, 3)]
+    for found, expected in zip((whole, *whole.others), alone, strict=True):
+        assert torch.equal(found.scores, expected.scores)
+        assert torch.equal(found.images, expected.images) and found.steps == expected.steps
+    assert not torch.equal(whole.scores, whole.others[0].scores)
+    assert torch.equal(part.scores, whole.scores) and part.others == ()
+    whole.save(tmp_path / "e")
+    again = Evaluation.load(tmp_path / "e")
+    assert list(again.measures()) == ["mean", "3_steps/mean"]
+    assert torch.equal(again.measures()["3_steps/mean"], alone[1].scores[:, 0])
+    assert [row.name for row in compare(whole, again)] == ["mean", "3_steps/mean"]
+    assert [row.name for row in compare(whole, part)] == ["mean"]
+
+
+def test_evaluations_of_earlier_versions_are_read(evaluation, tmp_path):
+    state = {name: getattr(evaluation, name) for name in ("scores", "images", "reworded", "key")}
+    state |= {name: list(getattr(evaluation, name)) for name in ("names", "prompts", "draws")}
+    save_state(tmp_path / "e", state)
+    again = Evaluation.load(tmp_path / "e")
+    assert (again.steps, again.others) == (0, ()) and torch.equal(again.scores, evaluation.scores)
+
+
+def test_evaluated_images_have_a_size_of_their_own(make_evaluator, runtime):
+    wide = make_evaluator(num_inference_steps=2, height=32, width=48)
+    found = wide(wide.backbone.velocity, runtime)
+    assert found.images.shape[1:] == (3, 32, 48)
+
+
+def test_as_deployed_is_the_pipelines_own_call_from_the_same_noise(make_evaluator, runtime):
+    options = {"num_inference_steps": 2, "guidance_scale": 3.0}
+    ours, called = (make_evaluator(**options, as_deployed=own) for own in (False, True))
+    own = ours(ours.backbone.velocity, runtime)
+    found = called(called.backbone.velocity, runtime)
+    # The same Euler steps in fp32, by other code.
+    torch.testing.assert_close(found.scores, own.scores, rtol=0, atol=1e-5)
+    request, backbone = called.request(), called.backbone
+    noise = request.noise((), 0, "init", backbone.latent_shape())
+    texts = [p.text for p in called.prompts]
+    call = {"num_inference_steps": 2, "guidance_scale": 3.0, "max_sequence_length": 12}
+    with torch.no_grad():
+        images = backbone.pipeline(texts, latents=noise, output_type="pt", **call).images
+    assert torch.equal(found.images, (images * 255).round().to(torch.uint8))
+    assert called.key != ours.key
+
+
+def test_as_deployed_sana_steps_with_its_own_solver(make_evaluator, runtime):
+    ours, called = (
+        make_evaluator("sana", num_inference_steps=5, as_deployed=own) for own in (False, True)
+    )
+    assert type(called.backbone.pipeline.scheduler).__name__ == "DPMSolverMultistepScheduler"
+    own, found = (e(e.backbone.velocity, runtime) for e in (ours, called))
+    assert not torch.equal(own.scores, found.scores)
+    away = (own.images.float() - found.images.float()).abs().mean()
+    assert away < 30  # of 255: another sampler, much the same images
+
+
+def test_as_deployed_needs_the_pipelines_text_encoders(tiny_config, load_tiny):
+    config = tiny_config(
+        evaluation=SETTINGS | {"as_deployed": True}, memory={"text_encoders": "free"}
+    )
+    with pytest.raises(UserError, match="as_deployed .* set memory.text_encoders to offload"):
+        build_evaluator(config, load_tiny(), [], ProvidedObjects())
 
 
 def scored(*rows: list[float], names=("a", "b"), reworded=None) -> Evaluation:
@@ -255,3 +346,10 @@ def test_an_evaluation_without_enough_scores_stops_unless_numbers_stand_in(evalu
         else:
             scores = strict(strict.backbone.velocity, runtime).scores
             assert scores.isnan().sum() == 3  # what is reported are the scores themselves
+
+
+def test_one_denoising_step_is_enough(tiny_config, load_tiny, runtime):
+    settings = {"prompts": "tiny:colors:test", "num_images": 2, "num_inference_steps": 1}
+    specs = [RewardSpec(name="mean", reward=lambda images, *_: images.mean((1, 2, 3)))]
+    one = build_evaluator(tiny_config(evaluation=settings), load_tiny(), specs, ProvidedObjects())
+    assert one(one.backbone.velocity, runtime).scores.isfinite().all()

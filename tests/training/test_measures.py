@@ -10,6 +10,7 @@ from flowrl.scoring.combine import combine, train_weights
 from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.training.metrics import rollout_metrics
 from flowrl.trajectory import Conditioning, Rollout
+from flowrl.utils.distributed import Runtime
 
 nan = math.nan
 
@@ -51,7 +52,7 @@ def test_missing_scores_and_stand_ins_are_counted_and_never_averaged():
     ]
     scores = [[2.0, 1.0, nan], [nan, 1.0, nan], [4.0, nan, nan], [nan, 3.0, 1.0]]
     fits = [[True, True, True], [True, True, True], [True, True, False], [False, True, True]]
-    metrics = rollout_metrics(rollout(specs, scores, fits))
+    metrics = rollout_metrics(rollout(specs, scores, fits), Runtime(device="cpu"))
     assert metrics["reward/a"] == 3.0 and metrics["reward/missing/a"] == pytest.approx(1 / 3)
     assert metrics["reward/missing/b"] == 1 / 4 and metrics["reward/invalid"] == 1 / 4
     assert metrics["reward/missing/watched"] == pytest.approx(2 / 3)

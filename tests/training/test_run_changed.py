@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from flowrl.errors import Interrupted
 from flowrl.scoring.executors.base import RewardFailure
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.evaluate import Evaluation
@@ -32,7 +33,7 @@ def trained(learner, run, iterations: int) -> dict:
     """The state that the run leaves."""
     with run.session():
         train(learner, run, iterations=iterations)
-    return run.checkpoints.load("latest")
+    return run.checkpoints.newest()[1]
 
 
 def test_it_steps_as_its_recipe_now_says(small):
@@ -79,7 +80,7 @@ def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):
     specs = [RewardSpec(name="mine", reward=fails_later)]
     stage = replace(learner.source.generator, specs=specs)
     learner = replace(learner, source=replace(learner.source, generator=stage))
-    with run.session(), pytest.raises(RewardFailure, match="the server is gone"):
+    with pytest.raises(RewardFailure, match="the server is gone"), run.session():
         train(learner, run, iterations=4)
     assert run.checkpoints.steps()[-1] == 3
 
@@ -91,7 +92,7 @@ def test_signals_are_given_back_after_the_run(small):
         assert signal.getsignal(signal.SIGINT) is not before
         os.kill(os.getpid(), signal.SIGINT)
         assert run.interrupted and run.should_stop()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
     assert signal.getsignal(signal.SIGINT) is before

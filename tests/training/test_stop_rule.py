@@ -10,7 +10,7 @@ from flowrl.errors import UserError
 from flowrl.export.summary import card
 from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.spec import RewardSpec
-from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.checkpoint import Checkpoints, read_checkpoint
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.loop import train
 from flowrl.training.run import SampleGrid, StopRule, stop_rule
@@ -90,13 +90,13 @@ class Scripted:
     """An evaluator whose scores are given by the iteration that a run has reached; first the
     base's, if the run does not know them."""
 
-    key, quality, prompts = "scripted", None, ()
+    key, quality, prompts, others = "scripted", None, (), ()
 
     def __init__(self):
         self.run, self.backbone, self.calls = None, None, []
 
-    def __call__(self, velocity, runtime) -> Evaluation:
-        step = self.run.done if self.run._base_is_evaluated(self) else 0
+    def __call__(self, velocity, runtime, *, whole=True) -> Evaluation:
+        step = self.run.done if self.run._base_is_evaluated() else 0
         self.calls.append(step)
         return Evaluation(
             scores=torch.tensor([SCORES[step]]), names=("brightness", "quality"),
@@ -141,7 +141,7 @@ def trained(learner, run, iterations: int = 6):
 
 def state_of(folder, step: str | int = "latest") -> dict:
     found = Checkpoints(folder, keep=1)
-    return found.load("latest" if step == "latest" else str(found.path(int(step))))
+    return read_checkpoint(found.path(found.steps()[-1] if step == "latest" else int(step)))
 
 
 def test_it_stops_after_the_last_bad_evaluation_saves_and_says_why(scripted, capsys):
@@ -198,6 +198,7 @@ def test_evaluations_after_the_checkpoint_do_not_count(scripted):
     assert run.evaluator.calls == [2, 3, 4] and run.done == 4
 
 
+@pytest.mark.slow
 def test_evaluations_of_another_kind_do_not_count(scripted):
     _, learner, run = scripted()
     trained(learner, run, iterations=3)
@@ -219,6 +220,7 @@ def test_a_stopped_run_stays_stopped_until_the_rule_is_gone(scripted):
     assert run.done == 6
 
 
+@pytest.mark.slow
 def test_scores_that_are_best_by_another_reward_are_forgotten(scripted):
     _, learner, run = scripted()
     trained(learner, run, iterations=2)

@@ -8,11 +8,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from flowrl.backbones.policy import POLICY
+from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.scoring.executors.base import RewardFailure
-from flowrl.scoring.scorer import SamplerFailure
 from flowrl.training.loop import Learner, train
 from flowrl.training.metrics import RowMeans, rollout_metrics
 
@@ -54,6 +53,30 @@ def test_the_first_log_ratio_is_exactly_0_at_equal_batch_shapes(make_learner):
             assert metrics["groups/no_signal"] == 0  # otherwise shapes would not be equal
 
 
+def test_the_old_policy_follows_by_the_share_of_the_next_iteration(make_learner):
+    share = {"rate": 0.2, "limit": 0.6}  # 0.0 at iteration 0, 0.2 at 1, 0.4 at 2
+    objective = {"kind": "nft", "noising": {"count": 2}, "old_decay": share}
+    learner = warm(make_learner(rollout=ROLLOUT | {"tree": {"kind": "ode"}}, objective=objective))
+
+    def adapter(name: str) -> torch.Tensor:
+        tensors = adapter_tensors(learner.policy, name)
+        return torch.cat([t.detach().double().flatten() for t in tensors])
+
+    before = adapter(OLD).clone()
+    for iteration, kept in enumerate((0.2, 0.4)):
+        learner.iterate(iteration)
+        expected = kept * before + (1 - kept) * adapter(POLICY)
+        torch.testing.assert_close(adapter(OLD), expected, rtol=1e-5, atol=1e-7)
+        assert (adapter(POLICY) - before).abs().max() > 1e-4
+        before = adapter(OLD).clone()
+
+
+def adapter_tensors(policy, name: str) -> list[torch.Tensor]:
+    """The weights of one adapter."""
+    named = policy.network.named_parameters()
+    return [p for key, p in named if f"lora_A.{name}." in key or f"lora_B.{name}." in key]
+
+
 def test_siblings_and_every_tree_learn_at_a_ratio_of_1(make_learner):
     # Siblings learn from one forward and their first ratio is exactly 0 too.
     tree = {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}
@@ -86,11 +109,12 @@ TREES = {
 
 
 def test_folded_or_in_half_precision_the_first_ratio_stays_1(make_learner):
-    # Folded or in other batches it is 1 to float tolerance.
-    for options in [{"merge_lora": True}, {"merge_lora": False, "batch_size": 3}]:
+    # Folded it is 1 to float tolerance, and in batches smaller than a rollout exactly.
+    for options, least in [({"merge_lora": True}, 0), ({"merge_lora": False, "batch_size": 3}, -1)]:
         learner = warm(make_learner(rollout=ROLLOUT | options))
         _, metrics = learner.iterate(0)
-        assert 0 < metrics["policy/ratio_error_max"] < 0.1  # nats
+        assert least < metrics["policy/ratio_error_max"] < 0.1  # nats
+    assert metrics["policy/ratio_error_max"] == 0
     # Networks in half precision give exact first ratios too. The precision of accelerate is a
     # process's; autocast alone is what bf16 adds to it.
     for dtype in ["bf16"]:
@@ -184,7 +208,7 @@ def test_broken_images_stop_before_any_reward_sees_them(make_learner):
         return images
 
     learner.policy.backbone.decode = one_broken
-    with pytest.raises(SamplerFailure, match="1 of 8 images hold NaN"):
+    with pytest.raises(UserError, match="phase decode: the autoencoder makes NaN"):
         learner.iterate(0)
 
 
@@ -243,12 +267,12 @@ def test_the_reward_rises(make_learner, tmp_path):
 def test_metrics_say_what_they_are_and_weigh_micro_batches_by_rows(make_learner):
     learner = make_learner()
     rollout = learner.source.collect(0, Timer())
-    metrics = rollout_metrics(rollout)
+    metrics = rollout_metrics(rollout, learner.runtime)
     x0 = rollout.tree.leaves()
     assert metrics["latent/norm"] == pytest.approx(x0.pow(2).mean().item() ** 0.5)
     assert metrics["reward/mean"] == pytest.approx(rollout.images.mean().item(), abs=2e-3)
     missing = replace(rollout, scores=torch.full_like(rollout.scores, math.nan))
-    assert math.isnan(rollout_metrics(missing)["reward/brightness"])
+    assert math.isnan(rollout_metrics(missing, learner.runtime)["reward/brightness"])
     # Means weigh micro batches by rows and keep the largest maximum.
     means = RowMeans()
     means.add({"a": torch.tensor(1.0), "b_max": torch.tensor(3.0)}, 3)
@@ -283,7 +307,7 @@ def test_a_rollout_is_gone_before_evaluation_and_the_next_one(make_learner, monk
         assert held[-1]() is None
         shown.append(len(sheet.images) == len(sheet.captions) > 0)
 
-    run = MagicMock(saved=0, done=1, after=after)
+    run = MagicMock(saved=0, done=1, after=after, interrupted=False)
     run.begin.return_value, run.should_stop.return_value = 0, False
     monkeypatch.setattr(Learner, "iterate", iterate)
     train(make_learner(rollout=ROLLOUT), run, iterations=2)

@@ -1,3 +1,4 @@
+import pytest
 from any_plan import plans
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from flowrl.trees.show import CELL, NOISY, PLAIN, TRAINED, draw, layout, table
 
 
 @given(plans(), st.integers(1, 3))
+@pytest.mark.slow
 def test_the_rows_of_a_table_add_up_to_the_counts(plan, prompts):
     rows, total = table(plan, prompts), count(plan).times(prompts)
     assert sum(row["forwards"] for row in rows) == total.forwards
@@ -78,6 +80,7 @@ def test_every_leaf_has_a_line_that_reaches_the_end(plan):
 
 
 @given(plans())
+@pytest.mark.slow
 def test_the_last_sign_of_an_edge_says_what_it_is(plan):
     shape = shape_of(plan)
     lines = draw(plan, max_leaves=10**6).splitlines()[1:]

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flowrl.trees.plan import Fan, Move, NoiseCoupling, PlanError, Step, TreePlan, ode_plan
+from flowrl.trees.presets import flow_grpo
 
 NOISY = Step(noise=True, train=True)
 ANTITHETIC = NoiseCoupling(kind="antithetic")
@@ -70,7 +71,8 @@ def test_an_ode_plan_is_one_chain_without_noise():
 def test_what_cannot_work_is_refused_in_one_sentence():
     for make, words in [
         (lambda: plan(NOISY, Step(), roots=0), "root"),
-        (lambda: plan(Step()), "2 steps"),
+        (lambda: plan(), "1 step"),
+        (lambda: flow_grpo(1, 4), "2 steps"),
         (lambda: plan(Step(), NOISY), "step 1 .* 0"),
         (lambda: plan(Step(branch=2), Step()), "branches .* noise"),
         (lambda: plan(replace(NOISY, branch=0), Step()), "0 branches"),

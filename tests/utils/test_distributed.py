@@ -56,6 +56,22 @@ def test_accumulation_set_in_the_launcher_is_refused(monkeypatch):
         Runtime(device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("variable", "words"),
+    [("ACCELERATE_USE_FSDP", "asks for FSDP"), ("ACCELERATE_USE_DEEPSPEED", "asks for DeepSpeed")],
+)
+def test_a_wrapper_that_the_launcher_asks_for_is_refused(monkeypatch, variable, words):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UserError, match=words):
+        Runtime(device="cpu")
+
+
+def test_processes_that_accelerate_does_not_see_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="started 2 processes, but accelerate sees a single one"):
+        Runtime(device="cpu")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there_is_an_error_and_not_a_slow_run():
     with pytest.raises(UserError, match="pipeline.device is cuda"):

@@ -30,6 +30,10 @@ class LastSteps(RewardBackprop):
         """(N,) long."""
         return self.truncate(chances(batch, "depth", 1)[:, 0], batch.steps)
 
+    def deepest(self, batch: Trajectories) -> int:
+        """Return the most steps that any chain is followed back."""
+        return batch.steps
+
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
         return batch.with_forwards(self.depths(batch))
@@ -39,7 +43,9 @@ class LastSteps(RewardBackprop):
         velocities = self.velocities(models, batch)
         first = batch.steps - self.depths(batch)
         moved = torch.zeros_like(batch.x0)
-        for i in range(int(first.min()), batch.steps):
+        # Every step, since processes in lockstep call the network equally often: a call without
+        # rows costs the others nothing.
+        for i in range(batch.steps - self.deepest(batch), batch.steps):
             row = (first <= i).nonzero().squeeze(1)
             step = torch.full_like(row, i)
             v = velocities(batch.at(row, step) + moved[row], batch.sigma(step), row)
@@ -55,6 +61,9 @@ class DRaFT(LastSteps):
 
     def truncate(self, u: Tensor, steps: int) -> Tensor:
         return torch.full_like(u, min(self.steps, steps)).long()
+
+    def deepest(self, batch: Trajectories) -> int:
+        return min(self.steps, batch.steps)
 
 
 def uniform_truncation(u: Tensor, steps: int) -> Tensor:

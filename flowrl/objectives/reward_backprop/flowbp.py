@@ -33,7 +33,8 @@ class FlowBPSparse(RewardBackprop):
 
     def prepare(self, rollout: Rollout) -> Trajectories:
         batch = Trajectories.from_rollout(rollout)
-        return batch.with_forwards(min(self.steps, batch.steps))
+        count = min(self.steps, batch.steps)
+        return batch.with_forwards(count, at_once=count)
 
     def active(self, batch: Trajectories) -> Tensor:
         """Return the steps that the gradient reaches, ascending. (N, K) long"""

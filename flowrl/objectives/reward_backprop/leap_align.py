@@ -44,7 +44,8 @@ class LeapAlign(RewardBackprop):
         batch = Trajectories.from_rollout(rollout)
         k, j = self.pairs(batch)
         most = min(self.active, self.supports)
-        return batch.with_forwards((j - k).clamp(max=most) + (batch.steps - j).clamp(max=most))
+        forwards = (j - k).clamp(max=most) + (batch.steps - j).clamp(max=most)
+        return batch.with_forwards(forwards, at_once=most)
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         reward, gradient = models.reward_gradient(batch.x0, batch.prompt)

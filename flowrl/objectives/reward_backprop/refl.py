@@ -59,7 +59,7 @@ class DRaFTLV(OnePrediction):
     copies: int = 2
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout).with_forwards(self.copies)
+        return Trajectories.from_rollout(rollout).with_forwards(self.copies, at_once=self.copies)
 
     def points(self, batch: Trajectories) -> tuple[Tensor, Tensor, Tensor]:
         row = batch.rows.repeat_interleave(self.copies)

@@ -57,7 +57,8 @@ class SRPO(RewardBackprop):
             raise UserError("objective srpo: give both positive and negative words, or neither")
 
     def prepare(self, rollout: Rollout) -> Trajectories:
-        return Trajectories.from_rollout(rollout).with_forwards(1 + self.inversion)
+        points = 1 + self.inversion
+        return Trajectories.from_rollout(rollout).with_forwards(points, at_once=points)
 
     def loss(self, models: Models, batch: Trajectories) -> tuple[Tensor, Metrics]:
         row, sigma, to = self.points(batch)

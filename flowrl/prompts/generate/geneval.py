@@ -1,6 +1,6 @@
 """Prompts in GenEval's form (Ghosh et al. 2023, arXiv 2310.11513), in our own wordings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from itertools import combinations, permutations
 from math import prod
 from typing import Any
@@ -14,6 +14,7 @@ from flowrl.prompts.generate.templates import (
     plural,
     sample_sets,
 )
+from flowrl.prompts.overlap import request_of
 from flowrl.tiny.world import NUMBERS, one
 
 # In this order everywhere. The default ratio is what Flow-GRPO (arXiv 2505.05470) trains on.
@@ -36,14 +37,25 @@ def geneval_sets(
     classes: Sequence[str] = COCO,
     ratio: Sequence[int] = RATIO,
     test_ratio: Sequence[int] = TEST_RATIO,
+    excluded: Collection[Hashable] = (),
 ) -> Sets:
     """Return `count` and `held_out` prompts of the six kinds as rows in GenEval's form.
 
-    No combination is in both sets in any wording: "a cat left of a dog" and "a dog right of a cat"
-    are the same. ratio: parts of the KINDS. Raises UserError when there are not enough.
+    No request is in both sets in any wording: "a cat left of a dog" and "a dog right of a cat" are
+    the same. A kind with fewer requests than prompts repeats them in other words, then texts.
+
+    Args:
+        ratio, test_ratio: parts of the KINDS.
+        excluded: requests (`overlap.request_of`) that neither set may have, such as those of a
+            published test.
+
+    Raises:
+        UserError: a kind has no request for a set.
     """
     kinds = geneval_kinds(classes)
-    return sample_sets(kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio)
+    return sample_sets(
+        kinds, count, held_out, seed, ratio=ratio, test_ratio=test_ratio, excluded=excluded
+    )
 
 
 def geneval_kinds(classes: Sequence[str]) -> list[TemplateKind]:
@@ -77,7 +89,7 @@ def _kind(tag: str, sides: int, say: Callable[..., dict], *parts: Sequence[Any])
         combinations=prod(map(len, parts)),
         wordings=sides * len(PREFIXES),
         make=make,
-        key=lambda index: (tag, index),
+        key=lambda index: request_of(make(index, 0)),
     )
 
 

@@ -2,8 +2,9 @@
 
 import json
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count as laps
 from itertools import islice
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import write_text
 
 SPARE = 1000  # combinations looked at beyond twice those needed, as some are the same
+COUNTED = 2**16  # with more combinations, those that are excluded are not counted one by one
 LISTED = 2**40  # with more combinations, the same index hardly comes twice
 Sets = tuple[list[dict], list[dict]]  # training prompts, held-out prompts
 
@@ -26,30 +28,53 @@ class TemplateKind:
     key: Callable[[int], Hashable]  # two combinations with one key, of any kinds, are the same
 
     def sample(
-        self, counts: Sequence[int], seed: int | str, taken: set[Hashable]
+        self,
+        counts: Sequence[int],
+        seed: int | str,
+        taken: set[Hashable],
+        excluded: Collection[Hashable] = (),
     ) -> list[list[dict]]:
         """Return portions of `counts` prompts without a combination in common, seeded.
 
-        A portion repeats a combination, in other words, only when it needs more than there are.
-        taken: keys of used combinations; new ones are added. Raises UserError for too few.
+        A portion repeats a combination, in other words, only when it needs more than there are,
+        and a text only when it needs more than there are of these. The last portion is short
+        first.
+
+        Args:
+            taken: keys of used combinations; new ones are added.
+            excluded: keys that no portion may have.
+
+        Raises:
+            UserError: there is no combination for a portion.
         """
         rng = random.Random(f"{seed}/{self.name}")
-        shares = self._shares(counts)
-        stream = self._distinct(rng, 2 * sum(shares) + SPARE, taken)
+        shares = self._shares(counts, self.free(excluded))
+        most = 2 * sum(shares) + SPARE + len(excluded)
+        stream = self._distinct(rng, most, taken | set(excluded))
         portions = []
         for count, share in zip(counts, shares, strict=True):
             chosen = list(islice(stream, share))
-            if len(chosen) * self.wordings < count:
-                raise self._too_few(counts)
+            if count and not chosen:
+                raise self._none_left(counts)
+            taken.update(map(self.key, chosen))
             portions.append(self._worded(chosen, count, rng))
         return portions
 
-    def _shares(self, counts: Sequence[int]) -> list[int]:
+    def free(self, excluded: Collection[Hashable]) -> int:
+        """Return how many combinations are not excluded; a lower bound for very many."""
+        if not excluded or self.combinations > COUNTED:
+            return self.combinations - len(excluded)
+        return sum(self.key(index) not in excluded for index in range(self.combinations))
+
+    def _shares(self, counts: Sequence[int], combinations: int) -> list[int]:
         """Return how many combinations each portion gets: one a prompt, as far as there are."""
         least = [-(-count // self.wordings) for count in counts]
-        spare = self.combinations - sum(least)
+        for i in reversed(range(len(least))):  # texts repeat then
+            left = combinations - sum(least) + least[i]
+            least[i] = max(min(least[i], left), min(least[i], 1))
+        spare = combinations - sum(least)
         if spare < 0:
-            raise self._too_few(counts)
+            raise self._none_left(counts)
         shares = []
         for count, few in zip(counts, least, strict=True):
             more = min(count - few, spare)
@@ -73,16 +98,16 @@ class TemplateKind:
         first = [rng.randrange(self.wordings) for _ in chosen]
         prompts = (
             self.make(index, (start + lap) % self.wordings)
-            for lap in range(self.wordings)
+            for lap in laps(0)
             for index, start in zip(chosen, first, strict=True)
         )
-        return list(islice(prompts, count))
+        return list(islice(prompts, count)) if chosen else []
 
-    def _too_few(self, counts: Sequence[int]) -> UserError:
+    def _none_left(self, counts: Sequence[int]) -> UserError:
         return UserError(
-            f"cannot make {sum(counts)} prompts of the kind {self.name} because there are at most "
-            f"{self.combinations * self.wordings} ({self.combinations} combinations in "
-            f"{self.wordings} wordings): ask for fewer prompts, or for fewer of this kind"
+            f"cannot make {sum(counts)} prompts of the kind {self.name} in {len(counts)} lists "
+            f"that share nothing, because there are at most {self.combinations} combinations, "
+            "without those that are excluded: ask for none of this kind"
         )
 
 
@@ -94,13 +119,23 @@ def sample_sets(
     *,
     ratio: Sequence[int],
     test_ratio: Sequence[int],
+    excluded: Collection[Hashable] = (),
 ) -> Sets:
-    """Return `count` training prompts and `held_out` others, in the kinds' ratios, shuffled."""
+    """Return `count` training prompts and `held_out` others, in the kinds' ratios, shuffled.
+
+    excluded: keys of combinations that neither may have; a kind of which nothing is left then has
+        no part, as single objects beside GenEval's test, which has them all.
+    """
     names = [kind.name for kind in kinds]
-    train = apportion(count, names, ratio)
-    test = apportion(held_out, names, test_ratio)
+    gone = {i for i, kind in enumerate(kinds) if excluded and kind.free(excluded) <= 0}
+    train, test = (
+        apportion(size, names, [0 if i in gone else part for i, part in enumerate(parts)])
+        for size, parts in ((count, ratio), (held_out, test_ratio))
+    )
     taken: set[Hashable] = set()
-    portions = [kind.sample((test[kind.name], train[kind.name]), seed, taken) for kind in kinds]
+    portions = [
+        kind.sample((test[kind.name], train[kind.name]), seed, taken, excluded) for kind in kinds
+    ]
     return (
         shuffled([row for _, rows in portions for row in rows], f"{seed}/train"),
         shuffled([row for rows, _ in portions for row in rows], f"{seed}/test"),

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +29,19 @@ class Answer:
     scores: Tensor  # (B,) float32 on the CPU, NaN where there is none
     reasons: Mapping[int, str] = field(default_factory=dict)  # by row, for each without a score
     seconds: float = 0.0  # from asking to the answer
+    components: "Mapping[str, Answer]" = field(default_factory=dict)  # the first is this one's own
+
+    def component(self, name: str) -> "Answer":
+        """Return the answer of one component. Raises RewardFailure for one that it does not have.
+
+        What failed as a whole has none; then it is the answer of each.
+        """
+        if name in self.components:
+            return replace(self.components[name], seconds=self.seconds)
+        if self.components or len(self.reasons) < len(self.scores):
+            known = ", ".join(self.components) or "none"
+            raise RewardFailure(f"the reward has no component {name!r}: it gave {known}")
+        return self
 
 
 class Executor(Protocol):
@@ -64,7 +77,9 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
         reasons |= {start + row: text for row, text in part.reasons.items()}
         start += len(part.scores)
     scores = torch.cat([part.scores for part in parts]) if parts else torch.empty(0)
-    return Answer(scores=scores, reasons=reasons, seconds=seconds)
+    names = dict.fromkeys(name for part in parts for name in part.components)
+    components = {name: joined([part.component(name) for part in parts], 0.0) for name in names}
+    return Answer(scores=scores, reasons=reasons, seconds=seconds, components=components)
 
 
 def to_levels(images: Tensor) -> Tensor:
@@ -73,16 +88,34 @@ def to_levels(images: Tensor) -> Tensor:
     return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
 
 
-def read_answer(answer: Any, count: int) -> tuple[Tensor, dict[int, str]]:
-    """Return scores (count,) and reasons by row of what a reward returned for `count` images.
+def read_answer(answer: Any, count: int) -> Answer:
+    """Return what a reward returned for `count` images, as an Answer.
 
     A reward returns scores (a tensor, an array or a list of floats, None for a missing one), or a
-    pair of them and a mapping from row to reason. A row with a reason has no score, since servers
+    mapping from the names of its components to such scores, of which the first are its own; alone
+    or in a pair with a mapping from row to reason. A row with a reason has no score, since servers
     have written 0 for failures; nor has infinity. Raises ValueError for another length or form.
     """
     reasons: Mapping[int, str] = {}
     if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None):
         answer, reasons = answer[0], answer[1] or {}
+    if not isinstance(answer, Mapping):
+        scores, why = _read_scores(answer, count, reasons)
+        return Answer(scores=scores, reasons=why)
+    if not answer or not all(isinstance(name, str) for name in answer):
+        raise ValueError(
+            f"answered with a dict of {list(answer)[:9]}, expected the names of its components"
+        )
+    parts = [_read_scores(scores, count, reasons) for scores in answer.values()]
+    components = dict(zip(answer, (Answer(scores=s, reasons=r) for s, r in parts), strict=True))
+    first = next(iter(components.values()))
+    return replace(first, components=components)
+
+
+def _read_scores(
+    answer: Any, count: int, reasons: Mapping[int, str]
+) -> tuple[Tensor, dict[int, str]]:
+    """Return scores (count,), NaN where one is missing, and why by row."""
     if isinstance(answer, list | tuple):
         answer = [math.nan if value is None else value for value in answer]
     try:
@@ -120,13 +153,46 @@ def ask(
     except (RewardFailure, torch.cuda.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
+        if getattr(error, "ends_run", False):
+            raise RewardFailure(f"reward {name!r} ends the run: {error}") from None
         reason = f"{type(error).__name__}: {error}"
         return failed(len(images), reason, time.perf_counter() - began)
     try:
-        scores, reasons = read_answer(raw, len(images))
+        answer = read_answer(raw, len(images))
     except ValueError as error:
         raise RewardFailure(f"reward {name!r} {error}") from error
-    return Answer(scores=scores, reasons=reasons, seconds=time.perf_counter() - began)
+    return replace(answer, seconds=time.perf_counter() - began)
+
+
+class ComponentExecutor:
+    """One component of a reward that another executor calls, at most once for the same images."""
+
+    def __init__(self, source: Executor, component: str):
+        self.source, self.component = source, component
+
+    def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
+        return self.part_of(self.source.submit(images, prompts, metadata))
+
+    def part_of(self, whole: "Future[Answer]") -> "Future[Answer]":
+        """Return the component's part of an answer of the source."""
+        return Part(whole, self.component)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class Part(Future):
+    """One component of an answer that is there, or made, when `whole` is asked for it."""
+
+    def __init__(self, whole: "Future[Answer]", component: str):
+        super().__init__()
+        self._whole, self._component = whole, component
+
+    def done(self) -> bool:
+        return self._whole.done()
+
+    def result(self, timeout: float | None = None) -> Answer:
+        return self._whole.result(timeout).component(self._component)
 
 
 class _Later(Future):
@@ -151,7 +217,8 @@ class _Background:
     """One thread that does work in order: a daemon, unlike those of ThreadPoolExecutor, so that the
     interpreter does not wait for a reward that hangs."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, gpu: int | None = None):
+        self._gpu = gpu
         self._work = queue.SimpleQueue[tuple[Future[Answer], Callable[[], Answer]] | None]()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -173,6 +240,8 @@ class _Background:
         self._thread.join(1.0)  # one that hangs is left behind
 
     def _run(self) -> None:
+        if self._gpu is not None:  # the current one is a thread's own, and 0 in a new thread
+            torch.cuda.set_device(self._gpu)
         while (item := self._work.get()) is not None:
             future, work = item
             if not future.set_running_or_notify_cancel():
@@ -192,13 +261,20 @@ class InlineExecutor:
     Args:
         micro_batch: most images of one call; None is all.
         background: call it at once in a thread of its own, for rewards that wait for a network.
+        gpu: number of the GPU that is current in this thread; None leaves it to torch.
     """
 
     def __init__(
-        self, reward: Reward, name: str, *, micro_batch: int | None = None, background: bool = False
+        self,
+        reward: Reward,
+        name: str,
+        *,
+        micro_batch: int | None = None,
+        background: bool = False,
+        gpu: int | None = None,
     ):
         self.reward, self.name, self.micro_batch = reward, name, micro_batch
-        self._thread = _Background(f"reward {name}") if background else None
+        self._thread = _Background(f"reward {name}", gpu) if background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)

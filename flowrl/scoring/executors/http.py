@@ -9,6 +9,7 @@ used for some seconds, and then only after it answered /healthz. An answer is th
 import asyncio
 import base64
 import functools
+import ipaddress
 import json
 import math
 import time
@@ -16,10 +17,11 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import httpx
@@ -38,6 +40,7 @@ from flowrl.scoring.executors.base import (
     read_answer,
     to_levels,
 )
+from flowrl.scoring.executors.dialects import DIALECTS, DialectTransport
 from flowrl.scoring.protocol import (
     CODECS,
     PROTOCOL,
@@ -52,6 +55,7 @@ from flowrl.scoring.protocol import (
     is_sendable,
 )
 
+OWN = "flowrl"  # the dialect of flowrl's own servers
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row
 BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
@@ -68,6 +72,15 @@ REMEDIES = {
 T = TypeVar("T")
 
 
+def is_loopback(url: str) -> bool:
+    """Return whether a server runs on this machine."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class HTTPExecutor:
     """The reward `name` of the servers at `urls`, as executor and as reward.
 
@@ -79,7 +92,10 @@ class HTTPExecutor:
         deadline: seconds for all tries of one `submit`, its time in the queue included.
         micro_batch: most images of a request; None never splits, as groups never are.
         in_flight: most requests at the same time.
+        codec: how images travel; auto is raw to servers of this machine and webp-lossless to
+            others, if they take it.
         token: the servers' bearer token.
+        dialect: "flowrl", or whose servers these are, a key of DIALECTS.
 
     Raises:
         UserError: for invalid addresses, limits, codecs and tokens.
@@ -91,6 +107,7 @@ class HTTPExecutor:
     scope = property(lambda self: self._info().scope)
     required_metadata = property(lambda self: tuple(self._info().required_metadata))
     deterministic = property(lambda self: self._info().deterministic)
+    components = property(lambda self: tuple(self._info().components))
 
     def __init__(
         self,
@@ -101,24 +118,29 @@ class HTTPExecutor:
         deadline: float = 120.0,
         micro_batch: int | None = 16,
         in_flight: int = 4,
-        codec: Codec = "png",
+        codec: Codec | Literal["auto"] = "auto",
         token: str | None = None,
+        dialect: str = OWN,
     ):
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise UserError(f"reward {name!r}: got urls {list(urls)}; expected http://HOST:PORT")
-        if codec not in CODECS:
-            raise UserError(f"reward {name!r}: codec is one of {', '.join(CODECS)}, not {codec!r}")
+        if codec not in ("auto", *CODECS):
+            known = ", ".join(("auto", *CODECS))
+            raise UserError(f"reward {name!r}: codec is one of {known}, not {codec!r}")
         limits = {"timeout": timeout, "deadline": deadline, "in_flight": in_flight}
         for option, value in (limits | {"micro_batch": micro_batch}).items():
             if value is not None and not 0 < value < math.inf:
                 raise UserError(
                     f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
                 )
+        if dialect not in (OWN, *DIALECTS):
+            known = ", ".join((OWN, *DIALECTS))
+            raise UserError(f"reward {name!r}: dialect is one of {known}, not {dialect!r}")
         if token and not is_sendable(token):
             raise UserError(f"reward {name!r}: its token {TOKEN_RULE}")
         self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
         self._make_client = functools.partial(
-            Client, name, list(urls), **limits, codec=codec, token=token
+            Client, name, list(urls), **limits, codec=codec, token=token, dialect=dialect
         )
         self._opening = Lock()
         self._session: _Session | None = None
@@ -127,9 +149,10 @@ class HTTPExecutor:
 
     def __call__(
         self, images: Tensor, prompts: list[str], metadata: list[dict]
-    ) -> tuple[Tensor, dict[int, str]]:
+    ) -> tuple[Tensor | dict[str, Tensor], dict[int, str]]:
         answer = self.submit(images, prompts, metadata).result()
-        return answer.scores, dict(answer.reasons)
+        named = {name: part.scores for name, part in answer.components.items()}
+        return named or answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         if not images.isfinite().all():
@@ -196,7 +219,8 @@ class HTTPExecutor:
         except (Again, TimeoutError):
             return [failed(count, client.too_late())]
         tasks = []
-        size = self._request_size(info, [info.max_batch for info in client.infos()], count)
+        most = [server.limit(*images.shape[1:3]) for server in client.infos()]
+        size = self._request_size(info, most, count)
         for start in range(0, count, size):
             rows = slice(start, start + size)
             ids = [str(row) for row in range(count)[rows]]
@@ -216,7 +240,8 @@ class HTTPExecutor:
         if count > most:
             raise RewardFailure(
                 f"reward {self.name!r}: {count} images must not be split, and its server takes "
-                f"{most} at a time; raise --max-batch there, or lower rollout.group_size"
+                f"{most} at a time; raise --max-batch or --max-pixels there, or lower "
+                "rollout.group_size"
             )
         return max(count, 1)
 
@@ -323,9 +348,10 @@ class Client:
     urls: list[str] = field(kw_only=False)
     timeout: float
     deadline: float
-    codec: Codec
+    codec: Codec | Literal["auto"]
     token: str | None
     in_flight: int
+    dialect: str = OWN
 
     def __post_init__(self) -> None:
         self.servers = [Server(url=url.rstrip("/")) for url in self.urls]
@@ -334,9 +360,12 @@ class Client:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         # Proxies of the environment are not for servers next door: many answer 503 for localhost.
         self.http = httpx.AsyncClient(
-            headers={"Accept-Encoding": "identity"} | headers,
+            headers={"Accept-Encoding": "identity", "X-Client": uuid.uuid4().hex} | headers,
             timeout=httpx.Timeout(self.timeout, connect=self._pause, pool=None),
             trust_env=False,
+            transport=None
+            if self.dialect == OWN
+            else DialectTransport(DIALECTS[self.dialect], self.name),
         )
         self._next = 0
         self._known: RewardInfo | None = None
@@ -408,7 +437,7 @@ class Client:
         if reward is None:
             known = ", ".join(reward.name for reward in info.rewards) or "none"
             raise self._refuse(server, f"does not serve it; it serves {known}")
-        if self.codec not in info.codecs:
+        if self.codec != "auto" and self.codec not in info.codecs:
             raise self._refuse(
                 server,
                 f"does not take images as {self.codec}; set executor.codec to one of "
@@ -430,18 +459,30 @@ class Client:
     def _refuse(self, server: Server, sentence: str) -> RewardFailure:
         return RewardFailure(f"reward {self.name!r}: {server.url} {sentence}")
 
+    def chosen_codec(self) -> Codec:
+        """Return the codec; for "auto" the cheapest that all servers take and that fits the way."""
+        if self.codec != "auto":
+            return self.codec
+        near = all(is_loopback(server.url) for server in self.servers)
+        best: tuple[Codec, ...] = ("raw",) if near else ()
+        for codec in (*best, "webp-lossless", "raw-zlib"):
+            if all(codec in info.codecs for info in self.infos()):
+                return codec
+        return "png"
+
     def _pack(
         self, ids: list[str], images: np.ndarray, prompts: list[str], metadata: list[dict]
     ) -> _Request:
         multipart = all("multipart" in info.forms for info in self.infos())
-        blobs = [encode(image, self.codec) for image in images]
+        codec = self.chosen_codec()
+        blobs = [encode(image, codec) for image in images]
         items: list[dict[str, Any]] = [
             {"id": name, "prompt": prompt, "metadata": data}
             | ({} if multipart else {"image": base64.b64encode(blob).decode()})
             for name, prompt, data, blob in zip(ids, prompts, metadata, blobs, strict=True)
         ]
         key = uuid.uuid4().hex
-        head = {"protocol": PROTOCOL, "reward": self.name, "codec": self.codec}
+        head = {"protocol": PROTOCOL, "reward": self.name, "codec": codec}
         try:
             text = json.dumps(head | {"key": key, "items": items}, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
@@ -490,10 +531,18 @@ class Client:
         self.heard = time.monotonic()
         self._check_version(server, answer.version)
         why = {row: result.error for row, result in enumerate(answer.results) if result.error}
-        scores = [math.nan if r.score is None else r.score for r in answer.results]
-        values, reasons = read_answer((scores, why), len(scores))
-        named = {row: f"{text} (at {server.url})" for row, text in reasons.items()}
-        return Answer(scores=values, reasons=named)
+        names = dict.fromkeys(name for result in answer.results for name in result.components)
+        scores: Any = [result.score for result in answer.results]
+        if names:
+            scores = {n: [result.components.get(n) for result in answer.results] for n in names}
+        found = read_answer((scores, why), len(answer.results))
+        components = {n: self._at(server, part) for n, part in found.components.items()}
+        return replace(self._at(server, found), components=components)
+
+    def _at(self, server: Server, answer: Answer) -> Answer:
+        """Return the answer with the server's name beside its reasons."""
+        named = {row: f"{text} (at {server.url})" for row, text in answer.reasons.items()}
+        return replace(answer, reasons=named)
 
     def _parse(self, request: _Request, data: bytes) -> Response:
         try:

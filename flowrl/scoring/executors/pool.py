@@ -7,13 +7,15 @@ answer the pool pauses for `REST` seconds, so that a broken reward costs minutes
 """
 
 import atexit
+import os
 import queue
+import re
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from pebble import ProcessExpired, ProcessPool
 from torch import Tensor
 
 from flowrl.scoring.executors.base import Answer, RewardFailure, failed, joined, to_levels
-from flowrl.scoring.executors.worker import Context, Reply, prepare, score
+from flowrl.scoring.executors.worker import VISIBLE, Context, Reply, prepare, score
 
 START = 120.0  # seconds for a process to load its reward
 SLACK = 5.0  # seconds
@@ -44,6 +46,8 @@ class PoolExecutor:
         max_tasks: micro-batches after which a process is replaced, against engines that leak.
         start: seconds more for the first micro-batch of a process, which loads the reward; later
             processes have twice what the first took.
+        gpus: numbers of GPUs that the processes take in turn, each seeing one; none leaves it to
+            torch, as arguments do that name GPUs by number.
     """
 
     def __init__(
@@ -57,16 +61,21 @@ class PoolExecutor:
         micro_batch: int | None = 8,
         max_tasks: int | None = None,
         start: float = START,
+        gpus: Sequence[int] = (),
     ):
         limits = {"workers": workers, "timeout": timeout, "micro_batch": micro_batch}
         for option, value in (limits | {"max_tasks": max_tasks}).items():
             if value is not None and value <= 0:
                 raise ValueError(f"{option} of reward {name!r} is {value}, expected more than 0")
-        self.name, self.micro_batch = name, micro_batch
+        self.name, self.micro_batch, self.workers = name, micro_batch, workers
+        own = () if _names_gpu(args) else gpus
         self._processes = [
-            Process((target, dict(args or {}), name), timeout=timeout, start=start, tasks=max_tasks)
-            for _ in range(workers)
-        ]
+            Process(
+                (target, dict(args or {}), name), timeout=timeout, start=start, tasks=max_tasks,
+                gpu=own[i % len(own)] if own else None,
+            )
+            for i in range(workers)
+        ]  # fmt: skip
         self._threads: list[threading.Thread] = []
         self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -146,9 +155,12 @@ class PoolExecutor:
         self._note(answered=True)
         if isinstance(reply, str):
             return RewardFailure(reply)
-        scores, reasons = reply
+        parts = {
+            name: Answer(scores=torch.from_numpy(scores), reasons=reasons)
+            for name, (scores, reasons) in reply.items()
+        }
         seconds = time.perf_counter() - began
-        return Answer(scores=torch.from_numpy(scores), reasons=reasons, seconds=seconds)
+        return replace(parts.pop(""), seconds=seconds, components=parts)
 
     def _note(self, *, answered: bool) -> None:
         with self._lock:
@@ -200,14 +212,15 @@ class Process:
     """A process that scores one micro-batch at a time, for one thread of the pool.
 
     The first micro-batch starts it; a new one is started after it died, was stopped or has answered
-    `tasks` of them. setup: the target, arguments and name of its reward.
+    `tasks` of them. setup: the target, arguments and name of its reward. gpu: the only one that it
+    sees, None for all.
     """
 
     def __init__(
         self, setup: tuple[str, dict[str, Any], str], *, timeout: float, start: float,
-        tasks: int | None,
+        tasks: int | None, gpu: int | None = None,
     ):  # fmt: skip
-        self._setup, self._tasks = setup, tasks
+        self._setup, self._tasks, self._gpu = setup, tasks, gpu
         self.timeout, self.start = timeout, start
         self._pool: ProcessPool | None = None
         self._question: Future[Reply] | None = None
@@ -273,12 +286,27 @@ class Process:
             if self._pool is not None and not self._pool.active:
                 self.retire()  # it died while it had nothing to do
             if self._pool is None:
+                visible = None if self._gpu is None else visible_name(self._gpu)
                 self._pool = ProcessPool(
-                    max_workers=1, initializer=prepare, initargs=self._setup, context=Context()
-                )
+                    max_workers=1, initializer=prepare, initargs=(*self._setup, visible),
+                    context=Context(),
+                )  # fmt: skip
             limit = self.timeout + (0.0 if self._answered else self.start)
             self._question = self._pool.schedule(score, args=question, timeout=limit)
             return self._question, limit
+
+
+def visible_name(gpu: int) -> str:
+    """Return what CUDA_VISIBLE_DEVICES calls the GPU that is number `gpu` in this process."""
+    here = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+    return here[gpu] if gpu < len(here) else str(gpu)
+
+
+def _names_gpu(value: Any) -> bool:
+    """Whether arguments hold a device with a number, as in {device: cuda:1}."""
+    if isinstance(value, Mapping):
+        return any(_names_gpu(inner) for inner in value.values())
+    return isinstance(value, str) and re.fullmatch(r"cuda:\d+", value) is not None
 
 
 def _describe(error: Exception) -> str:

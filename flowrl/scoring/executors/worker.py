@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
     from flowrl.scoring.executors.base import InlineExecutor
 
-# Scores (B,) as a float32 array with reasons by row, or one text: why none can ever be made.
-Reply = tuple["np.ndarray", dict[int, str]] | str
+# Scores (B,) as a float32 array with reasons by row, by component, the reward's own under ""; or
+# one text: why none can ever be made.
+Reply = dict[str, tuple["np.ndarray", dict[int, str]]] | str
 
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -29,6 +30,7 @@ ONE_THREAD = {
     "OPENCV_FOR_THREADS_NUM": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+VISIBLE = "CUDA_VISIBLE_DEVICES"  # read when a process first asks for a GPU
 LOOK = 1.0  # seconds between looks at whether the parent lives, where no signal of its end arrives
 
 _swapping = threading.Lock()
@@ -60,10 +62,13 @@ def _without_main() -> Iterator[None]:
             sys.modules["__main__"] = main
 
 
-def prepare(target: str, args: Mapping[str, Any], name: str) -> None:
-    """Set up a new process; `score` loads the reward, so that its errors are reported."""
+def prepare(target: str, args: Mapping[str, Any], name: str, visible: str | None = None) -> None:
+    """Set up a new process; `score` loads the reward, so that its errors are reported.
+
+    visible: name of the only GPU that it sees, None for all.
+    """
     global _setup
-    os.environ.update(ONE_THREAD)
+    os.environ.update(ONE_THREAD | ({} if visible is None else {VISIBLE: visible}))
     _setup = target, dict(args), name
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -91,7 +96,8 @@ def score(levels: "np.ndarray", prompts: list[str], metadata: list[dict]) -> Rep
         return str(error)
     except BaseException as error:  # a reward that calls sys.exit, for one
         answer = failed(len(prompts), f"{type(error).__name__}: {error}")
-    return answer.scores.numpy(), dict(answer.reasons)
+    parts = {"": answer, **answer.components}
+    return {name: (part.scores.numpy(), dict(part.reasons)) for name, part in parts.items()}
 
 
 def _end_with_parent() -> None:

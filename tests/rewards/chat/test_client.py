@@ -57,7 +57,7 @@ FAULTS = (  # what the server answers, given itself; the words of the reason
     (lambda server: refusal(404), "404.*/v1"),
     (lambda server: server.hang, "0.3 s"),
     (lambda server: server.drip, "0.3 s"),
-    (lambda server: server.truncated, "cannot be reached"),
+    (lambda server: server.truncated, "broke off"),
     (lambda server: b"<html>", "no chat completion"),
     (lambda server: (200, {"Content-Type": "text/plain"}, b"hi"), "no chat completion"),
     (lambda server: {"choices": []}, "no chat completion"),

@@ -44,7 +44,8 @@ def folder(tmp_path_factory):
 
 
 def made(folder: str, **args) -> Mask2FormerDetector:
-    return Mask2FormerDetector(folder, classes=CLASSES, device="cpu", **args)
+    small = {"shortest": 64, "longest": 128}
+    return Mask2FormerDetector(folder, classes=CLASSES, device="cpu", **small | args)
 
 
 def random_images(count: int = 3, height: int = 48, width: int = 64) -> np.ndarray:
@@ -114,9 +115,36 @@ def test_masks_lie_where_the_network_saw_the_object(folder):
     assert found[0].box == pytest.approx((64, 24, 96, 48), abs=2)
 
 
+def test_images_keep_their_proportions_as_published(folder):
+    """512 x 512 is seen as 800 x 800, a panorama by its longer edge; sides become multiples of 32
+    by zeros that no mask keeps."""
+    find = Mask2FormerDetector(folder, classes=CLASSES, device="cpu")
+    shapes, network = [], find.model.network
+
+    def seen(pixel_values):
+        shapes.append(tuple(pixel_values.shape[2:]))
+        rest = pixel_values[..., -1, -1].abs().max()
+        assert rest == 0 or shapes[-1][0] % 32 == 0
+        from transformers.models.mask2former.modeling_mask2former import (
+            Mask2FormerForUniversalSegmentationOutput as Output,
+        )
+
+        classes = torch.full((1, 12, 4), -20.0)
+        classes[:, :, 3], classes[:, 0, 1], classes[:, 0, 3] = 20, 20, -20
+        masks = torch.full((1, 12, shapes[-1][0] // 4, shapes[-1][1] // 4), 20.0)
+        return Output(class_queries_logits=classes, masks_queries_logits=masks)
+
+    seen.device, seen.config = network.device, network.config
+    find.model.__dict__["network"] = seen
+    for (height, width), expected in [((512, 512), (800, 800)), ((100, 400), (352, 1344))]:
+        (found,) = find(np.full((1, height, width, 3), 200, np.uint8))
+        assert shapes[-1] == expected
+        assert found[0].box == (0, 0, width, height) and found[0].mask.shape == (height, width)
+
+
 def test_geneval_judges_with_it_and_with_the_colours_of_pixels(folder):
     wanted = {"tag": "colors", "include": [{"class": "couch", "count": 1, "color": "red"}]}
-    args = {"model": folder, "classes": CLASSES, "device": "cpu"}
+    args = {"model": folder, "classes": CLASSES, "device": "cpu", "shortest": 64, "longest": 128}
     reward = GenEval(detector="mask2former", detector_args=args, colors="pixels", threshold=0.1)
     reward.check("", wanted)
     images = torch.from_numpy(random_images()).permute(0, 3, 1, 2) / 255

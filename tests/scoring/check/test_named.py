@@ -26,6 +26,9 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "vlm_questions": "a judge needs the server",
     "unified_reward": "a judge needs the server",
     "pairwise": "a judge needs the server",
+    "deqa": "a judge needs the server",
+    "rational_rewards": "a judge needs the server",
+    "viescore": "a judge needs the server",
     "preference": "read from a store of pairs",
 }
 

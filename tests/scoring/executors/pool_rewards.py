@@ -56,6 +56,16 @@ class Scripted:
         raise Odd(1, 2)
 
 
+def visible_gpu(images, prompts, metadata):
+    return [float(os.environ.get("CUDA_VISIBLE_DEVICES") or "nan")] * len(prompts)
+
+
+def current_gpu(images, prompts, metadata):
+    import torch
+
+    return [float(torch.cuda.current_device())] * len(prompts)
+
+
 def process_id(images, prompts, metadata):
     return [float(os.getpid())] * len(prompts)
 

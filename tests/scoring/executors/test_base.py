@@ -30,7 +30,8 @@ def test_scores_may_be_a_tensor_an_array_or_numbers():
         [torch.tensor(0.5), np.float32(1), 2],
         ([0.5, 1, 2], {}),
     ):
-        scores, why = read_answer(answer, 3)
+        found = read_answer(answer, 3)
+        scores, why = found.scores, found.reasons
         assert torch.equal(scores, torch.tensor([0.5, 1.0, 2.0])), answer
         assert scores.dtype == torch.float32 and not scores.requires_grad and why == {}, answer
 
@@ -40,7 +41,8 @@ def test_scores_may_be_a_tensor_an_array_or_numbers():
 def test_what_is_no_finite_number_is_missing_with_a_reason_and_nothing_else_is(values, data):
     rows = st.integers(0, max(len(values) - 1, 0))
     given_reasons = data.draw(st.dictionaries(rows, st.text(min_size=1)))
-    scores, why = read_answer((values, given_reasons), len(values))
+    found = read_answer((values, given_reasons), len(values))
+    scores, why = found.scores, found.reasons
     missing = {i for i, v in enumerate(values) if v is None or not math.isfinite(v)}
     missing |= {i for i in given_reasons if i < len(values)}
     assert {i for i, s in enumerate(scores.tolist()) if math.isnan(s)} == missing == set(why)
@@ -50,10 +52,11 @@ def test_what_is_no_finite_number_is_missing_with_a_reason_and_nothing_else_is(v
 
 def test_a_row_with_a_reason_or_beyond_float32_has_failed_and_the_answer_is_left_as_it_was():
     for scores in ([0.0, 0.5], torch.tensor([0.0, 0.5])):
-        read, why = read_answer((scores, {0: "engine failed", 7: "of another batch"}), 2)
-        assert math.isnan(read[0]) and read[1] == 0.5 and why == {0: "engine failed"}
-    scores, why = read_answer([1e300, -1e300, 1.0], 3)
-    assert scores.isnan().tolist() == [True, True, False] and set(why) == {0, 1}
+        read = read_answer((scores, {0: "engine failed", 7: "of another batch"}), 2)
+        assert math.isnan(read.scores[0]) and read.scores[1] == 0.5
+        assert read.reasons == {0: "engine failed"}
+    read = read_answer([1e300, -1e300, 1.0], 3)
+    assert read.scores.isnan().tolist() == [True, True, False] and set(read.reasons) == {0, 1}
     own = torch.tensor([math.inf, 1.0])
     read_answer(own, 2)
     assert own[0] == math.inf

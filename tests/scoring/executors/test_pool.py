@@ -106,6 +106,7 @@ def test_the_first_micro_batch_of_a_process_has_time_to_load(make):
     assert "longer than 1 s and" in ask(pool, {"do": "sleep", "seconds": 600}).reasons[0]
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_replaced_and_asked_once_more_and_then_there_is_a_reason(
     pair, tmp_path
 ):
@@ -132,6 +133,7 @@ def test_a_reward_that_raises_gives_its_reason_and_its_process_lives_on(pair):
         assert {child.pid for child in workers()} == before
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_while_it_has_nothing_to_do_is_replaced(pair):
     for seconds in [0.0, 0.5]:
         ask(pair, {}, {}, {}, {})
@@ -147,6 +149,7 @@ def test_reasons_and_missing_scores_of_the_reward_come_through(pair):
     assert found.reasons == {1: "blank", 3: "torn"}
 
 
+@pytest.mark.slow
 def test_what_no_image_can_mend_stops_with_the_reason(pair, make):
     for data, said in (
         ({"do": "import"}, "'scripted'.*a_package_that_is_not_there"),

@@ -119,6 +119,7 @@ def servers(folder) -> Iterator[dict[str, tuple[subprocess.Popen, str]]]:
             end(process)
 
 
+@pytest.mark.slow
 def test_a_reward_served_with_few_packages_scores_as_it_does_in_process(servers):
     process, url = servers["jpeg"]
     images = torch.rand(21, 3, 32, 24, generator=torch.Generator().manual_seed(0))

@@ -1,12 +1,16 @@
 """An application behind a real socket."""
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 import uvicorn
+
+sys.path.insert(0, str(Path(__file__).parent))  # helper modules lie beside the tests
 
 
 @pytest.fixture(scope="session")

@@ -106,12 +106,13 @@ def arriving(ends: bool) -> Asked:
 
 async def refusal(uploads: Uploads, asked: Asked) -> Refused:
     with pytest.raises(Refused) as caught:
-        await uploads.read(asked, 100)
+        async with uploads.read(asked, 100):
+            pass
     return caught.value
 
 
 def test_a_body_that_does_not_end_gives_its_place_back(monkeypatch):
-    monkeypatch.setattr(service, "UPLOAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(service, "UPLOAD_GRACE_S", 0.05)
 
     async def upload():
         uploads = Uploads()

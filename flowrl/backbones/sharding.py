@@ -1,0 +1,119 @@
+"""Split the frozen transformer over processes with FSDP2, so that each holds a part of it.
+
+Each block is gathered while it computes. Adapters are added later and stay whole on every process:
+their optimiser, average, gradients and files know nothing of this.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.backbones.loading import pipeline_path
+from flowrl.errors import UserError
+from flowrl.utils.distributed import Runtime
+
+NETWORK = "transformer"  # diffusers' name of the component
+
+
+def check_shardable() -> None:
+    """Raise UserError for a torch without FSDP2."""
+    try:
+        from torch.distributed.fsdp import fully_shard  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"runtime.shard needs torch.distributed.fsdp.fully_shard, which torch "
+            f"{torch.__version__} lacks: install torch 2.6 or later, or set it to null"
+        ) from error
+
+
+def empty_network(path: str, revision: str | None) -> nn.Module:
+    """Return the pipeline's transformer without memory for its weights, on the meta device."""
+    import diffusers
+
+    folder = pipeline_path(path)
+    index: Any = diffusers.DiffusionPipeline.load_config(folder, revision=revision)
+    kind = getattr(diffusers, index[NETWORK][1])
+    config = kind.load_config(folder, subfolder=NETWORK, revision=revision)
+    with torch.device("meta"):
+        return kind.from_config(config)
+
+
+def shard_network(network: nn.Module, runtime: Runtime, over: Literal["node", "all"]) -> None:
+    """Replace a network's weights by this process's part of the main process's.
+
+    Block by block, so that no process but the main one ever holds the whole network. All processes
+    call it together; those of other processes than the main one may be on the meta device.
+
+    Args:
+        over: "all" parts are spread over all processes; "node" over those of a machine, which then
+            gather only among themselves.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    _take_dtypes(network, runtime)
+    mesh = _mesh(runtime, over)
+    for module in [*_blocks(network), network]:
+        _materialise(module, runtime)
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    network.requires_grad_(False)
+    runtime.in_lockstep = True
+
+
+def _mesh(runtime: Runtime, over: Literal["node", "all"]) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    size, kind = runtime.world_size, runtime.device.type
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if over == "all" or local == size:
+        return init_device_mesh(kind, (size,))
+    return init_device_mesh(kind, (size // local, local), mesh_dim_names=("replicate", "shard"))
+
+
+def _blocks(network: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated parts of a transformer of diffusers."""
+    for child in network.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+
+
+def _take_dtypes(network: nn.Module, runtime: Runtime) -> None:
+    """Give a network on the meta device the number formats that the main process has loaded."""
+
+    def own() -> bytes:
+        return json.dumps({n: str(t.dtype)[6:] for n, t in _tensors(network)}).encode()
+
+    formats = json.loads(runtime.from_main(own))
+    for name, tensor in _tensors(network):
+        if tensor.is_meta and name in formats:
+            tensor.data = tensor.data.to(getattr(torch, formats[name]))
+
+
+def _materialise(module: nn.Module, runtime: Runtime) -> None:
+    """Give a module's own tensors the main process's values, on the device.
+
+    What is sharded already is left alone.
+    """
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            for name, tensor in store.items():
+                if tensor is None or _is_sharded(tensor):
+                    continue
+                shared = runtime.same_as_main(tensor)
+                if isinstance(tensor, nn.Parameter):
+                    shared = nn.Parameter(shared, requires_grad=False)
+                store[name] = shared  # pyright: ignore[reportArgumentType]
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def _tensors(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from network.named_parameters()
+    yield from network.named_buffers()

@@ -1,0 +1,1 @@
+"""Measure LoRAs and pipelines side by side: leaderboard, benchmarks, calibration of detectors."""

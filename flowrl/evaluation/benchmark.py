@@ -1,0 +1,191 @@
+"""Benchmarks over folders of images: GenEval as published, and any prompts with any rewards."""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.scoring.files import ImageFile, ScoredFiles, labelled_images, score_files
+from flowrl.scoring.spec import RewardSpec, closing, load_reward
+from flowrl.utils.files import write_text
+from flowrl.utils.images import to_tensor
+from flowrl.utils.progress import Steps
+
+GENEVAL = "geneval"
+# Benchmarks that are read from the Hub under the name that everybody uses; others are files.
+NAMES = {"drawbench": "hf:sayakpaul/drawbench:train:Prompts"}
+RESULTS, SCORES = "results.jsonl", "scores.csv"
+KINDS = ("tag", "category", "Category", "kind")  # metadata keys that tell prompts' kinds apart
+DETECTOR = {"detector": "mask2former", "colors": "clip"}  # as published, but for the framework
+
+Row = dict[str, Any]
+
+
+def benchmark_prompts(name: str) -> list[PromptRecord]:
+    """Return the prompts of a benchmark: a name of NAMES, or a file, see `load_prompts`."""
+    return load_prompts(NAMES.get(name, name))
+
+
+# --- GenEval --------------------------------------------------------------------------------------
+
+
+def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
+    """Return prompts in GenEval's form, None for the 553 published ones.
+
+    Raises UserError for a prompt without GenEval's metadata.
+    """
+    if source is None:
+        raise UserError(
+            "give GenEval's prompts with --prompts: evaluation_metadata.jsonl, in the folder "
+            "prompts of https://github.com/djghosh13/geneval"
+        )
+    records = load_prompts(source)
+    reward: Any = load_reward(GENEVAL, {"mode": "official"})
+    for record in records:
+        if not reward.applies(record.text, record.metadata) or "tag" not in record.metadata:
+            raise UserError(
+                f"{source}: the prompt {record.text!r} has no tag and include of GenEval, as in "
+                '{"tag": "single_object", "include": [{"class": "cat", "count": 1}], "prompt": ...}'
+            )
+    return records
+
+
+def judge_geneval(folder: Path, args: Mapping[str, Any] | None = None) -> list[Row]:
+    """Judge a folder in GenEval's layout by the published rule; return the rows of results.jsonl.
+
+    args: of the reward `geneval`: detector, colors, thresholds; DETECTOR by default.
+
+    Raises UserError for a folder of another form and for prompts that the detector cannot judge.
+    """
+    images = _images(folder)
+    own: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
+    reward: Any = load_reward(GENEVAL, own | {"mode": "official"})
+    for prompt, metadata in {i.prompt: i.metadata for i in images}.items():
+        try:
+            reward.check(prompt, metadata)
+        except ValueError as error:
+            raise UserError(f"{folder}: the prompt {prompt!r}: {error}") from error
+    rows = []
+    with Steps("judging", len(images)) as steps:
+        for image in images:
+            rows.append(_judged(reward, image))
+            steps.advance()
+    return rows
+
+
+def _images(folder: Path) -> list[ImageFile]:
+    found = labelled_images(folder) if folder.is_dir() else None
+    if not found:
+        raise UserError(
+            f"{folder} is not in GenEval's layout: expected 00000/metadata.jsonl and "
+            "00000/samples/0000.png, and so on for each prompt"
+        )
+    return found
+
+
+def _judged(reward: Any, image: ImageFile) -> Row:
+    try:
+        with Image.open(image.path) as file:
+            pixels = to_tensor([file.convert("RGB")])
+    except Exception as error:  # Pillow has no common class for what it finds in broken files
+        verdict: Row = {"correct": None, "reason": f"cannot be read: {error}", "details": {}}
+    else:
+        (verdict,) = reward.verdicts(pixels, [image.metadata])
+    metadata = image.metadata | {"prompt": image.prompt}
+    return {
+        "filename": str(image.path),
+        "tag": image.metadata["tag"],
+        "prompt": image.prompt,
+        "correct": verdict["correct"],
+        "reason": verdict["reason"],
+        "metadata": json.dumps(metadata),
+        "details": json.dumps(verdict["details"]),
+    }
+
+
+def write_results(rows: Sequence[Row], path: Path) -> Path:
+    """Write GenEval's results.jsonl, a row an image."""
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def geneval_table(rows: Sequence[Row]) -> list[Row]:
+    """Return the accuracy of each task, and their mean as published, from rows of results.jsonl.
+
+    The mean is over tasks, not images. Images without a verdict are counted and left out.
+    """
+    tasks: dict[str, list[bool]] = {}
+    for row in rows:
+        own = tasks.setdefault(row["tag"], [])
+        if row["correct"] is not None:
+            own.append(bool(row["correct"]))
+    table: list[Row] = [
+        {"task": tag, "accuracy": _mean(own), "correct": sum(own), "images": len(own)}
+        for tag, own in tasks.items()
+    ]
+    judged = [verdict for own in tasks.values() for verdict in own]
+    overall = {
+        "task": "mean of tasks",
+        "accuracy": _mean([row["accuracy"] for row in table]),
+        "correct": sum(judged),
+        "images": len(judged),
+    }
+    return [*table, overall]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+# --- any prompts, any rewards ---------------------------------------------------------------------
+
+
+def score_folder(folder: Path, specs: Sequence[RewardSpec]) -> ScoredFiles:
+    """Score a folder that says its prompts; write `scores.csv` into it."""
+    with closing(specs):
+        scored = score_files(specs, _images(folder))
+    write_csv(folder / SCORES, scored.rows)
+    return scored
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Write rows as csv, missing scores as empty cells."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        cells = (row.get(name) for name in columns)
+        writer.writerow(["" if c is None or c != c else c for c in cells])
+    write_text(path, text.getvalue())
+
+
+def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
+    """Return the mean scores of each kind of prompt, and of all; rows as `score_files` gives."""
+    kinds = {str(image.path): _kind(image.metadata) for image in _images(folder)}
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(kinds[row["image"]], []).append(row)
+    parts = sorted(found.items()) if set(found) != {""} else []
+    return [_means(kind or "other", own, names) for kind, own in parts] + [
+        _means("all", rows, names)
+    ]
+
+
+def _kind(metadata: Mapping[str, Any]) -> str:
+    return next((str(metadata[key]) for key in KINDS if metadata.get(key)), "")
+
+
+def _means(kind: str, rows: Sequence[Row], names: Sequence[str]) -> Row:
+    def known(name: str) -> Iterator[float]:
+        return (row[name] for row in rows if row[name] == row[name])
+
+    means = {name: _mean(list(known(name))) for name in names}
+    return {"prompts": kind} | means | {"images": len(rows)}

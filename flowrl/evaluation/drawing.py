@@ -1,0 +1,150 @@
+"""Draw images with a pipeline's own call: `flowrl sample`, `geneval` and `benchmark`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from flowrl.backbones.guidance import RLG
+from flowrl.backbones.loading import load_pipeline, pipeline_call_arguments
+from flowrl.backbones.lora_files import load_lora
+from flowrl.backbones.lora_formats import LoRA, open_lora
+from flowrl.build.backbone import call_settings
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord
+from flowrl.scoring.files import METADATA, SAMPLES
+from flowrl.training.checkpoint import CONFIG
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.images import png
+from flowrl.utils.progress import Steps
+
+SETTINGS = "drawn.json"  # beside the folders of prompts: how they were drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawingOptions:
+    """What draws, and how. None is what the run of the LoRA was evaluated with, or the pipeline's
+    own default."""
+
+    model: str
+    lora: str | None = None
+    lora_alpha: float | None = None
+    negative: str = ""
+    guidance: float | None = None
+    steps: int | None = None
+    max_sequence_length: int | None = None
+    device: str = "auto"
+    rlg: float | None = None  # strength of the LoRA, see `flowrl.backbones.guidance`
+    revision: str | None = None
+
+    def build(self) -> "Drawing":
+        """Load the pipeline. Raises UserError for a LoRA that cannot be read, before that."""
+        added = open_lora(self.lora, alpha=self.lora_alpha) if self.lora else None
+        asked = {
+            "guidance_scale": self.guidance,
+            "num_inference_steps": self.steps,
+            "max_sequence_length": self.max_sequence_length,
+            "negative_prompt": self.negative or None,
+        }
+        run_file = Path(self.lora) / CONFIG if self.lora else None
+        of_run = call_settings(load_config(run_file)) if run_file and run_file.is_file() else {}
+        where = Runtime(device=self.device).device
+        dtype = "bf16" if where.type == "cuda" else "fp32"
+        pipeline = load_pipeline(self.model, dtype=dtype, device=where, revision=self.revision)
+        call = pipeline_call_arguments(pipeline, self.negative) | {"negative_prompt": ""} | of_run
+        call |= {name: value for name, value in asked.items() if value is not None}
+        if added is not None:
+            load_lora(pipeline, added)
+        return Drawing(pipeline=pipeline, call=call, lora=added, rlg=self.rlg, options=self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """A loaded pipeline, its LoRA attached, and the arguments of its call."""
+
+    pipeline: Any
+    call: dict[str, Any]
+    lora: LoRA | None
+    rlg: float | None
+    options: DrawingOptions
+
+    def image(self, prompt: str, seed: int, negative: str | None = None) -> Image.Image:
+        """Draw one image; `negative` replaces the negative prompt of the call."""
+        own = {} if negative is None else {"negative_prompt": negative}
+        generator = torch.Generator().manual_seed(seed)
+        with nullcontext() if self.rlg is None else RLG(self.pipeline, self.rlg):
+            return self.pipeline(prompt, generator=generator, **(self.call | own)).images[0]
+
+    def identity(self) -> dict[str, Any]:
+        """Return everything that decides the images of a prompt and a seed, as JSON has it."""
+        names = ("model", "negative", "revision", "rlg")
+        own = {name: value for name, value in asdict(self.options).items() if name in names}
+        call = {k: float(v) if isinstance(v, int) else v for k, v in self.call.items()}
+        return own | {"call": call, "lora": None if self.lora is None else digest(self.lora)}
+
+
+def digest(lora: LoRA) -> str:
+    """Return 16 hex digits that identify a LoRA by its tensors and strengths, whatever its file."""
+    found = blake2b(digest_size=8)
+    for name in sorted(lora.state):
+        tensor = lora.state[name].detach().cpu().contiguous()
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.view(torch.uint8).numpy().tobytes())
+    found.update(json.dumps(lora.strengths, sort_keys=True).encode())
+    return found.hexdigest()
+
+
+def draw_prompts(
+    drawing: Drawing, prompts: Sequence[PromptRecord], folder: Path, *, per_prompt: int, seed: int
+) -> Path:
+    """Draw images of each prompt in GenEval's official layout; go on where an earlier call ended.
+
+    `00000/metadata.jsonl` is the prompt's row, `00000/samples/0000.png` has the seed `seed`, the
+    next image the next one. Raises UserError for a folder that was drawn in another way.
+    """
+    how = drawing.identity() | {"seed": seed, "prompts": _names(prompts)}
+    text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
+    saved = folder / SETTINGS
+    if saved.is_file() and saved.read_text("utf-8") != text:
+        raise UserError(
+            f"{folder} was drawn with another pipeline, LoRA, prompts or settings, see {saved}: "
+            "give another folder, or remove it"
+        )
+    if not saved.is_file() and folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} holds other files: give -o a new folder")
+    write_text(saved, text)
+    missing = list(_missing(prompts, folder, per_prompt))
+    with Steps(
+        "drawing", len(prompts) * per_prompt, start=len(prompts) * per_prompt - len(missing)
+    ) as steps:
+        for record, path, number in missing:
+            image = drawing.image(record.text, seed + number, record.negative)
+            write_bytes(path, png(image))
+            steps.advance()
+    return folder
+
+
+def _names(prompts: Sequence[PromptRecord]) -> str:
+    return blake2b("\n".join(p.uid for p in prompts).encode(), digest_size=8).hexdigest()
+
+
+def _missing(
+    prompts: Sequence[PromptRecord], folder: Path, per_prompt: int
+) -> Iterator[tuple[PromptRecord, Path, int]]:
+    """Write the rows of the prompts; yield the images that are not there yet."""
+    for index, record in enumerate(prompts):
+        place = folder / f"{index:05d}"
+        row = json.dumps(record.metadata | {"prompt": record.text}, ensure_ascii=False)
+        write_text(place / METADATA, row + "\n")
+        for number in range(per_prompt):
+            path = place / SAMPLES / f"{number:04d}.png"
+            if not path.is_file():
+                yield record, path, number

@@ -1,0 +1,139 @@
+"""What a prompt asks for, whatever its words, and which held-out prompts ask the same as others.
+
+A request is told by metadata where there is any: GenEval's `include` and `exclude` (Ghosh et al.
+2023, 2310.11513) with pairs unordered and "A left of B" equal to "B right of A", or the text to
+be drawn, `ocr_text`. Without, it is the prompt's own text, up to case, spaces and punctuation.
+"""
+
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import PromptRecord, load_prompts
+
+MIRRORED = {"right of": "left of", "below": "above"}  # each relation and its first form
+
+
+def request_of(metadata: Mapping[str, Any]) -> Hashable | None:
+    """Return what the metadata ask for, equal for equal requests; None where they ask nothing."""
+    found: list[Hashable] = []
+    if isinstance(text := metadata.get("ocr_text"), str):
+        found.append(("text", "".join(text.split()).casefold()))
+    include, exclude = (_entries(metadata.get(key)) for key in ("include", "exclude"))
+    if include or exclude:
+        objects = [_object(entry) for entry in include]
+        relations = [
+            _relation(mine, entry["position"], objects)
+            for mine, entry in zip(objects, include, strict=True)
+            if entry.get("position")
+        ]
+        # "Two clocks" is often said as two and not three: the second says nothing new.
+        limits = {(name, count + 1, color) for name, count, color in objects}
+        others = [_object(entry) for entry in exclude if _object(entry) not in limits]
+        parts = (objects, relations, others)
+        found.append(("objects", *(tuple(sorted(part, key=repr)) for part in parts)))
+    return tuple(found) or None
+
+
+def _entries(value: Any) -> list[Mapping[str, Any]]:
+    entries = value if isinstance(value, list) else []
+    return [e for e in entries if isinstance(e, Mapping) and "class" in e]
+
+
+def _object(entry: Mapping[str, Any]) -> tuple[str, int, str]:
+    name, color = str(entry["class"]), str(entry.get("color") or "")
+    return name.casefold(), int(entry.get("count", 1)), color.casefold()
+
+
+def _relation(mine: tuple, position: Any, objects: Sequence[tuple]) -> tuple:
+    """Return (A, relation, B), with one of each pair of relations that mirror each other.
+
+    position: [relation, index of B in `include`].
+    """
+    try:
+        relation, theirs = str(position[0]), objects[int(position[1])]
+    except (LookupError, TypeError, ValueError):  # not GenEval's: only its like is the same
+        return mine, repr(position), ()
+    if relation in MIRRORED:
+        return theirs, MIRRORED[relation], mine
+    return mine, relation, theirs
+
+
+def requests_in(files: Iterable[Path]) -> frozenset[Hashable]:
+    """Return the requests of prompt files. Raises UserError for a prompt whose request is unknown.
+
+    Only metadata tell a request: a text alone could be worded otherwise.
+    """
+    found = set()
+    for path in files:
+        for prompt in load_prompts(path):
+            request = request_of(prompt.metadata)
+            if request is None:
+                raise UserError(
+                    f"{path}: the prompt {prompt.text!r} has neither include, exclude nor "
+                    "ocr_text, which say what it asks for: give a .jsonl file in GenEval's form"
+                )
+            found.add(request)
+    return frozenset(found)
+
+
+def plain_text(text: str) -> str:
+    """Return a text without case, punctuation and spare spaces."""
+    return " ".join(re.findall(r"\w+", text.casefold()))
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A held-out prompt, and one of training that asks for the same."""
+
+    held_out: str
+    training: str
+
+
+def overlaps(training: Iterable[PromptRecord], held_out: Iterable[PromptRecord]) -> list[Overlap]:
+    """Return every held-out prompt whose request is one of training.
+
+    Two prompts are compared by their metadata where both have any, else by their texts, the
+    paraphrases of training included.
+    """
+    requests: dict[Hashable, str] = {}
+    texts: dict[str, str] = {}  # of all prompts
+    unlabelled: dict[str, str] = {}  # of those without metadata that ask for anything
+    for prompt in training:
+        request = request_of(prompt.metadata)
+        words = {plain_text(text): prompt.text for text in (prompt.text, *prompt.paraphrases)}
+        texts |= words
+        if request is None:
+            unlabelled |= words
+        else:
+            requests[request] = prompt.text
+    found = []
+    for prompt in held_out:
+        request, text = request_of(prompt.metadata), plain_text(prompt.text)
+        same = texts.get(text) if request is None else requests.get(request, unlabelled.get(text))
+        if same is not None:
+            found.append(Overlap(held_out=prompt.text, training=same))
+    return found
+
+
+def check_overlap(
+    training: Sequence[PromptRecord], held_out: Sequence[PromptRecord], *, allowed: bool
+) -> None:
+    """Check that no held-out prompt asks for what one of training does, unless that is `allowed`.
+
+    Raises UserError with the number of those that do, and the first of them.
+    """
+    if allowed or not training or not held_out:
+        return
+    found = overlaps(training, held_out)
+    if found:
+        first = found[0]
+        raise UserError(
+            f"{len(found)} of the {len(held_out)} evaluation.prompts ask for what prompts.train "
+            f"has, too, the first {first.held_out!r} as {first.training!r}: a score on them does "
+            "not show that anything unseen was learned. Hold out other requests, as flowrl "
+            "prompts does, or set prompts.allow_overlap to true to insist"
+        )

@@ -1,0 +1,110 @@
+"""The journal of a run: an append-only `ledger.jsonl` that says what happened in its folder.
+
+    start, resume   the recipe in force, what changed since the last one, the iteration it begins at
+    checkpoint      its iteration and the digests of its files
+    aside           where later checkpoints went when the run went back to an older one
+    stop            the iteration, the reason, and whether LoRA, gallery and card were finished
+
+Each line carries a digest of its content, and a line that a killed process left unfinished is no
+event.
+"""
+
+import json
+import logging
+import os
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flowrl.utils.digests import content_digest
+
+LOG = logging.getLogger(__name__)
+FILE = "ledger.jsonl"
+Event = dict[str, Any]
+
+
+class Ledger:
+    """The journal in a run's folder. Only the main process writes it, and holds the folder."""
+
+    def __init__(self, run_dir: Path):
+        self.path = run_dir / FILE
+        self._events: list[Event] | None = None
+
+    def events(self) -> list[Event]:
+        """Return what is written, oldest first; empty for a run of an earlier version."""
+        if self._events is None:
+            self._events = _read(self.path)
+        return self._events
+
+    def append(self, event: str, **content: Any) -> None:
+        """Write one event, flushed to disk before it returns."""
+        time = datetime.now(UTC).isoformat(timespec="seconds")
+        entry = {"event": event, "time": time, **content}
+        known = self.events()
+        _append_line(self.path, json.dumps(entry | {"digest": content_digest(entry)}))
+        known.append(entry)
+
+    def last(self, *names: str) -> Event | None:
+        """Return the latest event of one of these names."""
+        return next((e for e in reversed(self.events()) if e["event"] in names), None)
+
+    @property
+    def run_id(self) -> str | None:
+        """The name that checkpoints of this run carry, wherever its folder is moved."""
+        first = next((e for e in self.events() if "run" in e), None)
+        return None if first is None else str(first["run"])
+
+    def begin(
+        self,
+        *,
+        version: str,
+        recipe: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        step: int | None,
+        changed: Mapping[str, Any],
+        run_id: str | None,
+    ) -> None:
+        """Write that a session begins.
+
+        Args:
+            recipe, facts: what is trained now, see `flowrl.training.resume`.
+            step: the iteration of the checkpoint it goes on from; None for a run that begins.
+            changed: options that differ from the session before, as [before, now].
+            run_id: of the checkpoint; None to keep the ledger's, or draw one.
+        """
+        known = self.run_id or run_id or uuid.uuid4().hex
+        name = "start" if step is None else "resume"
+        self.append(name, run=known, flowrl=version, step=step, recipe=dict(recipe),
+                    facts=dict(facts), changed=dict(changed))  # fmt: skip
+
+
+def _read(path: Path) -> list[Event]:
+    if not path.exists():
+        return []
+    found = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line:
+            continue
+        try:
+            entry = json.loads(line)
+            intact = entry.pop("digest") == content_digest(entry) and "event" in entry
+        except (ValueError, KeyError, TypeError, AttributeError):
+            intact, entry = False, {}
+        if intact:
+            found.append(entry)
+        else:
+            LOG.warning("line %d of %s is damaged or unfinished: it is left out", number, path)
+    return found
+
+
+def _append_line(path: Path, line: str) -> None:
+    """Add a line below the last one, which a killed process may have left without its end."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else "\n" + line
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())

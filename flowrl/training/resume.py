@@ -1,0 +1,289 @@
+"""What a start goes on from: a new folder, a checkpoint of the run in its folder, or nothing."""
+
+import itertools
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from flowrl.config import Config, load_config, parse_config
+from flowrl.errors import DamagedFile, UserError
+from flowrl.training.checkpoint import CONFIG, LATEST, STATE, Checkpoints, read_checkpoint
+from flowrl.training.ledger import Ledger
+
+LOG = logging.getLogger(__name__)
+AUTO = "auto"
+Facts = Mapping[str, Any]  # what a recipe does not say: digests of prompts, rewards of a caller
+Changes = dict[str, tuple[Any, Any]]  # by option: before, now
+
+# Options that decide where, when and in which order things are computed, not what is learned. They
+# may differ between the sessions of one run. An entry stands for all below it, * for a number.
+FREE = (
+    "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
+    "run.keep_checkpoints", "run.sample_every", "run.signal_every", "run.trackers",
+    "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
+    "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
+    "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
+    "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "optim.micro_batch",
+    "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
+)  # fmt: skip
+# Those that change what is measured and not what is learned: free for --resume, while a rerun that
+# measures otherwise is another run.
+MEASURED = ("evaluation", "run.stop_when_hacking")
+SHOWN = 5  # changes in a message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a session trains, and what it goes on from."""
+
+    folder: Path
+    holds_run: bool  # begun earlier, with a checkpoint or not
+    checkpoint: Path | None = None  # its folder
+    finished: str = ""  # why nothing is left to do
+    changed: Changes = field(default_factory=dict)  # options that differ from the session before
+    # Of the checkpoint, on the process that decided.
+    state: dict[str, Any] | None = field(default=None, repr=False)
+
+    def text(self) -> str:
+        """Return it without state and changes, as JSON for other processes."""
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
+        return json.dumps([str(self.folder), self.holds_run, checkpoint, self.finished])
+
+    @staticmethod
+    def from_text(text: str) -> "Start":
+        """Return what another process decided."""
+        folder, holds_run, checkpoint, finished = json.loads(text)
+        found = None if checkpoint is None else Path(checkpoint)
+        return Start(folder=Path(folder), holds_run=holds_run, checkpoint=found, finished=finished)
+
+
+def decide(config: Config, facts: Facts, *, resume: str | None, accept_changes: bool) -> Start:
+    """Return what to do in `run.output_dir`; writes nothing.
+
+    Args:
+        resume: "auto" continues a run of the same recipe and gives another one the next number;
+            "latest" or a path continues the run in the folder; None wants a folder without a run.
+        accept_changes: train on although options that decide what is learned differ.
+
+    Raises:
+        UserError: when there is nothing to resume, when the path is of another run or damaged, and
+            when the recipe differs and changes are not accepted.
+    """
+    folder = Path(config.run.output_dir)
+    if resume == AUTO:
+        return _rerun(config, facts, folder, accept_changes)
+    if resume is None:
+        return Start(folder=folder, holds_run=holds_run(folder))  # which `claim` refuses
+    named = None if resume == LATEST or _same(Path(resume), folder) else Path(resume)
+    if named is not None:
+        _check_own(named, folder)
+    if not holds_run(folder):
+        raise UserError(f"nothing to resume: {folder} holds no run")
+    changed = changes(folder, config, facts)
+    _check_accepted(folder, learned(changed), accept_changes)
+    if named is None:
+        return _at(folder, Checkpoints(folder, keep=1).newest(), changed)
+    return _at(folder, (named, _read_named(named, folder)), changed)
+
+
+def holds_run(folder: Path) -> bool:
+    return (folder / CONFIG).exists()
+
+
+def _at(folder: Path, found: tuple[Path, dict[str, Any]] | None, changed: Changes) -> Start:
+    path, state = (None, None) if found is None else found
+    return Start(folder=folder, holds_run=True, checkpoint=path, state=state, changed=changed)
+
+
+# --- a rerun -------------------------------------------------------------------------------------
+
+
+def _rerun(config: Config, facts: Facts, folder: Path, accept_changes: bool) -> Start:
+    """Take the first of `folder`, `folder-2`, ... without a run, or with one of this recipe."""
+    other = ""
+    for place in _numbered(folder):
+        if not holds_run(place):
+            if other:
+                LOG.warning("%s: this run goes to %s", other, place)
+            return Start(folder=place, holds_run=False)
+        changed = changes(place, config, facts)
+        differing = {name: pair for name, pair in changed.items() if not _in(name, FREE)}
+        if differing and not (accept_changes and place == folder):
+            other = other or f"{folder} holds a run of another recipe ({_text(differing)})"
+            continue
+        if why := _finished(place, config):
+            return Start(folder=place, holds_run=True, finished=why)
+        LOG.info("%s", f"going on with the run in {place}")
+        return _at(place, _newest_whole(place), changed)
+    raise AssertionError("numbers do not end")
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    yield folder
+    for number in itertools.count(2):
+        yield folder.with_name(f"{folder.name}-{number}")
+
+
+def _newest_whole(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint. Raises DamagedFile that offers the one before it."""
+    checkpoints = Checkpoints(folder, keep=1)
+    steps = checkpoints.steps()
+    if not steps:
+        return None
+    return checkpoints.path(steps[-1]), _read_named(checkpoints.path(steps[-1]), folder)
+
+
+def _read_named(path: Path, folder: Path) -> dict[str, Any]:
+    try:
+        return read_checkpoint(path)
+    except DamagedFile as error:
+        raise DamagedFile(f"{error}; {Checkpoints(folder, keep=1).offer(path)}") from error
+
+
+def _finished(folder: Path, config: Config) -> str:
+    """Return why the run in a folder has nothing left to do under a recipe, "" if it has."""
+    last = Ledger(folder).last("start", "resume", "stop")
+    if last is None:
+        last = _stop_without_ledger(folder)
+    if last["event"] != "stop" or not last["complete"]:
+        return ""
+    step, minutes = last["step"], last["seconds"] / 60
+    if step >= config.run.iterations:
+        return f"{folder} holds this recipe's finished run of {step} iterations"
+    if config.run.max_minutes is not None and minutes >= config.run.max_minutes:
+        return (
+            f"{folder} holds this recipe's run, which ended after {step} iterations and its "
+            f"{config.run.max_minutes:g} minutes (run.max_minutes)"
+        )
+    if last["reason"] == "hacking" and config.run.stop_when_hacking is not None:
+        return f"{folder} holds this recipe's run, which run.stop_when_hacking ended at {step}"
+    return ""
+
+
+def _stop_without_ledger(folder: Path) -> dict[str, Any]:
+    """Return what the ledger of an earlier version's run would say of its end."""
+    found = _newest_whole(folder) if (folder / "README.md").exists() else None
+    if found is None:
+        return {"event": "start"}
+    state = found[1]
+    return {"event": "stop", "complete": True, "reason": "", "step": state["iteration"],
+            "seconds": state["elapsed"]}  # fmt: skip
+
+
+# --- a path of the user --------------------------------------------------------------------------
+
+
+def _same(path: Path, folder: Path) -> bool:
+    return path.resolve() == folder.resolve()
+
+
+def _check_own(path: Path, folder: Path) -> None:
+    """Raise UserError unless `path` is a checkpoint of the run in `folder`."""
+    if holds_run(path):
+        raise _of_another(path, path, folder)
+    if not (path / STATE).is_file():
+        raise UserError(
+            f"cannot resume from {path}: no {STATE} there; give 'latest' or a folder below "
+            f"{folder / 'checkpoints'}"
+        )
+    if holds_run(folder) and _same(path.parent.parent, folder):
+        return
+    own = Ledger(folder).run_id if holds_run(folder) else None
+    if own is None or read_checkpoint(path).get("run") != own:
+        raise _of_another(path, path.parent.parent, folder)
+
+
+def _of_another(path: Path, run: Path, folder: Path) -> UserError:
+    return UserError(
+        f"{path} is of the run in {run}, and this recipe trains in {folder}: set "
+        f"run.output_dir={run} to go on with that run, or lora.init_from={path} to begin a new one "
+        "with its weights"
+    )
+
+
+# --- what differs --------------------------------------------------------------------------------
+
+
+def changes(folder: Path, config: Config, facts: Facts) -> Changes:
+    """Return the options in which a recipe differs from the run in a folder, and facts that do."""
+    ledger = Ledger(folder)
+    last = ledger.last("start", "resume")
+    try:
+        with warnings.catch_warnings():  # of old names, which the user has not written
+            warnings.simplefilter("ignore")
+            before = parse_config(last["recipe"]) if last else load_config(folder / CONFIG)
+    except UserError as error:
+        raise UserError(
+            f"the recipe of the run in {folder} cannot be read ({error}): choose another "
+            "run.output_dir"
+        ) from error
+    found = _differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    known = last["facts"] if last else {}
+    names = [name for name in {**facts, **known} if name in known or name.startswith(GIVEN)]
+    found |= {
+        name: (known.get(name), facts.get(name))
+        for name in names
+        if last and known.get(name) != facts.get(name)
+    }
+    if config.optim.schedule == "linear" and "run.iterations" in found:
+        # In which the learning rate falls: another number is another recipe.
+        found[DECAY] = found["run.iterations"]
+    return found
+
+
+DECAY = "optim.schedule over run.iterations"
+GIVEN = "given "  # before the name of what a Python caller gave in place of the recipe's
+
+
+def learned(changed: Changes) -> Changes:
+    """Return the changes that decide what is learned from here on."""
+    return {name: pair for name, pair in changed.items() if not _in(name, FREE + MEASURED)}
+
+
+def _in(name: str, options: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, o) or fnmatchcase(name, f"{o}.*") for o in options)
+
+
+def _check_accepted(folder: Path, differing: Changes, accepted: bool) -> None:
+    if differing and not accepted:
+        raise UserError(
+            f"the run in {folder} was trained otherwise ({_text(differing)}): give the options it "
+            "had, or add --accept-changes to go on with these"
+        )
+
+
+def _text(changed: Changes) -> str:
+    """Return changes in words, the first few of them."""
+    parts = [f"{n} was {_short(was)}, now {_short(now)}" for n, (was, now) in changed.items()]
+    more = [f"and {len(parts) - SHOWN} more"] if len(parts) > SHOWN else []
+    return "; ".join(parts[:SHOWN] + more)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Changes:
+    """Return differing leaves of nested mappings by dotted name.
+
+    Of a part whose `kind` differs that alone is named: the rest means nothing to the other.
+    """
+    if before == now:
+        return {}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = (dict(enumerate(items)) for items in (before, now))
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return {name: (before, now)}
+    if before.get("kind") != now.get("kind"):
+        return {f"{name}.kind": (before.get("kind"), now.get("kind"))}
+    found: Changes = {}
+    for key in {**now, **before}:
+        inner = f"{name}.{key}" if name else key
+        found |= _differences(before.get(key), now.get(key), inner)
+    return found

@@ -1,0 +1,90 @@
+"""Networks that several rewards of a process hold: loaded once, run once for the same images."""
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KEPT = 256 * 2**20  # bytes of answers that a shared network remembers
+T = TypeVar("T")
+
+
+class Shared:
+    """A place for one network, and what it lately answered.
+
+    Answers are remembered only where several rewards hold it: one reward asks for no image twice.
+    """
+
+    def __init__(self) -> None:
+        self.holders: WeakSet[Any] = WeakSet()
+        self._lock = threading.RLock()
+        self._network: Any = None
+        self._answers: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def load(self, make: Callable[[], T]) -> T:
+        """The network, made by the first who asks."""
+        with self._lock:
+            if self._network is None:
+                self._network = make()
+            return self._network
+
+    def holds(self, network: Any) -> bool:
+        """Whether this is the network that it loaded."""
+        return network is not None and network is self._network
+
+    def recall(self, asked: Hashable, image: Tensor | np.ndarray | None, run: Callable[[], T]) -> T:
+        """What `run` gives for a question `asked` about images: run once for the same of both.
+
+        The key is the whole batch, never single images, since a network's last bits depend on what
+        else is in its batch. With gradients every caller runs for itself.
+        """
+        leaf = isinstance(image, Tensor) and image.requires_grad and torch.is_grad_enabled()
+        if len(self.holders) < 2 or leaf:
+            return run()
+        key = (asked, None if image is None else digest(image))
+        with self._lock:  # one who asks meanwhile gets this answer
+            if key not in self._answers:
+                answer = run()
+                self._answers[key] = answer, size_of(answer)
+            self._answers.move_to_end(key)
+            answer = self._answers[key][0]
+            while sum(size for _, size in self._answers.values()) > KEPT:
+                self._answers.popitem(last=False)
+            return answer
+
+
+_places: WeakValueDictionary[Hashable, Shared] = WeakValueDictionary()
+_placing = threading.Lock()
+
+
+def shared(key: Hashable, holder: Any) -> Shared:
+    """The place of the network that `key` decides, which lives as long as one of its holders."""
+    with _placing:
+        place = _places.get(key)
+        if place is None:
+            place = _places[key] = Shared()
+        place.holders.add(holder)
+        return place
+
+
+def digest(images: Tensor | np.ndarray) -> bytes:
+    """A hash of shape, type and numbers."""
+    array = images.detach().cpu().numpy() if isinstance(images, Tensor) else images
+    head = f"{array.shape}{array.dtype}".encode()
+    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16, key=head[:64]).digest()
+
+
+def size_of(answer: Any) -> int:
+    """About how many bytes an answer holds: of tensors, arrays, and what has a `mask`."""
+    if isinstance(answer, Tensor | np.ndarray):
+        return answer.nbytes
+    if isinstance(answer, Iterable) and not isinstance(answer, str | bytes):
+        return sum(map(size_of, answer), 100)
+    mask = getattr(answer, "mask", None)
+    return 200 if mask is None else 200 + size_of(mask)

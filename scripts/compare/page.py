@@ -1,0 +1,87 @@
+"""What a page compares, as data: `pages/<name>.yaml`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from flowrl.config import Config, load_config
+from flowrl.config.load import load_yaml
+from flowrl.errors import UserError
+
+FOLDER = Path(__file__).parent / "pages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One way of training: a recipe, and what it changes."""
+
+    name: str
+    recipe: str
+    options: tuple[str, ...]  # KEY=VALUE
+    iterations: int
+    tune: Mapping[str, Sequence[Any]]  # values tried of each option, on validation prompts
+    note: str
+
+    def choices(self) -> list[tuple[str, ...]]:
+        """Return the changes of every combination of the values to try."""
+        keyed = [[f"{key}={value}" for value in values] for key, values in self.tune.items()]
+        return [tuple(found) for found in product(*keyed)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A comparison: methods, what they are measured by, and how much of it there is."""
+
+    name: str
+    title: str
+    text: str  # what is compared, and what was planted
+    baseline: str  # the method that others are compared with
+    score: str  # measure of an image
+    gold: str  # never trained on
+    proxy: str  # the trained reward
+    quality: str
+    diversity: str  # measure, or "" where there is none
+    seeds: int
+    steps: tuple[int, ...]  # of evaluation
+    validation: str  # prompts to tune on
+    methods: tuple[Method, ...]
+
+    def config(self, method: Method, seed: int, folder: Path, *changes: str) -> Config:
+        """Return the recipe of a run. It stops by iterations, never by minutes."""
+        options = [*method.options, *changes, f"run.seed={seed}", f"run.output_dir={folder}"]
+        steps = f"evaluation.num_inference_steps={list(self.steps)}"
+        own = [f"run.iterations={method.iterations}", "run.max_minutes=null", "run.trackers=[]"]
+        return load_config(method.recipe, [steps, *own, *options])
+
+    def method(self, name: str) -> Method:
+        return next(method for method in self.methods if method.name == name)
+
+
+def page_names() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_page(name: str) -> Page:
+    """Return the page of this name. Raises UserError for one that is not there."""
+    path = FOLDER / f"{name}.yaml"
+    if not path.is_file():
+        raise UserError(f"there is no page {name!r}, expected one of {', '.join(page_names())}")
+    data = load_yaml(path.read_text(encoding="utf-8"))
+    common, methods = tuple(data.pop("options", ())), []
+    recipe, iterations, tune = data.pop("recipe"), data.pop("iterations"), data.pop("tune", {})
+    for title, own in data.pop("methods").items():
+        methods.append(
+            Method(
+                name=title,
+                recipe=own.get("recipe", recipe),
+                options=(*common, *own.get("options", ())),
+                iterations=own.get("iterations", iterations),
+                tune=own.get("tune", tune),
+                note=own.get("note", ""),
+            )
+        )
+    data["steps"] = tuple(data["steps"])
+    optional = {"diversity": "", "seeds": 5, "validation": ""}
+    return Page(name=name, methods=tuple(methods), **optional | data)

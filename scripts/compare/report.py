@@ -1,0 +1,281 @@
+"""Render a page from its data: tables, charts with bands, and what is missing."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowrl.training.evaluate import Interval
+from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
+from scripts.compare import statistics
+from scripts.compare.data import TUNING, Image, Line, read_curves, read_images, read_rows
+from scripts.compare.page import Page
+from scripts.compare.runs import chosen, rates
+from scripts.compare.statistics import Curve
+
+Table = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """The data of a page, sorted."""
+
+    page: Page
+    lines: dict[str, dict[int, list[Line]]]  # by method and seed
+    images: dict[str, dict[int, list[Image]]]  # first images by method, under seed -1; last by seed
+    rates: dict[str, float]  # seconds of an iteration
+
+    @staticmethod
+    def read(page: Page, data: Path) -> "Results":
+        lines: dict[str, dict[int, list[Line]]] = {}
+        for line in read_curves(data):
+            lines.setdefault(line.method, {}).setdefault(line.seed, []).append(line)
+        images: dict[str, dict[int, list[Image]]] = {}
+        for image in read_images(data):
+            seed = image.seed if image.iteration else -1
+            images.setdefault(image.method, {}).setdefault(seed, []).append(image)
+        order = [method.name for method in page.methods if method.name in lines]
+        return Results(
+            page=page,
+            lines={name: dict(sorted(lines[name].items())) for name in order},
+            images=images,
+            rates=rates(data),
+        )
+
+    def curves(self, method: str, measure: str, cost: Callable[[Line], float]) -> list[Curve]:
+        """Return a curve for each seed, of the evaluations that have the measure."""
+        return [
+            [(cost(line), line.scores[measure]) for line in lines if measure in line.scores]
+            for lines in self.lines[method].values()
+        ]
+
+    def seconds(self, line: Line) -> float:
+        return line.iteration * self.rates.get(line.method, math.nan)
+
+    def last(self, method: str, measure: str) -> list[float]:
+        """Return the last score of each seed; NaN where it has none."""
+        runs = self.lines[method].values()
+        return [lines[-1].scores.get(measure, math.nan) for lines in runs]
+
+    def base(self, method: str, measure: str) -> float:
+        first = next(iter(self.lines[method].values()))[0]
+        return first.scores.get(measure, math.nan)
+
+    def change_of_images(self, method: str, measure: str) -> Interval | None:
+        """Return the change over images: each one's mean over seeds, its requests resampled."""
+        kept = self.images.get(method, {})
+        before = [image.scores.get(measure) for image in kept.get(-1, [])]
+        runs = [[i.scores.get(measure) for i in own] for seed, own in kept.items() if seed >= 0]
+        requests = [image.request for image in kept.get(-1, [])]
+        found = []
+        for i, score in enumerate(before):
+            after = [run[i] for run in runs]
+            if score is not None and after and None not in after:
+                found.append((requests[i], sum(map(float, after)) / len(after) - score))  # type: ignore[arg-type]
+        if not found:
+            return None
+        return statistics.over_requests([c for _, c in found], [r for r, _ in found])
+
+
+COSTS: dict[str, str] = {"seconds": "wall time", "forwards": "forwards"}
+
+
+def costs(results: Results) -> dict[str, Callable[[Line], float]]:
+    """Return what curves are compared at; wall time only where rates of all were measured."""
+    found: dict[str, Callable[[Line], float]] = {"forwards": lambda line: line.forwards}
+    if all(name in results.rates for name in results.lines):
+        found = {"seconds": results.seconds, **found}
+    return found
+
+
+def at_steps(page: Page, measure: str) -> dict[str, str]:
+    """Return the measure at each number of steps, by its heading."""
+    first, *others = page.steps
+    return {f"{first} steps": measure} | {f"{n} steps": f"{n}_steps/{measure}" for n in others}
+
+
+def scores_table(results: Results) -> list[dict[str, str]]:
+    """A row a method: last scores over seeds, the change over images, and what it cost."""
+    page, rows = results.page, []
+    for method, runs in results.lines.items():
+        row = {"method": method, "seeds": str(len(runs))}
+        for heading, measure in at_steps(page, page.score).items():
+            change = [v - results.base(method, measure) for v in results.last(method, measure)]
+            row[f"{page.score}, {heading}"] = (
+                f"{_number(results.base(method, measure))} → "
+                f"{_number(statistics.over_seeds(results.last(method, measure)).mean)}"
+            )
+            row[f"change over seeds, {heading}"] = _interval(statistics.over_seeds(change))
+            images = results.change_of_images(method, measure)
+            row[f"over images, {heading}"] = _interval(images) if images else "n/a"
+        row["interquartile mean"] = _interval(
+            statistics.interquartile_mean(results.last(method, page.score)), sign=False
+        )
+        for name in dict.fromkeys((page.gold, page.quality, page.diversity)):
+            if name and name != page.score:
+                last = statistics.over_seeds(results.last(method, name)).mean
+                row[name] = f"{_number(results.base(method, name))} → {_number(last)}"
+        last = next(iter(runs.values()))[-1]
+        row |= {"iterations": str(last.iteration), "images": f"{last.images:.0f}"}
+        row["forwards"] = f"{last.forwards:.0f}"
+        row["seconds"] = _number(results.seconds(last), 0)
+        rows.append(row)
+    return rows
+
+
+def differences_table(results: Results) -> list[dict[str, str]]:
+    """A row a method: how far it lies above the baseline at equal cost, and when it passes it."""
+    page, rows = results.page, []
+    own = results.lines.get(page.baseline)
+    if own is None:
+        return []
+    level = statistics.over_seeds(results.last(page.baseline, page.score)).mean
+    for method, runs in results.lines.items():
+        row = {"method": method}
+        both = sorted(set(runs) & set(own))
+        for name, cost in costs(results).items():
+            mine, theirs = (
+                [results.curves(m, page.score, cost)[list(results.lines[m]).index(s)] for s in both]
+                for m in (method, page.baseline)
+            )
+            spent, found = statistics.at_equal_cost(mine, theirs)
+            whole = statistics.mean_curve(theirs)[-1][0]
+            row[f"above at equal {COSTS[name]}"] = f"{_interval(found)} (at {spent:.3g})"
+            curve = statistics.mean_curve(mine)
+            row[f"reaches {level:.3f}"] = _share(statistics.reaches(curve, level), whole)
+            row[f"stays above, in {COSTS[name]}"] = _share(
+                statistics.stays_above(curve, level), whole
+            )
+            row[f"reaches {level:.3f}, in {COSTS[name]}"] = row.pop(f"reaches {level:.3f}")
+        rows.append(row)
+    return rows
+
+
+def tuning_table(page: Page, data: Path) -> list[dict[str, str]]:
+    """A row for every value that was tried on validation prompts, the chosen ones marked."""
+    best = chosen(page, data)
+    return [
+        row | {"chosen": "yes" if tuple(row["options"].split()) == best[row["method"]] else ""}
+        for row in read_rows(data / TUNING)
+    ]
+
+
+def chart(results: Results, measure: str, cost: Callable[[Line], float], x_label: str) -> bytes:
+    """Draw the mean over seeds of each method, with its t-interval as a band."""
+    page, theme = results.page, LIGHT
+    figure = new_figure(9, 4.5, theme)
+    axes = figure.subplots()
+    title = f"{measure}, mean over seeds and 95 % interval"
+    style_axes(axes, theme, title=title, x_label=x_label, y_label="score")
+    for i, method in enumerate(results.lines):
+        curves = results.curves(method, measure, cost)
+        if not all(curves):
+            continue
+        each = [statistics.over_seeds([s for _, s in at]) for at in _scores(curves)]
+        points = statistics.mean_curve(curves)
+        band = [(e.low, e.high) for e in each] if len(curves) > 1 else None
+        style = {"linestyle": "--"} if i >= len(theme.lines) else {}
+        plot_line(axes, points, theme.lines[i % len(theme.lines)], band, label=method, **style)
+    level = statistics.over_seeds(results.last(page.baseline, measure)).mean
+    axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
+    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
+    return png_bytes(figure)
+
+
+def _scores(curves: Sequence[Curve]) -> list[Sequence[tuple[float, float]]]:
+    return list(zip(*curves, strict=True))
+
+
+def render(page: Page, data: Path) -> Path:
+    """Write README.md and its charts beside the data; return its path."""
+    results = Results.read(page, data)
+    write_text(data / "README.md", text_of(results, data))
+    labels = {"seconds": "seconds of training", "forwards": "forwards, of rollouts and training"}
+    for name, cost in costs(results).items():
+        for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
+            if all(all(c) for m in results.lines for c in results.curves(m, measure, cost)):
+                drawn = chart(results, measure, cost, labels[name])
+                write_bytes(data / f"{measure}-{name}.png", drawn)
+    return data / "README.md"
+
+
+def text_of(results: Results, data: Path) -> str:
+    """Return the text of a page."""
+    page = results.page
+    parts = [
+        f"# {page.title}",
+        page.text.strip(),
+        f"`python -m scripts.compare --page {page.name}`",
+    ]
+    parts[-1] += " renders this page from the data beside it."
+    parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
+    if table := differences_table(results):
+        parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
+    parts += ["## Curves"]
+    for name in costs(results):
+        for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
+            parts.append(f"![{measure} against {COSTS[name]}]({measure}-{name}.png)")
+    if table := tuning_table(page, data):
+        parts += ["## Tuning", "One run of each on validation prompts.", markdown(table)]
+    notes = [f"- **{m.name}**: {m.note}" for m in page.methods if m.note]
+    parts += ["## Methods", *(["\n".join(notes)] if notes else []), markdown(_options(results))]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+LEGEND = (
+    "Changes over seeds have a 95 % t-interval over runs; those over images a bootstrap interval "
+    "of each image's mean over runs, requests resampled whole; the interquartile mean a bootstrap "
+    "interval over runs ([2108.13264](https://arxiv.org/abs/2108.13264)). Seconds are iterations "
+    "times the seconds of an iteration, measured in turns on an idle machine."
+)
+EQUAL = (
+    "Differences are paired by seed, with a t-interval, at the largest cost that both have "
+    "reached. *Reaches* is when the mean curve first stands at the baseline's last score, *stays "
+    "above* from when on no evaluation is below, both as shares of the baseline's whole cost."
+)
+
+
+def _missing(results: Results) -> str:
+    page, missing = results.page, []
+    gone = [method.name for method in page.methods if method.name not in results.lines]
+    if gone:
+        missing.append(f"No runs yet: {', '.join(gone)}.")
+    few = {m: len(runs) for m, runs in results.lines.items() if len(runs) < page.seeds}
+    if few:
+        text = ", ".join(f"{method} ({count})" for method, count in few.items())
+        missing.append(f"Fewer than {page.seeds} seeds: {text}.")
+    if not all(name in results.rates for name in results.lines):
+        missing.append("Seconds of an iteration were not measured, so wall time is left out.")
+    return f"**Missing.** {' '.join(missing)}" if missing else ""
+
+
+def _options(results: Results) -> list[dict[str, str]]:
+    return [
+        {"method": m.name, "recipe": m.recipe, "options": " ".join(f"`{o}`" for o in m.options)}
+        for m in results.page.methods
+    ]
+
+
+def markdown(table: Table) -> str:
+    """Return a table; columns of any row are those of all."""
+    names = list(dict.fromkeys(name for row in table for name in row))
+    lines = [names, ["---"] * len(names), *([row.get(n, "") for n in names] for row in table)]
+    cells = [[str(cell).replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def _number(value: float, digits: int = 3) -> str:
+    return "n/a" if not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def _interval(found: Interval, *, sign: bool = True) -> str:
+    plus = "+" if sign else ""
+    if not math.isfinite(found.mean):
+        return "n/a"
+    ends = f" [{found.low:.3f}, {found.high:.3f}]" if math.isfinite(found.low) else " (one seed)"
+    return f"{found.mean:{plus}.3f}{ends}"
+
+
+def _share(cost: float | None, whole: float) -> str:
+    return "never" if cost is None else f"{cost / whole:.0%}"

@@ -1,0 +1,175 @@
+"""A LoRA that PEFT trained and saved draws PEFT's own pictures, through every command."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from flowrl import api
+from flowrl.backbones.loading import load_pipeline
+from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner
+from flowrl.cli import main
+from flowrl.errors import UserError
+from flowrl.utils.distributed import Runtime
+
+TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
+TARGETS += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
+CALL = {"num_inference_steps": 3, "guidance_scale": 1.0, "max_sequence_length": 12}
+EVALUATION = {
+    "prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 3, "batch_size": 4,
+}  # fmt: skip
+LORA = {"rank": 4, "alpha": 8, "targets": TARGETS}
+
+
+@pytest.fixture(scope="module")
+def trained(load_tiny, tmp_path_factory):
+    """checkpoint-3/lora of a PEFT training: strength 2, three steps towards random velocities."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    pipeline = load_tiny()
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, init_lora_weights="gaussian")
+    model = get_peft_model(pipeline.transformer, config)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.02)
+    with torch.no_grad():
+        texts = pipeline.encode_prompt("a red star", None, None, max_sequence_length=12)
+    for _ in range(3):
+        x = torch.randn(1, pipeline.transformer.config.in_channels, 16, 16)
+        v = model(
+            hidden_states=x, timestep=torch.tensor([500.0]), encoder_hidden_states=texts[0],
+            pooled_projections=texts[2], return_dict=False,
+        )[0]  # fmt: skip
+        (v - torch.randn_like(v)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    root = tmp_path_factory.mktemp("published")
+    model.save_pretrained(root / "checkpoint-3" / "lora")
+    return root
+
+
+@pytest.fixture
+def reference(trained, load_tiny):
+    """The pipeline with the LoRA as PEFT itself loads it."""
+    from peft import PeftModel
+
+    pipeline = load_tiny()
+    PeftModel.from_pretrained(pipeline.transformer, trained / "checkpoint-3" / "lora")
+    return pipeline
+
+
+def run(*words: object) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    assert not end.value.code
+
+
+def pictures(pipeline, seeds: int = 2) -> list[np.ndarray]:
+    noise = (torch.Generator().manual_seed(seed) for seed in range(seeds))
+    return [np.asarray(pipeline("a red star", generator=g, **CALL).images[0]) for g in noise]
+
+
+def drawn(folder) -> list[np.ndarray]:
+    return [np.asarray(Image.open(path)) for path in sorted(folder.glob("*.png"))]
+
+
+@pytest.fixture
+def config(tiny_config):
+    return tiny_config(evaluation=EVALUATION, lora=LORA)
+
+
+def test_sample_draws_what_peft_draws_and_not_what_the_base_draws(
+    trained, reference, load_tiny, tmp_path
+):
+    run("sample", "tiny-sd3", "a red star", "--lora", str(trained), "--count", "2", "--steps", "3",
+        "--guidance", "1", "--max-sequence-length", "12", "-o", tmp_path)  # fmt: skip
+    found, expected = drawn(tmp_path), pictures(reference)
+    assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    base = pictures(load_tiny())
+    assert not any(np.array_equal(a, b) for a, b in zip(found, base, strict=True))
+
+
+def test_evaluate_and_gallery_measure_pefts_pictures(
+    trained, reference, config, monkeypatch, tmp_path
+):
+    specs = api.build_rewards(config)
+    evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
+    expected = replace(evaluator, keep=4)(evaluator.backbone.velocity, Runtime(device="cpu"))
+    (row,) = api.evaluate(config, lora=str(trained / "checkpoint-3"))
+    # A mean of the same scores, summed in another order; the images themselves are compared below.
+    assert row["aligned"] == pytest.approx(expected.mean("brightness"), rel=1e-6)
+    assert row["base"] != row["aligned"]
+    compared = {}
+    monkeypatch.setattr(api, "gallery_rows", lambda a, b: compared.update(after=b) or [])
+    monkeypatch.setattr(api, "write_gallery", lambda *args, **how: (tmp_path, tmp_path))
+    monkeypatch.setattr(api, "_base_recipe", lambda *args: config)
+    api.gallery(
+        None, base="tiny-sd3", lora=str(trained), prompts=EVALUATION["prompts"], count=4,
+        seed=config.evaluation.seed, output_dir=tmp_path,
+    )  # fmt: skip
+    assert torch.equal(compared["after"].images, expected.images)
+
+
+def test_training_that_starts_from_it_starts_with_pefts_pictures(
+    trained, reference, tiny_config, load_tiny
+):
+    own = tiny_config(evaluation=EVALUATION, lora=LORA | {"init_from": str(trained)})
+    given = ProvidedObjects(pipeline=load_tiny())
+    learner = build_learner(own, Runtime(device="cpu"), given)
+    found = pictures(learner.policy.backbone.pipeline)
+    assert all(np.array_equal(a, b) for a, b in zip(found, pictures(reference), strict=True))
+
+
+def test_what_export_repairs_loads_with_diffusers_and_draws_the_same(
+    trained, reference, load_tiny, tmp_path
+):
+    run("export", str(trained), "--to", "diffusers", "-o", str(tmp_path / "lora"))
+    pipeline = load_tiny()
+    pipeline.load_lora_weights(tmp_path / "lora")
+    expected = pictures(reference)
+    assert all(np.array_equal(a, b) for a, b in zip(pictures(pipeline), expected, strict=True))
+    comfyui = tmp_path / "comfyui.safetensors"
+    run("export", str(trained), "--to", "comfyui", "-o", str(comfyui), "--backbone", "sd3")
+    back = load_tiny()
+    api.load_lora(back, comfyui)
+    assert all(np.array_equal(a, b) for a, b in zip(pictures(back), expected, strict=True))
+    merged = ["--base", "tiny-sd3", "--dtype", "fp32"]
+    run("export", str(trained), "--to", "merged", "-o", str(tmp_path / "merged"), *merged)
+    whole = load_pipeline(str(tmp_path / "merged"), dtype="fp32", device="cpu")
+    off = [np.abs(a.astype(int) - b) for a, b in zip(pictures(whole), expected, strict=True)]
+    assert max(o.max() for o in off) <= 1  # one sum of weights, rounded in another order
+
+
+def test_what_does_not_fit_is_refused_by_name_before_anything_is_drawn(
+    trained, config, tiny_config, monkeypatch, tmp_path
+):
+    def never(*args, **how):
+        raise AssertionError("something was drawn")
+
+    monkeypatch.setattr("flowrl.training.evaluate.Evaluator.__call__", never)
+    source = trained / "checkpoint-3" / "lora"
+    sana = {"path": "tiny-sana", "backbone": "sana"}
+    other = tiny_config(pipeline=sana, evaluation=EVALUATION)
+    with pytest.raises(UserError, match="SanaTransformer2DModel lacks"):
+        api.evaluate(other, lora=str(source))
+    cut = tmp_path / "cut"
+    shutil.copytree(source, cut)
+    file = cut / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not whole"):
+        api.evaluate(config, lora=str(cut))
+    tensors = load_file(source / "adapter_model.safetensors")
+    far = {
+        k.replace("blocks.0.", "blocks.77."): t + 1 for k, t in tensors.items() if "blocks.0." in k
+    }
+    save_file(tensors | far, file)
+    with pytest.raises(UserError, match=r"lacks 8, transformer_blocks\.77\."):
+        api.evaluate(config, lora=str(cut))
+    with pytest.raises(UserError, match=r"transformer_blocks\.77\."):
+        api.gallery(
+            None, base="tiny-sd3", lora=str(cut), prompts="tiny:geneval:test", count=1, seed=0,
+            output_dir=tmp_path,
+        )  # fmt: skip

@@ -1,0 +1,351 @@
+"""Mutated recipes and command lines: each is taken as it is written, or refused in sentences.
+
+The mutations come from the JSON schema of the options and from the shipped recipes; case n is a
+function of n alone.
+"""
+
+import contextlib
+import io
+import math
+import os
+import random
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.config import Config
+from flowrl.config.load import dump_yaml, load_recipe, load_yaml, preset_folder, preset_names
+from flowrl.config.messages import name_of, walk
+from flowrl.config.rollout import RolloutOptions
+from flowrl.errors import UserError
+
+CASES = 5000
+SAMPLE = 100  # of the default tests
+SECONDS = 60  # after which a case hangs
+PLANS = 40_000  # a case may look at
+FILE = "mine.yaml"
+SCHEMA = Config.model_json_schema()
+PATHS = [option.path.split(".") for option in walk(Config)]
+NAMES = {".".join(path[:i]) for path in PATHS for i in range(1, len(path) + 1)}
+
+# Values as a recipe has them, that most options should not take.
+ODD = [
+    "0", "-0", "-1", "1", "2", "3", "-3.5", "0.5", "1e-300", "1e308", "-1e308", "1e400", ".inf",
+    "-.inf", ".nan", "010", "0o17", "0x1F", "1_000", "1:30", "9" * 30, "-" + "9" * 30, "9" * 5000,
+    "0x" + "f" * 5000, "18446744073709551616", "9223372036854775808", "1.0", "1e3", "'1'", "'1e-3'",
+    "true", "false", "True", "yes", "no", "null", "~", "''", "' '", "none", "off", "2026-11-22",
+    "2026-11-22T10:00:00Z", "[]", "{}", "[null]", "[1]", "[true]", "[a, b]", "[[[]]]", "[1, 2, 3]",
+    "{a: 1}", "{kind: ode}", "{kind: nope}", "{kind: [a]}", "{kind: null}", "{kind: 3}", "{1: 2}",
+    "{null: 1}", "{[a]: 1}", "{a: 1, a: 2}", "{? {a: 1} : 2}", "a", "\u00e9\u00df\u4e2d\U0001f600",
+    "'a\u2028b'", "\u202eabc", '"\\0"', '"a\\0b"', '"\\ud800"', '"\\udfff x"', "\udc80", "a\x00b",
+    "a" * 10_000, "'" + "\u4e2d" * 5000 + "'", "a/" * 3000, "../" * 50, "/", ".", "..", "~/x",
+    "[" * 1000 + "]" * 1000, "[" * 1000, "{a: " * 200 + "1" + "}" * 200, "[" * 45 + "]" * 45,
+    "&a [*a]", "&a {b: *a}", "*nobody", "[&a [1, 1], *a, *a]", "{<<: {a: 1}}", "{<<: 3}",
+    "!!python/object/apply:os.system [ls]", "!!python/name:os.system", "!!set {a}", "!!bool x",
+    "!!int x", "!!float ''", "!!null x", "!!str 3", "!!binary aGk=", "!mine 3", "!!omap [a: 1]",
+    "--- 1\n--- 2", "# nothing", "a # b", "'a # b'", "%YAML 9.9", "@", "`", "\t", "a: b: c", "- 1",
+    "|\n  a\n  b", ">", "? a", "!", "&", "*", "[1, 2", "{a: 1", "'", '"', '"\\q"', "a\tb",
+    "\ufeff1",
+    "[" + ", ".join(["1"] * 3000) + "]", "{" + ", ".join(f"k{i}: 1" for i in range(500)) + "}",
+    "[" + ", ".join(["{name: a:b}"] * 300) + "]",
+]  # fmt: skip
+SPECIAL = [
+    "\t",
+    ":",
+    "- ",
+    "#",
+    "&a ",
+    "*a",
+    "{",
+    "}",
+    "[",
+    "]",
+    "'",
+    '"',
+    "!!set ",
+    "%",
+    "\x00",
+    "\ud7ff",
+    "\u2028",
+    "\ufeff",
+    "<<: ",
+    "? ",
+    "|",
+    ">",
+    "---\n",
+    "...\n",
+    "\r",
+    "0",
+    "true",
+]
+
+
+@dataclass
+class Leaf:
+    """An option of the schema: where it is, what it takes, and what has to be set to reach it."""
+
+    path: str
+    schema: dict[str, Any]
+    needs: list[str] = field(default_factory=list)
+
+
+def leaves(schema: dict[str, Any], path: str = "", needs: tuple[str, ...] = ()) -> Iterator[Leaf]:
+    """Yield the options below a part of the schema, sections and items of lists too."""
+    if "$ref" in schema:
+        schema = SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]]
+    if path:
+        yield Leaf(path, schema, list(needs))
+    for name, inner in schema.get("properties", {}).items():
+        yield from leaves(inner, f"{path}.{name}" if path else name, needs)
+    if "items" in schema and path == "rewards":
+        yield from leaves(schema["items"], f"{path}.0", needs)
+    choices = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    for choice in choices:
+        ref = choice.get("$ref", "").rpartition("/")[2]
+        section = SCHEMA["$defs"].get(ref, {})
+        kind = section.get("properties", {}).get("kind", {}).get("const")
+        own = (f"{path}.kind={kind}",) if kind else ()
+        required = (n for n in section.get("required", ()) if n != "kind")
+        own += tuple(f"{path}.{name}={example(section['properties'][name])}" for name in required)
+        if section or "oneOf" in choice:
+            yield from list(leaves(choice, path, (*needs, *own)))[bool(section) :]
+
+
+def example(schema: dict[str, Any]) -> str:
+    """Return a value that fits."""
+    if "default" in schema:
+        return dump_yaml(schema["default"]).removesuffix("...\n").strip().replace("\n", " ")
+    kinds = {"integer": "2", "number": "0.5", "boolean": "true", "string": "a:b", "array": "[a]"}
+    return kinds.get(schema.get("type", ""), "1")
+
+
+LEAVES = [leaf for leaf in leaves(SCHEMA) if not leaf.path.endswith(".kind")]
+
+
+@dataclass
+class Case:
+    """A command line, and a recipe of its own in the folder."""
+
+    words: list[str]
+    text: str | None = None  # of FILE
+    wanted: tuple[str, Any] | None = None  # an option and the value that was written for it
+
+
+def make_case(number: int) -> Case:
+    rng = random.Random(f"recipe {number}")
+    preset = rng.choice(preset_names())
+    mutations = [odd_value, odd_value, bound, bound, other_kind, misspelt, index, text, text, rows]
+    return rng.choice(mutations)(rng, preset)
+
+
+def odd_value(rng: random.Random, preset: str) -> Case:
+    leaf, value = rng.choice(LEAVES), rng.choice(ODD)
+    return put(preset, leaf, value, in_file=rng.random() < 0.3)
+
+
+def put(preset: str, leaf: Leaf, value: str, *, in_file: bool = False) -> Case:
+    wanted = None
+    with contextlib.suppress(UserError):
+        wanted = leaf.path, load_yaml(value) if value.strip() else ""
+    words = [*leaf.needs, f"{leaf.path}={value}"]
+    if in_file and wanted and not leaf.needs:  # as nested keys, beside the preset's
+        data = wanted[1]
+        for part in reversed(leaf.path.split(".")):
+            data = {part: data}
+        with contextlib.suppress(RecursionError):
+            return Case([FILE], f"extends: {preset}\n" + dump_yaml(data), wanted)
+    return Case([preset, *words], wanted=wanted)
+
+
+def bound(rng: random.Random, preset: str) -> Case:
+    """A value at or beside a limit, one of a list of words, or the default."""
+    leaf = rng.choice(LEAVES)
+    found: list[Any] = [example(leaf.schema)]
+    for part in [leaf.schema, *leaf.schema.get("anyOf", ())]:
+        found += [str(word) for word in part.get("enum", ())]
+        for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if name in part:
+                found += [f"{part[name] + step:g}" for step in (-1, -1e-9, 0, 1e-9, 1)]
+        if part.get("type") in ("integer", "number"):
+            found += [str(rng.randint(0, 2 ** rng.randint(1, 70))), f"{rng.lognormvariate(0, 9):g}"]
+    return put(preset, leaf, rng.choice(found))
+
+
+def other_kind(rng: random.Random, preset: str) -> Case:
+    """An option of one kind beside another kind."""
+    leaf = rng.choice([leaf for leaf in LEAVES if leaf.needs])
+    return Case([preset, f"{leaf.path}={example(leaf.schema)}"])
+
+
+def misspelt(rng: random.Random, preset: str) -> Case:
+    leaf = rng.choice(LEAVES)
+    key, i = leaf.path, rng.randrange(len(leaf.path))
+    changes = [key[:i] + key[i + 1 :], key[:i] + rng.choice("_x.- \u00e9") + key[i:], key.upper()]
+    changes += [f"{key}.{rng.choice(['0', 'x', 'kind', '-1'])}", key * 200, f"{key}\n", f"--{key}"]
+    return Case([preset, f"{rng.choice(changes)}={example(leaf.schema)}"])
+
+
+def index(rng: random.Random, preset: str) -> Case:
+    lists = [leaf.path for leaf in LEAVES if "array" in str(leaf.schema.get("type"))] + ["rewards"]
+    where = rng.choice(lists)
+    item = rng.choice(["0", "1", "7", "-1", "00", "1.0", "x", "\u0663", "9" * 5000, "[0]", "0.0"])
+    key = rng.choice([f"{where}.{item}", f"{where}[{item}]", f"{where}.{item}.weight"])
+    return Case([preset, f"{key}={rng.choice(ODD[:30])}"])
+
+
+def text(rng: random.Random, preset: str) -> Case:
+    """A shipped recipe whose text is damaged."""
+    lines = (preset_folder() / f"{preset}.yaml").read_text().splitlines(keepends=True)
+    for _ in range(rng.randint(1, 3)):
+        i, j = rng.randrange(len(lines)), rng.randrange(len(lines))
+        at = rng.randrange(len(lines[i]) + 1)
+        change = rng.randrange(7)
+        if change == 0:
+            lines.insert(j, lines[i])
+        elif change == 1 and len(lines) > 1:
+            del lines[i]
+        elif change == 2:
+            lines[i] = " " * rng.randint(1, 3) + lines[i]
+        elif change == 3:
+            lines[i] = lines[i][:at] + rng.choice(SPECIAL) + lines[i][at:]
+        elif change == 4:
+            lines[i] = re.sub(r": .*", lambda _: f": {rng.choice(ODD)}", lines[i], count=1)
+        elif change == 5:
+            lines[i] = lines[i][:at]
+        else:
+            lines[i], lines[j] = lines[j], lines[i]
+    return Case([FILE], "".join(lines))
+
+
+def rows(rng: random.Random, preset: str) -> Case:
+    """A few options at once, each with a value of another's, or odd words on the command line."""
+    some = rng.sample(LEAVES, 3)
+    words = [f"{leaf.path}={example(rng.choice(LEAVES).schema)}" for leaf in some]
+    words += rng.sample(["--reward", "--seed", "=", "a=", "..=1", "--resolution=x", "lr=1e-4"], 1)
+    chain = rng.choice([FILE, "../mine.yaml", "", "nobody", preset, "\x00", "a" * 5000, "[a]"])
+    return rng.choice([Case([preset, *words]), Case([FILE, words[0]], f"extends: {chain}\n")])
+
+
+# --- what a case has to do ----------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    code: int
+    out: str
+    err: str
+
+
+def run(case: Case) -> Outcome:
+    """Run `flowrl train ... --print-config` in this process."""
+    if case.text is not None:
+        with open(FILE, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(case.text)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["train", "--print-config", "--", *case.words])
+            code = 0
+        except SystemExit as error:
+            code = int(error.code or 0)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def shown(printed: Any, wanted: Any) -> bool:
+    """Whether what was written is in what is printed, where numbers may have become floats."""
+    if isinstance(wanted, dict) and isinstance(printed, dict):
+        return all(key in printed and shown(printed[key], its) for key, its in wanted.items())
+    if isinstance(wanted, list) and isinstance(printed, list):
+        return len(wanted) == len(printed) and all(map(shown, printed, wanted))
+    if type(printed) in (int, float) and isinstance(wanted, str | int | float):
+        return float(printed) == float(wanted) or math.isnan(printed) and math.isnan(float(wanted))
+    return type(printed) is type(wanted) and printed == wanted
+
+
+def at(data: Any, path: str) -> Any:
+    for part in path.split("."):
+        data = data[int(part)] if isinstance(data, list) else data[part]
+    return data
+
+
+def check(case: Case) -> bool:
+    """Check a case's outcome; return whether it was accepted."""
+    found = run(case)
+    assert "Traceback" not in found.err and "not expected" not in found.err, found.err
+    if found.code == 0:
+        printed = load_yaml(found.out)
+        recipe, *changes = case.words
+        assert shown(printed, load_recipe(recipe, [c.removeprefix("--") for c in changes]))
+        if case.wanted is not None:
+            assert shown(at(printed, case.wanted[0]), case.wanted[1]), case.wanted
+        return True
+    lines = found.err.strip().splitlines()
+    assert not found.out and 1 <= len(lines) <= 10 and max(map(len, lines)) < 900, found.err
+    assert lines[0].startswith("error: ") and lines[-1].endswith((".", "?")), found.err
+    words = {re.sub(r"\.\d+", ".0", word.rstrip(".:,;?")) for word in found.err.split()}
+    named = words & NAMES - {"run"}  # which is a word of sentences, too
+    named |= {word for word in words if ".".join(word.split(".")[:2]) in NAMES and "." in word}
+    typed = any(name_of(word.partition("=")[0])[:50] in found.err for word in case.words)
+    option = re.search(r"\b(Unknown o|O)ption \S", found.err)  # as it was written
+    assert named or typed or option or FILE in found.err, found.err
+    return False
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder to be in, a count of plans, and an end for what hangs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "10000")
+    plans: list[int] = []
+    plan = RolloutOptions.plan
+    monkeypatch.setattr(
+        RolloutOptions, "plan", lambda self, i, seed: plans.append(i) or plan(self, i, seed)
+    )
+
+    def hangs(*_: object) -> None:
+        raise TimeoutError(f"more than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    yield plans
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def check_cases(numbers: range, plans: list[int]) -> int:
+    """Check cases; return how many of them were accepted."""
+    accepted = 0
+    for number in numbers:
+        case = make_case(number)
+        try:
+            signal.alarm(SECONDS)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                accepted += check(case)
+            signal.alarm(0)
+            assert len(plans) < PLANS
+            assert set(os.listdir()) <= {FILE}, "something was left behind"
+        except BaseException as error:
+            raise AssertionError(
+                f"case {number}: {case.words!r:.600} {case.text!r:.3000}"
+            ) from error
+        plans.clear()
+    print(f"cases {numbers.start} to {numbers.stop - 1}: {accepted} accepted", file=sys.stderr)
+    return accepted
+
+
+def test_a_sample_of_mutated_recipes_is_taken_as_written_or_refused_in_sentences(folder):
+    accepted = check_cases(range(SAMPLE), folder)
+    assert SAMPLE / 10 < accepted < SAMPLE * 0.9  # both happen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, CASES, 500))
+def test_mutated_recipes_are_taken_as_written_or_refused_in_sentences(first, folder):
+    assert check_cases(range(first, first + 500), folder)

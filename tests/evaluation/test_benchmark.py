@@ -1,0 +1,228 @@
+"""GenEval's layout, its results and its table; folders of any prompts."""
+
+import json
+import random
+
+import pytest
+from flowrl_rewards.detectors.tiny import TinyDetector
+from PIL import Image
+
+from flowrl.cli import main
+from flowrl.errors import UserError
+from flowrl.evaluation.benchmark import (
+    geneval_prompts,
+    geneval_table,
+    judge_geneval,
+    write_results,
+)
+from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+from flowrl.prompts.records import load_prompts
+from flowrl.tiny.draw import draw
+from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
+
+TINY = {"detector": "tiny"}
+
+
+def run(*words: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main([str(word) for word in words])
+    return int(end.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """GenEval's layout, drawn by the tiny pipeline: a prompt of each task, two images each."""
+    root = tmp_path_factory.mktemp("geneval")
+    rows = [split_prompts(tag, "test")[0] for tag in GENEVAL_TAGS]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = run(
+        "geneval", "tiny-sd3", "--prompts", root / "rows.jsonl", "--args", "{detector: tiny}",
+        "-o", root / "images", "--per-prompt", 2, "--steps", 8, "--guidance", 1,
+        "--max-sequence-length", 12, "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    return root / "images", rows
+
+
+def by_hand(image, metadata) -> bool:
+    """The published rule, written anew after its description: top objects of each class."""
+    (found,) = TinyDetector()(image[None])
+    boxes: dict = {}
+    for one in sorted(found, key=lambda d: -d.score):
+        boxes.setdefault(one.name, []).append(one)
+    matched = []
+    for want in metadata["include"]:
+        own = boxes.get(want["class"], [])[: want["count"]]
+        good = len(own) == want["count"]
+        if good and "color" in want:
+            good = sum(o.color == want["color"] for o in own) == want["count"]
+        if good and "position" in want:
+            (left, top, right, bottom), other = own[0].box, matched[want["position"][1]]
+            good = other is not None
+            if good:
+                a, b, c, d = other[0].box
+                dx, dy = (left + right - a - c) / 2, (top + bottom - b - d) / 2
+                length = (dx**2 + dy**2) ** 0.5
+                x = max(abs(dx) - 0.1 * (right - left + c - a), 0) * (1 if dx > 0 else -1)
+                y = max(abs(dy) - 0.1 * (bottom - top + d - b), 0) * (1 if dy > 0 else -1)
+                relation = want["position"][0]
+                good = {"left of": -x, "right of": x, "above": -y, "below": y}[
+                    relation
+                ] > length / 2
+        matched.append(own if good else None)
+    too_many = any(
+        len(boxes.get(e["class"], [])) >= e["count"] for e in metadata.get("exclude", [])
+    )
+    return None not in matched and not too_many
+
+
+def test_the_drawn_layout_is_genevals_and_goes_on_where_it_ended(drawn):
+    folder, rows = drawn
+    assert sorted(p.name for p in folder.iterdir() if p.is_dir()) == [f"{i:05d}" for i in range(6)]
+    for index, row in enumerate(rows):
+        assert json.loads((folder / f"{index:05d}" / "metadata.jsonl").read_text()) == row
+        names = sorted(p.name for p in (folder / f"{index:05d}" / "samples").iterdir())
+        assert names == ["0000.png", "0001.png"]
+    first, kept = folder / "00000/samples/0000.png", folder / "00001/samples/0000.png"
+    before, stamp = first.read_bytes(), kept.stat().st_mtime_ns
+    first.unlink()
+    options = DrawingOptions(
+        model="tiny-sd3", guidance=1, steps=8, max_sequence_length=12, device="cpu"
+    )
+    prompts = load_prompts(folder.parent / "rows.jsonl")
+    draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=0)
+    assert first.read_bytes() == before and kept.stat().st_mtime_ns == stamp
+    with pytest.raises(UserError, match="was drawn with another pipeline, LoRA, prompts or sett"):
+        draw_prompts(options.build(), prompts, folder, per_prompt=2, seed=1)
+
+
+def test_results_and_table_are_the_published_rule_applied_by_hand(drawn, capsys):
+    import numpy as np
+
+    folder, _ = drawn
+    saved = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert len(saved) == 12
+    assert list(saved[0]) == [
+        "filename", "tag", "prompt", "correct", "reason", "metadata", "details",
+    ]  # fmt: skip
+    expected: dict[str, list[bool]] = {}
+    for row in saved:
+        metadata = json.loads(row["metadata"])
+        verdict = by_hand(np.asarray(Image.open(row["filename"])), metadata)
+        assert row["correct"] == verdict and bool(row["reason"]) == (not verdict)
+        expected.setdefault(row["tag"], []).append(verdict)
+    table = geneval_table(saved)
+    assert {r["task"]: r["accuracy"] for r in table[:-1]} == {
+        tag: sum(own) / len(own) for tag, own in expected.items()
+    }
+    assert table[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in table[:-1]) / 6)
+    assert 0 < table[-1]["correct"] < 12  # both verdicts occur
+    assert run("geneval", folder, "--args", "{detector: tiny}", "--json") == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert printed == table
+
+
+def test_300_rendered_scenes_of_known_truth_have_the_right_table(tmp_path):
+    rng = random.Random(0)
+    truth: dict[str, list[bool]] = {tag: [] for tag in GENEVAL_TAGS}
+    for index in range(300):
+        tag = GENEVAL_TAGS[index % 6]
+        asked = rng.choice(split_prompts(tag, "train"))
+        shown, right = asked, index % 5 > 0
+        if not right:  # a scene of a prompt that asks for another class everywhere
+            classes = {entry["class"] for entry in asked["include"]}
+            others = [
+                p for p in split_prompts("single_object", "train")
+                if p["include"][0]["class"] not in classes
+            ]  # fmt: skip
+            shown = rng.choice(others)
+        folder = tmp_path / f"{index:05d}" / "samples"
+        folder.mkdir(parents=True)
+        (folder.parent / "metadata.jsonl").write_text(json.dumps(asked))
+        Image.fromarray(draw(shown, rng)).save(folder / "0000.png")
+        Image.new("RGB", (8, 8)).save(folder.parent / "grid.png")
+        truth[tag].append(right)
+    table = geneval_table(judge_geneval(tmp_path, TINY))
+    assert [row["images"] for row in table] == [50] * 6 + [300]
+    for row in table[:-1]:
+        assert row["accuracy"] == sum(truth[row["task"]]) / 50, row
+    assert table[-1]["accuracy"] == pytest.approx(0.8)
+
+
+def test_tasks_count_alike_however_many_images_they_have():
+    rows = [{"tag": "colors", "correct": True}] * 3 + [{"tag": "counting", "correct": False}]
+    assert geneval_table(rows)[-1]["accuracy"] == 0.5
+    missing = geneval_table([*rows, {"tag": "colors", "correct": None}])
+    assert missing[0]["accuracy"] == 1 and missing[0]["images"] == 3
+
+
+def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
+    with pytest.raises(UserError, match="is not in GenEval's layout"):
+        judge_geneval(tmp_path, TINY)
+    (tmp_path / "00000" / "samples").mkdir(parents=True)
+    (tmp_path / "00000" / "samples" / "0000.png").write_bytes(b"no image")
+    row = split_prompts("colors", "test")[0]
+    (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(row))
+    (found,) = judge_geneval(tmp_path, TINY)
+    assert found["correct"] is None and "cannot be read" in found["reason"]
+    assert run("geneval", tmp_path, "--args", "{detector: tiny}") == 1
+    other = row | {"include": [{"class": "zebra", "count": 1, "color": "red"}]}
+    (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(other))
+    with pytest.raises(UserError, match="does not know 'zebra'"):
+        judge_geneval(tmp_path, TINY)
+
+
+def test_a_benchmark_of_any_prompts_has_means_by_kind(tmp_path, capsys):
+    rows = [{"prompt": "a red star", "category": "stars"}, {"prompt": "a ring", "category": "r"}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = run(
+        "benchmark", tmp_path / "own.jsonl", "tiny-sd3", "--reward", "brightness", "-o",
+        tmp_path / "own", "--per-prompt", 1, "--steps", 2, "--guidance", 1, "--device", "cpu",
+        "--max-sequence-length", 12, "--json",
+    )  # fmt: skip
+    assert code == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert [row["prompts"] for row in printed] == ["r", "stars", "all"]
+    mean = (printed[0]["brightness"] + printed[1]["brightness"]) / 2
+    assert printed[2]["brightness"] == pytest.approx(mean)
+    lines = (tmp_path / "own" / "scores.csv").read_text().splitlines()
+    assert lines[0] == "image,prompt,brightness" and len(lines) == 3
+
+
+def test_prompts_without_genevals_metadata_are_refused(tmp_path):
+    row = {"tag": "single_object", "include": [{"class": "bench", "count": 1}]}
+    path = tmp_path / "evaluation_metadata.jsonl"
+    path.write_text(json.dumps(row | {"prompt": "a photo of a bench"}) + "\n")
+    (record,) = geneval_prompts(path)
+    assert record.metadata == row
+    path.write_text(json.dumps({"prompt": "a photo of a bench"}) + "\n")
+    with pytest.raises(UserError, match="the prompt 'a photo of a bench' has no tag and include"):
+        geneval_prompts(path)
+    with pytest.raises(UserError, match="give GenEval's prompts with --prompts: evaluation_meta"):
+        geneval_prompts(None)
+
+
+def test_two_judges_are_compared_image_by_image(tmp_path, capsys):
+    tags = ["colors"] * 4 + ["counting"] * 2
+    rows = []
+    for index, tag in enumerate(tags):
+        folder = tmp_path / "images" / f"{index:05d}" / "samples"
+        folder.mkdir(parents=True)
+        row = split_prompts(tag, "test")[index]
+        (folder.parent / "metadata.jsonl").write_text(json.dumps(row))
+        Image.fromarray(draw(row, random.Random(index))).save(folder / "0000.png")
+        # Another machine's file: two of six verdicts are the other way round, one is missing.
+        correct = {1: False, 4: False, 5: None}.get(index, True)
+        name = f"/elsewhere/{index:05d}/samples/0000.png"
+        rows.append({"filename": name, "tag": tag, "prompt": "", "correct": correct, "reason": ""})
+    theirs = write_results(rows, tmp_path / "results.jsonl")
+    assert run("calibrate", "tiny", theirs, tmp_path / "images", "--json") == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    colors, counting, everything = printed
+    assert (colors["task"], colors["images"], colors["agreement"]) == ("colors", 4, 0.75)
+    assert (colors["A"], colors["B"], colors["only A"], colors["only B"]) == (1.0, 0.75, 1, 0)
+    assert (counting["images"], counting["agreement"]) == (1, 0.0)
+    assert everything["agreement"] == 0.6 and everything["kappa"] == pytest.approx(0.0)
+    (tmp_path / "results.jsonl").write_text("{}")
+    assert run("calibrate", "tiny", theirs, tmp_path / "images") == 1
+    assert "is no results.jsonl of GenEval" in capsys.readouterr().err

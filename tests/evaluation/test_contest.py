@@ -1,0 +1,209 @@
+"""Base and LoRAs side by side: the same noises, honest intervals, nothing drawn twice."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest, short_name
+from flowrl.evaluation.contrasts import RESAMPLES, holm, paired_contrast
+from flowrl.evaluation.leaderboard import comparisons, rank, ranking, write_leaderboard
+from flowrl.training.evaluate import Evaluator
+
+EVALUATION = {
+    "prompts": "tiny:geneval:test", "num_images": 12, "num_inference_steps": 2, "batch_size": 4,
+    "balance": "tag",
+}  # fmt: skip
+REWARDS = [{"name": "brightness"}, {"name": "tiny_colors", "held_out": True}]
+
+
+def write_lora(folder, scale: float, seed: int = 0):
+    """A LoRA of two layers of the tiny SD3, with random factors."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for block in range(2):
+        name = f"transformer.transformer_blocks.{block}.attn.to_v"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(2, 128, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = scale * torch.randn(128, 2, generator=generator)
+    header = {"transformer.r": 2, "transformer.lora_alpha": 2}
+    folder.mkdir()
+    save_file(tensors, folder / FILE, {"lora_adapter_metadata": json.dumps(header)})
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def held(tiny_config, tmp_path_factory):
+    """A contest of the base, a LoRA and its copy, with its folder and its recipe."""
+    root = tmp_path_factory.mktemp("contest")
+    one, copy = write_lora(root / "one", 0.3), write_lora(root / "copy", 0.3)
+    config = tiny_config(evaluation=EVALUATION, rewards=REWARDS)
+    return hold_contest(config, [one, copy], root / "out"), root, config
+
+
+def test_all_draw_the_same_prompts_from_the_same_noises_and_copies_do_not_differ(held):
+    contest, _, _ = held
+    by_name = {own.name: own for own in contest.contestants}
+    assert set(by_name) == {BASE, "one", "copy"} and len(contest.prompts) == 12
+    assert list(contest.number) == [0, 1] * 6
+    assert [p.uid for p in contest.prompts[::2]] == [p.uid for p in contest.prompts[1::2]]
+    pictures = {n: [p.read_bytes() for p in contest.images(own)] for n, own in by_name.items()}
+    assert pictures["one"] == pictures["copy"] != pictures[BASE]
+    assert by_name["one"].folder != by_name["copy"].folder  # each was drawn
+    copies = [p for p in contest.pairs if {p.first, p.second} == {"one", "copy"}]
+    assert {p.measure for p in copies} == {OVERALL, "brightness", "tiny_colors", DIVERSITY}
+    for pair in copies:
+        assert (pair.contrast.mean, pair.contrast.low, pair.contrast.high) == (0, 0, 0)
+        assert pair.contrast.p == pair.corrected == 1 and not pair.differs
+    assert rank(contest, by_name["one"]) == rank(contest, by_name["copy"])
+
+
+def test_an_interrupted_contest_goes_on_and_the_base_is_drawn_once(held, monkeypatch):
+    contest, root, config = held
+    before = {path: path.read_bytes() for path in sorted((root / "out").rglob("*.png"))}
+    lost = contest.images(contest.contestants[0])[5]
+    lost.unlink()
+    drawn = []
+    draw = Evaluator.images
+
+    def counted(*args):
+        drawn.append(args)
+        return draw(*args)
+
+    monkeypatch.setattr(Evaluator, "images", counted)
+    third = write_lora(root / "third", 0.1, seed=1)
+    loras = [str(root / "one"), str(root / "copy"), third]
+    again = hold_contest(config, loras, root / "out")
+    assert len(drawn) == 1 + 3  # the batch that lost an image, and the new LoRA's three
+    assert all(path.read_bytes() == data for path, data in before.items())
+    new = {own.name: own for own in again.contestants}
+    for own in contest.contestants:
+        assert torch.equal(own.measures[OVERALL], new[own.name].measures[OVERALL])
+
+
+def test_pages_and_tables_say_what_was_measured(held, tmp_path):
+    contest, _, _ = held
+    page = write_leaderboard(contest, tmp_path)
+    html = page.read_text()
+    assert "tiny_colors (held out)" in html and html.count("data:image/") == 6 * 3
+    assert (tmp_path / "leaderboard.png").stat().st_size > 10_000
+    with open(tmp_path / "comparisons.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(contest.pairs) == 3 * 4
+    assert float(rows[0]["change"]) == comparisons(contest)[0]["change"]
+    with open(tmp_path / "scores.csv") as file:
+        assert len(list(csv.DictReader(file))) == 3 * 12
+    table = ranking(contest)
+    assert [row["overall"] for row in table] == sorted((r["overall"] for r in table), reverse=True)
+    assert sum(len(rows) for rows in contest.kinds().values()) == 12 and len(contest.kinds()) == 6
+
+
+def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp_path):
+    _, root, config = held
+    tensors = load_file(root / "one" / FILE)
+    save_file({k.replace("blocks.1", "blocks.9"): t for k, t in tensors.items()}, tmp_path / FILE)
+    with pytest.raises(UserError, match=r"lacks 1, transformer_blocks\.9\.attn\.to_v"):
+        hold_contest(config, [str(root / "one"), str(tmp_path / FILE)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_lora_is_called_by_what_tells_it_apart():
+    assert short_name("me/SD3.5M-FlowGRPO-GenEval") == "SD3.5M-FlowGRPO-GenEval"
+    assert short_name("runs/a/checkpoints/step-000012") == "a/checkpoints/step-000012"
+    assert short_name("me/x/checkpoint-3/lora") == "x/checkpoint-3/lora"
+    assert short_name("files/style.v2.safetensors") == "style.v2"
+
+
+# --- the statistics -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_an_interval_of_clustered_differences_covers_the_truth_and_images_alone_would_not():
+    """100 worlds of 20 prompts, 4 images of each alike: the 95 % interval holds 0 in about 95 % of
+    them, and one that took images for independent would be half as wide."""
+    rng = np.random.default_rng(0)
+    prompt = torch.arange(20).repeat_interleave(4)
+    held, rejected = 0, 0
+    for world in range(100):
+        shift = torch.from_numpy(rng.normal(size=20)).repeat_interleave(4)
+        noise = torch.from_numpy(rng.normal(size=80)) * 0.1
+        found = paired_contrast(torch.zeros(80), (shift + noise).float(), prompt, seed=world)
+        held += found.low <= 0 <= found.high
+        rejected += found.p < 0.05
+    assert 0.88 <= held / 100 <= 0.99 and 0.01 <= rejected / 100 <= 0.10
+
+
+def test_a_plain_difference_is_found_and_missing_scores_are_left_out():
+    prompt = torch.arange(40)
+    before = torch.linspace(0, 1, 40)
+    after = before + 0.5
+    after[3] = torch.nan
+    found = paired_contrast(before, after, prompt)
+    assert found.mean == pytest.approx(0.5) and found.images == 39 and found.prompts == 39
+    assert found.p == 1 / (1 + RESAMPLES)
+    with pytest.raises(ValueError, match="no image has both"):
+        paired_contrast(before, torch.full((40,), torch.nan), prompt)
+
+
+def test_holm_is_the_published_step_down():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+# --- a real training ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_a_training_is_ranked_alike_over_three_seeds_and_a_copy_does_not_differ(tmp_path):
+    """Tiny SANA: the base, a third of a training, its end, that with noise of its own norm, and a
+    copy of the end. The noise moves the end less than 96 images can tell, so it has no place."""
+    changes = ["run.iterations=18", "run.checkpoint_every=6", "run.keep_checkpoints=3"]
+    changes += [f"run.output_dir={tmp_path / 'run'}", "run.max_minutes=null", "run.trackers=[]"]
+    changes += ["evaluation.every=0", "evaluation.num_images=24", "run.sample_every=0"]
+    align(load_config("quickstart-sana", [*changes, "pipeline.device=cpu"]))
+    third = tmp_path / "run" / "checkpoints" / "step-000006"
+    finished, copy, noisy = (tmp_path / name for name in ("finished", "copy", "noisy"))
+    source = tmp_path / "run" / FILE
+    for folder in (finished, copy, noisy):
+        folder.mkdir()
+        (folder / FILE).write_bytes(source.read_bytes())
+    spoil(noisy / FILE)
+    for seed in (11, 22, 33):
+        config = load_config(
+            "quickstart-sana",
+            [f"evaluation.seed={seed}", "evaluation.num_images=96", "pipeline.device=cpu"],
+        )
+        loras = [str(path) for path in (third, finished, noisy, copy)]
+        contest = hold_contest(config, loras, tmp_path / f"seed{seed}")
+        write_leaderboard(contest, tmp_path / f"seed{seed}")
+        for row in ranking(contest):
+            print(seed, {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        means = {own.name: own.mean(OVERALL) for own in contest.contestants}
+        (early,) = (name for name in means if name.endswith("step-000006"))
+        assert means[BASE] < means[early] < means["finished"] == means["copy"], (seed, means)
+        same = [p for p in contest.pairs if {p.first, p.second} == {"finished", "copy"}]
+        assert same and not any(pair.differs for pair in same)
+        assert all(pair.contrast.mean == 0 for pair in same)
+
+
+def spoil(file) -> None:
+    """Add noise to each tensor, as long as the tensor itself."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        kept = opened.metadata()[
+            "lora_adapter_metadata"
+        ]  # the digest is of the tensors as they were
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        tensors[name] = tensor + noise * (tensor.norm() / noise.norm())
+    save_file(tensors, file, {"lora_adapter_metadata": kept})

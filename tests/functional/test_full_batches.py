@@ -1,0 +1,52 @@
+"""Rows of a call: as even as can be, hardly padded, and never more than asked for."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowrl.functional.full_batches import PADDING, call_rows, even_rows, full_batches
+
+SIZES = st.integers(1, 200)
+
+
+@given(SIZES, SIZES)
+def test_even_rows_take_the_fewest_calls_and_lack_less_than_one_row_each(total, most):
+    rows, calls = even_rows(total, most), -(-total // most)
+    assert 1 <= rows <= most and -(-total // rows) == calls
+    assert calls * rows - total < calls
+    if total % most == 0:
+        assert rows == most  # full batches stay as they are
+
+
+@given(st.lists(SIZES, min_size=1, max_size=6), SIZES)
+def test_a_call_is_as_large_as_padding_allows(batches, most):
+    def padding(rows: int) -> float:
+        return sum(-(-batch // rows) * rows for batch in batches) / sum(batches) - 1
+
+    def calls(rows: int) -> int:
+        return sum(-(-batch // rows) for batch in batches)
+
+    rows = call_rows(batches, most)
+    assert 1 <= rows <= min(most, max(batches)) and padding(rows) <= PADDING
+    larger = range(rows + 1, min(most, max(batches)) + 1)
+    assert all(padding(size) > PADDING or calls(size) == calls(rows) for size in larger)
+    # One row less would take another call.
+    assert rows == 1 or calls(rows - 1) > calls(rows)
+
+
+def test_shapes_without_padding_are_preferred_to_larger_ones():
+    assert call_rows([6, 12, 24, 48], 48) == 6  # of 12 the first would be padded by 6 in 90
+    assert call_rows([96], 96) == 96 and call_rows([192], 96) == 96
+    assert call_rows([100], 96) == 50
+
+
+@given(SIZES, SIZES, st.integers(0, 3))
+def test_full_batches_have_every_row_once_and_repeat_the_last(rows, size, more):
+    calls = -(-rows // size)
+    for asked in (None, calls + more):
+        parts = full_batches(rows, size, asked)
+        assert len(parts) == (asked or calls) and {len(part) for part in parts} == {size}
+        flat = [row for part in parts for row in part.tolist()]
+        assert flat[:rows] == list(range(rows)) and set(flat[rows:]) <= {rows - 1}
+    with pytest.raises(ValueError, match="no row"):
+        full_batches(0, size)

@@ -1,0 +1,75 @@
+"""Prompts of other projects, written after their documentation, each with a broken twin."""
+
+import json
+
+import pytest
+
+from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
+
+
+def write(path, *rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_data_folder_gives_the_file_of_each_split(tmp_path):
+    folder = tmp_path / "dataset" / "geneval"
+    row = {"tag": "colors", "include": [{"class": "cat", "count": 1}], "prompt": "a cat"}
+    write(folder / "train_metadata.jsonl", row, row | {"prompt": "a dog"})
+    write(folder / "test_metadata.jsonl", row)
+    assert len(load_prompts(folder)) == 2
+    (record,) = load_prompts(folder, split="test")
+    assert record.text == "a cat" and record.metadata["tag"] == "colors"
+    (tmp_path / "ocr").mkdir()
+    (tmp_path / "ocr" / "train.txt").write_text('a sign "X"\n')
+    assert load_prompts(tmp_path / "ocr")[0].text == 'a sign "X"'
+    with pytest.raises(UserError, match="it has train.txt, and no test_metadata.jsonl, test.jsonl"):
+        load_prompts(tmp_path / "ocr", split="test")
+
+
+def test_negative_prompt_is_the_negative_prompt(tmp_path):
+    source = write(tmp_path / "a.jsonl", {"prompt": "a cat", "negative_prompt": "blurry"})
+    (record,) = load_prompts(source)
+    assert record.negative == "blurry" and record.metadata == {}
+    row = {"prompt": "a cat", "negative_prompt": "blurry", "negative": "dark"}
+    with pytest.raises(UserError, match='line 1: "negative" and "negative_prompt" differ'):
+        load_prompts(write(tmp_path / "a.jsonl", row))
+    with pytest.raises(UserError, match='line 1: "negative" must be a text'):
+        load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a", "negative_prompt": 3}))
+
+
+def test_metadata_written_as_json_become_metadata(tmp_path):
+    inner = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
+    source = write(tmp_path / "a.jsonl", {"prompt": "two cats", "metadata": json.dumps(inner)})
+    (record,) = load_prompts(source)
+    assert record.metadata == inner
+    with pytest.raises(UserError, match='line 1: "metadata" is not valid JSON'):
+        load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a", "metadata": "{tag"}))
+    with pytest.raises(UserError, match='line 1: "metadata" must hold an object'):
+        load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a", "metadata": "[1]"}))
+
+
+VERL = {
+    "data_source": "flow_grpo/ocr",
+    "prompt": [
+        {"role": "system", "content": "draw"},
+        {"role": "user", "content": 'a sign "HI"'},
+    ],
+    "reward_model": {"style": "rule", "ground_truth": "HI"},
+    "extra_info": {"index": 3},
+}
+
+
+def test_of_verls_chats_the_last_user_message_is_the_prompt(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "train.parquet"
+    datasets.Dataset.from_list([VERL]).to_parquet(str(path))
+    for source in (path, write(tmp_path / "a.jsonl", VERL)):
+        (record,) = load_prompts(source)
+        assert record.text == 'a sign "HI"'
+        assert record.metadata["ground_truth"] == record.metadata["ocr_text"] == "HI"
+    broken = VERL | {"prompt": [{"role": "system", "content": "draw"}]}
+    with pytest.raises(UserError, match='line 1: "prompt" is a list, expected messages'):
+        load_prompts(write(tmp_path / "a.jsonl", broken))

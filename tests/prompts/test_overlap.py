@@ -1,0 +1,99 @@
+"""Held-out prompts must not ask for what training prompts ask for, in whatever words."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.errors import UserError
+from flowrl.prompts.generate.geneval import KINDS, geneval_kinds
+from flowrl.prompts.overlap import check_overlap, overlaps, request_of, requests_in
+from flowrl.prompts.records import PromptRecord
+from flowrl.utils.distributed import Runtime
+
+KINDS_OF = {kind.name: kind for kind in geneval_kinds(["cat", "dog", "bus", "cup"])}
+
+
+def record(text: str, paraphrases=(), **metadata) -> PromptRecord:
+    return PromptRecord(uid=text, text=text, metadata=metadata, paraphrases=tuple(paraphrases))
+
+
+def one(name: str, count: int = 1, **more) -> dict:
+    return {"class": name, "count": count, **more}
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(KINDS), st.data())
+def test_a_request_is_the_same_in_every_wording_and_another_for_every_combination(name, data):
+    kind = KINDS_OF[name]
+    a, b = (data.draw(st.integers(0, kind.combinations - 1)) for _ in range(2))
+    words = st.integers(0, kind.wordings - 1)
+    first, second = (request_of(kind.make(i, data.draw(words))) for i in (a, b))
+    assert (first == second) == (a == b)
+
+
+def test_what_makes_two_requests_the_same():
+    cat, dog = one("cat"), one("dog")
+
+    def on(relation, a=cat, b=dog):
+        return request_of({"include": [b, a | {"position": [relation, 0]}]})
+
+    assert on("left of") == on("right of", dog, cat) != on("right of")
+    assert on("above") == on("below", dog, cat) != on("left of")
+    assert request_of({"include": [cat, dog]}) == request_of({"include": [dog, cat]}) != on("above")
+    red, blue = one("cat", color="red"), one("dog", color="blue")
+    swapped = [one("cat", color="blue"), one("dog", color="red")]
+    assert request_of({"include": [red, blue]}) != request_of({"include": swapped})
+    # Two, and not three, is two; two and no dog is more.
+    two = {"include": [one("cat", 2)]}
+    assert request_of(two) == request_of(two | {"exclude": [one("cat", 3)], "tag": "counting"})
+    assert request_of(two) != request_of(two | {"exclude": [dog]})
+    assert request_of(two) != request_of({"include": [one("cat", 3)]})
+    assert request_of({"ocr_text": "New York"}) == request_of({"ocr_text": "newyork"})
+    assert request_of({"tag": "style", "include": []}) is None
+
+
+def test_metadata_decide_where_both_have_any_and_texts_otherwise():
+    training = [
+        record("a photo of two cats", include=[one("cat", 2)]),
+        record("A house, by the lake!", paraphrases=["a lakeside house"]),
+    ]
+    held_out = [
+        record("a photo of two cats", include=[one("cat", 3)]),  # the same words ask for more
+        record("2 cats", include=[one("cat", 2)]),
+        record("a house by the  lake"),
+        record("a lakeside house", include=[one("house")]),
+        record("a photo of two cats"),
+        record("a house on a hill"),
+    ]
+    found = [overlap.held_out for overlap in overlaps(training, held_out)]
+    assert found == ["2 cats", "a house by the  lake", "a lakeside house", "a photo of two cats"]
+
+
+def test_overlap_is_refused_with_the_first_pair_unless_allowed():
+    training, held_out = [record("a red cat")], [record("a dog"), record("A red cat.")]
+    with pytest.raises(UserError, match=r"1 of the 2 .*'A red cat.' as 'a red cat'.*allow_overlap"):
+        check_overlap(training, held_out, allowed=False)
+    check_overlap(training, held_out, allowed=True)
+    check_overlap(training, held_out[:1], allowed=False)
+
+
+def test_a_run_on_prompts_it_trains_on_is_refused(tiny_config, load_tiny):
+    small = {"prompts": "tiny:colors:train", "num_images": 2}
+    config = tiny_config(
+        prompts={"train": "tiny:colors:train", "allow_overlap": False}, evaluation=small
+    )
+    with pytest.raises(UserError, match="prompts.allow_overlap"):
+        build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=load_tiny()))
+
+
+def test_requests_of_files_are_read_from_metadata_alone(tmp_path):
+    path = tmp_path / "test.jsonl"
+    rows = [{"prompt": "x", "include": [one("cat")]}, {"prompt": "y", "ocr_text": "Hi"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert requests_in([path]) == {request_of(row) for row in rows}
+    path.write_text('{"prompt": "a cat"}\n')
+    with pytest.raises(UserError, match="'a cat' has neither include"):
+        requests_in([path])

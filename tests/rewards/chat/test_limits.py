@@ -1,0 +1,264 @@
+"""Judges that limit, charge, refuse and tell: what is asked of them, and how often."""
+
+import asyncio
+import collections
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from chat_servers import completion, free_port, refusal, scripted, text_of
+from flowrl_rewards.chat import client as chat_module
+from flowrl_rewards.chat.account import Account, BudgetSpent
+from flowrl_rewards.chat.client import Chat, is_loopback
+from flowrl_rewards.chat.messages import Question, Reply, redacted
+from flowrl_rewards.images import pngs
+from virtual_time import Clock
+
+PICTURES = pngs(torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)), 8)
+KEY = "sk-proj-Zq8wLx7RtYuIoPaSdFgHjKl1234"
+RATE = 3  # requests a second that the judge allows
+
+
+def questions(count: int) -> list[Question]:
+    return [Question(images=PICTURES[:1], text=f"q{n}", max_tokens=9) for n in range(count)]
+
+
+class Limited:
+    """A judge that allows 3 requests in any second and says when to come back; of those it takes,
+    5 % fail with 500 and 5 % are cut, in turn by the connection and by their length."""
+
+    def __init__(self, clock=time.monotonic):
+        self.clock, self.taken, self.refused = clock, collections.deque(), 0
+        self.count, self.lock = 0, threading.Lock()
+
+    def __call__(self, body: dict):
+        with self.lock:
+            now = self.clock()
+            while self.taken and now - self.taken[0] >= 1:
+                self.taken.popleft()
+            if len(self.taken) >= RATE:
+                self.refused += 1
+                return 429, {"Retry-After": "1"}
+            self.taken.append(now)
+            self.count += 1
+            fault = self.count % 20
+            if fault == 7:
+                return 500, {}
+            if fault == 14:
+                return ("broken", {}) if self.count % 40 == 14 else ("cut", {})
+        return 200, completion(f"said {text_of(body)}")
+
+
+def assert_all(replies: list[Reply], count: int) -> None:
+    assert [reply.text for reply in replies] == [f"said q{n}" for n in range(count)]
+
+
+@pytest.mark.parametrize("count", [24, 96])
+def test_a_judge_that_limits_answers_all_in_little_more_than_the_time_it_asks_for(
+    count, monkeypatch
+):
+    judge = Limited(lambda: clock())
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.05)
+        status, more = judge(json.loads(request.content))
+        if status == "broken":
+            raise httpx.RemoteProtocolError("peer closed connection", request=request)
+        if status == "cut":
+            more = completion("sai")
+            more["choices"][0]["finish_reason"] = "length"
+        if status in (200, "cut"):
+            return httpx.Response(200, json=more)
+        return httpx.Response(status, headers=more, json={"error": {"message": "told to"}})
+
+    clock = Clock(monkeypatch, answer)
+    began = clock()
+    assert_all(Chat("m", "http://example.com/v1").ask(questions(count)), count)
+    assert clock() - began <= 1.3 * count / RATE
+    assert judge.count > count  # some were asked again
+    assert judge.refused <= 2 * judge.count  # and not many in vain
+
+
+@pytest.mark.slow
+def test_a_judge_that_limits_answers_all_through_sockets_too():
+    judge = Limited()
+
+    def script(body: dict):
+        status, more = judge(body)
+        if status == "broken":
+            return server.truncated
+        if status == "cut":
+            more = completion("sai")
+            more["choices"][0]["finish_reason"] = "length"
+        return more if status in (200, "cut") else refusal(status, **more)
+
+    with scripted(script) as server:
+        Chat("m", server.url).ask(questions(1))  # imports take a while
+        began = time.monotonic()
+        assert_all(Chat("m", server.url, deadline=120).ask(questions(96)), 96)
+        # What fails counts against the limit, too.
+        assert judge.count <= 1.15 * 96
+        assert time.monotonic() - began <= 1.3 * judge.count / RATE
+
+
+def test_a_rest_is_kept_by_all_questions_and_by_other_processes_of_the_folder(
+    monkeypatch, tmp_path
+):
+    asked: list[float] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(clock())
+        if len(asked) == 1:
+            return httpx.Response(429, headers={"Retry-After": "20"}, json={})
+        return httpx.Response(200, json=completion("ok"))
+
+    clock = Clock(monkeypatch, answer)
+    url, folder = "https://example.com/v1", str(tmp_path)
+    Chat("m", url, in_flight=1, cache=folder).ask(questions(3))
+    assert asked[0] == 1000 and all(1020 <= at < 1022 for at in asked[1:])
+    Account(folder).raise_to(f"rest {url}", clock() + 50)  # as another process would
+    began = clock()
+    Chat("m", url, cache=folder).ask([Question(images=(), text="new")])
+    assert asked[-1] >= began + 50
+
+
+def test_requests_per_minute_spaces_the_requests_of_all_who_share_a_folder(monkeypatch, tmp_path):
+    asked: list[float] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(clock())
+        return httpx.Response(200, json=completion("ok"))
+
+    clock = Clock(monkeypatch, answer)
+    for count in (4, 8):  # two objects, as two processes would be
+        chat = Chat("m", "https://example.org", requests_per_minute=30, cache=str(tmp_path))
+        chat.ask(questions(count))
+    assert len(asked) == 8
+    gaps = [b - a for a, b in zip(asked, asked[1:], strict=False)]
+    assert all(gap == pytest.approx(2, abs=0.05) for gap in gaps)
+
+
+def test_a_refused_parameter_is_left_out_from_then_on():
+    def script(body: dict):
+        for name in ("chat_template_kwargs", "temperature", "max_tokens"):
+            if name in body:
+                text = f"Unsupported parameter: '{name}' is not supported with this model."
+                return 400, {}, json.dumps({"error": {"message": text, "param": name}}).encode()
+        return completion(f"at most {body['max_completion_tokens']}")
+
+    with scripted(script) as server:
+        chat = Chat("m", server.url, in_flight=1)
+        with pytest.warns(UserWarning, match="asked without temperature"):
+            assert chat.ask(questions(2))[1].text == "at most 9"
+        assert len(server.asked) == 3 + 2
+        chat.ask([Question(images=(), text="later", max_tokens=4)])
+        assert len(server.asked) == 6
+    too_many = b'{"error": {"message": "Invalid max_tokens: at most 4 are allowed"}}'
+    with scripted(lambda body: (400, {}, too_many)) as server:
+        assert "at most 4" in Chat("m", server.url).ask(questions(1))[0].missing
+        assert len(server.asked) == 1  # a limit is no unknown name
+
+
+def test_a_wrong_key_a_wrong_address_and_a_spent_quota_are_told_apart():
+    quota = b'{"error": {"message": "You exceeded your quota", "code": "insufficient_quota"}}'
+    for status, body, said in (
+        (401, b'{"error": {"message": "Incorrect API key"}}', "does not take the key.*api_key_env"),
+        (403, b"{}", "may not use this model"),
+        (404, b"{}", "no such model, or nothing that chats at this address"),
+    ):
+        with scripted(lambda _, status=status, body=body: (status, {}, body)) as server:
+            with pytest.raises(ValueError, match=said):
+                Chat("m", server.url).ask(questions(1))[0].heard()
+            assert len(server.asked) == 1
+    with scripted(lambda _: (429, {"Retry-After": "1"}, quota)) as server:
+        with pytest.raises(BudgetSpent, match="quota is used up, which no waiting mends"):
+            Chat("m", server.url, in_flight=1).ask(questions(9))
+        assert len(server.asked) == 1
+
+
+def test_budgets_of_requests_and_tokens_hold_for_all_who_share_a_folder(tmp_path):
+    def script(body: dict):
+        return completion("ok") | {"usage": {"total_tokens": 100}}
+
+    with scripted(script) as server:
+        for limits, sent in (({"max_requests": 5}, 5), ({"max_tokens_total": 700}, 7)):
+            common = {"cache": str(tmp_path / str(sent)), "in_flight": 1, **limits}
+            Chat("m", server.url, **common).ask(questions(3))
+            with pytest.raises(BudgetSpent, match=f"{next(iter(limits))}.*raise that to go on"):
+                Chat("m", server.url, **common).ask(questions(20))
+            assert len(server.asked) == sent, "what was answered before counts"
+            more = common | {name: 10 * value for name, value in limits.items()}
+            assert_known = Chat("m", server.url, **more).ask(questions(20))
+            assert all(reply.text for reply in assert_known)
+            assert len(server.asked) == 20, "and what was paid for is not asked again"
+            server.asked.clear()
+
+
+def test_the_second_evaluation_with_a_folder_asks_nothing_and_other_things_are_asked(tmp_path):
+    with scripted(lambda body: completion("5", {"5": 0.75, "4": 0.25})) as server:
+        asked = [Question(images=PICTURES[i : i + 1], text="q", alternatives=2) for i in range(3)]
+        first = Chat("m", server.url, cache=str(tmp_path)).ask(asked)
+        again = Chat("m", server.url, cache=str(tmp_path)).ask(asked)
+        assert again == first and len(server.asked) == 3
+        Chat("other", server.url, cache=str(tmp_path)).ask(asked[:1])
+        for change in ({"text": "other"}, {"images": PICTURES[:2]}, {"begins": "It is"}):
+            question = {"images": PICTURES[:1], "text": "q", "alternatives": 2} | change
+            Chat("m", server.url, cache=str(tmp_path)).ask([Question(**question)])
+        assert len(server.asked) == 3 + 4
+
+
+def test_proxies_are_for_hosted_servers_alone(monkeypatch):
+    for url, here in (
+        ("http://127.0.0.1:1/v1", True),
+        ("http://localhost:8000/v1", True),
+        ("http://[::1]:8000/v1", True),
+        ("https://example.com/v1", False),
+        ("http://example.org:8000/v1", False),
+    ):
+        assert is_loopback(url) is here, url
+    with scripted(lambda body: completion("by the proxy")) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy.url.removesuffix("/v1"))
+        monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        assert Chat("m", "http://example.com/v1").ask(questions(1))[0].text == "by the proxy"
+        dead = f"http://127.0.0.1:{free_port()}/v1"
+        assert Chat("m", dead, rounds=1).ask(questions(1))[0].missing
+
+
+def test_no_key_is_in_any_file_log_or_message_where_a_server_echoes_it(
+    monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    caplog.set_level(logging.DEBUG)
+    told = json.dumps({"error": {"message": f"Incorrect API key provided: {KEY[:20]}*** {KEY}"}})
+    answers = [
+        (401, {}, told.encode()),
+        (500, {}, f"proxy error, Authorization: Bearer {KEY}".encode()),
+        completion(f"your key is {KEY}, and the picture is worth 4"),
+    ]
+    settings = {"api_key_env": "JUDGE_KEY", "cache": str(tmp_path), "in_flight": 1}
+    with scripted(lambda body: answers.pop(0)) as server:
+        chat = Chat("m", server.url, **settings)  # type: ignore[arg-type]
+        replies = [chat.ask([q])[0] for q in questions(2)]
+        assert "Bearer " + KEY in server.keys
+    assert "does not take the key" in replies[0].missing and "worth 4" in replies[1].text
+    texts = [repr(replies), repr(vars(chat)), *(record.getMessage() for record in caplog.records)]
+    texts += [path.read_bytes().decode("latin-1") for path in Path(tmp_path).iterdir()]
+    assert len(list(Path(tmp_path).iterdir())) > 0
+    for text in texts:
+        assert all(KEY[i : i + 8] not in text for i in range(len(KEY) - 7))
+    with pytest.raises(ValueError, match="api_key_env") as caught:
+        chat_module.connected({"model": "m", "api_key": KEY})
+    assert KEY not in str(caught.value)
+
+
+def test_parts_of_a_secret_are_taken_out_and_nothing_else_is():
+    assert redacted(f"a {KEY[3:15]} b {KEY}", KEY) == "a *** b ***"
+    assert redacted("sk-proj and other words", KEY) == "sk-proj and other words"
+    assert redacted("no secret", "") == "no secret"

@@ -1,0 +1,157 @@
+"""Models, detections and forwards are counted: what rewards share is made and run once."""
+
+import gc
+
+import pytest
+import torch
+from flowrl_rewards.aesthetic import FILE, Aesthetic
+from flowrl_rewards.clipscore import CLIPScore
+from flowrl_rewards.detectors.pixel_colors import PixelColors
+from flowrl_rewards.detectors.tiny import TinyDetector
+from flowrl_rewards.fixtures import square
+from flowrl_rewards.geneval import GenEval
+from flowrl_rewards.networks.sharing import Shared, shared
+from flowrl_rewards.pickscore import PickScore
+from torch import nn
+from transformers import CLIPModel
+
+from flowrl.build.learner import build_rewards
+from flowrl.config import load_config
+from flowrl.config.rewards import RewardOptions
+from flowrl.scoring.scorer import score
+
+RED = {"tag": "colors", "include": [{"class": "square", "count": 1, "color": "red"}]}
+MODES = ("partial", "strict", "official")
+
+
+@pytest.fixture
+def counts(monkeypatch) -> dict[str, int]:
+    """How often networks are read, images encoded, texts encoded, and images shown a detector."""
+    gc.collect()  # networks of tests before this one
+    found = dict.fromkeys(("loads", "image forwards", "text forwards"), 0)
+    found |= dict.fromkeys(("detectors", "detected", "colors told"), 0)
+
+    def count(owner, name: str, what: str, size=lambda *_: 1) -> None:
+        real = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            found[what] += size(*args)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(CLIPModel, "from_pretrained", "loads")
+    count(CLIPModel, "get_image_features", "image forwards")
+    count(CLIPModel, "get_text_features", "text forwards")
+    count(TinyDetector, "__init__", "detectors")
+    count(TinyDetector, "__call__", "detected", lambda _, images: len(images))
+    count(PixelColors, "__call__", "colors told")
+    return found
+
+
+def head(folder) -> str:
+    """The folder with random weights of the aesthetic head in their published layout."""
+    widths = zip((0, 2, 4, 6, 7), (768, 1024, 128, 64, 16), (1024, 128, 64, 16, 1), strict=True)
+    layers = {str(n): nn.Linear(a, b) for n, a, b in widths}
+    found = nn.ModuleDict(layers).state_dict()
+    torch.save({f"layers.{name}": value for name, value in found.items()}, folder / FILE)
+    return str(folder)
+
+
+def scored(rewards: list[dict], images: torch.Tensor, metadata: dict):
+    entries = [RewardOptions.model_validate(entry) for entry in rewards]
+    specs = build_rewards(load_config("quickstart").model_copy(update={"rewards": entries}))
+    return score(specs, images, ["a red square"] * len(images), [metadata] * len(images))
+
+
+def test_three_rules_of_geneval_look_at_each_image_once_as_rewards_and_as_components(counts):
+    images = torch.stack([square("red", 64), square("blue", 64), square("red", 64) * 0.9])
+    args = {"colors": "pixels"}
+    alone = [GenEval(mode, **args)(images, [""] * 3, [RED] * 3)[0] for mode in MODES]
+    gc.collect()
+    before = dict(counts)
+    apart = [{"name": "geneval", "args": args | {"mode": mode}} for mode in MODES]
+    args |= {"mode": list(MODES)}
+    together = [{"name": "geneval", "args": args}] + [
+        {"name": "geneval", "args": args, "component": mode, "held_out": True} for mode in MODES[1:]
+    ]
+    for rewards in (apart, together):
+        counts.update(before)
+        result = scored(rewards, images, RED)
+        assert result.names == ("geneval", "geneval_strict", "geneval_official")
+        assert torch.equal(result.scores, torch.stack(alone, 1))
+        made = {name: counts[name] - before[name] for name in before}
+        assert (made["detectors"], made["detected"]) == (1, 3)
+        assert made["colors told"] == 3
+        del result
+        gc.collect()
+
+
+def test_clipscore_and_aesthetic_share_one_network_and_its_forward(
+    counts, tiny_clip, tmp_path, random_images
+):
+    settings = {"model": tiny_clip, "device": "cpu"}
+    images, asked = random_images(4), (["a cat"] * 4, [{}] * 4)
+    weights = head(tmp_path)
+    alone = torch.stack(
+        [CLIPScore(**settings)(images, *asked), Aesthetic(head=weights, **settings)(images, *asked)]
+    )
+    gc.collect()
+    counts.update(dict.fromkeys(counts, 0))
+    rewards = CLIPScore(**settings), Aesthetic(head=weights, **settings)
+    together = torch.stack([reward(images, *asked) for reward in rewards])
+    assert torch.equal(together, alone)
+    assert (counts["loads"], counts["image forwards"], counts["text forwards"]) == (1, 1, 1)
+    for reward in rewards:  # others: nothing is taken for what it is not
+        assert not torch.equal(reward(images.flip(0), *asked), reward(images, *asked))
+    assert counts["image forwards"] == 2
+
+
+def test_two_rewards_with_the_weights_of_pickscore_load_them_once(counts, tiny_clip, random_images):
+    settings = {"model": tiny_clip, "tokenizer": tiny_clip, "device": "cpu"}
+    rewards = [PickScore(scale, **settings) for scale in ("div26", "cosine")]
+    a, b = (reward(random_images(2), ["a", "b"], [{}] * 2) for reward in rewards)
+    assert (counts["loads"], counts["image forwards"], counts["text forwards"]) == (1, 1, 1)
+    torch.testing.assert_close(a, b * rewards[0].clip.scale / 26)
+    half = PickScore(dtype="bf16", **settings)
+    half(random_images(2), ["a", "b"], [{}] * 2)
+    assert counts["loads"] == 2
+
+
+def test_gradients_reach_the_images_of_every_reward_that_shares(tiny_clip, random_images):
+    settings = {"model": tiny_clip, "device": "cpu"}
+    rewards = CLIPScore(**settings), CLIPScore(**settings)
+    images = random_images(2)
+    with torch.no_grad():
+        remembered = rewards[0](images, ["a", "b"], [{}] * 2)
+    for reward in rewards:
+        leaf = images.clone().requires_grad_()
+        scores = reward(leaf, ["a", "b"], [{}] * 2)
+        (gradient,) = torch.autograd.grad(scores.sum(), leaf)
+        assert gradient.abs().sum() > 0 and torch.equal(scores.detach(), remembered)
+
+
+def test_a_network_is_given_up_with_its_last_holder_and_old_answers_make_room(monkeypatch):
+    class Holder:
+        pass
+
+    one, two = Holder(), Holder()
+    place = shared("key", one)
+    assert shared("key", two) is place and shared("other", two) is not place
+    assert place.load(object) is place.load(object)
+    monkeypatch.setattr("flowrl_rewards.networks.sharing.KEPT", 3000)
+    runs: list[int] = []
+
+    def ask(number: int, of: Shared) -> torch.Tensor:
+        return of.recall(number, None, lambda: runs.append(number) or torch.zeros(256))
+
+    for number in (0, 1, 0, 1, 2, 3, 1, 0):  # 1 KiB each: two fit
+        ask(number, place)
+    assert runs == [0, 1, 2, 3, 1, 0]
+    del one
+    ask(0, place)
+    assert runs[-1] == 0 and len(runs) == 7  # one holder asks for nothing twice
+    del two, place
+    gc.collect()
+    assert isinstance(shared("key", Holder()), Shared)
+    assert shared("key", three := Holder()).load(lambda: "new") == "new" and three

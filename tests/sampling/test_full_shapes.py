@@ -1,0 +1,105 @@
+"""Every call of a network has one shape, in a rollout, in learning from it and in an evaluation."""
+
+import math
+
+import pytest
+import torch
+
+from flowrl.backbones.sd3 import SD3
+from flowrl.errors import UserError
+from flowrl.objectives import base
+from flowrl.objectives.base import Spare, checkpointed, in_full_batches
+from flowrl.trajectory import Conditioning
+
+CHAINS = {"prompts_per_iteration": 2, "group_size": 5, "num_inference_steps": 3, "batch_size": 6}
+
+
+@pytest.fixture
+def rounding(monkeypatch):
+    """A network whose last bits depend on how many rows it sees, as a GPU's do in 16 bits."""
+    rows: list[int] = []
+    velocity = SD3.velocity
+
+    def other(self, x, sigma, cond):
+        rows.append(len(x))
+        return velocity(self, x, sigma, cond) * (1 + 0.05 * math.sin(len(x)))
+
+    monkeypatch.setattr(SD3, "velocity", other)
+    return rows
+
+
+def middling(images, prompts, metadata):
+    """Two images of a prompt have its mean reward, hence no advantage: their steps are dropped."""
+    return [0.0, 0.5, 1.0, 0.5, 0.5][: len(images)] * (len(images) // 5)
+
+
+@pytest.mark.parametrize("tree", [{"kind": "flow_grpo"}, {"kind": "branch_grpo", "splits": [0]}])
+def test_the_ratio_is_1_though_a_partial_batch_rounds_otherwise(make_learner, rounding, tree):
+    rollout = CHAINS | {"tree": tree} | ({"group_size": 4} if "splits" in tree else {})
+    rewards = None if "splits" in tree else {"middling": middling}
+    learner = make_learner(rollout=rollout, optim={"micro_batch": 6}, rewards=rewards)
+    metrics = learner.iterate(0)[1]
+    assert metrics["policy/ratio_error_max"] < 1e-3 and metrics["grad/norm"] > 0
+    assert len(set(rounding)) == 1
+
+
+def test_the_check_of_the_ratio_sees_a_partial_batch(make_learner, rounding, monkeypatch):
+    monkeypatch.setattr("flowrl.training.loop.in_full_batches", lambda field, *_: field)
+    learner = make_learner(rollout=CHAINS, optim={"micro_batch": 6}, rewards={"middling": middling})
+    with pytest.raises(UserError, match="ratio to itself is off"):
+        learner.iterate(0)
+
+
+def test_an_evaluation_makes_calls_of_one_shape(make_learner, rounding, tiny_config, load_tiny):
+    from flowrl.build.learner import ProvidedObjects, build_evaluator, build_rewards
+    from flowrl.utils.distributed import Runtime
+
+    config = tiny_config(
+        evaluation={"prompts": "tiny:colors:test", "num_images": 5, "batch_size": 3,
+                    "num_inference_steps": 2}
+    )  # fmt: skip
+    evaluator = build_evaluator(config, load_tiny(), build_rewards(config), ProvidedObjects())
+    assert evaluator is not None
+    found = evaluator(evaluator.backbone.velocity, Runtime(device="cpu"))
+    assert rounding == [3] * 4 and found.scores.isfinite().all() and len(found.images) == 5
+
+
+def test_rows_that_are_made_up_have_no_part_in_the_gradient():
+    weight = torch.tensor(2.0, requires_grad=True)
+    seen: list[list[float]] = []
+
+    def field(x, sigma, cond):
+        seen.append(x.flatten().tolist())
+        assert len(x) == len(sigma) == len(cond)
+        return weight * x * sigma.view(-1, 1)
+
+    x, sigma = torch.arange(1.0, 6.0).view(5, 1), torch.tensor(0.5)
+    cond = Conditioning(tensors={"text": torch.zeros(5, 1)})
+    spare = Spare(x=torch.ones(1, 1), cond=cond.take(torch.tensor([0])))
+    for wrap in (
+        lambda f: in_full_batches(f, 3, spare),
+        lambda f: checkpointed(in_full_batches(f, 3, spare), 3),
+        lambda f: checkpointed(in_full_batches(f, 3, spare, lambda n: n + 1), 3, lambda n: n + 1),
+    ):
+        seen.clear()
+        v = wrap(field)(x, sigma, cond)
+        torch.testing.assert_close(v, x)
+        (gradient,) = torch.autograd.grad(v.sum(), weight)
+        assert gradient == 7.5 and {len(row) for row in seen} == {3}
+    # Without rows a process in lockstep calls the network all the same, and others do not.
+    seen.clear()
+    nothing = x[:0], sigma.expand(0), cond.take(torch.arange(0))
+    assert len(in_full_batches(field, 3, spare)(*nothing)) == 0 and not seen
+    assert len(in_full_batches(field, 3, spare, lambda n: n + 1)(*nothing)) == 0 and len(seen) == 1
+
+
+def test_other_rewards_leave_every_objective_something_to_learn(make_learner):
+    learner = make_learner(
+        objective={"kind": "sft"}, rollout={"tree": {"kind": "ode"}},
+        rewards={"same": lambda images, prompts, metadata: [0.5] * len(images)},
+    )  # fmt: skip
+    from flowrl.sampling.rollout import Timer
+
+    rollout = learner.source.collect(0, Timer())
+    assert len(learner.objective.prepare(rollout)) == 0
+    assert len(learner.objective.prepare(base.with_other_rewards(rollout))) > 0

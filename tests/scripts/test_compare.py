@@ -1,0 +1,277 @@
+"""Methods side by side: intervals, data files, pages, and runs that happen once."""
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from scripts.compare import __main__ as program
+from scripts.compare import runs, statistics
+from scripts.compare.control import Random
+from scripts.compare.data import (
+    CURVES,
+    IMAGES,
+    Image,
+    Line,
+    read_curves,
+    read_images,
+    write_curves,
+    write_images,
+    write_rows,
+)
+from scripts.compare.page import Method, Page, load_page, page_names
+from scripts.compare.report import Results, differences_table, render, scores_table
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+def test_the_interval_over_seeds_is_that_of_the_t_test():
+    values = [0.1, 0.14, 0.09, 0.2, 0.12]
+    found, expected = (
+        statistics.over_seeds(values),
+        stats.ttest_1samp(values, 0).confidence_interval(),
+    )
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    assert found.mean == pytest.approx(0.13)
+    alone = statistics.over_seeds([0.5])
+    assert alone.mean == 0.5 and math.isnan(alone.low) and math.isnan(alone.high)
+
+
+def test_images_of_one_request_count_as_one_draw():
+    generator = np.random.default_rng(1)
+    request = np.repeat(np.arange(30), 20)
+    change = generator.normal(size=30)[request]  # alike within a request
+    whole = statistics.over_requests(change, request.tolist())
+    alone = statistics.over_requests(change, list(range(600)))
+    assert whole.mean == alone.mean == pytest.approx(change.mean())
+    ratio = (whole.high - whole.low) / (alone.high - alone.low)
+    assert ratio == pytest.approx(math.sqrt(20), rel=0.1)
+    assert statistics.over_requests(change, request.tolist()) == whole  # the same again
+
+
+def test_the_interquartile_mean_leaves_the_outer_quarters_out():
+    found = statistics.interquartile_mean([0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 9.0])
+    assert found.mean == pytest.approx((0.5 + 0.6 + 0.7 + 0.8) / 4)
+    assert found.low < found.mean < found.high < 9
+
+
+SLOW = [[(0, 0.1), (10, 0.2), (20, 0.4)], [(0, 0.1), (10, 0.4), (20, 0.6)]]
+FAST = [[(0, 0.1), (5, 0.5), (10, 0.3)], [(0, 0.1), (5, 0.5), (10, 0.7)]]
+
+
+def test_methods_are_compared_at_the_cost_that_all_have_reached():
+    cost, found = statistics.at_equal_cost(FAST, SLOW)
+    assert cost == 10
+    assert found.mean == pytest.approx(((0.3 - 0.2) + (0.7 - 0.4)) / 2)
+    paired = statistics.over_seeds([0.1, 0.3])
+    assert (found.low, found.high) == pytest.approx((paired.low, paired.high))
+    assert statistics.score_at(SLOW[0], 15) == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="not within 0 to 20"):
+        statistics.score_at(SLOW[0], 25)
+
+
+def test_reaching_is_not_staying_above():
+    curve = [(0, 0.1), (5, 0.5), (10, 0.3), (15, 0.45)]
+    assert statistics.reaches(curve, 0.3) == pytest.approx(2.5)
+    assert statistics.stays_above(curve, 0.3) == 5
+    assert statistics.stays_above(curve, 0.4) == 15
+    assert statistics.reaches(curve, 0.9) is None and statistics.stays_above(curve, 0.5) is None
+
+
+# --- data and pages ------------------------------------------------------------------------------
+
+METHODS = tuple(
+    Method(name=name, recipe="quickstart", options=(), iterations=20, tune=tune, note="")
+    for name, tune in (("chains", {}), ("tree", {"optim.lr": [1e-4, 2e-4]}), ("late", {}))
+)
+PAGE = Page(
+    name="small", title="Small", text="What was planted.", baseline="chains", score="strict",
+    gold="strict", proxy="partial", quality="good", diversity="", seeds=3, steps=(5, 28),
+    validation="tiny:colors:train", methods=METHODS,
+)  # fmt: skip
+
+
+def lines(method: str, seed: int, last: float, forwards: float = 100.0) -> list[Line]:
+    """A run whose scores rise from 0.2 to `last`, more steps scored at both ends alone."""
+    found = []
+    for i, iteration in enumerate((0, 10, 20)):
+        score = 0.2 + (last - 0.2) * i / 2
+        scores = {"strict": score, "partial": score + 0.1, "good": 4.0}
+        if iteration != 10:
+            scores["28_steps/strict"] = score + 0.05
+        found.append(
+            Line(
+                method=method,
+                seed=seed,
+                iteration=iteration,
+                forwards=forwards * iteration,
+                images=8.0 * iteration,
+                scores=scores,
+            )  # fmt: skip
+        )
+    return found
+
+
+def pictures(method: str, seed: int, iteration: int, scores: list[float]) -> list[Image]:
+    return [
+        Image(
+            method=method, seed=seed, iteration=iteration, image=i, request=i // 2,
+            scores={"strict": score, "28_steps/strict": score, "good": 4.0},
+        )
+        for i, score in enumerate(scores)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    finals = {"chains": (0.4, 0.5, 0.6), "tree": (0.6, 0.7, 0.8)}
+    found = [
+        row for m, own in finals.items() for s, last in enumerate(own) for row in lines(m, s, last)
+    ]
+    write_curves(tmp_path, found)
+    images = []
+    for method in finals:
+        images += pictures(method, 0, 0, [0, 0, 1, 0])
+        for seed in range(3):
+            images += pictures(method, seed, 20, [1, 0, 1, 1])
+    write_images(tmp_path, images)
+    return tmp_path
+
+
+def test_data_are_read_as_they_were_written_and_equal_data_are_equal_files(data, tmp_path):
+    curves, images = read_curves(data), read_images(data)
+    assert curves[2].scores == pytest.approx(
+        {"strict": 0.4, "partial": 0.5, "good": 4, "28_steps/strict": 0.45}
+    )
+    assert "28_steps/strict" not in curves[1].scores
+    before = [(data / name).read_bytes() for name in (CURVES, IMAGES)]
+    write_curves(data, curves)
+    write_images(data, images)
+    assert [(data / name).read_bytes() for name in (CURVES, IMAGES)] == before
+
+
+def test_a_page_has_what_its_data_say_and_what_is_missing(data):
+    chains, tree = scores_table(Results.read(PAGE, data))
+    assert chains["strict, 5 steps"] == "0.200 → 0.500"
+    expected = statistics.over_seeds([0.2, 0.3, 0.4])
+    assert (
+        chains["change over seeds, 5 steps"] == f"+0.300 [{expected.low:.3f}, {expected.high:.3f}]"
+    )
+    assert tree["strict, 28 steps"] == "0.250 → 0.750"
+    assert tree["over images, 5 steps"].startswith("+0.500 [")
+    assert tree["interquartile mean"].startswith("0.700 [") and tree["forwards"] == "2000"
+    text = render(PAGE, data).read_text()
+    assert "No runs yet: late." in text and "Seconds of an iteration were not measured" in text
+    assert "equal wall time" not in text and (data / "strict-forwards.png").is_file()
+    assert "What was planted." in text and "Fewer than 3 seeds" not in text
+
+
+def test_wall_time_is_iterations_times_measured_rates(data):
+    rates = [("chains", "4"), ("chains", "2"), ("chains", "3"), ("tree", "1")]
+    write_rows(data / "rates.csv", [{"method": m, "round": 0, "seconds": s} for m, s in rates])
+    results = Results.read(PAGE, data)
+    chains, tree = scores_table(results)
+    assert (chains["seconds"], tree["seconds"]) == ("60", "20")
+    _, row = differences_table(results)
+    # At 20 s the tree has ended and chains are a third of their way.
+    assert (
+        row["above at equal wall time"].startswith("+0.400 [")
+        and "(at 20)" in row["above at equal wall time"]
+    )
+    assert row["reaches 0.500, in wall time"] == "20%"
+    assert row["stays above, in wall time"] == "33%"
+    assert row["above at equal forwards"].startswith("+0.200 [0.200, 0.200] (at 2e+03)")
+
+
+def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
+    tried = [("tree", "optim.lr=0.0001", "0.5"), ("tree", "optim.lr=0.0002", "0.6")]
+    write_rows(data / "tuning.csv", [{"method": m, "options": o, "score": s} for m, o, s in tried])
+    assert runs.chosen(PAGE, data) == {"tree": ("optim.lr=0.0002",)}
+    page = replace(PAGE, methods=METHODS[:2])
+    jobs = runs.jobs_of(page, data / "runs", data, 2)
+    assert [job.name for job in jobs] == [
+        "chains, seed 0",
+        "tree, seed 0",
+        "chains, seed 1",
+        "tree, seed 1",
+    ]
+    assert [job.config.optim.lr for job in jobs[:2]] == [8e-4, 2e-4]
+    found = [
+        (choice, job.config.evaluation.prompts) for _, choice, job in runs.tuning_jobs(page, data)
+    ]
+    assert found == [((f"optim.lr={lr}",), "tiny:colors:train") for lr in (1e-4, 2e-4)]
+    assert "| tree | optim.lr=0.0002 | 0.6 | yes |" in render(page, data).read_text()
+
+
+def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
+    assert {"quickstarts", "trees", "objectives", "solrl"} <= set(page_names())
+    for name in page_names():
+        page = load_page(name)
+        names = [method.name for method in page.methods]
+        assert page.baseline in names and len(set(names)) == len(names)
+        assert len({runs.slug(name) for name in names}) == len(names) and page.seeds >= 3
+        for method in page.methods:
+            for choice in method.choices():
+                config = page.config(method, 3, Path("x"), *choice)
+                assert config.run.max_minutes is None and config.run.seed == 3
+                assert tuple(config.evaluation.step_counts) == page.steps
+                measured = {"geneval_strict" if r.args else r.name for r in config.rewards}
+                assert {page.score, page.quality} <= measured
+                assert list(config.plans())
+
+
+def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatch, capsys):
+    done: set[str] = {"a"}
+    started = []
+
+    class Fake(runs.Job):
+        @property
+        def finished(self) -> bool:
+            return self.name in done
+
+        def start(self):
+            started.append(self.name)
+            done.update({self.name} - {"c"})
+            return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(runs, "POLL", 0.01)
+    jobs = [Fake(name=n, config=None, folder=tmp_path / n) for n in ("a", "b", "c")]
+    assert runs.run_all(jobs, at_once=2) == ["c"]
+    assert started == ["b", "c"] and "1 of 3 runs are finished" in capsys.readouterr().out
+
+
+def test_the_control_knows_nothing_and_repeats():
+    images = torch.rand(500, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    scores = Random()(images, [""] * 500, [{}] * 500)
+    assert torch.equal(scores, Random()(images, ["x"] * 500, [{}] * 500))
+    assert scores.mean().item() == pytest.approx(0.5, abs=0.05) and len(scores.unique()) == 500
+    assert scores.std().item() == pytest.approx(math.sqrt(1 / 12), abs=0.03)
+
+
+@pytest.mark.slow
+def test_a_page_is_made_by_one_command_from_run_to_picture(tmp_path, monkeypatch):
+    small = [
+        "lora.rank=2", "rollout.prompts_per_iteration=2", "rollout.group_size=4",
+        "rollout.num_inference_steps=3", "evaluation.num_images=6", "evaluation.every=1",
+        "rollout.tree={kind: flow_grpo}", "run.threads=1", "run.sample_every=0",
+    ]  # fmt: skip
+    methods = tuple(replace(m, options=tuple(small), iterations=2) for m in METHODS[:2])
+    page = replace(
+        PAGE, methods=methods, score="geneval_strict", gold="geneval_strict", proxy="geneval",
+        quality="", steps=(2, 3), validation="tiny:colors:train",
+    )  # fmt: skip
+    monkeypatch.setattr(program, "load_page", lambda name: page)
+    words = ["--page", "trees", "--output", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    program.main([*words, "--run", "--tune", "--seeds", "2", "--jobs", "2"])
+    text = (tmp_path / "trees" / "README.md").read_text()
+    assert "geneval_strict, 3 steps" in text and "optim.lr=0.0002" in text
+    assert len({(i.method, i.seed, i.iteration) for i in read_images(tmp_path / "trees")}) == 6
+    again = (tmp_path / "trees" / CURVES).read_bytes()
+    program.main([*words, "--collect", "--seeds", "2"])
+    assert (tmp_path / "trees" / CURVES).read_bytes() == again

@@ -1,0 +1,219 @@
+"""Killed before each file operation: the folders that a process leaves, and what becomes of them.
+
+A recorder copies the folder of a run before every operation on it, so that the copies are what a
+process leaves that is killed there; writes are also cut in half. Copies that are equal, but for
+what is in temporary files, stand for all of their operations. Each is then gone on with in a
+process forked from this one, which has everything imported and loaded.
+"""
+
+import io
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from flowrl.training.tracking import Report
+from flowrl.utils.files import TEMPORARY
+
+CHANGES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.truncate"}
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+KILLED = 137
+# What may differ between runs that are the same: random names, and TensorBoard's own files.
+LOCK = ".lock"
+
+
+@dataclass
+class Recorder:
+    """Calls `seen` before each operation that changes something below `folder`."""
+
+    folder: Path
+    seen: Callable[[str, Path | None], None]  # the operation, and a file that is half-written
+    on: bool = False
+
+    def hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.on or event not in CHANGES:
+            return
+        path, flags = args[0], args[2] if event == "open" else WRITING
+        if isinstance(path, bytes):
+            path = os.fsdecode(path)
+        inside = isinstance(path, int) or str(path).startswith(str(self.folder))
+        relative = not isinstance(path, int) and not os.path.isabs(path)  # of rmtree
+        if inside or (relative and event != "open"):
+            if flags & WRITING:
+                self._note(event)
+
+    def _note(self, event: str, half: Path | None = None) -> None:
+        self.on = False  # what follows is not the run's
+        try:
+            self.seen(event, half)
+        finally:
+            self.on = True
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        fsync, log = os.fsync, Report.log
+
+        def synced(handle: int) -> None:
+            if self.on:
+                path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+                if path.is_file():
+                    self._note("write", path)
+                self._note("fsync")
+            fsync(handle)
+
+        def logged(report: Report, *args: Any) -> None:
+            log(report, *args)
+            if self.on:
+                self._note("write", report.folder / "metrics.jsonl")
+
+        os.fsync, Report.log, self.on = synced, logged, True  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            os.fsync, Report.log, self.on = fsync, log, False  # type: ignore[method-assign]
+
+
+_ACTIVE: list[Recorder] = []
+
+
+def _audit(event: str, args: tuple[Any, ...]) -> None:
+    for recorder in _ACTIVE:
+        recorder.hook(event, args)
+
+
+def begin(recorder: Recorder) -> None:
+    """Hear of every operation; a process cannot stop to, so only a forked one begins."""
+    _ACTIVE.append(recorder)
+    sys.addaudithook(_audit)
+
+
+def halve(path: Path) -> None:
+    """Leave a file as a write that was cut short leaves it."""
+    size = path.stat().st_size
+    lines = path.read_bytes().splitlines(keepends=True) if path.suffix == ".jsonl" else []
+    last = len(lines[-1]) if lines else size  # of a file that lines are added to
+    os.truncate(path, size - (last + 1) // 2)
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Do the work in a forked process; return its exit code, 99 for an exception."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process = os.fork()
+    if process:
+        return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    code = 99
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        sys.stdout = io.StringIO()
+        code = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill_at(number: int, folder: Path, work: Callable[[], object]) -> bool:
+    """Do the work in a process that ends before its operation `number`; return whether it did."""
+
+    def doomed() -> int:
+        count = [0]
+
+        def seen(event: str, half: Path | None) -> None:
+            if count[0] == number:
+                if half is not None:
+                    halve(half)
+                os._exit(KILLED)
+            count[0] += 1
+
+        recorder = Recorder(folder, seen)
+        begin(recorder)
+        with recorder.recording():
+            work()
+        return 0
+
+    return fork(doomed) == KILLED
+
+
+def copies(folder: Path, work: Callable[[], object], into: Path) -> list[list[str]]:
+    """Do the work in a forked process; keep a copy of the folder before each of its operations.
+
+    Copy i is `into/i`. Returns for each distinct copy the operations that it stands for.
+    """
+
+    def recorded() -> int:
+        known: dict[str, int] = {}
+
+        def seen(event: str, half: Path | None) -> None:
+            place = into / "next"
+            if folder.exists():
+                shutil.copytree(folder, place, symlinks=True)
+            else:
+                place.mkdir(parents=True)
+            if half is not None and (place / half.relative_to(folder)).exists():
+                halve(place / half.relative_to(folder))
+            name = fingerprint(place)
+            if name in known:
+                shutil.rmtree(place)
+            else:
+                known[name] = len(known)
+                place.rename(into / str(known[name]))
+            with open(into / f"{known[name]}.operations", "a") as file:
+                file.write(f"{event}\n")
+
+        into.mkdir(parents=True)
+        recorder = Recorder(folder, seen)
+        begin(recorder)
+        with recorder.recording():
+            work()
+        return 0
+
+    assert fork(recorded) == 0
+    paths = sorted(into.glob("*.operations"), key=lambda path: int(path.stem))
+    return [path.read_text().split() for path in paths]
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a digest of names and contents; of temporary files only of what they were to be.
+
+    Nobody reads those: the next start removes them by their names, which end in random letters.
+    """
+    found = blake2b()
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.suffix == TEMPORARY:
+            found.update(name.rpartition(".")[0].rpartition(".")[0].encode() + b"\0")
+            continue
+        found.update(name.encode() + b"\0")
+        if path.is_file():
+            found.update(str(path.stat().st_size).encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+@dataclass
+class Tally:
+    """Counts of one kind of state."""
+
+    kind: str
+    kills: Counter[str] = field(default_factory=Counter)  # by operation
+    resumed: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "kills": self.kills.total(),
+            "folders": self.resumed,
+            "wrong": len(self.wrong),
+            "by operation": dict(self.kills),
+        }

@@ -1,0 +1,310 @@
+"""Killed before any file operation, a run that goes on ends as one that nothing happened to."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from crashes import Tally, copies, fork, kill_at
+
+from flowrl.api import align, collect
+from flowrl.backbones.lora_files import FILE
+from flowrl.build.learner import ProvidedObjects, with_pipeline_name
+from flowrl.build.start import recipe_facts
+from flowrl.config import config_yaml
+from flowrl.training.checkpoint import STATE
+from flowrl.training.evaluate import Interval
+from flowrl.training.ledger import FILE as LEDGER
+from flowrl.training.resume import AUTO, decide
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import load_state
+
+PLAIN = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 4}
+ODE = PLAIN | {"tree": {"kind": "ode"}}
+TREE = {"kind": "tree_grpo", "branch": 2, "window": {"kind": "fixed", "size": 1}}
+EXPLORE = {
+    "candidates": 4,
+    "num_inference_steps": 2,
+    "precision": "bf16",
+    "audit": {"every": 1, "prompts": 1, "min_rho": -1.0},
+}
+EVALUATION = {
+    "prompts": "tiny:colors:test",
+    "num_images": 2,
+    "num_inference_steps": 1,
+    "every": 1,
+}
+GDRO = {"kind": "gdro", "noising": {"count": 1}}
+NFT = {"kind": "nft", "noising": {"count": 1}}
+KINDS = {
+    "grpo": {"rollout": PLAIN, "evaluation": EVALUATION, "ema": {"decay": 0.5}},
+    "tree": {"rollout": PLAIN | {"num_inference_steps": 3, "tree": TREE}},
+    "nft": {"rollout": ODE, "objective": NFT | {"old_decay": {"rate": 0.2, "limit": 0.6}}},
+    "stored": {"rollout": ODE, "objective": GDRO, "store": {"cache_draws": 2}},
+    "refreshed": {"rollout": ODE, "objective": GDRO, "store": {"refresh_every": 1}},
+    "two-stage": {"rollout": ODE | {"explore": EXPLORE}, "objective": NFT},
+    "gradient": {
+        "rollout": ODE,
+        "objective": {"kind": "refl"},
+        "rewards": [{"name": "tiny_colors"}],
+    },
+    "collect": {"rollout": ODE, "objective": {"kind": "sft"}},
+}
+ITERATIONS = 2
+GROUPS = 2  # of a data set
+PICTURE = b"a picture"
+
+
+@dataclass
+class Drill:
+    """One kind of state: what is done in a folder, and what an undisturbed end looks like."""
+
+    kind: str
+    config_for: Callable
+    load_tiny: Callable
+    folder: Path
+
+    def work(self, folder: Path) -> None:
+        config = self.config_for(folder)
+        if self.kind == "collect":
+            collect(config, folder, groups=GROUPS, pipeline=self.load_tiny())
+        else:
+            align(config, pipeline=self.load_tiny())
+
+    def go_on(self, folder: Path, whole: dict) -> int:
+        """Do the work again; return 0 when it ends as it should."""
+        os.fsync = lambda handle: None  # no power cut here, and disks are slow
+        self.work(folder)
+        found = ending(folder)
+        wrong = [name for name in {**whole, **found} if whole.get(name) != found.get(name)]
+        if self.kind != "collect" and not wrong:
+            config = with_pipeline_name(self.config_for(folder), self.load_tiny())
+            facts = recipe_facts(config, ProvidedObjects())
+            start = decide(config, facts, resume=AUTO, accept_changes=False)
+            wrong += [] if start.finished else ["it is not finished"]
+        if wrong:
+            print(f"{self.kind}, {folder.name}: {wrong}", file=sys.stderr)
+        return 1 if wrong else 0
+
+
+def ending(folder: Path) -> dict:
+    """What the end of a run is judged by, bit for bit; leftovers too."""
+    found: dict = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = str(path.relative_to(folder))
+        if path.name == STATE:
+            state = load_state(path)
+            found[name] = json.dumps([state["iteration"], state["best"], digest_of(state)])
+        elif (
+            name == FILE
+            or path.suffix in (".tmp", ".safetensors", ".json")
+            or (name.startswith(("stores/", "data/")) and not path.name.startswith(".lock"))
+        ):
+            found[name] = path.read_bytes()
+        elif name == "audits.jsonl":
+            found[name] = path.read_bytes()
+        elif name == "README.md":
+            found[name] = True
+    found["metrics"] = [
+        {k: v for k, v in line.items() if not k.startswith("time/")}
+        for line in read_metrics(folder)
+    ]
+    return found
+
+
+def digest_of(state: dict) -> list:
+    """The numbers of a checkpoint, in order."""
+    flat = []
+
+    def walk(value) -> None:
+        if isinstance(value, torch.Tensor):
+            flat.append(value.double().sum().item())
+        elif isinstance(value, dict):
+            for key in value:
+                walk(value[key])
+        elif isinstance(value, list):
+            for item in value:
+                walk(item)
+
+    walk([state["policy"], state["optimizer"]])
+    return flat
+
+
+@pytest.fixture
+def drill(tiny_config, load_tiny, monkeypatch):
+    """Makes the drill of a kind in a folder in memory, where that is, and its undisturbed end."""
+    monkeypatch.setattr("flowrl.export.model_card.draw_curves", lambda *_, **__: PICTURE)
+    monkeypatch.setattr("flowrl.export.model_card.gallery_grid", lambda *_, **__: None)
+    monkeypatch.setattr("flowrl.export.model_card.png", lambda *_: PICTURE)
+    monkeypatch.setattr("flowrl.export.gallery.png", lambda *_: PICTURE)
+    monkeypatch.setattr("flowrl.export.gallery.gallery_grid", lambda *_, **__: None)
+    same = Interval(mean=0.0, low=0.0, high=0.0)
+    monkeypatch.setattr("flowrl.training.evaluate.paired_bootstrap", lambda *_: same)
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    folder = Path(tempfile.mkdtemp(prefix="flowrl-crashes-", dir=memory))
+    prompts = folder / "prompts.txt"
+    prompts.write_text("a red circle\na blue square\na green star\n")  # few are read soon
+
+    def make(kind: str) -> tuple[Drill, dict]:
+        changes = KINDS[kind] | {"prompts": {"train": str(prompts)}}
+        changes["lora"] = {"rank": 4, "alpha": 6, "targets": ["attn.to_q"]}  # few layers: soon made
+        store = changes.pop("store", None)
+        if store is not None:
+            path = folder / kind / "store"
+            options = store | {"path": str(path)}
+            changes["rollout"] = changes["rollout"] | {"store": options}
+            plain = tiny_config(
+                rollout=ODE, objective={"kind": "sft"}, prompts={"train": str(prompts)}
+            )
+            collect(plain, path, groups=GROUPS, pipeline=load_tiny())
+
+        def config_for(place: Path):
+            run = {"iterations": ITERATIONS, "output_dir": str(place), "keep_checkpoints": 1}
+            return tiny_config(**changes | {"run": run})
+
+        made = Drill(kind=kind, config_for=config_for, load_tiny=load_tiny, folder=folder / kind)
+        whole = made.folder / "whole" / "run"
+        made.work(whole)  # in this process, which is warm then
+        return made, ending(whole)
+
+    try:
+        yield make
+    finally:
+        shutil.rmtree(folder)
+
+
+# The operations of the fast sample.
+SAMPLE = {"grpo": 130, "refreshed": 60, "collect": 30}
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_killed_process_leaves_a_run_that_ends_as_if_nothing_had_happened(drill, kind):
+    made, whole = drill(kind)
+    folder = made.folder / "killed" / "run"
+    assert kill_at(SAMPLE[kind], folder, lambda: made.work(folder))
+    assert fork(lambda: made.go_on(folder, whole)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_operation_a_run_ends_as_if_nothing_had_happened(drill, kind):
+    made, whole = drill(kind)
+    tally = enumerate_kills(made, whole)
+    report(tally)
+    assert not tally.wrong, tally.wrong
+
+
+def enumerate_kills(made: Drill, whole: dict) -> Tally:
+    recorded = made.folder / "recorded" / "run"
+    into = made.folder / "copies"
+    tally = Tally(kind=made.kind)
+    for number, operations in enumerate(copies(recorded, lambda: made.work(recorded), into)):
+        folder = made.folder / "resumed" / "run"
+        shutil.move(into / str(number), folder)
+        code = fork(lambda folder=folder: made.go_on(folder, whole))
+        shutil.rmtree(folder)
+        tally.kills += Counter(operations)
+        tally.resumed += 1
+        if code:
+            tally.wrong.append(f"copy {number}, before {operations}: exit code {code}")
+    return tally
+
+
+def report(tally: Tally) -> None:
+    """Print a row; add it to the file that FLOWRL_CRASH_TABLE names."""
+    row = json.dumps(tally.row())
+    print(row)
+    if table := os.environ.get("FLOWRL_CRASH_TABLE"):
+        with open(table, "a") as file:
+            file.write(row + "\n")
+
+
+# --- two processes -------------------------------------------------------------------------------
+
+TWO = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+from flowrl.api import align
+from flowrl.config import load_config
+
+dist.init_process_group("gloo")
+align(load_config(Path(sys.argv[1])))
+"""
+
+
+def start_two(recipe: Path) -> list[subprocess.Popen]:
+    script = recipe.with_name("two.py")
+    script.write_text(TWO)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    root, running = Path(__file__).parents[2], []
+    for rank in range(2):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
+        with open(recipe.with_name(f"output-{rank}"), "a") as output:
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), str(recipe)],
+                    env=os.environ | {name: str(value) for name, value in place.items()},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    return running
+
+
+def kill_after(running: list[subprocess.Popen], ledger: Path, events: int, delay: float) -> bool:
+    """Kill both processes a while after the ledger holds so many events; return whether it did."""
+    while all(process.poll() is None for process in running):
+        if ledger.exists() and ledger.read_bytes().count(b"\n") >= events:
+            time.sleep(delay)
+            break
+        time.sleep(0.005)
+    for process in running:
+        process.kill()
+    return [process.wait() for process in running] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_processes_killed_at_random_end_as_if_nothing_had_happened(tiny_config, tmp_path):
+    kills, choice = 6, random.Random(0)
+
+    def recipe(name: str) -> tuple[Path, Path]:
+        folder = tmp_path / name
+        run = {"output_dir": str(folder), "iterations": 8, "threads": 1}
+        rollout = ODE | {"prompts_per_iteration": 2}
+        config = tiny_config(rollout=rollout, objective=NFT, run=run)
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(config_yaml(config))
+        return path, folder
+
+    path, whole = recipe("whole")
+    assert [process.wait() for process in start_two(path)] == [0, 0]
+    path, folder = recipe("killed")
+    killed, events = 0, 1
+    for _ in range(kills):
+        killed += kill_after(start_two(path), folder / LEDGER, events, choice.random() / 4)
+        events = 1 + (folder / LEDGER).read_bytes().count(b"\n")
+    assert [process.wait() for process in start_two(path)] == [0, 0]
+    assert killed >= kills / 2
+    assert ending(folder) == ending(whole)
+    report(Tally(kind="two processes", kills=Counter({"at random": killed}), resumed=killed))

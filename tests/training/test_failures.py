@@ -1,0 +1,258 @@
+"""What ends a run from outside, at every phase: the sentence, the exit code and what is saved.
+
+Each cell starts the command line's boundary in this process and injects one failure. A sample by
+default; all sixty, with a table that is printed, under `--slow`.
+"""
+
+import contextlib
+import errno
+import itertools
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowrl.api
+import flowrl.export.summary
+import flowrl.sampling.rollout
+import flowrl.training.checkpoint
+from flowrl.api import align
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.policy import Policy
+from flowrl.backbones.sd3 import SD3
+from flowrl.cli import report_errors
+from flowrl.errors import MEMORY, PHASES, REMEDIES, WORDS, Cause, PhaseName
+from flowrl.objectives.grpo import GRPO
+from flowrl.sampling.rollout import decode
+from flowrl.scoring.scorer import SamplerFailure, Scoring
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.training.evaluate import Evaluator
+
+# Where each phase is met, and at which call from the first: in the second iteration where there
+# are several, or at the evaluation after it.
+PLACES = {
+    "load": (flowrl.api, "build_learner", 1),
+    "check": (flowrl.api, "check_before_training", 1),
+    "encode": (SD3, "encode", 1),
+    "rollout": (flowrl.sampling.rollout, "sample_tree", 3),
+    "decode": (SD3, "decode", 3),
+    "score": (Scoring, "_answer", 3),
+    "learn": (GRPO, "loss", 2),
+    "save": (flowrl.training.checkpoint, "save_state", 2),
+    "evaluate": (Evaluator, "_generate", 2),
+    "gallery": (flowrl.export.summary, "write_gallery", 1),
+}
+INJECTED = {
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "ENOSPC": lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    "EPIPE": lambda: BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)),
+    "HUP": signal.SIGHUP,
+    "TERM": signal.SIGTERM,
+    "INT": signal.SIGINT,
+}
+WORD: dict[str, Cause] = {"memory": "memory", "ENOSPC": "space", "EPIPE": "pipe"}
+CODES = {"memory": 1, "ENOSPC": 1, "EPIPE": 141, "HUP": 129, "TERM": 143, "INT": 130}
+BEFORE = ("load", "check")  # nothing is there to be saved
+# Iterations that a checkpoint holds after an error, and after a signal: it lets the iteration end,
+# and the base's evaluation.
+WHOLE = {"encode": 0, "save": 2, "evaluate": 2, "gallery": 3}
+WHOLE |= dict.fromkeys(("rollout", "decode", "score", "learn"), 1)
+ASKED = WHOLE | dict.fromkeys(("rollout", "decode", "score", "learn"), 2)
+CELLS = list(itertools.product(PHASES, INJECTED))
+SAMPLE = [("rollout", "memory"), ("save", "ENOSPC"), ("load", "TERM")]
+
+
+@pytest.fixture(scope="module")
+def config_for(tiny_config):
+    def make(folder: Path):
+        return tiny_config(
+            rollout={
+                "prompts_per_iteration": 1,
+                "group_size": 2,
+                "num_inference_steps": 2,
+                "batch_size": 2,
+            },
+            evaluation={
+                "prompts": "tiny:colors:test",
+                "num_images": 1,
+                "num_inference_steps": 1,
+                "every": 2,
+            },
+            run={"iterations": 3, "checkpoint_every": 2, "output_dir": str(folder)},
+        )
+
+    return make
+
+
+class Injection:
+    """Fails, or sends a signal to this process, at one call of a function."""
+
+    def __init__(self, monkeypatch, phase: str, failure: str):
+        module, name, self.left = PLACES[phase]
+        self.failure, original = INJECTED[failure], getattr(module, name)
+
+        def injected(*args, **options):
+            self.left -= 1
+            if self.left == 0:
+                self.fail()
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, injected)
+
+    def fail(self) -> None:
+        if isinstance(self.failure, signal.Signals):
+            os.kill(os.getpid(), self.failure)
+            return
+        raise self.failure()
+
+
+@pytest.fixture(autouse=True)
+def hangups():
+    """Hangups end this process, as they do unless nohup has started it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def run_cell(config, folder: Path, pipeline, monkeypatch, capfd, phase: str, failure: str):
+    """Run with one failure: (exit code, what was printed on stderr, iterations that are saved)."""
+    capfd.readouterr()
+    code = 0
+    with monkeypatch.context() as patch:
+        injection = Injection(patch, phase, failure)
+        try:
+            report_errors(lambda: align(config, pipeline=pipeline), debug=False)
+        except SystemExit as end:
+            code = end.code
+    assert injection.left <= 0, "the place was never met"
+    steps = Checkpoints(folder, keep=2).steps()
+    return code, capfd.readouterr().err, steps[-1] if steps else None
+
+
+def expected(phase: PhaseName, failure: str) -> tuple[int, list[str], int | None]:
+    """The exit code, words of the message, and the iterations that are saved."""
+    if failure in WORD:
+        cause = WORD[failure]
+        remedy = MEMORY[phase] if cause == "memory" else REMEDIES[cause]
+        words = [f"{WORDS[cause]} in phase {phase}", remedy, "docs/troubleshooting.md"]
+        where = "nothing is saved" if phase in BEFORE else f"step-{WHOLE[phase]:06d}"
+        return CODES[failure], [*words, where], None if phase in BEFORE else WHOLE[phase]
+    if phase in BEFORE:
+        words = [f"ended by SIG{failure} in phase {phase}", "nothing is saved"]
+        return CODES[failure], words, None
+    return 0, [f"SIG{failure}: ends after this iteration"], ASKED[phase]
+
+
+@pytest.mark.parametrize(
+    ("phase", "failure"),
+    [c if c in SAMPLE else pytest.param(*c, marks=pytest.mark.slow) for c in CELLS],
+    ids=lambda value: value,
+)
+def test_a_failure_at_any_phase_is_told_and_what_is_whole_is_saved(
+    phase, failure, config_for, load_tiny, tmp_path, monkeypatch, capfd, record_table
+):
+    config = config_for(tmp_path / "run")
+    cell = run_cell(config, tmp_path / "run", load_tiny(), monkeypatch, capfd, phase, failure)
+    code, words, saved = expected(phase, failure)
+    record_table(phase, failure, cell)
+    assert cell[0] == code, cell
+    assert all(word in cell[1] for word in words), (words, cell[1])
+    assert cell[2] == saved, cell
+    assert "Traceback" not in cell[1] and "not expected" not in cell[1]
+
+
+@pytest.fixture(scope="module")
+def record_table():
+    """Print exit code and saved iteration of every cell that ran, when all have."""
+    cells: dict[tuple[str, str], str] = {}
+
+    def record(phase: str, failure: str, cell) -> None:
+        cells[phase, failure] = f"{cell[0]} / {'none' if cell[2] is None else cell[2]}"
+
+    yield record
+    lines = ["phase     " + "".join(f"{name:>12}" for name in INJECTED)]
+    for phase in PHASES:
+        row = "".join(f"{cells.get((phase, name), ''):>12}" for name in INJECTED)
+        lines.append(f"{phase:<10}{row}")
+    with contextlib.suppress(OSError):
+        os.write(2, ("\nexit code / iterations saved\n" + "\n".join(lines) + "\n").encode())
+
+
+# --- what the saved state is worth ----------------------------------------------------------------
+
+
+def lora(folder: Path) -> dict[str, torch.Tensor]:
+    return read_lora(folder)[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_goes_on_bit_identical(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    align(config_for(tmp_path / "whole"), pipeline=load_tiny())
+    expected = lora(tmp_path / "whole")
+    for phase, failure in (("rollout", "memory"), ("learn", "ENOSPC"), ("save", "ENOSPC")):
+        folder = tmp_path / f"{phase}-{failure}"
+        config = config_for(folder)
+        run_cell(config, folder, load_tiny(), monkeypatch, capfd, phase, failure)
+        align(config, pipeline=load_tiny())
+        found = lora(folder)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_policy_that_has_moved_within_an_iteration_is_not_saved(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    config = config_for(tmp_path / "run")
+    # In the second iteration, when the optimizer has stepped.
+    monkeypatch.setitem(PLACES, "learn", (Policy, "update_ema_and_count", 2))
+    cell = run_cell(config, tmp_path / "run", load_tiny(), monkeypatch, capfd, "learn", "memory")
+    assert cell[0] == 1 and cell[2] == 0, cell
+    assert "Iteration 2 had begun to train and is not saved" in cell[1]
+    assert "step-000000" in cell[1]
+
+
+@pytest.mark.slow
+def test_a_second_signal_and_a_mistake_save_what_is_whole(
+    config_for, load_tiny, tmp_path, monkeypatch, capfd
+):
+    def twice() -> BaseException:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return AssertionError("the second one ended nothing")
+
+    for name, make, code, words in (
+        ("signals", twice, 143, "ended by SIGTERM in phase rollout"),
+        ("mistake", lambda: ValueError("a bug"), 1, "ValueError: a bug"),
+    ):
+        folder = tmp_path / name
+        monkeypatch.setitem(INJECTED, name, make)
+        cell = run_cell(
+            config_for(folder), folder, load_tiny(), monkeypatch, capfd, "rollout", name
+        )
+        assert cell[0] == code and cell[2] == 1, cell
+        assert words in cell[1] and "step-000001, after 1 of 3 iterations" in cell[1]
+        assert ("This was not expected" in cell[1]) == (name == "mistake")
+
+
+@pytest.mark.slow
+def test_a_run_needs_no_temporary_folder(config_for, load_tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    align(config_for(tmp_path / "run"), pipeline=load_tiny())
+    assert Checkpoints(tmp_path / "run", keep=2).steps()[-1] == 3
+
+
+def test_an_autoencoder_that_makes_no_numbers_of_good_latents_is_told_apart(
+    make_learner, monkeypatch
+):
+    learner = make_learner()
+    monkeypatch.setattr(SD3, "decode", lambda backbone, x: torch.full((len(x), 3, 8, 8), torch.nan))
+    latents = torch.zeros(2, *learner.policy.backbone.latent_shape())
+    with pytest.raises(SamplerFailure, match="phase decode: the autoencoder.*pipeline.dtype"):
+        list(decode(learner.policy.backbone, latents, 2))
+    assert len(list(decode(learner.policy.backbone, latents * torch.nan, 2))) == 1  # not its fault

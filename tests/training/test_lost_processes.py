@@ -1,0 +1,244 @@
+"""Two real processes of one run, of which one is slow, frozen, killed or fails."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import config_yaml
+from flowrl.training.checkpoint import STATE, Checkpoints
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import load_state
+
+# What rank `victim` does in its reward once a first checkpoint is there. The group's own timeout
+# is cut short: nothing but gradients may depend on it.
+SCRIPT = """
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)
+from flowrl.api import align
+from flowrl.cli import report_errors
+from flowrl.config import load_config
+from flowrl.utils import peers
+
+does, victim, config = sys.argv[1], int(sys.argv[2]), load_config(Path(sys.argv[3]))
+dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+peers.GRACE = 2.0
+first = Path(config.run.output_dir) / "checkpoints/step-000001/state.safetensors"
+once = [first]
+
+
+def mine(images, prompts, metadata):
+    if dist.get_rank() == victim and once and first.exists():
+        once.clear()
+        if does == "sleeps":
+            time.sleep(30)
+        if does == "hangs":
+            time.sleep(1000)
+        if does == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if does == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if does == "fills":
+            raise MemoryError
+        if does == "breaks":
+            raise SystemError
+    return images.mean((1, 2, 3))
+
+
+if does in ("fills", "breaks"):  # in flowrl's own code, where a reward's error is none
+    from flowrl.scoring.executors import base
+
+    asked = base.ask
+    def ask(reward, name, images, prompts, metadata):
+        mine(images, prompts, metadata)
+        return asked(reward, name, images, prompts, metadata)
+    base.ask = ask
+report_errors(lambda: align(config, rewards={"mine": mine}), debug=False)
+"""
+
+
+# The same without a run: messages outlast the group's timeout, and end by name.
+MESSAGES = """
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=2))
+from flowrl.errors import MachineFailure, phase
+from flowrl.utils.distributed import Runtime
+
+runtime = Runtime(device="cpu", peer_timeout=60.0, answer_timeout=5.0)
+last = runtime.rank == 1
+with phase("score", "reward 'mine'"):
+    time.sleep(4.0 * last)  # longer than the group waits
+print(runtime.any(last), runtime.gather(torch.tensor([runtime.rank])).tolist(), flush=True)
+with phase("score", "reward 'mine'"):
+    time.sleep(1000.0 * last)
+try:
+    runtime.any(False)
+except MachineFailure as lost:
+    print(lost, lost.ranks, runtime.saves_after(lost), flush=True)
+"""
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start a script in two processes, which are killed at the end of the test."""
+    running: list[subprocess.Popen] = []
+
+    def begin(script: str, *words: object) -> list[subprocess.Popen]:
+        (tmp_path / "script.py").write_text(script)
+        root = Path(__file__).parents[2]
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        for rank in range(2):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": root}
+            running.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, [tmp_path / "script.py", *words])],
+                    env=os.environ | {name: str(value) for name, value in place.items()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        return running
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def start(launch, tiny_config, tmp_path):
+    """Start both processes of a run, of which `victim` does something."""
+
+    def begin(does: str, victim: int = 1, **runtime: float) -> list[subprocess.Popen]:
+        config = tiny_config(
+            rollout={
+                "prompts_per_iteration": 2,
+                "group_size": 2,
+                "num_inference_steps": 2,
+                "batch_size": 2,
+            },
+            run={"iterations": 3, "keep_checkpoints": 5, "output_dir": str(tmp_path / "run")},
+            runtime=runtime,
+        )
+        (tmp_path / "config.yaml").write_text(config_yaml(config))
+        return launch(SCRIPT, does, victim, tmp_path / "config.yaml")
+
+    return begin
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    output = process.communicate(timeout=300)[0]
+    return process.returncode, output
+
+
+def saved(folder: Path) -> int:
+    """The iterations of the newest checkpoint, which is whole."""
+    run = Checkpoints(folder / "run", keep=5)
+    newest = run.steps()[-1]
+    assert load_state(run.path(newest) / STATE)["iteration"] == newest
+    return newest
+
+
+def test_messages_outlast_the_groups_timeout_and_name_who_does_not_answer(launch):
+    code, output = ended(launch(MESSAGES)[0])
+    assert code == 0, output
+    assert "True [0, 1]" in output  # though the group's timeout had passed
+    assert re.search(r"wait for rank 1 \(in phase score \(reward 'mine'\) for \d+ s\)", output)
+    assert "frozenset({1}) True" in output
+
+
+@pytest.mark.slow
+def test_a_reward_slower_than_the_groups_timeout_does_not_end_the_run(start, tmp_path):
+    for process in start("sleeps"):
+        code, output = ended(process)
+        assert code == 0, output
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_reward_that_never_answers_ends_the_run_by_name_and_with_a_checkpoint(start, tmp_path):
+    code, output = ended(start("hangs", answer_timeout=6.0)[0])
+    assert code == 75, output
+    assert re.search(r"all wait for rank 1 \(in phase score \(reward 'mine'\) for \d+ s\)", output)
+    assert "runtime.answer_timeout = 6 s" in output and "step-000001, after 1 of 3" in output
+    assert saved(tmp_path) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_process_is_named_and_the_other_saves(start, tmp_path, victim):
+    processes = start("stops", victim, peer_timeout=4.0)
+    code, output = ended(processes[1 - victim])
+    assert code == 75, output
+    assert f"rank {victim}" in output and "frozen" in output and "A process is lost" in output
+    assert saved(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_and_the_other_saves(start, tmp_path):
+    code, output = ended(start("dies")[0])
+    assert code == 75, output
+    assert "rank 1" in output and "step-000001, after 1 of 3" in output
+    assert saved(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_process_that_waits_for_a_frozen_one(start, tmp_path):
+    first, second = start("stops", peer_timeout=1000.0)
+    until = time.monotonic() + 300
+    while not stopped(second.pid) and time.monotonic() < until:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    first.send_signal(signal.SIGTERM)
+    code, output = ended(first)
+    assert code == 143, output
+    assert "SIGTERM while it waited for rank 1" in output and "step-000001" in output
+    assert saved(tmp_path) == 1
+
+
+def stopped(number: int) -> bool:
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@pytest.mark.slow
+def test_out_of_memory_on_one_process_ends_both_with_one_sentence(start, tmp_path):
+    for process in start("fills"):
+        code, output = ended(process)
+        assert code == 1, output
+        assert "rank 1: out of memory in phase score (reward 'mine')" in output
+    assert saved(tmp_path) == 1
+
+
+@pytest.mark.slow
+def test_a_mistake_in_one_process_is_told_to_the_other(start, tmp_path):
+    first, second = start("breaks")
+    code, output = ended(second)
+    assert code == 1 and "SystemError" in output and "not expected" in output
+    code, output = ended(first)
+    assert code == 75, output
+    assert "rank 1 has ended: SystemError" in output
+    assert saved(tmp_path) == 1

@@ -1,0 +1,325 @@
+"""What a start goes on from: its own run, the next number, or nothing; and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE
+from flowrl.build.learner import ProvidedObjects
+from flowrl.build.start import recipe_facts
+from flowrl.errors import DamagedFile, UserError
+from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
+from flowrl.training.ledger import FILE as LEDGER
+from flowrl.training.ledger import Ledger
+from flowrl.training.resume import AUTO, LATEST, decide
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import load_state, save_state
+
+ITERATIONS = 2
+
+
+@pytest.fixture(scope="module")
+def config_for(tiny_config, tmp_path_factory):
+    few = tmp_path_factory.mktemp("prompts") / "prompts.txt"  # which are read soon
+    few.write_text("a red circle\na blue square\na green star\n")
+
+    def make(folder: Path, **changes):
+        changes = {"prompts": {"train": str(few)}} | changes
+        rollout = {"prompts_per_iteration": 1, "group_size": 2, "num_inference_steps": 2}
+        run = {"output_dir": str(folder), "iterations": ITERATIONS, "keep_checkpoints": 9}
+        for section, values in {"rollout": rollout, "run": run}.items():
+            changes[section] = values | changes.get(section, {})
+        return tiny_config(**changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def finished(config_for, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    align(config_for(folder))
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path) -> Path:
+    """A moved copy of a finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def start(config, resume: str | None = AUTO, accept: bool = False, **given):
+    facts = recipe_facts(config, ProvidedObjects(**given))
+    return decide(config, facts, resume=resume, accept_changes=accept)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def unfinish(folder: Path) -> None:
+    """As if it had been killed after its first iteration."""
+    ledger = folder / LEDGER
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(line for line in lines if json.loads(line)["event"] != "stop"))
+    shutil.rmtree(Checkpoints(folder, keep=1).path(ITERATIONS))
+
+
+# --- a rerun -------------------------------------------------------------------------------------
+
+
+def test_a_rerun_of_a_finished_run_says_so_and_touches_nothing(copy, config_for, caplog):
+    caplog.set_level("INFO")
+    before = contents(copy)
+    assert align(config_for(copy)) == []
+    assert contents(copy) == before
+    assert f"{copy} holds this recipe's finished run of 2 iterations" in caplog.text
+
+
+def test_a_rerun_of_an_unfinished_run_ends_as_one_that_nothing_happened_to(
+    copy, finished, config_for
+):
+    unfinish(copy)
+    align(config_for(copy))
+    assert (copy / FILE).read_bytes() == (finished / FILE).read_bytes()
+    assert [line["step"] for line in read_metrics(copy)] == [1, 2]
+    names = [event["event"] for event in Ledger(copy).events()]
+    assert names == [
+        "start",
+        "checkpoint",
+        "checkpoint",
+        "checkpoint",
+        "resume",
+        "checkpoint",
+        "stop",
+    ]
+    assert start(config_for(copy)).finished
+
+
+def test_more_iterations_of_the_same_recipe_go_on(copy, config_for):
+    found = start(config_for(copy, run={"iterations": 5, "max_minutes": 3.0, "threads": 1}))
+    assert found.checkpoint == copy / "checkpoints" / "step-000002" and not found.finished
+    assert found.state["iteration"] == 2
+
+
+def test_another_recipe_gets_the_next_number_and_finds_it_again(copy, config_for, caplog):
+    other = config_for(copy, optim={"lr": 5e-3}, run={"iterations": 1})
+    align(other)
+    assert "optim.lr was 0.01, now 0.005" in caplog.text
+    second = copy.with_name("run-2")
+    assert f"this run goes to {second}" in caplog.text
+    assert yaml.safe_load((second / CONFIG).read_text())["run"]["output_dir"] == str(second)
+    assert Checkpoints(copy, keep=1).steps() == [0, 1, 2]
+    assert start(other).finished and start(other).folder == second
+    third = start(config_for(copy, optim={"lr": 1e-3}))
+    assert third.folder == copy.with_name("run-3") and not third.holds_run
+    measured = start(config_for(copy, evaluation={"seed": 5}))
+    assert measured.folder == copy.with_name("run-3")  # it would be measured otherwise
+
+
+def test_what_a_rerun_cannot_see_in_the_options_is_another_recipe_too(config_for, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a dog\na cat\n")
+    config = config_for(tmp_path / "run", prompts={"train": str(prompts)})
+    mine = {"mine": lambda images, *_: images.mean((1, 2, 3))}
+    align(config, rewards=mine)
+    assert start(config, rewards=mine).finished
+    assert start(config).folder == tmp_path / "run-2"
+    prompts.write_text("a dog\na mouse\n")
+    assert start(config, rewards=mine).folder == tmp_path / "run-2"
+    with pytest.raises(UserError, match=r"prompts.train \(content\) was .*--accept-changes"):
+        start(config, LATEST, rewards=mine)
+
+
+def test_a_time_limit_that_is_over_is_an_end_until_it_is_raised(config_for, tmp_path):
+    limited = config_for(tmp_path / "run", run={"max_minutes": 1e-6})
+    align(limited)
+    assert "run.max_minutes" in start(limited).finished
+    longer = start(config_for(tmp_path / "run", run={"max_minutes": 60.0}))
+    assert longer.state["iteration"] == 1 and not longer.finished
+
+
+# --- runs that were moved, and runs of earlier versions ------------------------------------------
+
+
+def test_a_moved_run_goes_on_from_each_of_its_checkpoints(copy, config_for):
+    config = config_for(copy, run={"iterations": 3})
+    for resume in (AUTO, LATEST, str(copy)):
+        assert start(config, resume).state["iteration"] == 2
+    assert start(config, str(copy / "checkpoints" / "step-000001")).state["iteration"] == 1
+    backup = Path(shutil.copytree(copy / "checkpoints" / "step-000001", copy.parent / "backup"))
+    assert start(config, str(backup)).state["iteration"] == 1  # it carries the run's name
+
+
+def unsigned(path: Path) -> None:
+    """Rewrite a state as earlier versions wrote it."""
+    from safetensors.torch import load, save
+
+    state = load_state(path)
+    del state["run"]
+    save_state(path, state)
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    notes = {"state": header["__metadata__"]["state"]}
+    path.write_bytes(save(load(data), metadata=notes))
+
+
+def test_a_run_of_an_earlier_version_goes_on(copy, finished, config_for):
+    for path in copy.glob(f"checkpoints/*/{STATE}"):
+        unsigned(path)
+    (copy / LEDGER).unlink()
+    assert start(config_for(copy)).finished
+    assert start(config_for(copy, optim={"lr": 1e-3})).folder == copy.with_name("run-2")
+    shutil.rmtree(copy / "checkpoints" / "step-000002")
+    older = copy / "checkpoints" / "step-000001"
+    for resume in (AUTO, LATEST, str(older)):
+        assert start(config_for(copy), resume).state["iteration"] == 1
+    align(config_for(copy))
+    assert (copy / FILE).read_bytes() == (finished / FILE).read_bytes()
+    assert Ledger(copy).run_id and Ledger(copy).events()[0]["event"] == "resume"
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_both_stay_as_they_are(
+    copy, config_for, tmp_path
+):
+    other = Path(shutil.copytree(copy, tmp_path / "other"))
+    for path in other.glob(f"checkpoints/*/{STATE}"):
+        save_state(path, load_state(path) | {"run": "f" * 32})
+    before = contents(tmp_path)
+    for folder in (copy, tmp_path / "new"):
+        for path in (other, other / "checkpoints" / "step-000001"):
+            with pytest.raises(UserError, match=f"{path} is of the run in {other}, and"):
+                align(config_for(folder), resume=str(path))
+    assert contents(tmp_path) == before and not (tmp_path / "new").exists()
+
+
+def test_there_is_nothing_to_resume_where_no_run_is(config_for, tmp_path):
+    with pytest.raises(UserError, match="nothing to resume"):
+        align(config_for(tmp_path / "new"), resume=LATEST)
+    with pytest.raises(UserError, match="cannot resume from"):
+        align(config_for(tmp_path / "new"), resume=str(tmp_path / "elsewhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "section, values, said",
+    [
+        ("optim", {"lr": 5e-3}, "optim.lr was 0.01, now 0.005"),
+        ("run", {"seed": 3}, "run.seed was 0, now 3"),
+        ("rewards", [{"name": "tiny_quality"}], 'rewards.0.name was "brightness"'),
+        ("prompts", {"train": "tiny:colors:train"}, "prompts.train was"),
+        ("objective", {"kind": "sft"}, 'objective.kind was "grpo", now "sft"'),
+        ("pipeline", {"path": "elsewhere"}, "pipeline.path was"),
+    ],
+)
+def test_a_resume_names_what_differs_and_asks(copy, config_for, section, values, said):
+    changed = config_for(copy, **{section: values})
+    before = contents(copy)
+    with pytest.raises(UserError, match="--accept-changes") as caught:
+        align(changed, resume=LATEST)
+    assert said in str(caught.value) and "rank" not in str(caught.value)
+    assert contents(copy) == before
+    accepted = start(changed, LATEST, accept=True)
+    assert accepted.state["iteration"] == 2 and accepted.changed
+
+
+def test_accepted_changes_are_in_force_and_in_the_ledger(copy, config_for):
+    changed = config_for(copy, optim={"lr": 5e-3}, run={"iterations": 3})
+    align(changed, resume=LATEST, accept_changes=True)
+    assert Ledger(copy).last("resume")["changed"]["optim.lr"] == [0.01, 0.005]
+    assert start(changed).finished and start(changed, LATEST).state["iteration"] == 3
+
+
+def test_what_is_only_measured_or_computed_otherwise_needs_no_word(copy, config_for):
+    rollout, optim = {"batch_size": 2}, {"micro_batch": 2}
+    pool = [{"name": "brightness", "executor": {"kind": "pool"}}]
+    config = config_for(
+        copy, rollout=rollout, optim=optim, rewards=pool, evaluation={"seed": 5, "num_images": 7}
+    )
+    assert start(config, LATEST).state["iteration"] == 2
+
+
+def test_iterations_are_part_of_a_recipe_whose_learning_rate_falls_over_them(config_for, tmp_path):
+    optim, run = {"schedule": "linear"}, {"iterations": 1}
+    align(config_for(tmp_path / "run", optim=optim, run=run))
+    longer = config_for(tmp_path / "run", optim=optim)
+    assert start(longer).folder == tmp_path / "run-2"
+    with pytest.raises(UserError, match="optim.schedule over run.iterations was 1, now 2"):
+        start(longer, LATEST)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_offered(
+    copy, finished, config_for, caplog
+):
+    path = copy / "checkpoints" / "step-000002" / STATE
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    config = config_for(copy, run={"iterations": 3})
+    for resume in (AUTO, str(path.parent)):
+        with pytest.raises(DamagedFile, match=f"{path} is damaged.*step-000001, is whole"):
+            align(config, resume=resume)
+    align(config_for(copy), resume=LATEST)
+    assert f"{path} is damaged" in caplog.text
+    assert "going on from the checkpoint before it" in caplog.text
+    assert (copy / FILE).read_bytes() == (finished / FILE).read_bytes()
+    (aside,) = (copy / "set-aside").iterdir()
+    assert (aside / "checkpoints" / "step-000002" / STATE).read_bytes() == bytes(data)
+
+
+# --- what stays ----------------------------------------------------------------------------------
+
+
+def test_going_back_sets_later_checkpoints_and_metrics_aside(copy, finished, config_for):
+    later = contents(copy / "checkpoints" / "step-000002")
+    align(config_for(copy), resume=str(copy / "checkpoints" / "step-000001"))
+    aside = copy / "set-aside" / "001-after-step-000001"
+    assert contents(aside / "checkpoints" / "step-000002") == later
+    assert [line["step"] for line in read_metrics(aside)] == [1, 2]
+    assert [line["step"] for line in read_metrics(copy)] == [1, 2]
+    assert (copy / FILE).read_bytes() == (finished / FILE).read_bytes()
+    assert Ledger(copy).last("aside")["to"] == "set-aside/001-after-step-000001"
+
+
+def test_leftovers_of_killed_writers_are_removed_by_the_next_start(copy, config_for):
+    unfinish(copy)
+    left = [copy / f".{FILE}.abc.tmp", copy / "checkpoints" / "step-000001" / f".{STATE}.x.tmp",
+            copy / "checkpoints" / "step-000007" / FILE]  # fmt: skip
+    for path in left:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    align(config_for(copy))
+    assert not any(path.exists() for path in left)
+
+
+def test_checkpoints_that_a_killed_run_had_no_time_to_remove_go(copy, config_for):
+    align(config_for(copy, run={"keep_checkpoints": 1}), resume=LATEST)
+    assert Checkpoints(copy, keep=1).steps() == [2]
+
+
+def test_weights_that_are_not_finite_are_never_saved(finished, make_run, monkeypatch):
+    from flowrl.training.loop import Learner, train
+
+    whole = Learner.iterate
+
+    def breaking(self, iteration):
+        done = whole(self, iteration)
+        if iteration == 1:
+            self.policy.parameters()[3].data[0, 0] = torch.inf
+        return done
+
+    monkeypatch.setattr(Learner, "iterate", breaking)
+    _, learner, run = make_run(run={"checkpoint_every": 1})
+    with pytest.raises(UserError, match="not finite after iteration 2"), run.session():
+        train(learner, run, iterations=3)
+    assert run.checkpoints.steps() == [0, 1]
+    saved = (run.checkpoints.path(1) / FILE).read_bytes()
+    assert (run.folder / FILE).read_bytes() == saved
+    assert run.ledger.last("stop")["reason"] == "error"

@@ -1,0 +1,223 @@
+"""Learning one iteration late, and runs that lose a reward and go on: the same weights."""
+
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowrl.api import align
+from flowrl.backbones.lora_files import FILE
+from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.errors import UserError
+from flowrl.sampling.rollout import Timer
+from flowrl.sampling.source import Ahead
+from flowrl.scoring import server as reward_server
+from flowrl.training.checkpoint import Checkpoints
+from flowrl.utils.distributed import Runtime
+
+sys.path.insert(0, str(Path(__file__).parent))
+ITERATIONS = 4
+NFT = {"kind": "nft", "noising": {"count": 2}}
+
+
+@pytest.fixture
+def config_for(tiny_config, tmp_path):
+    def make(name: str, staleness: int = 1, reward: dict | None = None, **changes):
+        rollout = {
+            "prompts_per_iteration": 1, "group_size": 4, "num_inference_steps": 2,
+            "batch_size": 4, "tree": {"kind": "ode"}, "staleness": staleness,
+        }  # fmt: skip
+        run = {"iterations": ITERATIONS, "checkpoint_every": 9, "output_dir": str(tmp_path / name)}
+        return tiny_config(**{
+            "objective": NFT, "rollout": rollout, "run": run | {"sample_every": 0, "trackers": []},
+            "rewards": [reward or {"name": "brightness"}],
+        } | changes)  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def learner_of(load_tiny):
+    def make(config):
+        given = ProvidedObjects(pipeline=load_tiny(config.pipeline.dtype, None))
+        return build_learner(config, Runtime(device="cpu"), given)
+
+    return make
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / FILE).read_bytes()
+
+
+def test_an_iteration_is_sampled_with_the_weights_before_the_one_before_it_was_learned(
+    config_for, learner_of
+):
+    late, fresh = learner_of(config_for("a")), learner_of(config_for("b", staleness=0))
+    assert isinstance(late.source, Ahead)
+    expected = [fresh.source.collect(i, Timer()).images for i in range(2)]  # of the first weights
+    for iteration in range(2):
+        rollout, _ = late.iterate(iteration)
+        assert torch.equal(rollout.images, expected[iteration])
+        fresh.iterate(iteration)
+    assert not torch.equal(fresh.source.collect(1, Timer()).images, expected[1])
+    # Their weights differ from then on by what the second learned from.
+    third, _ = late.iterate(2)
+    again = learner_of(config_for("c"))
+    again.iterate(0)
+    now = again.source.own.collect(2, Timer())  # of the weights after one update
+    assert torch.equal(third.images, now.images)
+
+
+def test_rewards_of_the_next_images_are_asked_before_this_iteration_is_learned(
+    config_for, learner_of
+):
+    learner = learner_of(config_for("a"))
+    events: list[str] = []
+    (spec,) = learner.specs
+    submit = spec.executor.submit
+    spec.executor.submit = lambda *a: events.append("asked") or submit(*a)  # type: ignore
+    learn = learner.objective.prepare
+    object.__setattr__(learner.objective, "prepare", lambda r: events.append("learned") or learn(r))
+    for iteration in range(ITERATIONS):
+        learner.iterate(iteration)
+    assert events == ["asked", "asked", "learned", *["asked", "learned"] * 2, "learned"]
+
+
+def test_what_learns_from_its_own_steps_or_chooses_by_scores_is_refused(config_for, learner_of):
+    for changes, said in (
+        ({"objective": {"kind": "grpo"}, "rollout": {"staleness": 1}}, "kind grpo needs images of"),
+        ({"rollout": {"staleness": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 4,
+                      "tree": {"kind": "ode"},
+                      "explore": {"candidates": 4, "num_inference_steps": 2}}},
+         "needs scores before it samples"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            learner_of(config_for("a", **changes))
+
+
+class Mean:
+    """The images' mean, until it is told to fail at a call."""
+
+    name = "mean"
+    deterministic = True
+
+    def __init__(self, fails_at: int = -1):
+        self.fails_at, self.calls = fails_at, 0
+
+    def __call__(self, images, prompts, metadata):
+        self.calls += 1
+        if self.calls == self.fails_at:
+            raise RuntimeError("lost")
+        return images.mean((1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "staleness, failing",
+    [
+        (1, (3,)),
+        pytest.param(1, (2, 4), marks=pytest.mark.slow),
+        pytest.param(0, (2, 3, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_fails_between_any_two_iterations_resumes_to_the_weights_of_one_that_does_not(
+    config_for, tmp_path, staleness, failing
+):
+    whole = Mean()
+    align(config_for("whole", staleness), rewards={"mean": whole})
+    calls = whole.calls - ITERATIONS  # before the first iteration: the check of rewards
+    for number in failing:
+        name = f"failed-{number}"
+        with pytest.raises(UserError, match="lost"):
+            align(config_for(name, staleness), rewards={"mean": Mean(calls + number)})
+        done = Checkpoints(tmp_path / name, keep=9).steps()[-1]
+        assert done == number - 1
+        align(config_for(name, staleness), rewards={"mean": Mean()}, resume="latest")
+        assert weights(tmp_path / name) == weights(tmp_path / "whole"), number
+
+
+# --- lost servers, quotas and pools -----------------------------------------------------------
+
+
+def lose(config, recover, tmp_path, name: str) -> None:
+    """Run until the reward is lost, bring it back, go on."""
+    with pytest.raises(UserError):
+        align(config)
+    steps = Checkpoints(tmp_path / name, keep=9).steps()
+    assert 0 < steps[-1] < ITERATIONS, "it ended with a checkpoint in the middle"
+    recover()
+    align(config, resume="latest")
+
+
+@pytest.mark.slow
+def test_a_server_that_is_lost_and_comes_back(config_for, tmp_path):
+    import uvicorn
+
+    def serve(port: int = 0):
+        listening = socket.create_server(("127.0.0.1", port))
+        app = reward_server.make_app({"mean": Counted()})
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        return server, thread, listening.getsockname()[1]
+
+    stop_at = [10**6]
+
+    class Counted(Mean):
+        def __call__(self, images, prompts, metadata):
+            scores = super().__call__(images, prompts, metadata)
+            seen[0] += 1
+            if seen[0] >= stop_at[0]:
+                running[0].should_exit = running[0].force_exit = True
+                time.sleep(0.2)
+            return scores
+
+    seen = [0]
+    running = serve()
+    port = running[2]
+    asked = {"kind": "http", "urls": [f"http://127.0.0.1:{port}"], "deadline": 3, "timeout": 2}
+    reward = {"name": "mean", "label": "mean", "executor": asked}
+    align(config_for("whole", reward=reward))
+    stop_at[0] = seen[0] + seen[0] - 1
+
+    def recover() -> None:
+        nonlocal running
+        running[1].join()
+        stop_at[0] = 10**6
+        running = serve(port)
+
+    try:
+        lose(config_for("lost", reward=reward), recover, tmp_path, "lost")
+    finally:
+        running[0].should_exit = True
+        running[1].join()
+    assert weights(tmp_path / "lost") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_lost_and_comes_back(config_for, tmp_path, monkeypatch):
+    from flowrl.training.loop import Learner
+
+    lost = tmp_path / "is-lost"
+    reward = {"name": "lost_rewards:Fragile", "args": {"lost": str(lost)},
+              "executor": {"kind": "pool", "timeout": 60}}  # fmt: skip
+    align(config_for("whole", reward=reward))
+    iterate = Learner.iterate
+
+    def losing(self, iteration):
+        if iteration == 2 and not recovered:
+            lost.write_text("")
+        return iterate(self, iteration)
+
+    recovered: list[bool] = []
+
+    def recover() -> None:
+        lost.unlink()
+        recovered.append(True)
+
+    monkeypatch.setattr(Learner, "iterate", losing)
+    lose(config_for("lost", reward=reward), recover, tmp_path, "lost")
+    assert weights(tmp_path / "lost") == weights(tmp_path / "whole")

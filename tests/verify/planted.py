@@ -1,0 +1,329 @@
+"""Parts with one planted fault each, as a user might write them, and good ones."""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from flowrl.backbones.base import guided
+from flowrl.backbones.sd3 import SD3
+from flowrl.functional.gaussian import log_ratio
+from flowrl.objectives.advantage import Advantages
+from flowrl.objectives.base import Models, Needs
+from flowrl.objectives.batches import Endpoints
+from flowrl.objectives.grpo import GRPO
+from flowrl.objectives.noising import Noising, UniformTimes
+from flowrl.objectives.tree_credit import TreeCredit
+from flowrl.trajectory import Conditioning
+
+# --- backbones ----------------------------------------------------------------------------------
+
+
+class GoodBackbone(SD3):
+    pass
+
+
+class RowsMixed(SD3):
+    def velocity(self, x, sigma, cond):
+        v = super().velocity(x, sigma, cond)
+        return v - 0.05 * v.mean(0, keepdim=True)
+
+
+class WrongSign(SD3):
+    def velocity(self, x, sigma, cond):
+        return -super().velocity(x, sigma, cond)
+
+
+class GuidanceIgnored(SD3):
+    def __init__(self, pipeline, *, guidance=1.0, **options):
+        super().__init__(pipeline, guidance=min(guidance, 1.0), **options)
+
+
+class RoundedLatents(SD3):
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x.bfloat16().to(x.dtype), sigma, cond)
+
+
+class NoGradient(SD3):
+    @torch.no_grad()
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, sigma, cond)
+
+
+class PartlyDetached(SD3):
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, sigma, cond) - 0.5 * x.detach() + 0.5 * x
+
+
+class KeptNetwork(SD3):
+    def __init__(self, pipeline, **options):
+        super().__init__(pipeline, **options)
+        self._network = self._bound(pipeline.transformer)
+
+    def _bound(self, network):
+        def call(x, embeds, pooled, timestep):
+            return network(
+                hidden_states=x, timestep=timestep, encoder_hidden_states=embeds,
+                pooled_projections=pooled, return_dict=False,
+            )[0]  # fmt: skip
+
+        return call
+
+
+class FirstText(SD3):
+    """Every row gets the first row's text."""
+
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, sigma, cond.take(torch.zeros(len(x)).long()))
+
+
+class TextsOfOneLength(SD3):
+    """Pads to the longest text of the batch."""
+
+    def encode(self, prompts, negatives):
+        found, longest = super().encode(prompts, negatives), max(len(p.split()) for p in prompts)
+        return Conditioning(
+            tensors={
+                name: t[:, :longest] if t.ndim == 3 else t for name, t in found.tensors.items()
+            }
+        )
+
+
+class SigmaIgnored(SD3):
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, torch.full_like(sigma, 0.9), cond)
+
+
+class NoScale(SD3):
+    """Decodes latents without the autoencoder's shift, and to [-1, 1]."""
+
+    def decode(self, x0):
+        return super().decode(x0) * 2 - 1
+
+
+class RisingSchedule(SD3):
+    def sigmas(self, steps):
+        return super().sigmas(steps).flip(0)
+
+
+class Dropout(SD3):
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x, sigma, cond) * (1 + 0.01 * torch.rand(()))
+
+
+class OwnGuidance(SD3):
+    """Good: guidance written out, one forward for each half."""
+
+    def velocity(self, x, sigma, cond):
+        if self.guidance <= 1:
+            return super().velocity(x, sigma, cond)
+        weak = copy.copy(self)
+        text, time = cond.tensors, (sigma * 1000).expand(len(x))
+        return guided(
+            weak._network, self.guidance, x, (text["embeds"], text["negative"]),
+            (text["pooled"], text["negative_pooled"]), (time, time),
+        )  # fmt: skip
+
+
+BACKBONES = {  # the fault, and the topic that names it
+    RowsMixed: "rows", WrongSign: "velocity", GuidanceIgnored: "guidance",
+    RoundedLatents: "velocity", NoGradient: "velocity", PartlyDetached: "velocity",
+    KeptNetwork: "network", FirstText: "texts", TextsOfOneLength: "texts", SigmaIgnored: "sigma",
+    NoScale: "images", RisingSchedule: "schedule", Dropout: "velocity",
+}  # fmt: skip
+
+# --- rewards ------------------------------------------------------------------------------------
+
+
+def redness(images, prompts, metadata):
+    return images[:, 0].mean((1, 2)) - images[:, 1:].mean((1, 2, 3))
+
+
+def with_reasons(images, prompts, metadata):
+    """Good: says why an image has no score."""
+    scores = redness(images, prompts, metadata)
+    pale = {i: "the image is blank" for i, image in enumerate(images) if image.std() < 0.01}
+    return scores.index_fill(0, torch.tensor(list(pale), dtype=torch.long), math.nan), pale
+
+
+def batch_size(images, prompts, metadata):
+    return redness(images, prompts, metadata) / len(images)
+
+
+def against_the_batch(images, prompts, metadata):
+    scores = redness(images, prompts, metadata)
+    return scores - scores.mean()
+
+
+def wrong_length(images, prompts, metadata):
+    return redness(images, prompts, metadata)[:1]
+
+
+def order(images, prompts, metadata):
+    return redness(images, prompts, metadata) + torch.arange(len(images)) / 10
+
+
+def mutates(images, prompts, metadata):
+    return images.mul_(0.5).mean((1, 2, 3))
+
+
+def chance(images, prompts, metadata):
+    return torch.rand(len(images))
+
+
+def raises(images, prompts, metadata):
+    raise RuntimeError("no weights here")
+
+
+def all_missing(images, prompts, metadata):
+    return [math.nan] * len(images)
+
+
+def silent(images, prompts, metadata):
+    blank = torch.tensor([bool(image.std() < 0.01) for image in images])
+    return redness(images, prompts, metadata).masked_fill(blank, math.nan)
+
+
+REWARDS = (batch_size, against_the_batch, wrong_length, order, mutates, chance, raises, all_missing)
+
+# --- objectives ---------------------------------------------------------------------------------
+
+
+def grpo(**options):
+    from flowrl.functional.sde import KERNELS
+
+    return GRPO(kernel=KERNELS["flow_sde"], credit=TreeCredit(), **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """Good: flow matching weighted by advantages."""
+
+    noising: Noising = Noising(times=UniformTimes(), count=2)
+    needs: Needs = Needs(states="endpoints", reference=True)
+
+    def prepare(self, rollout):
+        advantage, valid = Advantages()(rollout)
+        return Endpoints.from_rollout(rollout, advantage, valid, forwards=2, compared="image")
+
+    def loss(self, models, batch):
+        points = self.noising(batch)
+        v = points.velocity(models.policy)
+        signal = batch.signal.repeat_interleave(points.count)
+        error = (v - points.target).square().flatten(1).mean(1)
+        return (signal * error).mean(), {"policy/error": error.detach().mean()}
+
+
+class GraphInMetrics(Weighted):
+    """Forgets a detach: what is logged keeps the graph."""
+
+    def loss(self, models, batch):
+        loss, _ = super().loss(models, batch)
+        return loss, {"policy/error": loss}
+
+
+class ComparedWithItself:
+    """Forgets a detach: the ratio to the step that was just computed is 1 whatever it is."""
+
+    def __init__(self):
+        self.grpo = grpo()
+        self.needs, self.prepare = self.grpo.needs, self.grpo.prepare
+
+    def loss(self, models: Models, batch):
+        parent = batch.parent
+        v = models.policy(batch.x, batch.sigma, batch.cond.take(batch.prompt)).float()[parent]
+        steps = (batch.sigma[parent], batch.sigma_next, batch.g)
+        mean, std = self.grpo.kernel.step(batch.x[parent].float(), v, *steps)
+        ratio = log_ratio(batch.x_next.float(), mean, mean, std).exp()
+        return -(ratio * batch.advantage).mean(), {"policy/ratio_error_max": torch.zeros(())}
+
+
+class WrongDirection(Weighted):
+    def loss(self, models, batch):
+        return super().loss(models, replace(batch, signal=-batch.signal))
+
+
+class GroupsMixed(Weighted):
+    """Its baseline is the mean over all images."""
+
+    def prepare(self, rollout):
+        advantage = rollout.reward - rollout.reward.nanmean()
+        return Endpoints.from_rollout(
+            rollout, advantage.nan_to_num(0), rollout.valid, forwards=2, compared="image"
+        )
+
+
+class MaskIgnored(Weighted):
+    """A missing reward counts as 0."""
+
+    def prepare(self, rollout):
+        reward = rollout.reward.nan_to_num(0)
+        advantage, _ = Advantages()(replace(rollout, reward=reward, valid=reward == reward))
+        everything = torch.ones_like(rollout.valid)
+        return Endpoints.from_rollout(rollout, advantage, everything, forwards=2, compared="image")
+
+
+class NaNLearned(Weighted):
+    """A missing reward is learned from."""
+
+    def prepare(self, rollout):
+        everything = torch.ones_like(rollout.valid)
+        return Endpoints.from_rollout(
+            rollout, rollout.reward, everything, forwards=2, compared="image"
+        )
+
+
+class MicroBatchMean(Weighted):
+    """Its baseline is the mean of a micro-batch."""
+
+    def loss(self, models, batch):
+        return super().loss(models, replace(batch, signal=batch.signal - batch.signal.mean()))
+
+
+class WritesIntoRollout(Weighted):
+    def prepare(self, rollout):
+        rollout.reward.mul_(2)
+        return super().prepare(rollout)
+
+
+class ByChance(Weighted):
+    def loss(self, models, batch):
+        signal = batch.signal * (1 + torch.rand(len(batch.signal)))
+        return super().loss(models, replace(batch, signal=signal))
+
+
+class OtherKernel:
+    """Steps by another law than the sampler's."""
+
+    def __init__(self):
+        from flowrl.functional.sde import KERNELS
+
+        self.inner = GRPO(kernel=KERNELS["cps"], credit=TreeCredit())
+        self.needs, self.prepare, self.loss = self.inner.needs, self.inner.prepare, self.inner.loss
+
+
+class Undeclared(Weighted):
+    """Calls a model that `needs` does not name."""
+
+    def loss(self, models, batch):
+        points = self.noising(batch)
+        points.velocity(models.old)
+        return super().loss(models, batch)
+
+
+class CutGradient(Weighted):
+    """A gradient that is not the loss's: its sign is turned on the way."""
+
+    def loss(self, models, batch):
+        loss, metrics = super().loss(models, batch)
+        return 2 * loss.detach() - loss, metrics
+
+
+OBJECTIVES = {  # the fault, the topic that names it, and the recipe's trees
+    GraphInMetrics: "objective", ComparedWithItself: "objective", WrongDirection: "direction",
+    GroupsMixed: "groups", MaskIgnored: "missing", NaNLearned: "missing",
+    MicroBatchMean: "micro-batches", WritesIntoRollout: "objective", ByChance: "objective",
+    OtherKernel: "ratio", Undeclared: "objective", CutGradient: "gradient",
+}  # fmt: skip
+ON_STEPS = (ComparedWithItself, OtherKernel)
