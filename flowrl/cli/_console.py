@@ -53,6 +53,29 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
     Console(soft_wrap=not Console().is_terminal).print(table)
 
 
+def print_scores(
+    rows: Sequence[Row],
+    missing: Sequence[str],
+    scored: Sequence[Mapping[str, object]],
+    rewards: Sequence[str],
+    *,
+    as_json: bool = False,
+) -> None:
+    """Print a table about scores, then why some are missing; exit with 1 where all of them are.
+
+    Args:
+        rows: what is shown.
+        missing: a line for each reward with missing scores.
+        scored: a row an image, with a score under each name in `rewards`, NaN where it is missing.
+    """
+    print_table(rows, as_json=as_json)
+    for line in missing:
+        typer.echo(line, err=True)
+    if all(_known(row[name]) is None for row in scored for name in rewards):
+        typer.echo("No image got a score.", err=True)
+        raise typer.Exit(1)
+
+
 def _known(value: object) -> object:
     """Return the value, None for a missing score: JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

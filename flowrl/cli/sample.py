@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_table
+from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_scores
 from flowrl.errors import UserError
 
 Revision = Annotated[
@@ -130,12 +130,7 @@ def score(
     scored = score_images(
         images, reward, prompts or prompt or None, arguments_of(reward, args), server or (), dialect
     )
-    print_table(scored.rows, as_json=as_json)
-    for line in scored.missing:
-        typer.echo(line, err=True)
-    if all(row[name] != row[name] for row in scored.rows for name in reward):
-        typer.echo("No image got a score.", err=True)
-        raise typer.Exit(1)
+    print_scores(scored.rows, scored.missing, scored.rows, reward, as_json=as_json)
 
 
 def gallery(
