@@ -388,6 +388,13 @@ def _copies(config: Config) -> dict[str, Any]:
 CLIP_L = 427_616_513  # openai/clip-vit-large-patch14
 CLIP_H = 986_109_441  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K, and its descendants
 VIT_L14 = "openai/clip-vit-large-patch14"
+# Other networks that a reward's `model` may name; one that is not here counts as the reward's own.
+MODELS: Mapping[str, int] = {
+    VIT_L14: CLIP_L,
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": CLIP_H,
+    "hf-hub:apple/DFN5B-CLIP-ViT-H-14": CLIP_H,
+    "hf-hub:apple/DFN5B-CLIP-ViT-H-14-378": 986_714_881,
+}
 # The name of a reward's network, unless its args have a `model`, and its parameters.
 REWARDS: Mapping[str, tuple[str, int]] = {
     "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
@@ -454,7 +461,8 @@ def _clip_l(args: Mapping[str, Any]) -> Networks:
 
 def _network(model: str, parameters: int, args: Mapping[str, Any]) -> Networks:
     said = (args.get(key) for key in ("revision", "device", "dtype"))
-    return {(args.get("model", model), *map(str, said)): parameters * _itemsize(args)}
+    model = str(args.get("model", model))
+    return {(model, *map(str, said)): MODELS.get(model, parameters) * _itemsize(args)}
 
 
 def _itemsize(args: Mapping[str, Any]) -> int:

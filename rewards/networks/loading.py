@@ -6,12 +6,12 @@ Packages, devices, and files of weights that are loaded without running any code
 import contextlib
 import importlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CAUSE = 80  # characters of what a library says about a model that it cannot fetch
@@ -137,3 +137,35 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "tensors, saved by torch.save or as .safetensors"
         ) from error
     return found.get("state_dict", found)
+
+
+def first_file(model: str, files: Sequence[str], revision: str | None = None) -> Path:
+    """The first of these files that a model has, see `weights_file`; the last one's error."""
+    for file in files[:-1]:
+        with contextlib.suppress(FileNotFoundError):
+            return weights_file(model, file, revision)
+    return weights_file(model, files[-1], revision)
+
+
+def fit(network: nn.Module, state: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Give a network its weights: the same names and shapes, no more and no fewer.
+
+    Raises ValueError of one sentence, which names the first of each kind that does not fit.
+    """
+    own = network.state_dict()
+    wrong = [
+        ("is missing", [name for name in own if name not in state]),
+        ("is unknown", [name for name in state if name not in own]),
+        (
+            "has another shape",
+            [name for name in own if name in state and own[name].shape != state[name].shape],
+        ),
+    ]
+    told = [
+        f"{names[0]} {how}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for how, names in wrong
+        if names
+    ]
+    if told:
+        raise ValueError(f"{path} does not hold the weights of {what}: {', '.join(told)}")
+    network.load_state_dict(dict(state))
