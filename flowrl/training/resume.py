@@ -30,6 +30,11 @@ FREE = (
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
     "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "optim.micro_batch",
     "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
+    # How a judge is asked, and what it may cost; not which model, nor what it is asked.
+    *(f"rewards.*.args.server.{name}" for name in (
+        "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",
+        "requests_per_minute", "max_requests", "max_tokens_total", "cache",
+    )),
 )  # fmt: skip
 # Those that change what is measured and not what is learned: free for --resume, while a rerun that
 # measures otherwise is another run.
