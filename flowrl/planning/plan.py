@@ -400,6 +400,7 @@ REWARDS: Mapping[str, tuple[str, int]] = {
     "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
     "clipscore": (VIT_L14, CLIP_L),
     "aesthetic": (VIT_L14, CLIP_L),
+    "aesthetic_v2_5": ("google/siglip-so400m-patch14-384", 428_225_600),
     "hpsv2": ("xswu/HPSv2", CLIP_H),
     "imagereward": ("ImageReward-v1.0", 447_000_000),  # its file of 1.79 GB in fp32
 }

@@ -34,6 +34,7 @@ BUILT_IN = {
     "clipscore": "flowrl_rewards.clipscore:CLIPScore",
     "hpsv2": "flowrl_rewards.hpsv2:HPSv2",
     "aesthetic": "flowrl_rewards.aesthetic:Aesthetic",
+    "aesthetic_v2_5": "flowrl_rewards.aesthetic_v2_5:AestheticV25",
     "imagereward": "flowrl_rewards.imagereward:ImageReward",
     "hpsv3": "flowrl_rewards.hpsv3:HPSv3",
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",

@@ -20,6 +20,7 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "clipscore": "run `hf download openai/clip-vit-large-patch14",
     "hpsv2": "run `hf download xswu/HPSv2",
     "aesthetic": "run `hf download trl-lib/ddpo-aesthetic-predictor",
+    "aesthetic_v2_5": "give its path as `head`",
     "imagereward": "pip install image-reward",
     "hpsv3": "pip install hpsv3",
     "vlm_judge": "a judge needs the server",
