@@ -402,7 +402,7 @@ REWARDS: Mapping[str, tuple[str, int]] = {
     "aesthetic": (VIT_L14, CLIP_L),
     "aesthetic_v2_5": ("google/siglip-so400m-patch14-384", 428_225_600),
     "hpsv2": ("xswu/HPSv2", CLIP_H),
-    "imagereward": ("ImageReward-v1.0", 447_000_000),  # its file of 1.79 GB in fp32
+    "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
 HPSV3 = 8_290_000_000  # Qwen2-VL-7B, whose numbers are in bf16
 DETECTORS: Mapping[str, int] = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CAUSE = 80  # characters of what a library says about a model that it cannot fetch
-PACKAGES = {"open_clip": "open-clip-torch", "ImageReward": "image-reward"}
+PACKAGES = {"open_clip": "open-clip-torch"}
 
 
 def imported(target: str, reward: str) -> Any:
