@@ -32,7 +32,7 @@ from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
-from flowrl.prompts.overlap import check_overlap
+from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
@@ -76,7 +76,7 @@ def build_learner(
     """
     p, r = config.pipeline, config.rollout
     specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
-    prompts = build_prompts(config.prompts.train, given.prompts)
+    prompts = _split_prompts(config, given)[0]
     objective = config.objective.build(r.kernel)
     needs = objective.needs
     held_out = evaluation_prompts(config, given)
@@ -439,15 +439,27 @@ def build_prompts(
 
 def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the prompts that training samples from: none where it only reads a data set."""
-    return build_prompts(config.prompts.train, given.prompts) if config.rollout.samples else []
+    return _split_prompts(config, given)[0] if config.rollout.samples else []
 
 
 def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the held-out prompts: none where configuration and caller name none."""
     source, texts = config.evaluation.prompts, given.evaluation_prompts
     if source is None and texts is None:
-        return []
+        kept = config.prompts.held_out is not None
+        return _split_prompts(config, given)[1] if kept else []
     return build_prompts(source or "", texts, split="test")
+
+
+def _split_prompts(
+    config: Config, given: ProvidedObjects
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Return the prompts of prompts.train: those to train on, and those kept out of it."""
+    prompts = build_prompts(config.prompts.train, given.prompts)
+    share, texts = config.prompts.held_out, given.evaluation_prompts
+    if share is None or config.evaluation.prompts is not None or texts is not None:
+        return prompts, []
+    return hold_out(prompts, share)
 
 
 def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:

@@ -18,6 +18,7 @@ from flowrl.cli import (
     export,
     info,
     plan,
+    recipes,
     rewards,
     sample,
     train,
@@ -33,12 +34,13 @@ OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understo
 app = typer.Typer(
     name="flowrl",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=train.RECIPE_COMMAND)(train.train)
+app.command()(recipes.recipes)
+app.command()(recipes.init)
 app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
 app.command()(sample.sample)
 app.command()(sample.score)
@@ -89,7 +91,8 @@ def _program(
 
       flowrl sample tiny-sd3 "two red stars" --lora runs/quickstart
 
-    `flowrl doctor` checks the machine.
+    `flowrl doctor` checks the machine, `flowrl recipes` lists what can be trained, and `flowrl
+    init` writes a recipe of your own.
 
     `flowrl train PRESET --print-config` shows every option, `flowrl explain KEY` its meaning.
     """

@@ -37,8 +37,11 @@ LoraAlpha = Annotated[
 ]
 
 
-def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
-    """Print a line for each row, columns in the order of first appearance; or JSON lines."""
+def print_table(rows: Sequence[Row], *, as_json: bool = False, whole: str = "") -> None:
+    """Print a line for each row, columns in the order of first appearance; or JSON lines.
+
+    whole: a column whose cells are never broken, for names that are copied from it.
+    """
     if as_json:
         for row in rows:
             print(json.dumps({name: _known(value) for name, value in row.items()}, default=str))
@@ -47,7 +50,12 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         numeric = all(isinstance(row.get(name), (int, float, type(None))) for row in rows)
-        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(
+            Text(name),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=name == whole,
+        )
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in columns))
     Console(soft_wrap=not Console().is_terminal).print(table)

@@ -1,6 +1,8 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
 import json
+import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowrl.cli._console import AsJson, LoraAlpha, print_table
+from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.config.load import CommandArguments
+    from flowrl.export.summary import TrainedRun
 
 # Options that typer does not know reach the words, where `sort_arguments` sorts them.
 RECIPE_COMMAND = {"ignore_unknown_options": True}
@@ -23,6 +27,7 @@ Words = Annotated[
         metavar="RECIPE|KEY=VALUE",
         help="A preset's name or a YAML file, then changes to it.",
         show_default=False,
+        autocompletion=complete_recipe,
     ),
 ]
 
@@ -105,8 +110,23 @@ def train(
     from flowrl.api import align, table
     from flowrl.training.resume import AUTO
 
-    if rows := table(align(config, resume=resume or AUTO, accept_changes=accept_changes)):
-        print_table(rows)
+    trained = align(config, resume=resume or AUTO, accept_changes=accept_changes)
+    if trained.comparisons:
+        print_table(table(trained.comparisons))
+    if os.environ.get("RANK", "0") == "0":
+        _what_next(config, trained)
+
+
+def _what_next(config: "Config", trained: "TrainedRun") -> None:
+    """Print where everything lies, and the two commands that most people want next."""
+    found = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
+    for name, path in found.items():
+        if path is not None:
+            typer.echo(f"{name:<11}{path}")
+    if trained.lora is not None:
+        folder, pipeline = shlex.quote(str(trained.folder)), shlex.quote(config.pipeline.path)
+        typer.echo(f'next       flowrl sample {pipeline} "a prompt of yours" --lora {folder}')
+        typer.echo(f"           flowrl gallery {folder}")
 
 
 def _recipe_to_train(

@@ -131,6 +131,12 @@ class PromptOptions(Options):
         "are given the prompt's own words. null is all.",
         "2 of 8 in PromptRL",
     )
+    held_out: Annotated[Positive, Field(lt=1)] | None = option(
+        None,
+        "Where evaluation.prompts is null: share of the requests of prompts.train that is kept "
+        "out of training and evaluated on; null keeps none. The choice follows from the prompts "
+        "alone. --prompts sets it to 0.1.",
+    )
     allow_overlap: Flag = option(
         False,
         "Train although evaluation.prompts ask for what prompts.train asks for, too, in the same "
@@ -144,7 +150,9 @@ StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1
 class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
-    prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
+    prompts: Text | None = option(
+        None, "Held-out prompts, given like prompts.train; null is none but prompts.held_out."
+    )
     num_images: Several = option(
         120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
     )

@@ -113,7 +113,11 @@ def encode_peak(spec: ModelSpec, rows: int, text_tokens: int | None, dtype: torc
 @lru_cache(maxsize=64)
 def _encoder_peak(encoder: TextEncoder, rows: int, tokens: int, dtype: torch.dtype) -> int:
     # One layer is enough: without gradients nothing of the earlier ones is kept.
-    depths = {key: 1 for key in ("num_layers", "num_hidden_layers") if key in encoder.config}
+    depths: dict[str, Any] = {
+        k: 1 for k in ("num_layers", "num_hidden_layers") if k in encoder.config
+    }
+    if "layer_types" in encoder.config:  # one for each layer
+        depths["layer_types"] = encoder.config["layer_types"][:1]
     network = encoder.build(dtype, **depths)
     if dtype == torch.float16:
         keep_fp32(network)

@@ -239,7 +239,7 @@ def count_work(config: Config) -> RunWork:
         times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
     evaluation = between = evaluations = 0
-    if e.prompts is not None:  # before the first iteration, every so many, and after the last
+    if config.held_out:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
         forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
         evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
@@ -314,7 +314,7 @@ def build_setup(
     p, r, m, e = config.pipeline, config.rollout, config.memory, config.evaluation
     share, load = max(split.shares, key=lambda s: s.trees), split.load
     rows = max(max(s.rows) for s in split.shares) * load.row_forwards
-    evaluated = -(-e.num_images // split.gpus) if e.prompts is not None else 0
+    evaluated = -(-e.num_images // split.gpus) if config.held_out else 0
     return MemorySetup(
         dtype=p.dtype,
         base_bits=m.base_bits,

@@ -1,6 +1,7 @@
 """Atomic writes, and nested state as safetensors without pickle."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -68,6 +69,12 @@ def sync_files(folder: Path) -> None:
 def write_bytes(path: Path, data: bytes) -> None:
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
+
+
+def unused(path: Path) -> Path:
+    """Return the path, or where there is such a file the next free one: a.png, a-2.png, a-3.png."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return path if not path.exists() else next(name for name in names if not name.exists())
 
 
 def write_text(path: Path, text: str) -> None:

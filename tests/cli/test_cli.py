@@ -33,7 +33,7 @@ def built(monkeypatch):
 
     def align(config, *, resume, accept_changes):
         calls.extend([config, resume, accept_changes])
-        return []
+        return SimpleNamespace(comparisons=[], lora=None, gallery=None, card=None)
 
     def record(*args, **kwargs):
         calls.append((args, kwargs))
@@ -52,7 +52,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "golden prompts explain doctor verify bench geneval benchmark calibrate import"
+    "recipes init golden prompts explain doctor verify bench geneval benchmark calibrate import"
 ).split()
 
 

@@ -78,6 +78,12 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     assert size(several, several | {"component": "strict"}) == 2 * size(geneval)
 
 
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-flux", "quickstart-sana"])
+def test_the_quickstarts_are_planned_as_they_lie_in_the_package(name):
+    found = make_plan(load_config(name))
+    assert found.peak is not None and found.peak.total > 0 and not found.unknown
+
+
 def test_shapes_come_from_a_folder_or_a_known_name():
     for path in ["tiny-sd3", "tiny-flux", "tiny-sana"]:
         from flowrl.backbones.loading import load_pipeline
