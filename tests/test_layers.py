@@ -24,7 +24,7 @@ LAYERS = [
     {"training", "offline"},
     {"build"},
     {"export", "planning"},
-    {"evaluation"},
+    {"evaluation", "web"},
     {"bench", "api", "verify"},
     {"cli", "__main__"},
 ]

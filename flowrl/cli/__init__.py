@@ -23,6 +23,7 @@ from flowrl.cli import (
     sample,
     train,
     tree,
+    ui,
     verify,
 )
 from flowrl.cli._console import print_error
@@ -59,6 +60,7 @@ app.command("reward-serve")(rewards.reward_serve)
 app.command()(rewards.golden)
 app.command()(data.prompts)
 app.command("import")(data.import_recipe)
+app.command()(ui.ui)
 app.command()(info.explain)
 app.command()(info.doctor)
 app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)

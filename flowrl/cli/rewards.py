@@ -279,7 +279,7 @@ def _need(packages: Sequence[str]) -> None:
 
 
 def _token(host: str, variable: str | None) -> str | None:
-    if variable is None and not _loopback(host):
+    if variable is None and not is_loopback(host):
         raise UserError(
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env REWARD_TOKEN."
@@ -287,7 +287,7 @@ def _token(host: str, variable: str | None) -> str | None:
     return token_of(variable)
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     import ipaddress
 
     try:

@@ -247,6 +247,26 @@ def _merge_items(base: list[Any], over: dict[str, Any], path: str) -> list[Any]:
     return items
 
 
+def differences(before: Any, now: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the leaves in which nested mappings differ, (before, now) by dotted name.
+
+    Of a part whose `kind` differs that alone is named: the rest means nothing to the other.
+    """
+    if before == now:
+        return {}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = (dict(enumerate(items)) for items in (before, now))
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return {name: (before, now)}
+    if before.get("kind") != now.get("kind"):
+        return {f"{name}.kind": (before.get("kind"), now.get("kind"))}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**now, **before}:
+        inner = f"{name}.{key}" if name else key
+        found |= differences(before.get(key), now.get(key), inner)
+    return found
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Return `["optim.lr=1e-4"]` as `{"optim": {"lr": 0.0001}}`.
 
