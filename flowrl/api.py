@@ -37,6 +37,7 @@ from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
 from flowrl.build.start import begin_session, start_on_all
 from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
+from flowrl.build.worker import build_pool
 from flowrl.config import Config, load_config, parse_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions
@@ -154,9 +155,11 @@ def _train(
     repository = repository_of(config) if pushed and runtime.is_main else None
     texts = TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
+    pool = build_pool(config, runtime, given)
     with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
-        learner = build_learner(config, runtime, given, texts, needed)
-    with closing(learner.specs), restore_linear_after(learner.policy.network):
+        learner = build_learner(config, runtime, given, texts, needed, pool)
+    packed = restore_linear_after(learner.policy.network)
+    with closing(learner.specs), packed, pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
@@ -370,7 +373,8 @@ def collect(
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = TextCaches(config, pipeline)
     needed = prompts_to_encode(config, training_prompts(config, given), ())
-    learner = build_learner(config, runtime, given, texts, needed)
+    pool = build_pool(config, runtime, given)
+    learner = build_learner(config, runtime, given, texts, needed, pool)
     sampler = _sampler(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
@@ -380,7 +384,7 @@ def collect(
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
     packed = restore_linear_after(learner.policy.network)
-    with closing(learner.specs), packed, steps or nullcontext():
+    with closing(learner.specs), packed, steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)

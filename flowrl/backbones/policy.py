@@ -215,7 +215,7 @@ class Policy:
 
     def keep_weights(self, iteration: int, adapter: str) -> None:
         """Keep what an adapter is now: the images of an iteration are sampled with it."""
-        self.sampled_with[iteration] = [p.detach().clone() for p in self._by_name[adapter]]
+        self.sampled_with[iteration] = self.weights(adapter)
 
     def forget_weights(self, *, before: int) -> None:
         """Forget what the images of earlier iterations were sampled with."""
@@ -225,16 +225,21 @@ class Policy:
     @contextlib.contextmanager
     def weights_of(self, iteration: int, adapter: str) -> Iterator[None]:
         """Give an adapter the weights kept for an iteration, if there are any, while inside."""
-        now = [p.detach().clone() for p in self._by_name[adapter]]
+        now = self.weights(adapter)
         kept = self.sampled_with.get(iteration, now)
-        self._put(adapter, kept)
+        self.set_weights(adapter, kept)
         try:
             yield
         finally:
-            self._put(adapter, now)
+            self.set_weights(adapter, now)
+
+    def weights(self, adapter: str) -> list[Tensor]:
+        """Return copies of an adapter's weights, in the order of its layers."""
+        return [p.detach().clone() for p in self._by_name[adapter]]
 
     @torch.no_grad()
-    def _put(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+    def set_weights(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+        """Give an adapter weights, in the order of its layers."""
         for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
             parameter.copy_(tensor)
 

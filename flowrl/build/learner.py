@@ -37,6 +37,7 @@ from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrase
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Ahead, Sampler, Source
+from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
@@ -69,10 +70,13 @@ def build_learner(
     given: ProvidedObjects,
     caches: TextCaches | None = None,
     needed: GuidedPrompts | None = None,
+    pool: WorkerPool | None = None,
 ) -> Learner:
     """Return everything that the loop needs. Loads the pipeline unless it was provided.
 
-    needed: what will be encoded; None for `all_prompts_to_encode`.
+    Args:
+        needed: what will be encoded; None for `all_prompts_to_encode`.
+        pool: of workers that sample; None samples here, whatever `rollout.workers` says.
     """
     p, r = config.pipeline, config.rollout
     specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
@@ -96,7 +100,7 @@ def build_learner(
     policy = build_policy(config, learning, keep_old=needs.old is not None)
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
-        text_cache=caches.get(backbone, r.guidance_scale),
+        text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
     )  # fmt: skip
     source = build_source(parts, prompts, caches)
     stored = [prompt for _, prompt in stored_prompts(config, source)]
