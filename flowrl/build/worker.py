@@ -39,7 +39,7 @@ from flowrl.config.rollout import WorkerOptions
 from flowrl.errors import MachineFailure, UserError, as_failure
 from flowrl.quantization.backends import capability_of, resolve
 from flowrl.sampling.rollout import RolloutGenerator
-from flowrl.sampling.units import Answer, Stage, Unit, sample_unit, tree_digest, unpack_weights
+from flowrl.sampling.units import Stage, Unit, UnitAnswer, sample_unit, tree_digest, unpack_weights
 from flowrl.sampling.workers import IN_FLIGHT, Joined, WorkerPool
 from flowrl.scoring.executors.base import to_levels
 from flowrl.utils.digests import digest
@@ -81,14 +81,14 @@ class Worker:
         )
 
     def draw(self, data: bytes, fetch: Callable[[], bytes]) -> bytes:
-        """Return the `Answer` of a unit.
+        """Return the `UnitAnswer` of a unit.
 
         fetch: returns the weights of the unit's adapter; called only for a new version.
         Raises UserError, which is a MachineFailure where another machine may succeed.
         """
         return self._draw(Unit.from_bytes(data), digest(data), fetch).to_bytes()
 
-    def _draw(self, unit: Unit, key: str, fetch: Callable[[], bytes]) -> Answer:
+    def _draw(self, unit: Unit, key: str, fetch: Callable[[], bytes]) -> UnitAnswer:
         began = time.perf_counter()
         assert self._parts is not None
         with self._drawing:
@@ -96,7 +96,7 @@ class Worker:
             tree, images, scoring = sample_unit(self._generator(unit.stage), unit)
         with self._scoring:
             result = scoring.result()
-        return Answer(
+        return UnitAnswer(
             key=key,
             digest=tree_digest(tree),
             seconds=time.perf_counter() - began,

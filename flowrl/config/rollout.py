@@ -151,7 +151,7 @@ class WorkerOptions(Options):
     )
     address: Text | None = option(
         None,
-        "Of a running Ray cluster, such as 10.0.0.1:6379, or auto for the one of this machine; "
+        "Of a running Ray cluster, such as head:6379, or auto for the one of this machine; "
         "null starts Ray on this machine, and stops it with the run.",
     )
     slow_after: Annotated[Number, Field(gt=1)] = option(

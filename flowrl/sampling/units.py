@@ -98,7 +98,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class UnitAnswer:
     """What a worker made of a unit."""
 
     key: str  # digest of the unit
@@ -126,7 +126,7 @@ class Answer:
         return _pack(tensors, content)
 
     @staticmethod
-    def from_bytes(data: bytes) -> "Answer":
+    def from_bytes(data: bytes) -> "UnitAnswer":
         tensors, content = _unpack(data)
         result = RewardResult(
             **{n: tensors[f"result.{n}"] for n in ("scores", "valid", "applicable")},
@@ -138,7 +138,7 @@ class Answer:
         if "forwards" in content:
             own = {name: tensors[f"tree.{name}"] for name in _TREE}
             tree = Tree(**own, forwards=content["forwards"], rows=content["rows"])
-        return Answer(
+        return UnitAnswer(
             key=content["key"],
             digest=content["digest"],
             seconds=content["seconds"],

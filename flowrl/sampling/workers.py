@@ -31,9 +31,9 @@ from flowrl.sampling.rollout import (
     submit_images,
 )
 from flowrl.sampling.units import (
-    Answer,
     Stage,
     Unit,
+    UnitAnswer,
     pack_weights,
     sample_unit,
     tree_digest,
@@ -67,7 +67,7 @@ class Remote(Protocol):
         ...
 
     def draw(self, unit: bytes, weights: Any) -> "Future[bytes]":
-        """Return an `Answer`."""
+        """Return an `UnitAnswer`."""
         ...
 
     def kill(self) -> None: ...
@@ -125,7 +125,7 @@ class _Question:
     unit: bytes
     weights: Any
     what: str  # for people
-    future: "Future[Answer]"
+    future: "Future[UnitAnswer]"
     asked: dict[int, float] = field(default_factory=dict)  # number of a worker -> when
     tries: int = 0
     deaths: int = 0
@@ -206,14 +206,14 @@ class WorkerPool:
                 self._adapters.popitem(last=False)
         return self._adapters[key]
 
-    def ask(self, unit: Unit, adapter: Adapter, what: str) -> "Future[Answer]":
+    def ask(self, unit: Unit, adapter: Adapter, what: str) -> "Future[UnitAnswer]":
         """Return the future answer of a unit. It raises UserError when there will be none."""
         data, future = unit.to_bytes(), Future()
         question = _Question(unit=data, weights=adapter.weights, what=what, future=future)
         self._events.put(functools.partial(self._add, digest(data), question))
         return future
 
-    def wait(self, futures: Sequence["Future[Answer]"]) -> list[Answer]:
+    def wait(self, futures: Sequence["Future[UnitAnswer]"]) -> list[UnitAnswer]:
         """Return the answers; say every `HEARTBEAT` who is waited for."""
         began, found = time.monotonic(), []
         for future in futures:
@@ -397,7 +397,7 @@ class WorkerPool:
         asked = worker.asked.pop(key, None) if worker.remote is remote else None
         question = self._questions.get(key)
         try:
-            answer = Answer.from_bytes(future.result())
+            answer = UnitAnswer.from_bytes(future.result())
         except Exception as error:
             if worker.remote is remote:
                 self._failed(worker, question, error)
@@ -418,7 +418,7 @@ class WorkerPool:
             self._answered.popitem(last=False)
         question.future.set_result(answer)
 
-    def _compare(self, worker: _Worker, key: str, answer: Answer) -> None:
+    def _compare(self, worker: _Worker, key: str, answer: UnitAnswer) -> None:
         if self._answered.get(key, answer.digest) != answer.digest:
             LOG.warning(
                 "worker %d (%s) answered a unit with other latents than another worker: results "
@@ -552,7 +552,7 @@ class RemoteGenerator(RolloutGenerator):
     def _wait(
         self,
         requests: Sequence[RolloutRequest],
-        asked: Sequence["Future[Answer]"],
+        asked: Sequence["Future[UnitAnswer]"],
         elsewhere: Sequence[RewardSpec],
         here: Sequence[RewardSpec],
         timer: Timer,

@@ -16,7 +16,7 @@ from flowrl.errors import MachineFailure, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling import workers as module
 from flowrl.sampling.rollout import RolloutRequest, group_request
-from flowrl.sampling.units import Answer, Stage, Unit
+from flowrl.sampling.units import Stage, Unit, UnitAnswer
 from flowrl.sampling.workers import Joined, WorkerPool
 from flowrl.scoring.spec import RewardResult
 from flowrl.trajectory import Conditioning
@@ -54,7 +54,7 @@ def answer_of(data: bytes, *, score: float = 1.0, tree: str = "t") -> bytes:
         applicable=torch.tensor([[True]]), names=("brightness",), errors={"a": "why"},
         seconds={"brightness": 0.5},
     )  # fmt: skip
-    return Answer(
+    return UnitAnswer(
         key=digest(data), digest=tree, seconds=0.1, result=result, tree=None, levels=None
     ).to_bytes()
 
