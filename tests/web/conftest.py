@@ -1,10 +1,17 @@
-"""Run folders to look at, made without training."""
+"""Run folders to look at, made without training; a server of the page and a browser."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,18 +28,18 @@ RECIPE = {
 }
 
 
-@pytest.fixture
-def make_folder(tmp_path: Path) -> Callable[..., Path]:
-    """A run folder below `runs`, of 4 iterations with two evaluations, and a checkpoint at 4.
+@pytest.fixture(scope="session")
+def make_folder_in() -> Callable[..., Path]:
+    """A run folder of 4 iterations with two evaluations, and a checkpoint at 4, below a folder.
 
     stop: the content of its last event, None for a run without one.
     """
 
     def make(
-        name: str = "run", *, stop: dict | None = None,
+        root: Path, name: str = "run", *, stop: dict | None = None,
         prompts: tuple[str, ...] = ("a red circle",), recipe: dict | None = None,
     ) -> Path:  # fmt: skip
-        folder = tmp_path / "runs" / name
+        folder = root / name
         folder.mkdir(parents=True)
         ledger = Ledger(folder)
         ledger.begin(
@@ -60,3 +67,50 @@ def make_folder(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def make_folder(make_folder_in: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """The same below `runs` of the test's own folder."""
+    return partial(make_folder_in, tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[Path], Any]:
+    """A context manager that serves the runs below a folder and yields the page's address."""
+    import uvicorn
+
+    from flowrl.web.app import make_app
+
+    @contextlib.contextmanager
+    def serving(root: Path) -> Iterator[str]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            app = make_app(root, token="a-token", hosts=["127.0.0.1"])
+            server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}/#token=a-token"
+            finally:
+                server.should_exit = True
+                thread.join()
+
+    return serving
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium of the system; names resolve to nothing in it."""
+    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((found for name in names if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip("needs Chromium, as Debian's package chromium")
+    arguments = ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
+    arguments.append("--disable-dev-shm-usage")  # which containers give little room
+    if getattr(os, "geteuid", lambda: 1)() == 0:
+        arguments.append("--no-sandbox")  # Chromium has none for root
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()

@@ -1,0 +1,301 @@
+"""The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
+
+import contextlib
+import json
+import re
+import socket
+from itertools import product
+
+import pytest
+
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+STOPPED = {"reason": "interrupted", "complete": False, "detail": ""}
+
+
+@pytest.fixture(scope="module")
+def root(make_folder_in, tmp_path_factory):
+    root = tmp_path_factory.mktemp("page") / "runs"
+    make_folder_in(root, "one", stop=STOPPED)
+    make_folder_in(root, "other", recipe={"optim": {"lr": 5}})
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(root, serve):
+    with serve(root) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def context(browser):
+    context = browser.new_context(viewport={"width": 1366, "height": 900})
+    context.set_default_timeout(60_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context):
+    page = context.new_page()
+    page.faults, page.asked = [], []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    page.close()
+    assert not page.faults
+
+
+def opened(page, address: str, view: str = ""):
+    """Open the page, and a view of it once it has its token."""
+    page.goto(address)
+    page.wait_for_selector("h1")
+    if view:
+        page.evaluate("view => { location.hash = view; }", view)
+    return page
+
+
+def reading(page, metric: str):
+    return page.locator(f'[data-metric="{metric}"] .reading')
+
+
+def test_a_value_appears_after_it_is_logged_and_its_curve_ends_there(
+    page, make_folder_in, tmp_path, serve
+):
+    folder = make_folder_in(tmp_path / "runs", "live")
+    with serve(tmp_path / "runs") as address:
+        opened(page, address, "#/run?run=live")
+        page.wait_for_selector('[data-metric="reward/mean"] .value')
+        assert reading(page, "reward/mean").inner_text() == "at 4: 0.4"
+        names = page.locator("figcaption").all_inner_texts()
+        assert names[0] == "brightness, held-out"  # before those of training
+        for step in (5, 6):
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "reward/mean": step / 8}) + "\n")
+            want = f"at {step}: {step / 8}"
+            page.wait_for_function(
+                "want => document.querySelector('[data-metric=\"reward/mean\"] .reading')"
+                ".textContent.trim() === want", arg=want,
+            )  # fmt: skip
+        label = page.locator('[data-metric="reward/mean"] canvas').get_attribute("aria-label")
+        assert "0.1 at 1, 0.75 at 6, lowest 0.1, highest 0.75" in label
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_can_be_resumed_and_none_that_trains_elsewhere(page, address):
+    opened(page, address, "#/run?run=one")
+    page.wait_for_selector("text=asked to stop; it can go on")
+    assert page.get_by_role("button", name="Resume").is_visible()
+    assert not page.get_by_role("button", name="Stop").is_visible()
+
+
+def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
+    page, make_folder_in, tmp_path, serve
+):
+    root = tmp_path / "runs"
+    prompts = (HOSTILE, "word " * 200_000, "x" * 1_000_000)
+    stop = {"reason": "error", "complete": False, "detail": HOSTILE}
+    name = HOSTILE.replace("/", "")
+    folder = make_folder_in(root, name, prompts=prompts, stop=stop)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, f"eval/{HOSTILE[:40]}": 1.0}) + "\n")
+    (folder / "samples" / "step-000004.png").write_bytes(b"\x89PNG\r\n\x1a\nno image")
+    (folder / "samples" / "step-000006.png").write_text(HOSTILE)
+    (folder / "evaluations" / "step-000008.safetensors").write_text(HOSTILE)
+    with serve(root) as address:
+        opened(page, address)
+        page.get_by_role("link", name=name).click()
+        page.wait_for_selector("text=The images of this evaluation are missing")
+        page.wait_for_selector(".sheet .missing:not([hidden])")
+        page.get_by_label("Held-out images over time").press("ArrowLeft")
+        page.wait_for_selector(".pair img:not([hidden])")
+        assert page.locator(".prompt").first.inner_text() == HOSTILE
+        assert page.locator(".detail").inner_text() == HOSTILE
+        lengths = page.locator(".prompt").evaluate_all("all => all.map(p => p.textContent.length)")
+        assert len(lengths) == 3 and max(lengths) < 2100
+        assert page.locator("h1").inner_text() == name
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert too_wide(page) <= 0
+    assert page.evaluate("window.hacked === undefined && !document.querySelector('img[src=x]')")
+
+
+def too_wide(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+def sent_to(server: socket.socket) -> bytes:
+    """Return what was sent to a server: Chromium may open a connection and say nothing there."""
+    found = b""
+    with contextlib.suppress(TimeoutError):
+        while True:
+            connection, _ = server.accept()
+            connection.settimeout(0.2)
+            with connection, contextlib.suppress(TimeoutError):
+                found += connection.recv(1000)
+    return found
+
+
+def test_nothing_is_asked_of_another_server_not_even_by_force(page, address):
+    base = address.partition("#")[0]
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
+        opened(page, address, view)
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
+    foreign = [url for url in page.asked if not url.startswith((base, f"blob:{base}"))]
+    assert len(page.asked) > 12 and not foreign
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.2)
+        there = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        refused = page.evaluate(
+            """async there => {
+                const told = [];
+                addEventListener("securitypolicyviolation", e => told.push(e.effectiveDirective));
+                await fetch(there).catch(() => {});
+                for (const tag of ["img", "script", "iframe"]) {
+                    const made = document.createElement(tag);
+                    made.src = there;
+                    document.body.append(made);
+                }
+                document.body.insertAdjacentHTML("beforeend", "<p style='color:red'>");
+                await new Promise(done => setTimeout(done, 100));
+                return told.sort();
+            }""",
+            there,
+        )
+        assert not sent_to(other)
+    wanted = ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-attr"]
+    assert sorted(set(refused)) == wanted
+
+
+def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, address):
+    base = address.partition("#")[0]
+    context = browser.new_context()
+    page = context.new_page()
+    for start in (base, f"{base}#token=wrong"):
+        page.goto(start)
+        page.wait_for_selector("text=Open the address that flowrl ui printed")
+        assert "one" not in page.locator("main").inner_text().split()
+        page.goto("about:blank")
+    page.goto(base)
+    page.get_by_label("Token").fill("a-token")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    assert "token" not in page.url
+    page.reload()  # the tab keeps it
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    context.close()
+
+
+def tabs_to(page, script: str) -> None:
+    """Press Tab until the focused element is the one that `script` describes."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"(e => {script})(document.activeElement)"):
+            outline = page.evaluate(
+                "(e => { const s = getComputedStyle(e);"
+                " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2; })"
+                "(document.activeElement)"
+            )
+            assert outline, script
+            return
+    raise AssertionError(f"Tab does not come to {script}")
+
+
+def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(page, address):
+    opened(page, address)
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    tabs_to(page, "e.className === 'skip'")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    tabs_to(page, "e.textContent === 'one'")
+    page.keyboard.press("Enter")
+    page.wait_for_selector('[data-metric="reward/mean"] .value')
+    assert page.evaluate("document.activeElement.tagName") == "H1"
+    tabs_to(page, "e.parentElement.dataset.metric === 'reward/mean'")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert reading(page, "reward/mean").inner_text() == "at 3: 0.3"
+    page.keyboard.press("Home")
+    assert reading(page, "reward/mean").inner_text() == "at 1: 0.1"
+    tabs_to(page, "e.tagName === 'SUMMARY'")
+    page.keyboard.press("Enter")
+    tabs_to(page, "e.value === 'loss'")
+    page.keyboard.press("Space")
+    page.wait_for_selector('[data-metric="loss"] .value')
+    assert page.evaluate("document.activeElement.value") == "loss"
+    page.wait_for_selector(".pair img:not([hidden])")
+    tabs_to(page, "e.type === 'range' && !e.disabled")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("output:text('the base, before training')")
+    page.wait_for_selector("figcaption:has-text('brightness 0')")
+    tabs_to(page, "e.tagName === 'SELECT'")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("th:has-text('optim.lr')")
+
+
+@pytest.mark.slow
+def test_runs_are_compared_in_one_chart_and_by_their_recipes(page, address):
+    opened(page, address)
+    for name in ("one", "other"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Compare 2 chosen").click()
+    page.wait_for_selector('[data-metric="eval/brightness"] .value:nth-of-type(2)')
+    text = reading(page, "eval/brightness").inner_text()
+    assert text.startswith("latest:") and "one 0.75" in text and "other 0.75" in text
+    page.wait_for_selector("th:has-text('optim.lr')")
+
+
+NAMELESS = """() => [...document.querySelectorAll(
+    'main :is(input, select, textarea, button, a, img, canvas, progress, [role])')]
+  .filter(e => e.checkVisibility())
+  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
+  .map(e => e.outerHTML)"""
+CONTRASTS = """() => {
+  const style = getComputedStyle(document.body);
+  const light = name => {
+    const hex = style.getPropertyValue(name).trim();
+    const parts = [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16) / 255)
+      .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const ratio = (a, b) => {
+    const [high, low] = [light(a), light(b)].sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const pairs = {"--edge": 3, "--on-accent": 4.5};
+  for (const name of ["--text", "--muted", "--accent", "--bad"]) pairs[name] = 4.5;
+  for (let i = 0; i < 8; i += 1) pairs[`--c${i}`] = 4.5;
+  return Object.entries(pairs).map(([name, least]) => [
+    name, least, Math.min(...(name === "--on-accent" ? ["--accent"] : ["--back", "--raised"])
+      .map(back => ratio(name, back)))]);
+}"""
+
+
+def test_every_view_fits_phone_and_desk_and_is_legible_in_light_and_dark(page, address):
+    seen = set()
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
+        opened(page, address, view)
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
+        for width, scheme in product((390, 1366), ("light", "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert too_wide(page) <= 0, (view, width)
+            assert page.evaluate(NAMELESS) == [], (view, width)
+            small = page.evaluate(
+                "[...document.querySelectorAll('main button, main .button')]"
+                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
+            )
+            assert small == 0, (view, width)
+            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            for name, least, contrast in page.evaluate(CONTRASTS):
+                assert contrast >= least, (scheme, name, contrast)
+    assert len(seen) == 2  # both schemes were drawn
+
+
+@pytest.mark.slow
+def test_a_server_that_has_gone_is_told_and_the_page_goes_on_when_it_is_back(page, address):
+    opened(page, address)
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    page.route(re.compile("/api/"), lambda route: route.abort())
+    page.wait_for_selector("text=The server does not answer")
+    assert page.get_by_role("link", name="one", exact=True).is_visible()
+    page.unroute(re.compile("/api/"))
+    page.wait_for_selector("#trouble", state="hidden")
