@@ -48,7 +48,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut.
+
+    Windows cannot open a folder, and keeps its entries in order by itself.
+    """
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
