@@ -20,6 +20,7 @@ from flowrl.cli import (
     plan,
     recipes,
     rewards,
+    runs,
     sample,
     train,
     tree,
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command(context_settings=train.RECIPE_COMMAND)(train.train)
 app.command()(recipes.recipes)
 app.command()(recipes.init)
+app.command()(runs.runs)
 app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
 app.command()(sample.sample)
 app.command()(sample.score)

@@ -51,8 +51,9 @@ def built(monkeypatch):
 
 
 COMMANDS = (
-    "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "recipes init golden prompts explain doctor verify bench geneval benchmark calibrate import"
+    "train sample score collect gallery export evaluate tree plan audit reward-check "
+    "reward-serve recipes init runs golden prompts explain doctor verify bench geneval "
+    "benchmark calibrate import"
 ).split()
 
 
