@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, print_table
+from flowrl.cli._console import AsJson, Device, arguments_of, print_table
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -91,25 +91,39 @@ def reward(
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Processes; may be repeated. Default 1 and 2.")
     ] = None,
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=8, help="Pixels a side; may be repeated. Default 64, 128 and 256."),
+    ] = None,
+    args: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
+    ] = None,
     micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 4,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Images per second of a reward, in this process and in pools of one thread a process.
+    """What asking a reward costs: direct, in a thread, in pools, on a server with each codec.
 
-    A ratio is of images per second: above 1 is faster than what it is compared with.
+    Ratios are of wall clock and of CPU time, all processes together, to a direct call. Below: how
+    much of a reward that waits rollout.staleness=1 hides behind learning.
 
-    Example:
+    Examples:
 
       flowrl bench reward ocr
+
+      flowrl bench reward compressibility --size 512
     """
-    from flowrl.bench.reward import bench_reward
+    from flowrl.bench.reward import bench_overlap, bench_reward
 
     rows = bench_reward(
-        name=name, images=images, workers=tuple(workers or (1, 2)), micro_batch=micro_batch,
-        repeats=repeats,
+        name=name, args=arguments_of([name], [args] if args else None)[0], images=images,
+        sizes=tuple(size or (64, 128, 256)), workers=tuple(workers or (1, 2)),
+        micro_batch=micro_batch, repeats=repeats,
     )  # fmt: skip
     print_table(rows, as_json=as_json)
+    if not as_json:
+        typer.echo("")
+    print_table(bench_overlap(repeats=repeats), as_json=as_json)
 
 
 @app.command()
