@@ -404,7 +404,7 @@ REWARDS: Mapping[str, tuple[str, int]] = {
     "hpsv2": ("xswu/HPSv2", CLIP_H),
     "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
-HPSV3 = 8_290_000_000  # Qwen2-VL-7B, whose numbers are in bf16
+HPSV3 = 7_748_610_610  # Qwen2-VL-7B without what tells the next token; in bf16 unless it is told
 DETECTORS: Mapping[str, int] = {
     "mask2former": 68_741_083,  # facebook/mask2former-swin-small-coco-instance
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
@@ -442,7 +442,7 @@ def reward_networks(entry: RewardOptions) -> Networks | None:
     if ":" in name:
         return None
     if name == "hpsv3":
-        return {(name,): HPSV3 * 2}
+        return _network("MizzenAI/HPSv3", HPSV3, {"dtype": "bf16"} | args)
     if name == "geneval":
         detector, colors = args.get("detector", "tiny"), args.get("colors")
         if ":" in detector or (colors and ":" in colors):

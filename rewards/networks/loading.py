@@ -147,25 +147,25 @@ def first_file(model: str, files: Sequence[str], revision: str | None = None) ->
     return weights_file(model, files[-1], revision)
 
 
-def fit(network: nn.Module, state: Mapping[str, Tensor], path: Path, what: str) -> None:
+def mismatch(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """How names and shapes differ from a network's own, the first of each kind; "" if not."""
+    wrong = {
+        "is missing": [name for name in own if name not in found],
+        "is unknown": [name for name in found if name not in own],
+        "has another shape": [n for n in own if n in found and own[n].shape != found[n].shape],
+    }
+    return ", ".join(
+        f"{names[0]} {how}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for how, names in wrong.items()
+        if names
+    )
+
+
+def fit(network: nn.Module, found: Mapping[str, Tensor], path: Path, what: str) -> None:
     """Give a network its weights: the same names and shapes, no more and no fewer.
 
-    Raises ValueError of one sentence, which names the first of each kind that does not fit.
+    Raises ValueError of one sentence.
     """
-    own = network.state_dict()
-    wrong = [
-        ("is missing", [name for name in own if name not in state]),
-        ("is unknown", [name for name in state if name not in own]),
-        (
-            "has another shape",
-            [name for name in own if name in state and own[name].shape != state[name].shape],
-        ),
-    ]
-    told = [
-        f"{names[0]} {how}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
-        for how, names in wrong
-        if names
-    ]
-    if told:
-        raise ValueError(f"{path} does not hold the weights of {what}: {', '.join(told)}")
-    network.load_state_dict(dict(state))
+    if wrong := mismatch(network.state_dict(), found):
+        raise ValueError(f"{path} does not hold the weights of {what}: {wrong}")
+    network.load_state_dict(dict(found))

@@ -18,6 +18,7 @@ from flowrl.planning.plan import (
     CLIP_H,
     CLIP_L,
     DETECTORS,
+    HPSV3,
     make_plan,
     memory_class,
     parse_memory,
@@ -63,6 +64,7 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     assert (
         size({"name": "hpsv3", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
     )
+    assert size({"name": "hpsv3"}, {"name": "hpsv3"}) == 2 * HPSV3
     geneval = {"name": "geneval", "args": {"detector": "owlv2", "colors": "clip"}}
     assert size(geneval) == 4 * (DETECTORS["owlv2"] + CLIP_L)
     assert size({"name": "ocr"}) == size({"name": "geneval"}) == 0
