@@ -33,8 +33,8 @@ STRANGERS = [{"sampling", "objectives"}]  # packages of one line that do not imp
 WITHOUT_TORCH = {"errors", "config", "trees"}
 HEAVY = {
     "accelerate", "cv2", "datasets", "diffusers", "fastapi", "onnxruntime", "open_clip", "openai",
-    "peft", "rapidocr", "ray", "scipy", "skimage", "tensorboard", "trackio", "transformers",
-    "uvicorn", "wandb", "xformers",
+    "peft", "playwright", "rapidocr", "ray", "scipy", "skimage", "tensorboard", "trackio",
+    "transformers", "uvicorn", "wandb", "xformers",
 }  # fmt: skip
 
 MAX_FILE = 800

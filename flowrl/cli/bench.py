@@ -29,6 +29,8 @@ def bench() -> None:
       flowrl bench solrl
 
       flowrl bench iteration --size flux.1-dev
+
+      flowrl bench ui
     """
 
 
@@ -294,6 +296,29 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         print_table(row.pop("phases"))
         print()
         print_table([{"what": what, "is": value} for what, value in row.items()])
+
+
+@app.command()
+def ui(
+    runs: Annotated[int, typer.Option(min=1, help="Runs in the folder.")] = 20,
+    steps: Annotated[int, typer.Option(min=100, help="Iterations of each.")] = 10_000,
+    metrics: Annotated[int, typer.Option(min=5, help="Values of an iteration.")] = 45,
+    seconds: Annotated[float, typer.Option(min=1, help="For which a run grows.")] = 60,
+    samples: Annotated[int, typer.Option(min=1, help="Times that memory is measured.")] = 12,
+    as_json: AsJson = False,
+) -> None:
+    """First paint of `flowrl ui` in a real Chromium, and its memory while a run grows.
+
+    The runs are synthetic. Needs the system's Chromium, and playwright (pip install playwright).
+
+    Example:
+
+      flowrl bench ui
+    """
+    from flowrl.bench.ui import bench_ui
+
+    rows = bench_ui(runs=runs, steps=steps, metrics=metrics, seconds=seconds, samples=samples)
+    print_table(rows, as_json=as_json)
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -2,13 +2,14 @@
 
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flowrl.cli._console import token_of
-from flowrl.errors import UserError
+from flowrl.errors import Interrupted, UserError
 
 
 def ui(
@@ -72,6 +73,7 @@ def _serve(listening, runs: Path, host: str, token: str, open_browser: bool) -> 
     if open_browser:
         webbrowser.open(address)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    with suppress(Interrupted):  # Ctrl-C is how it ends; uvicorn has closed all by then
+        uvicorn.Server(config).run(sockets=[listening])
     if left := app.state.jobs.running():
         print(f"Started here and going on: {left} of the runs.")

@@ -21,7 +21,7 @@ from flowrl.config.load import preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
 from flowrl.web.jobs import Jobs
-from flowrl.web.metrics_log import chosen_first, held_out_first
+from flowrl.web.metrics_log import MetricsLog, chosen_first, held_out_first
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ HEADERS = {
 MAX_BODY = 64 * 2**10  # bytes
 MOST_POINTS = 2000  # of a curve in an answer
 MOST_CURVES = 400  # runs times metrics in an answer
-BUDGET = 4 * 2**20  # bytes of metrics that one answer reads; the page asks again for the rest
+BUDGET = 8 * 2**20  # bytes of metrics that one answer reads; the page asks again for the rest
 
 
 def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
@@ -211,6 +211,18 @@ def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
         return unless_known(request, content, lambda: content)
 
 
+def read_all(logs: Sequence[MetricsLog]) -> bool:
+    """Read on in each of the logs, BUDGET bytes in all; return whether nothing is left to read."""
+    left, whole = BUDGET, True
+    for log in logs:
+        if left <= 0:
+            return False
+        before = log.offset
+        whole = log.read(left) and whole
+        left -= max(0, log.offset - before)
+    return whole
+
+
 def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
     from starlette.requests import Request
     from starlette.responses import Response
@@ -223,17 +235,17 @@ def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
         if len(names) * max(1, len(metrics)) > MOST_CURVES:
             raise UserError(f"at most {MOST_CURVES} curves at a time")
         logs = {name: folders.log(name) for name in names}
-        ends = [log.read(BUDGET // len(logs)) for log in logs.values()]
+        whole = read_all(list(logs.values()))
         most = min(max(points, 2), MOST_POINTS)
 
         def content() -> dict[str, Any]:
             known = held_out_first({name for log in logs.values() for name in list(log.series)})
             drawn = {name: log.points(metrics, most) for name, log in logs.items()}
             chosen = chosen_first(known)
-            return {"whole": all(ends), "names": known, "chosen": chosen, "runs": drawn}
+            return {"whole": whole, "names": known, "chosen": chosen, "runs": drawn}
 
         stamp = [(name, log.version) for name, log in logs.items()]
-        return unless_known(request, (stamp, all(ends)), content)
+        return unless_known(request, (stamp, whole), content)
 
 
 def _add_images(app: "FastAPI", folders: RunFolders) -> None:

@@ -155,7 +155,7 @@ class MetricsLog:
     series: dict[str, Series] = field(default_factory=dict)
     damaged: int = 0  # lines that are none of metrics
     version: int = 0  # changes when what is known changes
-    _offset: int = 0  # bytes that are parsed
+    offset: int = 0  # bytes that are parsed
     _file: tuple[int, int] = (0, 0)  # device and inode: a resumed run writes a new file
     _skipping: bool = False  # inside of a line that is longer than a piece
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -174,30 +174,30 @@ class MetricsLog:
             with open(self.path, "rb") as file:
                 status = os.fstat(file.fileno())
                 known = (status.st_dev, status.st_ino)
-                if known != self._file or status.st_size < self._offset:
+                if known != self._file or status.st_size < self.offset:
                     self._forget(known)
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read(PIECE)
         except OSError:
-            if self._offset:
+            if self.offset:
                 self._forget((0, 0))
             return False
         end = data.rfind(b"\n") + 1
         if not end:  # an unfinished line, or an endless one
             if len(data) == PIECE:
                 self.damaged += not self._skipping
-                self._offset, self._skipping = self._offset + len(data), True
+                self.offset, self._skipping = self.offset + len(data), True
             return len(data) == PIECE
         lines = data[:end].splitlines()
         if self._skipping:
             lines, self._skipping = lines[1:], False
-        self._offset += end
+        self.offset += end
         self._take(lines)
         self.version += 1
         return len(data) == PIECE
 
     def _forget(self, file: tuple[int, int]) -> None:
-        self.series, self.damaged, self._offset, self._file = {}, 0, 0, file
+        self.series, self.damaged, self.offset, self._file = {}, 0, 0, file
         self._skipping = False
         self.version += 1
 

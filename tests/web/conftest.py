@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.bench.ui import chromium, find_chromium
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
 
@@ -101,16 +100,8 @@ def serve() -> Callable[[Path], Any]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A headless Chromium of the system; names resolve to nothing in it."""
-    api = pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    path = next((found for name in names if (found := shutil.which(name))), None)
-    if path is None:
+    pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
+    if find_chromium() is None:
         pytest.skip("needs Chromium, as Debian's package chromium")
-    arguments = ["--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"]
-    arguments.append("--disable-dev-shm-usage")  # which containers give little room
-    if getattr(os, "geteuid", lambda: 1)() == 0:
-        arguments.append("--no-sandbox")  # Chromium has none for root
-    with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+    with chromium() as browser:
         yield browser
-        browser.close()

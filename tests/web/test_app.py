@@ -4,6 +4,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from flowrl.bench.ui import write_run
 from flowrl.web.app import POLICY, STATIC, host_name, make_app
 
 TOKEN = "a-token"
@@ -126,6 +127,18 @@ def test_a_long_file_is_read_over_several_answers(client, tmp_path, monkeypatch)
     assert [one["whole"] for one in found] == sorted(one["whole"] for one in found)
     assert not found[0]["whole"] and found[-1]["whole"]
     assert found[-1]["runs"]["run"]["reward/mean"]["x"] == [1, 2, 3, 4]
+
+
+def test_an_answer_has_as_many_bytes_for_a_long_run_as_for_a_short_one(client, tmp_path):
+    write_run(tmp_path / "runs" / "short", 500, 5, 0)
+    write_run(tmp_path / "runs" / "long", 6000, 5, 0)
+    sizes = {}
+    for name in ("short", "long"):
+        answer = ask(client, f"/api/curves?run={name}&metric=reward/mean&metric=loss&points=200")
+        assert answer.json()["whole"]
+        assert len(answer.json()["runs"][name]["reward/mean"]["x"]) <= 200
+        sizes[name] = len(answer.content)
+    assert sizes["long"] < 1.5 * sizes["short"]
 
 
 def test_questions_that_make_no_sense_are_refused_in_one_sentence(client):
