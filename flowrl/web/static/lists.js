@@ -206,7 +206,7 @@ class JobCard {
     this.folder.value = (job.title.split(/[\\/]/).pop() ?? "").replace(/\.ya?ml$/, "");
     this.form = el("form", { class: "bar", hidden: true, onsubmit: (event) => this.start(event) },
       el("label", { class: "inline" }, "Folder", this.folder), el("button", {}, "Start training"));
-    this.end = el("button", { type: "button", onclick: () => this.stop() }, "Stop");
+    this.end = el("button", { type: "button", class: "quiet", onclick: () => this.stop() }, "Stop");
     this.kind = job.kind;
     this.root = el("section", { class: "card", "aria-label": `${job.kind} ${job.title}` },
       el("h3", {}, `${job.kind} ${job.title} `, this.state),

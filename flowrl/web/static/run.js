@@ -86,7 +86,7 @@ class HeldOutImages {
     this.name = name;
     this.slider = new Slider("Held-out images over time", (step) => this.load(step));
     this.grid = el("div", { class: "pairs" });
-    this.more = el("button", { type: "button", hidden: true, onclick: () => this.all() }, "Show all");
+    this.more = el("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.all() }, "Show all");
     this.root = el("section", { hidden: true }, el("h2", {}, "Held-out images"),
       el("p", { class: "muted" }, "The same prompts and noises: the base on the left, the run on the right."),
       this.slider.root, this.grid, this.more);
