@@ -402,6 +402,7 @@ REWARDS: Mapping[str, tuple[str, int]] = {
     "aesthetic": (VIT_L14, CLIP_L),
     "aesthetic_v2_5": ("google/siglip-so400m-patch14-384", 428_225_600),
     "hpsv2": ("xswu/HPSv2", CLIP_H),
+    "mps": ("RE-N-Y/mpsv1", CLIP_H + 118_505_472),
     "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
 HPSV3 = 7_748_610_610  # Qwen2-VL-7B without what tells the next token; in bf16 unless it is told

@@ -38,6 +38,7 @@ BUILT_IN = {
     "aesthetic_v2_5": "flowrl_rewards.aesthetic_v2_5:AestheticV25",
     "imagereward": "flowrl_rewards.imagereward:ImageReward",
     "hpsv3": "flowrl_rewards.hpsv3:HPSv3",
+    "mps": "flowrl_rewards.mps:MPS",
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
     "unified_reward": "flowrl_rewards.unified_reward:UnifiedReward",

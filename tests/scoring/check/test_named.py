@@ -23,6 +23,7 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "aesthetic_v2_5": "give its path as `head`",
     "imagereward": "run `hf download THUDM/ImageReward ImageReward.pt`",
     "hpsv3": "`pip install --no-deps hpsv3` brings it",
+    "mps": "run `hf download RE-N-Y/mpsv1 model.safetensors`",
     "vlm_judge": "a judge needs the server",
     "vlm_questions": "a judge needs the server",
     "unified_reward": "a judge needs the server",
