@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import check_fits, open_lora
+from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
 from flowrl.build.backbone import build_pipeline, with_pipeline_family
 from flowrl.build.learner import (
     PRECISION,
@@ -35,10 +35,10 @@ from flowrl.build.learner import (
 )
 from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
-from flowrl.build.start import begin_session, start_on_all
+from flowrl.build.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
 from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
 from flowrl.build.worker import build_pool
-from flowrl.config import Config, load_config, parse_config
+from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions
 from flowrl.config.rollout import ExploreOptions
@@ -81,7 +81,7 @@ from flowrl.scoring.files import (
     plain_images,
     score_files,
 )
-from flowrl.scoring.spec import Reward, RewardSpec, closing
+from flowrl.scoring.spec import Reward, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import EvaluationComparison, compare, table
 from flowrl.training.loop import Learner, train
@@ -140,6 +140,11 @@ def align(
     if start.finished:
         LOG.info("%s: nothing is left to do", start.finished)
         return TrainedRun(folder=start.folder, comparisons=[])
+    if runtime.is_main and runtime.idle_gpus:
+        LOG.info(
+            "GPUs of this machine without work: %d. flowrl train --gpus auto takes all of them.",
+            runtime.idle_gpus,
+        )
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
     with runtime.leaving(), owned if runtime.is_main else nullcontext():
@@ -213,17 +218,20 @@ def evaluate(
 ) -> list[Row]:
     """Score the configured pipeline, and the same with a LoRA if given, on the held-out prompts.
 
+    Of several processes the first one reads the LoRA and returns the rows.
+
     Raises UserError when there are no such prompts, or `evaluation` asks what they cannot give.
     """
-    added = open_lora(lora, alpha=lora_alpha) if lora else None  # before anything is loaded
-    runtime = Runtime(device=config.pipeline.device)
+    runtime = runtime_to_evaluate(config)
+    # Before anything is loaded.
+    added = lora_of_main(lora, runtime, alpha=lora_alpha) if lora else None
     specs = build_rewards(config, gpu=runtime.gpu)
     held_out = evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_evaluation_alone(config, specs, held_out)
     check_unseen(config, held_out)
-    pipeline = build_pipeline(config, runtime.device)
+    pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     if added is not None:
         check_fits(added, pipeline.transformer)
     evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
@@ -232,10 +240,11 @@ def evaluate(
         base = evaluator(evaluator.backbone.velocity, runtime)
         if added is None:
             measures = base.measures(evaluator.quality).items()
-            return [{"reward": name, "mean": values.nanmean().item()} for name, values in measures]
+            rows = [{"reward": name, "mean": v.nanmean().item()} for name, v in measures]
+            return rows if runtime.is_main else []
         load_lora(pipeline, added)
         after = evaluator(evaluator.backbone.velocity, runtime)
-        return table(compare(base, after, evaluator.quality))
+        return table(compare(base, after, evaluator.quality)) if runtime.is_main else []
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
@@ -275,20 +284,22 @@ def gallery(
 ) -> Path:
     """Generate base and aligned images of the same prompts and seeds; return the HTML page.
 
+    Of several processes the first one reads the run and writes; the others return the folder.
+
     Args:
         run: a run's folder, which brings pipeline, LoRA, rewards and evaluation settings; or None
             with `base`, a pipeline, and `lora`.
         rlg: show the base and the LoRA at each of these strengths instead.
     """
-    added = open_lora(lora or str(run), alpha=lora_alpha)  # before anything is loaded
-    config, rewards = _run_recipe(run) if run else (_base_recipe(str(base), lora, str(prompts)), [])
+    config, runtime = recipe_to_show(run, base, lora, prompts)
+    added = lora_of_main(lora or str(run), runtime, alpha=lora_alpha)  # before anything is loaded
+    rewards = build_rewards(config, gpu=runtime.gpu) if run else []
     if revision is not None:
         config = _changed(config, "pipeline", revision=revision)
     changes = {"num_images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
     config = _changed(config, "evaluation", **changes)
-    runtime = Runtime(device=config.pipeline.device)
-    pipeline = build_pipeline(config, runtime.device)
+    pipeline = build_pipeline(config, runtime.device, runtime=runtime)
     check_fits(added, pipeline.transformer)
     config = config if run else with_pipeline_family(config, pipeline)
     evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
@@ -297,44 +308,25 @@ def gallery(
     evaluator = replace(evaluator, keep=count)
     if run is not None:
         check_unseen(config, evaluator.prompts)
+    folder = output_dir or Path(str(run)) / "comparison"
+    evaluation = config.evaluation
+    caption = f"{count} images of {config.held_out}, seed {evaluation.seed}"
+    caption += ", generated by the pipeline's own call" * evaluation.as_deployed
     with closing(rewards):
         before = evaluator(evaluator.backbone.velocity, runtime, whole=not rlg)
         load_lora(pipeline, added)
-        folder = output_dir or Path(str(run)) / "comparison"
-        evaluation = config.evaluation
-        caption = f"{count} images of {config.held_out}, seed {evaluation.seed}"
-        caption += ", generated by the pipeline's own call" * evaluation.as_deployed
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
             at_each = evaluate_strengths(evaluator, runtime, rlg)
+            if not runtime.is_main:
+                return folder
             return write_sweep(folder, before, at_each, title=title, caption=caption)
         after = evaluator(evaluator.backbone.velocity, runtime)
-        page, _ = write_gallery(
-            folder,
-            gallery_rows(before, after),
-            title=f"{config.pipeline.path}: base and aligned",
-            summary=compare(before, after, evaluator.quality),
-            caption=caption,
-        )
-        return page
-
-
-def _run_recipe(run: Path) -> tuple[Config, list[RewardSpec]]:
-    path = run / CONFIG
-    if not path.is_file():
-        raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
-    config = load_config(path)
-    return config, build_rewards(config)
-
-
-def _base_recipe(base: str, lora: str | None, prompts: str) -> Config:
-    """Return the recipe of the run that `lora` belongs to, with another base; or the defaults."""
-    if lora is not None and (Path(lora) / CONFIG).is_file():
-        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}", "pipeline.revision=null"])
-    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery uses none
-    return parse_config(
-        {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
-    )
+    if not runtime.is_main:
+        return folder
+    title = f"{config.pipeline.path}: base and aligned"
+    rows, summary = gallery_rows(before, after), compare(before, after, evaluator.quality)
+    return write_gallery(folder, rows, title=title, summary=summary, caption=caption)[0]
 
 
 # --- flowrl collect ----------------------------------------------------------------------------

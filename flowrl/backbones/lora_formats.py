@@ -24,6 +24,8 @@ from flowrl.backbones.original_layers import (
 )
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import parse_state, state_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -81,6 +83,17 @@ class LoRA:
             )
         return next(iter(found))
 
+    def packed(self) -> bytes:
+        """Return it for another process, see `unpacked`."""
+        said = {"name": self.name, "path": str(self.path), "make": self.make}
+        return state_bytes(said | {"state": self.state, "strengths": self.strengths})
+
+    @staticmethod
+    def unpacked(data: bytes) -> "LoRA":
+        """Return the LoRA that another process has read, whose file this one may not see."""
+        found = parse_state(data, Path("a LoRA"))
+        return LoRA(**found | {"path": Path(found["path"]), "ready": False})
+
     def header(self) -> dict[str, Any]:
         """Return what PEFT's configuration says of it, ranks and alphas of layers included."""
         ranks = {name: len(down) for name, (down, _) in layers_of(self.state).items()}
@@ -125,6 +138,25 @@ class _Alpha:
                 f"{path} was trained with alpha {own:g}, and --lora-alpha is {self.asked:g}: "
                 "leave it out"
             )
+
+
+def lora_of_main(
+    source: str | Path,
+    runtime: Runtime | None,
+    *,
+    alpha: float | None = None,
+    default_alpha: float | None = None,
+) -> LoRA:
+    """Read a LoRA on the main process, whose disk alone may hold it; return it on all.
+
+    runtime: None for a process alone. See `open_lora`, whose UserError all of them raise.
+    """
+    if runtime is None or runtime.world_size == 1:
+        return open_lora(source, alpha=alpha, default_alpha=default_alpha)
+    found = runtime.from_main(
+        lambda: open_lora(source, alpha=alpha, default_alpha=default_alpha).packed()
+    )
+    return LoRA.unpacked(found)
 
 
 def open_lora(

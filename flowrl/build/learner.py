@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_formats import open_lora
+from flowrl.backbones.lora_formats import lora_of_main
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
@@ -97,7 +97,7 @@ def build_learner(
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    policy = build_policy(config, learning, keep_old=needs.old is not None)
+    policy = build_policy(config, learning, runtime, keep_old=needs.old is not None)
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
         text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
@@ -189,7 +189,9 @@ INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
-def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Policy:
+def build_policy(
+    config: Config, backbone: Backbone, runtime: Runtime | None = None, *, keep_old: bool
+) -> Policy:
     """Return the adapters, at zero change or as `lora.init_from` has them."""
     lora = config.lora
     policy = Policy(
@@ -197,7 +199,7 @@ def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Polic
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
     if lora.init_from is not None:
-        start = open_lora(lora.init_from, default_alpha=lora.alpha)
+        start = lora_of_main(lora.init_from, runtime, default_alpha=lora.alpha)
         if start.strength != lora.alpha / lora.rank:
             raise UserError(
                 f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "

@@ -22,6 +22,8 @@ def bench() -> None:
 
       flowrl bench rollout --batch 64 --threads 1
 
+      flowrl bench padding quickstart
+
       flowrl bench tree
 
       flowrl bench reward ocr
@@ -56,6 +58,36 @@ def rollout(
         model=model, batch=batch, steps=steps, threads=threads, repeats=repeats, device=device
     )
     print_table(rows, as_json=as_json)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def padding(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE|KEY=VALUE",
+            help="A preset's name or a YAML file, then changes to it. Default quickstart.",
+            show_default=False,
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations after a first one.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What it costs that every call of a network has a full batch, in a recipe's iterations.
+
+    Missing rows are made up by repeating one, so that equal rows get equal bits on a GPU.
+
+    Example:
+
+      flowrl bench padding quickstart rollout.batch_size=40
+    """
+    from flowrl.bench.rollout import bench_padding
+    from flowrl.config import load_config
+    from flowrl.config.load import sort_arguments
+
+    request = sort_arguments(words or [])
+    config = load_config(request.recipe or "quickstart", request.overrides)
+    print_table(bench_padding(config, iterations=iterations), as_json=as_json)
 
 
 @app.command()

@@ -83,6 +83,8 @@ def _show_shares(found: "Plan") -> None:
     )
     if not geometry.even:
         typer.echo(_uneven(found))
+    if geometry.padding:
+        typer.echo(_padded(found))
     typer.echo("")
 
 
@@ -116,6 +118,17 @@ def _uneven(found: "Plan") -> str:
     return (
         f"GPUs wait for each other: they work {busy}. None waits with {gpus} GPUs, or with "
         f"rollout.prompts_per_iteration={prompts}."
+    )
+
+
+def _padded(found: "Plan") -> str:
+    from flowrl.build.work_split import nearest_batches
+
+    geometry = found.geometry
+    sizes = " or ".join(map(str, nearest_batches(geometry.load, geometry.gpus)))
+    return (
+        f"Calls of the network with a full batch make up {geometry.padding:.1%} of sampling; none "
+        f"with rollout.batch_size={sizes}."
     )
 
 

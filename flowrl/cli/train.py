@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -70,6 +71,14 @@ def train(
             help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
         ),
     ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N",
+            help="Train on all GPUs of this machine (auto) or on so many, a process each. Without "
+            "a GPU, N processes share the CPU.",
+        ),
+    ] = None,
 ) -> None:
     """Align a pipeline to a reward.
 
@@ -91,6 +100,8 @@ def train(
 
       flowrl train sd3.5-medium-grpo-24gb --dry-run
 
+      flowrl train flux.1-dev-grpo-80gb --gpus auto
+
     `flowrl explain KEY` says what an option means.
 
     Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
@@ -106,6 +117,8 @@ def train(
         return
     if dry_run:
         _rehearse(config, resume)
+        return
+    if gpus is not None and _started(gpus, config, words or [], resume, accept_changes):
         return
     from flowrl.api import align, table
     from flowrl.training.resume import AUTO
@@ -127,6 +140,25 @@ def _what_next(config: "Config", trained: "TrainedRun") -> None:
         folder, pipeline = shlex.quote(str(trained.folder)), shlex.quote(config.pipeline.path)
         typer.echo(f'next       flowrl sample {pipeline} "a prompt of yours" --lora {folder}')
         typer.echo(f"           flowrl gallery {folder}")
+
+
+def _started(
+    gpus: str, config: "Config", words: Sequence[str], resume: str | None, accept_changes: bool
+) -> bool:
+    """Train in processes of their own and end as they do; return False if one will do: this one."""
+    from flowrl.utils.launching import check_no_launcher, count_processes, run_processes
+
+    check_no_launcher("--gpus")
+    count, cpu = count_processes(gpus, device=config.pipeline.device)
+    if count == 1:
+        return False
+    typer.echo(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
+    command = [sys.executable, "-m", "flowrl", "train", *words]
+    command += [] if resume is None else ["--resume", resume]
+    command += ["--accept-changes"] * accept_changes
+    if code := run_processes(command, count, cpu=cpu):
+        raise typer.Exit(code)
+    return True
 
 
 def _recipe_to_train(

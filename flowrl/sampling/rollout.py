@@ -15,7 +15,7 @@ from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import phase
-from flowrl.functional.full_batches import call_rows, even_rows, full_batches
+from flowrl.functional.full_batches import batch_shape, full_batches, note_rows
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
@@ -256,8 +256,7 @@ class RolloutGenerator:
         The same on all processes: of the largest share, in as even batches as can be.
         """
         most = self.runtime.largest_share(len(request.prompt), self._unit(plan))
-        trees = even_rows(most, self.batch_size)
-        return trees, call_rows([trees * width for width in level_widths(plan)], self.batch_size)
+        return batch_shape(most, level_widths(plan), self.batch_size)
 
     @torch.no_grad()
     def encode_prompts(self, own: RolloutRequest) -> Conditioning:
@@ -325,6 +324,7 @@ def sample_request(
             calls = -(-len(x) // len(request.prompt) * trees // rows)
             index = [i.to(device) for i in full_batches(len(x), rows, calls)]
             last, parts = prompt, [cond.take(prompt[i]) for i in index]
+        note_rows(len(x), len(index) * rows)
         if len(index) == 1 and len(x) == rows:
             return velocity(x, sigma, parts[0])
         found = [velocity(x[i], sigma, c) for i, c in zip(index, parts, strict=True)]

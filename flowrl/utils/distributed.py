@@ -46,8 +46,11 @@ class Runtime:
         from accelerate import Accelerator
 
         _check_launcher()
+        asked = device == "auto" and _is_on("ACCELERATE_USE_CPU")  # by the launcher
         try:
-            self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
+            self.accelerator = Accelerator(
+                cpu=device == "cpu" or asked, mixed_precision=mixed_precision
+            )
         except ValueError as error:  # accelerate keeps one state a process
             raise UserError(
                 "accelerate cannot change this process's device, or its precision to "
@@ -69,6 +72,14 @@ class Runtime:
         self.peers = _peers() if self.world_size > 1 else None  # None for a process alone
         if self.peers is not None:
             self.peers.peer_timeout, self.peers.answer_timeout = peer_timeout, answer_timeout
+
+    @property
+    def idle_gpus(self) -> int:
+        """The number of this machine's GPUs that no process of the run has."""
+        if self.device.type != "cuda":
+            return 0
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return max(0, torch.cuda.device_count() - own)
 
     @property
     def gpu(self) -> int | None:
@@ -203,6 +214,14 @@ class Runtime:
             return value
         return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
 
+    def mean_of_all(self, values: Tensor, *, counted: bool = True) -> Tensor:
+        """Return the mean of one value a row (N,) over the rows of all processes that count. ()"""
+        if self.peers is None:
+            return values.mean()
+        own = torch.tensor([values.double().sum().item(), len(values)], dtype=torch.float64)
+        total, rows = self.peers.sum(own if counted else torch.zeros_like(own))
+        return (total / rows).to(values)
+
     def rounds(self, count: int) -> int:
         """Return how often all processes do what this one has to do `count` times.
 
@@ -284,12 +303,17 @@ def _check_launcher() -> None:
             "optim.micro_batch, which flowrl accumulates itself"
         )
     for name, wrapper in WRAPPERS.items():
-        if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on"):
+        if _is_on(name):
             raise UserError(
                 f"the launcher asks for {wrapper} ({name}), which flowrl does not use: only the "
                 "adapter is trained, and each process holds the frozen weights. Launch with "
                 "--multi_gpu, and see docs/memory.md for what needs less memory"
             )
+
+
+def _is_on(name: str) -> bool:
+    """Return whether a variable of the environment says yes, as accelerate reads it."""
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
 class Postponed:

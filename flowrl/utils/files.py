@@ -92,9 +92,14 @@ def save_state(path: Path, state: Any) -> None:
     Tensors go to safetensors, everything else into its JSON header, so reading runs no code. The
     header has a digest of the whole file. Raises TypeError for other types.
     """
+    write_bytes(path, state_bytes(state))
+
+
+def state_bytes(state: Any) -> bytes:
+    """Return the bytes of the file that `save_state` writes."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(state, tensors)
-    write_bytes(path, seal(save(tensors, metadata={"state": json.dumps(tree)})))
+    return seal(save(tensors, metadata={"state": json.dumps(tree)}))
 
 
 def load_state(path: Path) -> Any:

@@ -105,7 +105,7 @@ def test_evaluate_and_gallery_measure_pefts_pictures(
     compared = {}
     monkeypatch.setattr(api, "gallery_rows", lambda a, b: compared.update(after=b) or [])
     monkeypatch.setattr(api, "write_gallery", lambda *args, **how: (tmp_path, tmp_path))
-    monkeypatch.setattr(api, "_base_recipe", lambda *args: config)
+    monkeypatch.setattr("flowrl.build.start._base_recipe", lambda *args: config)
     api.gallery(
         None, base="tiny-sd3", lora=str(trained), prompts=EVALUATION["prompts"], count=4,
         seed=config.evaluation.seed, output_dir=tmp_path,

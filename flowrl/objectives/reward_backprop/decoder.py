@@ -94,7 +94,8 @@ def differentiate(
     """
     pairs = list(zip(prompts, metadata, strict=True))
     fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
-    scores = torch.full(fits.shape, math.nan)
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    scores = torch.full(fits.shape, math.nan, dtype=dtype)
     slopes = images.new_zeros(len(specs), *images.shape)
     texts = [f"{words}. {prompt}" if words else prompt for prompt in prompts]
     for column, spec in enumerate(specs):
