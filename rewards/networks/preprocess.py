@@ -25,23 +25,30 @@ class Preprocess:
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
     squash: bool = False
+    shortest: int | None = None  # side before the middle is cut out; None is that of the square
 
     def __call__(self, images: Tensor, size: int) -> Tensor:
         """images (B, 3, H, W) in [0, 1] -> (B, 3, size, size) float32."""
         if self.squash:
             return _normalise(_resize_as_pil(images, size, size), self.mean, self.std)
-        return clip_pixels(images, size, mean=self.mean, std=self.std)
+        return clip_pixels(images, size, shortest=self.shortest, mean=self.mean, std=self.std)
 
 
 def clip_pixels(
-    images: Tensor, size: int = 224, *, mean: Sequence[float] = MEAN, std: Sequence[float] = STD
+    images: Tensor,
+    size: int = 224,
+    *,
+    shortest: int | None = None,
+    mean: Sequence[float] = MEAN,
+    std: Sequence[float] = STD,
 ) -> Tensor:
-    """CLIP's own: shortest side to `size`, centre crop, normalise.
+    """CLIP's own: shortest side to `size` (or `shortest`), centre crop, normalise.
 
     images (B, 3, H, W) in [0, 1] -> (B, 3, size, size) float32.
     """
     h, w = images.shape[-2:]
-    height, width = (size, int(size * w / h)) if h <= w else (int(size * h / w), size)
+    side = shortest or size
+    height, width = (side, int(side * w / h)) if h <= w else (int(side * h / w), side)
     images = _resize_as_pil(images, height, width)
     top, left = (height - size) // 2, (width - size) // 2
     return _normalise(images[..., top : top + size, left : left + size], mean, std)
