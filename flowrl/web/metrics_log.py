@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from pydantic_core import from_json
@@ -19,6 +19,7 @@ LIMIT = 1000  # buckets of a metric
 MOST_NAMES = 2000  # metrics of a run; further ones are left out
 PIECE = 2**20  # bytes that are parsed at a time
 HEAD, TAIL = 2**16, 2**18  # bytes at a file's ends that a glance reads
+LOOK_BACK = 2**25  # bytes before the tail in which it looks for held-out scores
 MAX_STEP = 2**53
 
 
@@ -273,8 +274,8 @@ def _numbers(row: dict[str, Any]) -> dict[str, Any]:
 class Glance:
     """The ends of a `metrics.jsonl`: enough for a list of runs, however long they are.
 
-    What held-out prompts gave last is found if it lies in the last TAIL bytes at the first look,
-    or was written since.
+    What held-out prompts gave last is found if it lies in the last LOOK_BACK bytes at the first
+    look, or was written since.
     """
 
     path: Path
@@ -295,6 +296,8 @@ class Glance:
                 if known != self._file or status.st_size < self._offset:
                     self._forget(known)
                     self._take(file.read(HEAD))
+                    if self._offset < status.st_size - TAIL:
+                        self._take(_line_before(file, status.st_size - TAIL, self._offset))
                     self._offset = max(self._offset, status.st_size - TAIL)
                 elif status.st_size == self._offset:
                     return
@@ -322,6 +325,27 @@ class Glance:
                 self.held_out, self.held_out_step = held_out, step
             if rest := {n: v for n, v in found.items() if n not in held_out}:
                 self.latest = rest
+
+
+def _line_before(file: BinaryIO, end: int, start: int) -> bytes:
+    """Return the last line with held-out scores that begins before `end`, empty for none."""
+    start = max(start, end - LOOK_BACK)
+    while end > start:
+        begin = max(start, end - PIECE)
+        file.seek(begin)
+        data = file.read(end - begin)
+        place = data.rfind(b'"eval/')
+        if place >= 0:
+            line = data.rfind(b"\n", 0, place) + 1
+            if line or begin == start:
+                file.seek(begin + line)
+                return file.readline(PIECE)
+            if place + len(b'"eval/') == end - begin == PIECE:
+                return b""  # a line as long as a piece is none
+            end = begin + place + len(b'"eval/')  # its beginning lies in the piece before
+        else:
+            end = begin + len(b'"eval') if begin > start else start  # which may be cut in two
+    return b""
 
 
 def held_out_first(names: Iterable[str]) -> list[str]:

@@ -34,7 +34,8 @@ MOST_RUNS = 500
 MOST_LOGS = 32  # runs whose curves are kept in memory
 MOST_TEXT = 2000  # characters of a prompt or of an option's value
 MOST_ROWS = 200  # events, audits, images
-MOST_IMAGE = 64 * 2**20  # bytes
+MOST_IMAGE = MOST_LEDGER = 64 * 2**20  # bytes
+MOST_AUDITS = 4 * 2**20  # bytes, of the latest
 SCAN_S = 1.0  # for which a list of folders holds
 STEP = re.compile(r"step-(\d{6,12})")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -76,7 +77,8 @@ class RunFiles:
         now = _stamp(path)
         if self._ledger[0] != now:
             try:
-                found = [e for e in Ledger(self.path).events() if isinstance(e["event"], str)]
+                known = Ledger(self.path).events() if now[1] <= MOST_LEDGER else []
+                found = [event for event in known if isinstance(event["event"], str)]
             except OSError:
                 found = []
             self._ledger = now, found
@@ -245,7 +247,8 @@ class RunFiles:
         """Return the latest audits of cheap candidates, newest first."""
         try:
             with open(self.path / AUDITS, "rb") as file:
-                lines = file.read(4 * 2**20).splitlines()
+                file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_AUDITS))
+                lines = file.read().splitlines()
         except OSError:
             return []
         found = []

@@ -145,6 +145,24 @@ def test_a_glance_knows_the_ends_of_a_long_file_without_its_middle(path, monkeyp
     assert glance.step is None and not glance.base
 
 
+@pytest.mark.parametrize("piece", [64, 97, 4096])
+def test_a_glance_looks_back_for_the_last_held_out_scores(path, monkeypatch, piece):
+    monkeypatch.setattr(metrics_log, "HEAD", 60)
+    monkeypatch.setattr(metrics_log, "TAIL", 60)
+    monkeypatch.setattr(metrics_log, "PIECE", piece)
+    base, last = '{"step": 0, "eval/a": 0.25}\n', '{"step": 20, "eval/a": 0.5}\n'
+    for before in range(20, 26):  # wherever the pieces' edges are
+        path.write_text(base + lines(*range(1, before)) + last + lines(*range(before, 60)))
+        glance = Glance(path)
+        glance.look()
+        assert (glance.step, glance.held_out) == (59, {"eval/a": 0.5}), before
+        assert glance.base == {"eval/a": 0.25} and glance.latest == {"loss": 29.5}
+    monkeypatch.setattr(metrics_log, "LOOK_BACK", 100)
+    glance = Glance(path)
+    glance.look()
+    assert glance.held_out == glance.base
+
+
 def test_held_out_scores_come_first():
     names = ["loss", "time/train", "reward/mean", "eval/b", "eval/20_steps/b", "other", "policy/kl"]
     assert held_out_first(names)[:3] == ["eval/b", "eval/20_steps/b", "reward/mean"]

@@ -6,7 +6,7 @@ const COLORS = 8; // --c0 to --c7 in page.css
 export function format(value) {
   if (value === null || value === undefined) return "n/a";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return Number(value.toPrecision(3)).toExponential();
   return String(Number(value.toPrecision(4)));
 }
 
@@ -183,7 +183,7 @@ export class Chart {
     let y0 = ys.reduce((a, b) => Math.min(a, b), Infinity);
     let y1 = ys.reduce((a, b) => Math.max(a, b), -Infinity);
     if (!ys.length) [y0, y1] = [0, 1];
-    const pad = (y1 - y0) * 0.06 || Math.max(Math.abs(y0) * 0.1, 1e-12);
+    const pad = (y1 - y0) * 0.06 || Math.abs(y0) * 0.1 || 1;
     if (x0 === x1) x0 -= 1;
     return { x0, x1, y0: y0 - pad, y1: y1 + pad };
   }

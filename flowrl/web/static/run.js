@@ -55,6 +55,7 @@ class Head {
     this.progress.value = run.iterations ? Math.min(1, run.step / run.iterations) : 0;
     this.progress.hidden = !run.iterations;
     setText(this.detail, run.damaged ? `${run.detail} ${run.damaged} lines of its metrics are damaged.` : run.detail);
+    this.detail.className = `detail ${run.state}`;
     this.held.replaceChildren(...heldOut(run, 8));
     const running = run.state === "running";
     this.stop.hidden = !running;
