@@ -363,25 +363,29 @@ def golden(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with reference scores."),
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Record what these rewards score here.")
+    record: Annotated[
+        bool,
+        typer.Option("--record", "--write", help="Write down what these rewards score here."),
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="JSON", help="Reference scores; flowrl's own without --write."),
+        typer.Option(metavar="JSON", help="Reference scores; flowrl's own unless given."),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
+        float, typer.Option(min=0, help="With --record: allowed, as a share of the largest score.")
     ] = 0.003,
 ) -> None:
     """Compare the scores of rewards with reference scores, measured with the real weights.
 
     Shows that another machine, another version or a change of the code gives the same scores. A
-    reward without reference scores never passes: those that download weights have none until
-    --write measures them and adds them to --file.
+    reward without reference scores never passes. Those that download weights have none until
+    --record measures them, on a machine that can download: it writes a file (recorded-scores.json
+    unless --file says otherwise) that a pull request can add to rewards/golden. Without names it
+    takes the built-in rewards that have no reference scores yet.
 
-    ok agrees, !! does not, -- was not compared: no reference scores yet, or weights are missing.
-    Exits with 1 after a !!, and after a -- of a reward that was named.
+    ok agrees, or was recorded; !! does not; -- was not compared: no reference scores yet, or
+    weights are missing. Exits with 1 after a !!, after a -- of a reward that was named, and when
+    nothing was recorded.
 
     Examples:
 
@@ -389,32 +393,25 @@ def golden(
 
       flowrl golden pickscore hpsv2
 
-      flowrl golden pickscore --write --file golden.json
+      flowrl golden --record
     """
     chosen = list(dict.fromkeys(names or []))
-    if write and not (chosen and file):
-        raise UserError(
-            "--write needs the names of rewards and --file, as in flowrl golden ocr --write --file "
-            "golden.json."
-        )
-    from flowrl.scoring.golden import PATH, compare_all, read_references, recorded, write_references
+    from flowrl.scoring import golden as references
 
-    path = file or PATH
-    if file and not write and not file.exists():
-        raise UserError(f"There is no file {file}; flowrl golden NAME --write --file makes one.")
-    entries = read_references(path)
-    compared = compare_all(chosen, entries)
-    if write:
-        new = {c.result.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
-        write_references(path, entries | new)
-        for name in new:
-            typer.echo(f"recorded {name} in {path}")
-        compared = [c for c in compared if not c.measured]
-    print_checks(
-        [c.result for c in compared], max((len(c.result.topic) for c in compared), default=0)
-    )
+    if record:
+        path = file or references.RECORDED
+        results = references.record(path, chosen, tolerance)
+    else:
+        if file and not file.exists():
+            raise UserError(f"There is no file {file}; flowrl golden --record --file makes one.")
+        entries = references.read_references(file) if file else references.shipped_references()
+        results = [found.result for found in references.compare_all(chosen, entries)]
+    print_checks(results, max((len(result.topic) for result in results), default=0))
+    done = {result.topic for result in results if result.state == "ok"}
+    if record and done:
+        typer.echo(f"To share them, add {path} to {references.FOLDER}/ in a pull request.")
     stop_unless_fine(
-        {c.result.topic: {c.result.state} for c in compared},
+        {result.topic: {result.state} for result in results},
         wrong="These rewards do not score as recorded",
-        absent="These rewards were not compared" if chosen else None,
+        absent="These rewards were not compared" if chosen or (record and not done) else None,
     )
