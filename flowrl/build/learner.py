@@ -116,6 +116,7 @@ def build_learner(
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         signal_every=config.run.signal_every,
+        checks_ratio=not isinstance(source, Ahead),
     )
 
 
@@ -234,12 +235,15 @@ def build_source(
 
 
 def check_staleness(config: Config, needs: Needs) -> None:
-    """Check that images may be learned from one iteration late. Raises UserError."""
+    """Check that images may be learned from one iteration late. Raises UserError.
+
+    Objectives with a ratio keep the means of the weights that sampled, so that it stays exact.
+    """
     why = ""
-    if needs.states != "endpoints" or needs.ratio or needs.reward_grad:
+    if needs.states == "path" or needs.reward_grad:
         why = (
-            f"objective.kind {config.objective.kind} needs images of the weights that learn from "
-            "them, not of those before: take an objective on clean images, such as nft, awm or dpo"
+            f"objective.kind {config.objective.kind} follows the gradient along the steps of the "
+            "weights that learn, which are not those that sampled: take another objective"
         )
     elif config.rollout.explore is not None:
         why = "rollout.explore needs scores before it samples, so nothing can be sampled ahead"

@@ -77,6 +77,7 @@ class Learner:
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     signal_every: int = 0  # iterations between measurements of the gradient's signal; 0 is never
+    checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
@@ -103,7 +104,8 @@ class Learner:
         measured = self._signal_of_groups(rollout, batch) if due else {}
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
-        check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
+        # Nothing has moved since the rollout.
+        check_ratio = self.objective.needs.ratio and self.checks_ratio
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
