@@ -54,7 +54,7 @@ def bench_rollout(
 
     jobs: dict[str, Callable[[], None]] = {
         "forwards": forwards,
-        "forwards and backwards": partial(_passes, learner, transitions, batch),
+        "forwards and backwards": partial(training_passes, learner, transitions, batch),
         "sampler": partial(sample, learner),
         "update": partial(update, learner, rollout),
         "sampler, LoRA merged": lambda: merged(partial(sample, learner)),
@@ -116,7 +116,8 @@ def sampler(learner: Learner) -> Sampler:
     return learner.source
 
 
-def _passes(learner: Learner, transitions: Transitions, batch: int) -> None:
+def training_passes(learner: Learner, transitions: Transitions, batch: int) -> None:
+    """Call the network forwards and backwards for all rows, `batch` at a time, and nothing else."""
     for chunk in transitions.chunks(batch):
         cond = chunk.cond.take(chunk.prompt)
         learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean().backward()

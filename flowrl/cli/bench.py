@@ -33,6 +33,8 @@ def bench() -> None:
       flowrl bench iteration --size flux.1-dev
 
       flowrl bench ui
+
+      flowrl bench scale --device cpu
     """
 
 
@@ -350,6 +352,44 @@ def ui(
     from flowrl.bench.ui import bench_ui
 
     rows = bench_ui(runs=runs, steps=steps, metrics=metrics, seconds=seconds, samples=samples)
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def scale(
+    model: Model = "tiny-sd3",
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Processes, and workers; may be repeated. Default 1, 2 and 4."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of an iteration.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 6,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations that are timed.")] = 3,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds that a reward waits an iteration; 0 is no such.")
+    ] = 5.0,
+    threads: Threads = 1,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """An iteration on several processes, replicated and sharded, and with workers.
+
+    Seconds beside the network's bare passes, MB of a process, and how far the trained weights are
+    from those of the job that a row is compared with. The last rows show a reward that waits: what
+    `rollout.staleness: 1` saves. Processes on GPUs need one each.
+
+    Examples:
+
+      flowrl bench scale --device cpu
+
+      flowrl bench scale --model stabilityai/stable-diffusion-3.5-medium --processes 8 --json
+    """
+    from flowrl.bench.scale import bench_scale
+
+    rows = bench_scale(
+        model=model, processes=tuple(processes or (1, 2, 4)), prompts=prompts, steps=steps,
+        iterations=iterations, wait=wait, threads=threads, device=device,
+    )  # fmt: skip
     print_table(rows, as_json=as_json)
 
 

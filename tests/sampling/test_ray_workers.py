@@ -1,6 +1,6 @@
-"""Workers through Ray: on this machine, and in network namespaces whose processes die and links fail.
+"""Workers through Ray: on this machine, and in network namespaces where processes and links fail.
 
-Ray's start alone takes seconds, so that all of it is slow; `test_workers.py` has the same without Ray.
+Ray's start alone takes seconds, so that all of it is slow; `test_workers.py` does without Ray.
 """
 
 import json
