@@ -18,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from flowrl.backbones.policy import POLICY
 from flowrl.bench.rollout import training_passes, with_random_rewards
@@ -39,19 +38,6 @@ WARM = 1  # iterations before the clock starts, in which workers join
 GROUP = 4
 MB = 2**20
 Row = dict[str, Any]
-
-
-class Waiting:
-    """Brightness, after so many seconds, as of a judge that is far away."""
-
-    deterministic = True
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Tensor:
-        time.sleep(self.seconds)
-        return images.mean((1, 2, 3))
 
 
 def bench_scale(
@@ -125,7 +111,8 @@ def _recipe(model: str, prompts: int, steps: int, device: str, wait: float = 0.0
     """Return a recipe whose batches are as many for 1, 2 and 4 processes, and of one shape."""
     reward: Row = {"name": "brightness"}
     if wait:
-        reward = {"name": "flowrl.bench.scale:Waiting", "args": {"seconds": wait}}
+        each = wait / (prompts * GROUP)  # all images are one question
+        reward = {"name": "flowrl.bench.reward:Waiting", "args": {"seconds": each}}
     return {
         "pipeline": {"path": model, "device": device, "max_sequence_length": 12},
         "prompts": {"train": "tiny:geneval:train"},

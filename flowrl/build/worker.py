@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -282,6 +283,8 @@ class RayCluster:
         # Read when Ray is imported: nothing is reported to anybody.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if (Path.home() / ".ray" / "auth_token").exists() or "RAY_AUTH_TOKEN" in os.environ:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # as `ray start` does
         try:
             import ray
         except ImportError as error:

@@ -109,6 +109,8 @@ QUICK = {  # Ray's own looks for machines that are gone
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "3000",
     "RAY_health_check_failure_threshold": "4",
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": "7" * 64,
 }
 
 
@@ -152,8 +154,9 @@ class Machines:
         inside = ["ip", "netns", "exec", self.names[i]]
         if not hide:
             return [*inside, *words]
-        own = f'mount -t tmpfs none {self.folder} && exec "$@"'
-        return [*inside, "unshare", "-m", "sh", "-c", own, "sh", *words]
+        hidden = [str(self.folder), f"/dev/shm/{self.names[0]}"]  # of the trainer, of Ray's head
+        own = " && ".join(f"mount -t tmpfs none {folder}" for folder in hidden)
+        return [*inside, "unshare", "-m", "sh", "-c", f'{own} && exec "$@"', "sh", *words]
 
     def start(self, i: int, cpus: int = 1) -> None:
         ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block",
@@ -223,7 +226,8 @@ class Trainer:
         self.log = open(folder / "train.log", "w")
         self.process = subprocess.Popen(
             machines.command(0, sys.executable, "-m", "flowrl", "train", str(recipe), hide=False),
-            stdout=self.log, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=self.log, stderr=subprocess.STDOUT,
+            env=os.environ | QUICK | {"OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def lines(self) -> list[dict]:
