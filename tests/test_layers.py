@@ -26,6 +26,7 @@ LAYERS = [
     {"export", "planning"},
     {"evaluation", "web"},
     {"bench", "api", "verify"},
+    {"voting"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -26,6 +26,7 @@ from flowrl.cli import (
     tree,
     ui,
     verify,
+    vote,
 )
 from flowrl.cli._console import print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
@@ -66,6 +67,7 @@ app.command()(ui.ui)
 app.command()(info.explain)
 app.command()(info.doctor)
 app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)
+app.command(context_settings=train.RECIPE_COMMAND)(vote.vote)
 app.add_typer(bench.app, name="bench")
 
 

@@ -127,10 +127,10 @@ def train(
     if trained.comparisons:
         print_table(table(trained.comparisons))
     if os.environ.get("RANK", "0") == "0":
-        _what_next(config, trained)
+        print_what_next(config, trained)
 
 
-def _what_next(config: "Config", trained: "TrainedRun") -> None:
+def print_what_next(config: "Config", trained: "TrainedRun") -> None:
     """Print where everything lies, and the two commands that most people want next."""
     found = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
     for name, path in found.items():

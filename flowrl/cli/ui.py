@@ -4,12 +4,17 @@ import os
 import secrets
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowrl.cli._console import token_of
 from flowrl.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastapi import FastAPI
 
 
 def ui(
@@ -38,42 +43,68 @@ def ui(
 
       flowrl ui runs/quickstart --port 0 --open
     """
-    from flowrl.cli.rewards import bound, is_loopback, listen
+    token = checked_token(host, token_env)
+    if runs.exists() and not runs.is_dir():
+        raise UserError(f"{runs} is a file, expected a folder of runs or a run.")
+    from flowrl.web.app import make_app
+
+    shown = f"runs in {os.fspath(runs)}"
+    app = serve_page(
+        lambda hosts: make_app(runs, token=token, hosts=hosts), shown, host, port, token,
+        open_browser,
+    )  # fmt: skip
+    if left := app.state.jobs.running():
+        print(f"Started here and going on: {left} of the runs.")
+
+
+def checked_token(host: str, variable: str | None) -> str:
+    """Return the token that a page asks for, that of a variable or a new one.
+
+    Raises UserError for a token that cannot be sent, and where other machines are let in without
+    one that was chosen.
+    """
+    from flowrl.cli.rewards import is_loopback
     from flowrl.scoring.protocol import TOKEN_RULE, is_sendable
 
-    if token_env is None and not is_loopback(host):
+    if variable is None and not is_loopback(host):
         raise UserError(
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env UI_TOKEN."
         )
-    token = token_of(token_env) or secrets.token_urlsafe(24)
+    token = token_of(variable) or secrets.token_urlsafe(24)
     if not is_sendable(token):
         raise UserError(f"the page's token {TOKEN_RULE}")
-    if runs.exists() and not runs.is_dir():
-        raise UserError(f"{runs} is a file, expected a folder of runs or a run.")
-    with bound(host, port) as listening:
-        listen(listening)
-        _serve(listening, runs, host, token, open_browser)
+    return token
 
 
-def _serve(listening, runs: Path, host: str, token: str, open_browser: bool) -> None:
+def serve_page(
+    make_app: "Callable[[Sequence[str]], FastAPI]", what: str, host: str, port: int, token: str,
+    open_browser: bool,
+) -> "FastAPI":  # fmt: skip
+    """Serve a page until Ctrl-C; print its address, with the token, first.
+
+    make_app: of the names under which the page may be asked for. what: is shown, for the print.
+    """
     import webbrowser
     from urllib.parse import quote
 
     import uvicorn
 
-    from flowrl.web.app import make_app
+    from flowrl.cli.rewards import bound, listen
 
-    port = listening.getsockname()[1]
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{port}/#token={quote(token, safe='')}"
-    app = make_app(runs, token=token, hosts=("127.0.0.1", "localhost", "::1", host.lower()))
-    # Flushed: programs that read this through a pipe wait for it.
-    print(f"runs in {os.fspath(runs)} at {address}", flush=True)
-    if open_browser:
-        webbrowser.open(address)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
-    with suppress(Interrupted):  # Ctrl-C is how it ends; uvicorn has closed all by then
-        uvicorn.Server(config).run(sockets=[listening])
-    if left := app.state.jobs.running():
-        print(f"Started here and going on: {left} of the runs.")
+    with bound(host, port) as listening:
+        listen(listening)
+        found = listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{found}/#token={quote(token, safe='')}"
+        app = make_app(("127.0.0.1", "localhost", "::1", host.lower()))
+        # Flushed: programs that read this through a pipe wait for it.
+        print(f"{what} at {address}", flush=True)
+        if open_browser:
+            webbrowser.open(address)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        with suppress(Interrupted):  # Ctrl-C is how it ends; uvicorn has closed all by then
+            uvicorn.Server(config).run(sockets=[listening])
+    return app
