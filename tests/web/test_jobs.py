@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,7 +81,11 @@ def test_a_run_is_asked_to_stop_once_however_often_one_clicks(make_folder, tmp_p
 
 def test_no_signal_reaches_a_stranger_with_the_number_of_a_killed_run(make_folder, jobs):
     run = RunFiles("run", make_folder())
-    said = {"pid": os.getpid(), "began": psutil.Process().create_time() - 9, "host": os.uname()[1]}
+    said = {
+        "pid": os.getpid(),
+        "began": psutil.Process().create_time() - 9,
+        "host": socket.gethostname(),
+    }
     (run.path / ".owner.json").write_text(json.dumps(said))
     with pytest.raises(UserError):
         jobs.stop(run)

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from flowrl.api import align
+from flowrl.bench.ui import write_run
 from flowrl.config import load_config
 from flowrl.training.ledger import Ledger
 from flowrl.training.owner import owner_of
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
+from flowrl.web.app import BUDGET
+from flowrl.web.metrics_log import PIECE
 
 HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 STOPPED = {"reason": "interrupted", "complete": False, "detail": ""}
@@ -95,11 +98,42 @@ def test_a_value_appears_after_it_is_logged_and_its_curve_ends_there(
 
 
 @pytest.mark.slow
-def test_a_run_that_has_ended_can_be_resumed_and_none_that_trains_elsewhere(page, address):
-    opened(page, address, "#/run?run=one")
-    page.wait_for_selector("text=asked to stop; it can go on")
-    assert page.get_by_role("button", name="Resume").is_visible()
-    assert not page.get_by_role("button", name="Stop").is_visible()
+def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, tmp_path, serve):
+    root = tmp_path / "runs"
+    failed = {"reason": "error", "complete": False, "detail": "ValueError: no"}
+    finished = {"reason": "finished", "complete": True, "detail": ""}
+    ends = {
+        "stopped": (STOPPED, "asked to stop; it can go on"),
+        "failed": (failed, "ValueError: no"),
+        "killed": (None, "its process ended without a word"),
+        "finished": (finished, "iteration 4 of 8"),
+    }
+    for name, (stop, _) in ends.items():
+        make_folder_in(root, name, stop=stop)
+    with open(root / "killed" / "metrics.jsonl", "a") as file:
+        signal = {"signal/rms": 2.0, "signal/repeats": 0.125, "signal/share/step_1": 0.75}
+        file.write(json.dumps({"step": 5, "reward/missing/ocr": 0.25} | signal) + "\n")
+    audit = {"iteration": 3, "precision": "nvfp4", "action": "keep", "text": "rho is 0.8"}
+    (root / "killed" / "audits.jsonl").write_text(json.dumps(audit) + "\n")
+    with serve(root) as address:
+        opened(page, address)
+        for name, (_, words) in ends.items():
+            page.evaluate("name => { location.hash = `#/run?run=${name}`; }", name)
+            page.wait_for_selector(f".state.{name}")
+            page.wait_for_selector(f"text={words}")
+            can_go_on = page.get_by_role("button", name="Resume").is_visible()
+            assert can_go_on == (name != "finished")
+            assert not page.get_by_role("button", name="Stop").is_visible()
+        page.evaluate("location.hash = '#/run?run=killed'")
+        for row in (
+            "1 n/a 0.75 n/a",
+            "all 2 0.125",
+            "ocr 25.0 % 25.0 %",
+            "3 nvfp4 keep rho is 0.8",
+        ):
+            page.get_by_role("row", name=row, exact=True).wait_for()
+        page.evaluate("location.hash = '#/run?run=finished'")
+        page.wait_for_selector("text=Every image got every score that applies to it.")
 
 
 def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
@@ -313,6 +347,41 @@ def test_a_server_that_has_gone_is_told_and_the_page_goes_on_when_it_is_back(pag
     assert page.get_by_role("link", name="one", exact=True).is_visible()
     page.unroute(re.compile("/api/"))
     page.wait_for_selector("#trouble", state="hidden")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_20_runs_of_10000_iterations_are_listed_unread_and_compared_piece_by_piece(
+    page, tmp_path, serve
+):
+    for number in range(20):
+        write_run(tmp_path / "runs" / f"run-{number:02d}", 10_000, 20, number)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("metrics.jsonl"))
+    page.set_default_timeout(300_000)
+    answers = []
+    page.on("response", lambda answer: answers.append(answer) if "/api/" in answer.url else None)
+    with serve(tmp_path / "runs") as address:
+        opened(page, address)
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 20")
+        assert {one.url.partition("/api/")[2] for one in answers} == {"runs"}
+        assert len(answers[0].body()) < 20_000 < size / 1000
+        assert "0.4 to 0.65 (+0.25)" in page.locator("tbody tr").first.inner_text()
+        page.evaluate("location.hash = '#/compare'")
+        page.wait_for_selector('[data-metric="reward/mean"] .value')
+        page.wait_for_function(
+            "() => document.querySelector('.bar .muted').hidden &&"
+            " document.querySelectorAll('[data-metric=\"reward/mean\"] .value').length === 20"
+        )
+        curves = [one for one in answers if "/curves" in one.url and one.status == 200]
+        told = [one.json() for one in curves]
+        assert [one["whole"] for one in told] == [False] * (len(told) - 1) + [True]
+        assert len(told) >= size / (BUDGET + PIECE)
+        assert max(len(one.body()) for one in curves) < size / 50
+        ends = [series["x"][-1] for run in told[-1]["runs"].values() for series in run.values()]
+        assert len(ends) >= 40 and set(ends) == {10_000}
+        answers.clear()
+        page.wait_for_timeout(2500)
+        assert answers and {one.status for one in answers} == {304}  # nothing is sent again
 
 
 # --- a run that trains --------------------------------------------------------------------------

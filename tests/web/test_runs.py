@@ -127,6 +127,15 @@ def test_recipes_differ_where_options_do(make_folder):
     assert one.recipe() == {"run": {"iterations": 8}}
 
 
+def test_audits_are_told_newest_first_and_what_is_none_is_left_out(make_folder):
+    run = run_of(make_folder())
+    audit = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8", "steps": 4}
+    lines = [json.dumps(audit | {"iteration": i}) for i in (3, 6)]
+    (run.path / "audits.jsonl").write_text("\n".join([lines[0], "{", "[]", '{"a": 1}', lines[1]]))
+    told = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8"}
+    assert run.audits() == [told | {"iteration": 6}, told | {"iteration": 3}]
+
+
 def test_long_texts_are_cut(make_folder):
     run = run_of(make_folder(prompts=("x" * 10**6,), stop={"reason": "error", "complete": False,
                                                            "detail": "y" * 10**6}))  # fmt: skip
