@@ -48,7 +48,9 @@ def reward_check(
     ] = 60.0,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="Prompts to try it on, if it has no fixtures."),
+        typer.Option(
+            metavar="SOURCE", help="Yours: which can it judge? Without fixtures: tried on."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -90,8 +92,8 @@ def reward_check(
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
-            results = (_with_times(checked, result) for result in checked.results)
-            print_checks(results, max(map(len, chosen)))
+            first, *others = checked.results
+            print_checks([_with_times(checked, first), *others], max(map(len, chosen)))
     absent = "These rewards could not be asked, the lines marked -- say why"
     stop_unless_fine(
         states,
