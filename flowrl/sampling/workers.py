@@ -54,7 +54,8 @@ UNKNOWN = 60.0  # the same, before any unit of the run was answered
 REMEMBERED = 50  # times of units, for their median
 TRIES = 3  # answers that are errors of a worker's machine, before the run ends
 DEATHS = 20  # workers that die of one unit, before the run ends
-LAUNCHES = 5  # of one worker that end before it can work
+LAUNCHES = 5  # of one worker that end before any can work, before the run ends
+REST = 60.0  # most seconds between tries to begin
 ADAPTERS = 3  # versions of the weights that are kept for workers
 TABLE = 60.0  # seconds between tables in the log
 
@@ -168,6 +169,7 @@ class WorkerPool:
         self._events: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._probe: tuple[Unit, Adapter] | None = None
         self._expected: str | None = None
+        self._ever_joined = False
         self._alone_since = time.monotonic()
         self._failure: UserError | None = None  # that ended it
         self._told = 0.0
@@ -186,7 +188,7 @@ class WorkerPool:
         return self._thread is not None
 
     def start(self, probe: Unit, adapter: Sequence[Tensor], expected: str | None) -> None:
-        """Start the workers. One that answers the probe with another digest ends the run.
+        """Start the workers. One that answers the probe with another digest gets no work.
 
         expected: the digest; None takes that of the first worker.
         """
@@ -335,28 +337,34 @@ class WorkerPool:
             return
         try:
             said = future.result()
+            self._check(worker, said)
         except Exception as error:
-            worker.launches += 1
-            if worker.launches >= LAUNCHES:
-                why = str(error).strip().splitlines()[-1] if str(error).strip() else repr(error)
-                own = error if isinstance(error, UserError) else None
-                self._fail_all(
-                    own or UserError(f"worker {worker.stats.number} cannot begin: {why}")
-                )
-            self._lose(worker, "ended before it joined", rest=2.0**worker.launches / 2)
+            self._cannot_begin(worker, error)
             return
+        worker.joined, worker.launches, self._ever_joined = True, 0, True
+        worker.stats.where, worker.stats.state = said.where, "works"
+
+    def _check(self, worker: _Worker, said: Joined) -> None:
+        """Raise UserError for a worker that would draw other numbers."""
         self._expected = self._expected or said.digest
         if said.digest != self._expected:
-            self._fail_all(
-                UserError(
-                    f"worker {worker.stats.number} ({said.where}) draws other numbers for the same "
-                    f"unit, so that results would depend on who draws: it is {said.machine}. Use "
-                    "one kind of GPU and the same versions everywhere"
-                )
+            raise UserError(
+                f"worker {worker.stats.number} ({said.where}) draws other numbers for the same "
+                f"unit, so that results would depend on who draws: it is {said.machine}. Use one "
+                "kind of GPU and the same versions everywhere"
             )
-            return
-        worker.joined, worker.launches = True, 0
-        worker.stats.where, worker.stats.state = said.where, "works"
+
+    def _cannot_begin(self, worker: _Worker, error: Exception) -> None:
+        """Try again later; end the run where no worker ever began and none will."""
+        worker.launches += 1
+        why = (str(error).strip() or repr(error)).splitlines()[-1]
+        LOG.warning("worker %d cannot begin: %s", worker.stats.number, why)
+        known = isinstance(error, UserError) and not isinstance(error, MachineFailure)
+        hopeless = known and all(other.launches for other in self._workers)
+        if not self._ever_joined and (hopeless or worker.launches >= (2 if known else LAUNCHES)):
+            own = error if isinstance(error, UserError) else None
+            self._fail_all(own or UserError(f"workers cannot begin: {why}"))
+        self._lose(worker, f"cannot begin: {why}", rest=min(REST, 2.0**worker.launches / 2))
 
     def _assign(self, now: float) -> None:
         """Ask what nobody is asked, the workers with least to do first."""
@@ -562,6 +570,7 @@ class RemoteGenerator(RolloutGenerator):
         answers = self.pool.wait(asked)
         waited = time.perf_counter() - began
         timer.lap(self.times[0])
+        waited += timer.seconds.get("workers/waited", 0.0)  # of an iteration's first stage
         timer.seconds |= self.pool.metrics() | {"workers/waited": waited}
         scoring, parts = Scoring(specs=here, phase="rollout"), []
         for request, answer in zip(requests, answers, strict=True):

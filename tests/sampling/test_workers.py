@@ -245,16 +245,34 @@ def test_what_a_unit_fails_at_ends_the_run_and_what_a_machine_fails_at_is_tried_
     assert len(tries) == 3
 
 
-def test_a_worker_whose_probe_has_other_bits_ends_the_run(make_pool):
+def test_a_worker_whose_probe_has_other_bits_gets_no_work(make_pool):
     def join(turn):
+        if turn:
+            first.wait(9)
         return Joined(where="there", machine="another GPU", digest="q" if turn else "p")
 
+    first = threading.Event()
     pool = make_pool(lambda turn, data: answer_of(data), join)
-    with pytest.raises(UserError, match=r"worker 1 \(there\) draws other numbers.*another GPU"):
-        while True:
-            pool.wait(ask(pool, 1, first=len(pool._answered)))
+    assert pool.wait(ask(pool, 1))
+    first.set()
+    while "draws other numbers" not in pool.table()[1].state:
+        time.sleep(0.01)
+    pool.wait(ask(pool, 6, first=1))
+    assert pool.table()[0].units == 7 and "it is another GPU" in pool.table()[1].state
+    pool = make_pool(lambda turn, data: answer_of(data), join, expected="r")
+    with pytest.raises(UserError, match=r"worker \d \(there\) draws other numbers"):
+        pool.wait(ask(pool, 1))
     pool = make_pool(lambda turn, data: answer_of(data), join, expected=None, count=1)
     assert pool.wait(ask(pool, 1)), "the first worker's counts where the trainer has none"
+
+
+def test_what_no_worker_can_load_ends_the_run_with_its_sentence(make_pool):
+    def join(turn):
+        raise UserError("no reward my_rewards:taste here")
+
+    pool = make_pool(lambda turn, data: answer_of(data), join, count=3)
+    with pytest.raises(UserError, match="no reward my_rewards:taste here"):
+        pool.wait(ask(pool, 1))
 
 
 def test_workers_come_and_go_and_a_run_without_any_ends(make_pool):
