@@ -86,9 +86,14 @@ def train_on_votes(config: Config, folder: Path) -> TrainedRun:
 
 
 def training_config(config: Config, folder: Path) -> Config:
-    """Return the recipe that learns from the votes of a folder."""
+    """Return the recipe that learns from the votes of a folder.
+
+    The recipe's own rewards become held-out ones, so that its card still shows what they say.
+    """
     data = config.model_dump(mode="json")
     data["objective"] = DPO
+    others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
+    data["rewards"] = [{"name": "preference"}, *others.values()]
     data["rollout"] |= {
         "store": {"path": str(folder / STORE)}, "group_size": 2, "tree": {"kind": "ode"},
         "explore": None,
