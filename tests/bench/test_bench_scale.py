@@ -47,6 +47,7 @@ def test_processes_without_gpus_are_refused_by_number(monkeypatch, tmp_path):
         scale._measure({}, 4, folder=tmp_path, iterations=1, threads=1, device="auto")
 
 
+@pytest.mark.slow
 def test_a_job_writes_its_seconds_bytes_and_weights(tmp_path):
     to = tmp_path / "found.json"
     scale.run_job(scale._recipe("tiny-sd3", 2, 2, "cpu"), iterations=1, to=str(to))
