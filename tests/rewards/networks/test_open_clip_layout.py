@@ -75,6 +75,7 @@ def test_images_are_squashed_or_cropped_as_the_folder_says(tmp_path, random_imag
     assert not torch.allclose(found["squash"], found["shortest"])
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_pixels_and_long_prompts_are_cut(tmp_path, random_images, right_slopes):
     written(tmp_path, quick_gelu=True, file="open_clip_pytorch_model.bin",
             preprocess={"resize_mode": "squash"})  # fmt: skip
@@ -84,7 +85,14 @@ def test_gradients_reach_the_pixels_and_long_prompts_are_cut(tmp_path, random_im
         reward.clip.texts([" ".join(["cat"] * 76)])
 
 
-@pytest.mark.parametrize("name", ["ViT-H-14-quickgelu", "ViT-H-14-378-quickgelu", "ViT-L-14"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ViT-H-14-quickgelu",
+        pytest.param("ViT-H-14-378-quickgelu", marks=pytest.mark.slow),
+        pytest.param("ViT-L-14", marks=pytest.mark.slow),
+    ],
+)
 def test_published_networks_have_every_name_and_shape_of_the_one_that_is_built(name):
     """DFN's two ViT-H/14 and another, without memory for their numbers."""
     model = open_clip.get_model_config(name)
