@@ -69,6 +69,7 @@ class RationalRewards:
     name = "rational_rewards"
     components = ("score", *ASPECTS)
     bounds = (0.0, 1.0)
+    requests_per_image = 1
     differentiable = False
     deterministic = False
 

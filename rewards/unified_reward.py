@@ -59,6 +59,7 @@ class UnifiedReward:
     1.5 was trained on 512 by 512 pixels.
     """
 
+    requests_per_image = 1
     differentiable = False
     deterministic = False
 

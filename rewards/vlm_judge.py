@@ -76,6 +76,7 @@ class VLMJudge:
     the least probability that must lie on accepted tokens.
     """
 
+    requests_per_image = 1
     differentiable = False
     deterministic = False  # greedy answers still depend on what else a server works on
 

@@ -12,6 +12,7 @@ from flowrl.cli.train import Words, recipe_request
 if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.planning.plan import Plan
+    from flowrl.planning.reward_work import RewardWork
 
 GB = 1e9
 
@@ -31,6 +32,10 @@ def plan(
             help="Of each GPU, in GB or GiB; by default what the recipe's name says, as in -24gb.",
         ),
     ] = None,
+    price_per_call: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of a request to a judge; then the run's judges have a cost."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show the work, the shares and the memory of a recipe's GPUs, before any download.
@@ -47,9 +52,12 @@ def plan(
       flowrl plan flux.1-dev-grpo-80gb --gpus 8 --shard node
 
       flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
+
+      flowrl plan my_recipe.yaml --price-per-call 0.002
     """
     from flowrl.config import load_config
     from flowrl.planning.plan import make_plan, memory_class, parse_memory
+    from flowrl.planning.reward_work import reward_work
 
     request = recipe_request(words, "flowrl plan quickstart")
     bytes_of_gpu = None if memory is None else parse_memory(memory)
@@ -58,12 +66,14 @@ def plan(
     if bytes_of_gpu is None:
         bytes_of_gpu = memory_class(Path(request.recipe).name)
     found = make_plan(config, gpus=gpus, memory=bytes_of_gpu)
+    rewards = reward_work(config, found.work)
     if as_json:
-        print(json.dumps(_as_json(config, found)))
+        print(json.dumps(_as_json(config, found) | _rewards_json(rewards, price_per_call)))
         return
     _show_shares(found)
     print_table(_work_rows(config, found))
     typer.echo("\nForwards of one image; those of training are the most there can be.\n")
+    _show_rewards(rewards, price_per_call)
     _show_memory(found)
     for note in found.notes:
         typer.echo(note)
@@ -155,6 +165,48 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
         for name in columns["an iteration"]
         if any(row.get(name) for row in columns.values())
     ]
+
+
+def _show_rewards(rewards: "list[RewardWork]", price: float | None) -> None:
+    from flowrl.planning.reward_work import total_requests
+
+    judged = any(reward.requests != 0 for reward in rewards)
+    print_table(
+        [
+            {"reward": r.name, "where": r.place, "GB": "?" if r.bytes is None else _gb(r.bytes)}
+            | ({"requests of the run": _requests(r.requests)} if judged else {})
+            for r in rewards
+        ]
+    )
+    typer.echo("")
+    if not judged:
+        return
+    total = total_requests(rewards)
+    cost = "" if price is None else f", which costs {total * price:,.2f} at {price:g} each"
+    typer.echo(
+        f"Judges are sent {total:,} requests at most{cost}. Answers in a cache cost nothing."
+    )
+    for reward in rewards:
+        if reward.budget is not None and (reward.requests or 0) > reward.budget:
+            typer.echo(
+                f"{reward.name} ends the run before, at max_requests: {reward.budget:,} requests."
+            )
+    typer.echo("")
+
+
+def _requests(count: int | None) -> str:
+    if count is None:
+        return "one a question"
+    return f"{count:,}" if count else ""
+
+
+def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from flowrl.planning.reward_work import total_requests
+
+    cost = None if price is None else total_requests(rewards) * price
+    return {"rewards": [asdict(reward) for reward in rewards], "cost_of_judges": cost}
 
 
 def _show_memory(found: "Plan") -> None:

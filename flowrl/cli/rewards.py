@@ -1,6 +1,7 @@
 """`flowrl reward-check`, `reward-serve` and `golden`: try rewards, serve them, compare scores."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -158,6 +159,10 @@ def reward_serve(  # noqa: PLR0913
             help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
         ),
     ] = 0,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="0-7", help="GPUs for the processes; without --workers one for each."),
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -201,10 +206,14 @@ def reward_serve(  # noqa: PLR0913
 
       flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
 
+      flowrl reward-serve pickscore --devices 0-7
+
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
     token = _token(host, token_env)
     codecs = _codecs(codec)
+    gpus = None if devices is None else _gpu_numbers(devices)
+    workers = workers or len(gpus or ())
     if not workers and (timeout or micro_batch):
         raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
     given = arguments_of(names, args)
@@ -214,8 +223,10 @@ def reward_serve(  # noqa: PLR0913
     pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
     with bound(host, port) as listening:
         specs = [
-            _spec(name, its, **pool, gpus=gpus)
-            for name, its, gpus in zip(names, given, _shared_gpus(len(names), workers), strict=True)
+            _spec(name, its, **pool, gpus=own)
+            for name, its, own in zip(
+                names, given, _shared_gpus(len(names), workers, gpus), strict=True
+            )
         ]
         try:
             app = make_app(
@@ -306,15 +317,32 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
-def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
-    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
+def _shared_gpus(rewards: int, workers: int, gpus: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the GPUs of each reward's workers.
+
+    With `gpus` the workers of a reward take these in turn, else all workers this machine's.
+    """
     if not workers:
         return [[]] * rewards
+    if gpus is not None:
+        return [[gpus[j % len(gpus)] for j in range(workers)] for _ in range(rewards)]
     import torch
 
     count = torch.cuda.device_count()
     places = range(workers if count else 0)
     return [[(i * workers + j) % count for j in places] for i in range(rewards)]
+
+
+def _gpu_numbers(text: str) -> list[int]:
+    """Return the numbers in a text such as "0-3,6". Raises UserError for another form."""
+    numbers: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
+        own = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not own:
+            raise UserError(f"--devices is {text!r}, expected numbers of GPUs, as in 0-7 or 0,2,5.")
+        numbers += own
+    return numbers
 
 
 def _spec(

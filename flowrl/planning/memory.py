@@ -86,6 +86,7 @@ class MemorySetup:
     text_encoders: Literal["keep", "offload", "free"] = "keep"
     vae: Literal["keep", "offload"] = "keep"
     reward_bytes: int = 0  # weights of reward models on this GPU
+    offloaded_bytes: int = 0  # of those, which are on the CPU while nothing is asked of them
     parts: int = 1  # GPUs that share one copy of the transformer
 
     def __post_init__(self) -> None:
@@ -160,11 +161,12 @@ class _Planner:
             "encode": self.encode(),
             "rollout": sampling | {"activations": transformer_peak(self.forward(rows), "sample")},
             "decode": sampling | vae | {"activations": self.decode(images)},
-            "rewards": held,
+            "rewards": held | {"reward models": setup.reward_bytes},
             "training": held | self.training(),
         }
         if setup.evaluation_batch:
-            parts["evaluation"] = vae | self.at_evaluation().evaluation()
+            rewards = {"reward models": setup.reward_bytes}
+            parts["evaluation"] = vae | rewards | self.at_evaluation().evaluation()
         resident, found = self.resident(), []
         for phase, own in parts.items():
             whole = resident | own
@@ -186,7 +188,7 @@ class _Planner:
             "LoRA adapters": self.adapter * FP32 * setup.adapters,
             "optimiser": 2 * self.adapter * FP32,
             "network copies": copies,
-            "reward models": setup.reward_bytes,
+            "reward models": setup.reward_bytes - setup.offloaded_bytes,
             "matmul buffers": CUBLAS + widest_bytes(network, setup),
         }
 

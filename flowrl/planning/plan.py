@@ -344,6 +344,7 @@ def build_setup(
         text_encoders=m.text_encoders,
         vae=m.vae,
         reward_bytes=rewards_bytes(config.rewards),
+        offloaded_bytes=_offloaded_bytes(config.rewards),
         parts=1 if config.runtime.shard is None else split.gpus,
     )
 
@@ -435,6 +436,12 @@ def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
             found = {("pool", place, *key): size * workers for key, size in found.items()}
         held |= found
     return sum(held.values())
+
+
+def _offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes that no reward holds on the GPU while nothing is asked."""
+    stay = [entry for entry in entries if not getattr(entry.executor, "offload", False)]
+    return rewards_bytes(entries) - rewards_bytes(stay)
 
 
 def reward_networks(entry: RewardOptions) -> Networks | None:

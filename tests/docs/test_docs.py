@@ -107,7 +107,7 @@ def test_rewards_recipes_and_executors_of_the_page_are_valid():
         config = parse_config({"prompts": {"train": "tiny:all:train"}} | section)
         assert len(config.rewards) == len(section["rewards"])
     executors = re.findall(r"^\| `(\{kind: [^`]*\})` \|", page, re.MULTILINE)
-    assert len(executors) == 4
+    assert len(executors) == 5
     for text in executors:
         how = yaml.safe_load(text.replace("[...]", "['http://127.0.0.1:8400']"))
         rewards = [{"name": "ocr", "executor": how}]

@@ -11,12 +11,15 @@ from PIL import Image
 from flowrl.api import align, evaluate, gallery, score
 from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
+from flowrl.planning.plan import count_work
+from flowrl.planning.reward_work import reward_work, total_requests
 from flowrl.training.checkpoint import Checkpoints
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "rewards"))
 from chat_servers import Scripted, completion, images_of, redness, scripted, text_of
 
 ITERATIONS = 4
+CHECKED = 4  # questions before the first iteration: two colours, asked for in turn
 KEY = "sk-proj-Zq8wLx7RtYuIoPaSdFgHjKl1234"
 
 
@@ -107,6 +110,8 @@ def test_a_run_that_its_judge_ends_resumes_to_the_weights_of_another_and_pays_fo
     with scripted(plenty) as server:
         align(config_for("whole", server, staleness), pipeline=load_tiny())
     asked = len(server.asked)
+    config = config_for("whole", server, staleness)
+    assert asked == CHECKED + total_requests(reward_work(config, count_work(config)))
     budgets, said = {}, "quota is used up, which no waiting mends"
     if limit == "quota":
         judge.left = asked - 6  # two iterations of four images are missing then, or most of them
