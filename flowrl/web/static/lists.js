@@ -121,7 +121,7 @@ export function compareView(query) {
   }
 
   async function update(signal) {
-    const { data } = await get("/api/runs", signal);
+    const { data, changed } = await get("/api/runs", signal);
     const runs = asked.length
       ? asked.map((name) => data.runs.find((run) => run.run === name)).filter(Boolean)
       : data.runs.slice(0, MOST_COMPARED);
@@ -130,12 +130,11 @@ export function compareView(query) {
       return 2000;
     }
     if (!curves) build(runs);
-    values.replaceChildren(table("On held-out prompts, before training and last",
+    if (changed) values.replaceChildren(table("On held-out prompts, before training and last",
       ["Run", "State", "Iteration", "Scores"],
       runs.map((run) => [run.run, stateBadge(run), String(run.held_out_step ?? ""), el("div", {}, heldOut(run, 8))])));
     const before = wake;
-    const found = await get(curves.path(), signal);
-    const whole = found.changed || before !== wake ? curves.take(found.data) : found.data.whole;
+    const whole = curves.take((await get(curves.path(), signal)).data);
     return whole && before === wake ? 1000 : 0;
   }
 

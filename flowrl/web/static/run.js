@@ -47,11 +47,12 @@ class Head {
     if (answer) this[what].disabled = true;
   }
 
-  show(run) {
-    this.state.replaceChildren(stateBadge(run));
+  show(run, changed) {
     const of = run.iterations ? ` of ${run.iterations}` : "";
     const how = [run.objective, run.pipeline].filter(Boolean).join(" on ");
     setText(this.facts, [`iteration ${run.step}${of}`, how, ago(run.updated)].filter(Boolean).join(", "));
+    if (!changed && this.state.childElementCount) return;
+    this.state.replaceChildren(stateBadge(run));
     this.progress.value = run.iterations ? Math.min(1, run.step / run.iterations) : 0;
     this.progress.hidden = !run.iterations;
     setText(this.detail, run.damaged ? `${run.detail} ${run.damaged} lines of its metrics are damaged.` : run.detail);
