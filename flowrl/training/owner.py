@@ -7,7 +7,7 @@ leaves it behind, so that a reader looks whether that very process is still ther
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,7 +53,10 @@ def owned(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        (run_dir / FILE).unlink(missing_ok=True)
+        with suppress(
+            OSError
+        ):  # which would hide the error that ends the block
+            (run_dir / FILE).unlink(missing_ok=True)
 
 
 def owner_of(run_dir: Path) -> Owner | None:
