@@ -237,10 +237,10 @@ class Trainer:
         return self.process.poll() is None
 
 
-def joined_of(machines: Machines, iterations: int, config_for, folder: Path, count: int) -> Trainer:
+def started(machines, iterations, config_for, folder, count, **changes) -> Trainer:
     address = NET.format(1) + ":6379"
     workers = {"count": count, "address": address, "timeout": 60.0}
-    config = config_for("shared/remote", workers, iterations)
+    config = config_for("shared/remote", workers, iterations, **changes)
     return Trainer(machines, config, folder)
 
 
@@ -260,7 +260,7 @@ def test_twenty_deaths_and_cut_links_between_machines_change_nothing(
     for i in (0, 1, 2):
         machines.start(i, cpus=1)
         time.sleep(5.0 if i == 0 else 0.5)
-    trainer = joined_of(machines, iterations, config_for, tmp_path, 2)
+    trainer = started(machines, iterations, config_for, tmp_path, 2)
     wait_for(lambda: len(trainer.lines()) >= 1, machines, trainer)
     rng, events = random.Random(0), []
     while trainer.at_work() and len(events) < 20:
@@ -285,12 +285,13 @@ def test_twenty_deaths_and_cut_links_between_machines_change_nothing(
 
 
 def test_one_three_and_again_one_worker_change_nothing(config_for, machines, tmp_path):
-    iterations = 24
-    align(config_for("here", None, iterations))
+    iterations = 50
+    waits = [{"name": "flowrl.bench.reward:Waiting", "args": {"seconds": 0.1}}]  # time to join
+    align(config_for("here", None, iterations, rewards=waits))
     machines.start(0)
     time.sleep(5.0)
     machines.start(1, cpus=1)
-    trainer = joined_of(machines, iterations, config_for, tmp_path, 3)
+    trainer = started(machines, iterations, config_for, tmp_path, 3, rewards=waits)
     seen: list[float] = []
 
     def joined(number: int) -> bool:
@@ -304,5 +305,6 @@ def test_one_three_and_again_one_worker_change_nothing(config_for, machines, tmp
     wait_for(lambda: joined(1), machines, trainer)
     wait_for(lambda: False, machines, trainer, 600.0)
     assert trainer.process.wait() == 0, Path(trainer.log.name).read_text()[-3000:]
-    assert 3 in seen and seen[-1] == 1, seen
+    assert seen[0] == 1 and 3 in seen and seen[-1] == 1, seen
+    print(seen)
     assert weights(tmp_path / "shared/remote") == weights(tmp_path / "here")
