@@ -53,9 +53,7 @@ def owned(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(
-            OSError
-        ):  # which would hide the error that ends the block
+        with suppress(OSError):  # which would hide the error that ends the block
             (run_dir / FILE).unlink(missing_ok=True)
 
 

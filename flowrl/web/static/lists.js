@@ -127,7 +127,7 @@ export function compareView(query) {
       : data.runs.slice(0, MOST_COMPARED);
     if (!runs.length) {
       setText(root.querySelector("h1"), "Compare runs: there are none here");
-      return 2000;
+      return null;
     }
     if (!curves) build(runs);
     if (changed) values.replaceChildren(table("On held-out prompts, before training and last",
@@ -135,7 +135,7 @@ export function compareView(query) {
       runs.map((run) => [run.run, stateBadge(run), String(run.held_out_step ?? ""), el("div", {}, heldOut(run, 8))])));
     const before = wake;
     const whole = curves.take((await get(curves.path(), signal)).data);
-    return whole && before === wake ? 1000 : 0;
+    return whole && before === wake ? null : 0;
   }
 
   return { title: "Compare", root, update, leave: () => curves?.leave() };

@@ -20,7 +20,7 @@ export function runView(query) {
     const details = await get(`/api/run?${new URLSearchParams({ run: name })}`, signal);
     const whole = await curves.update(signal);
     for (const part of parts) part.show?.(details.data, details.changed, signal);
-    return whole ? 1000 : 0;
+    return whole ? null : 0; // at once where there is more to read
   }
 
   return { title: name, root, update, leave: () => parts.forEach((part) => part.leave?.()) };
