@@ -307,7 +307,8 @@ def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
 def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
     """Return a GPU's part of the weights, with what is gathered while a block computes.
 
-    That is what is no block, such as embeddings, and the largest block.
+    That is what is no block, such as embeddings, and the largest block twice: while one computes,
+    the next is gathered.
     """
     whole = transformer_bytes(network, setup)
     if setup.parts == 1:
@@ -318,7 +319,7 @@ def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
         if isinstance(child, nn.ModuleList)
         for block in child
     ]
-    return -(-whole // setup.parts) + whole - sum(blocks) + max(blocks, default=0)
+    return -(-whole // setup.parts) + whole - sum(blocks) + 2 * max(blocks, default=0)
 
 
 def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> int:

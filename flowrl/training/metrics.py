@@ -221,7 +221,8 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
 With several processes all are over the images of all of them, but `time/*`, which is the main
-one's, and `tree/distance/*`, which compares images that lie on one process.
+one's, `tree/distance/*`, which compares images that lie on one process, and
+`policy/implicit_reward_std`, which compares those of a micro-batch.
 
 This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
-from flowrl.utils.peers import Peers
+from flowrl.utils.peers import Peers, agent_has_store, launchers_store, meet
 
 PEER_TIMEOUT = 120.0  # seconds
 ANSWER_TIMEOUT = 3600.0
@@ -47,10 +48,10 @@ class Runtime:
 
         _check_launcher()
         asked = device == "auto" and _is_on("ACCELERATE_USE_CPU")  # by the launcher
+        on_cpu = device == "cpu" or asked
+        _join_attempt(on_cpu)
         try:
-            self.accelerator = Accelerator(
-                cpu=device == "cpu" or asked, mixed_precision=mixed_precision
-            )
+            self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
             raise UserError(
                 "accelerate cannot change this process's device, or its precision to "
@@ -263,7 +264,7 @@ class Runtime:
             self.accelerator.scaler.scale(torch.zeros((), device=self.device))
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         # The back end's own group, but waited for as messages are.
-        self.peers.wait(torch.distributed.all_reduce(flat, async_op=True))
+        self.peers.wait(dist.all_reduce(flat, async_op=True))
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
 
@@ -290,6 +291,20 @@ class Runtime:
 def _peers() -> Peers:
     """Return the processes that the launcher started, with one group and one beat for all."""
     return Peers(peer_timeout=PEER_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
+
+
+def _join_attempt(on_cpu: bool) -> None:
+    """Join the processes of this attempt, where a launcher may start them again after a failure."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if dist.is_initialized() or not (restarts and agent_has_store()):
+        return
+    if not on_cpu and not torch.cuda.is_available():
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = launchers_store()
+    own = dist.PrefixStore(meet(store, rank, size), store)
+    backend = "gloo" if on_cpu else "nccl"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 def _check_launcher() -> None:

@@ -68,6 +68,7 @@ def home(tiny_config, tmp_path_factory) -> Path:
             "group_size": 2,
             "num_inference_steps": 2,
             "batch_size": 3,
+            "merge_lora": False,  # which a network in parts cannot
         },
         rewards=[{"name": "kills:bright"}],
         optim={"lr": 1e-3, "micro_batch": 3},

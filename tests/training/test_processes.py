@@ -70,7 +70,8 @@ def table(folder: Path) -> str:
         single = [apart(folder, case, world, "single") for world in (2, 4)]
         double = [apart(folder, case, n, "double")[1] for n in (2, 4)] if case in EXACT else []
         numbers = [max(r for r, _ in single), *(w for _, w in single), *double]
-        lines.append(f"| `{case}` | " + " | ".join(f"{x:.0e}" for x in numbers) + " |")
+        cells = [f"{x:.0e}" for x in numbers] + ["-"] * (5 - len(numbers))
+        lines.append(f"| `{case}` | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -102,9 +103,8 @@ def test_what_is_logged_is_of_all_processes(folder, case):
     for other in several:
         for mine, theirs in zip(one, other, strict=True):
             for name, value in mine.items():
-                # Distances compare images that lie on one process; forwards count the padding.
-                if name.startswith("tree/distance"):
-                    continue
+                if name.startswith(("tree/distance", "policy/implicit_reward_std")):
+                    continue  # of images that lie on one process, or in one micro-batch
                 near = math.isclose(theirs[name], value, rel_tol=1e-7, abs_tol=1e-9)
                 assert near or (math.isnan(value) and math.isnan(theirs[name])), (
                     name,
