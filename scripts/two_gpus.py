@@ -84,7 +84,7 @@ def record(folder: Path, world: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gpus", default="auto", help="auto or a number; 2 or more")
     parser.add_argument("--model", default="tiny-sd3")
     parser.add_argument("--dtype", default="fp32")
