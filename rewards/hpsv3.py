@@ -35,6 +35,7 @@ from .networks.loading import (
 )
 from .networks.preprocess import NAME, resized
 from .networks.sharing import shared
+from .networks.vit_layout import under
 
 MODEL = "MizzenAI/HPSv3"
 FILE = "HPSv3.safetensors"
@@ -196,7 +197,7 @@ def build(
             nn.Linear(words.shape[1], 1024), nn.ReLU(), nn.Identity(),  # dropout in training
             nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2),
         )  # fmt: skip
-    fit(head, _under(state, HEAD), path, "HPSv3's head")
+    fit(head, under(state, HEAD), path, "HPSv3's head")
     return network, head
 
 
@@ -208,10 +209,6 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for theirs, ours in PREFIXES.items()
         if name.startswith(theirs)
     }
-
-
-def _under(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {k[len(prefix) :]: v for k, v in state.items() if k.startswith(prefix)}
 
 
 def read_question(file: str | None) -> str:

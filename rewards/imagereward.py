@@ -28,6 +28,7 @@ from .networks.loading import (
 from .networks.preprocess import NAME, clip_pixels
 from .networks.sharing import shared
 from .networks.text_embeddings import warn_of_cut
+from .networks.vit_layout import HEAD_WIDTH, to_blip, under, vision_size
 
 MODEL = "THUDM/ImageReward"
 FILE = "ImageReward.pt"
@@ -36,17 +37,6 @@ TOKENS = 35  # what its text network was trained to read
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw scores, in the published code
 WIDTHS, LAYERS = (1024, 128, 64, 16, 1), (0, 2, 4, 6, 7)  # of the head; dropout has numbers too
 SEES, READS = "blip.visual_encoder.", "blip.text_encoder."
-VISION = {  # the published names of a vision transformer are timm's
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding",
-    "patch_embed.proj": "embeddings.patch_embedding",
-    "norm": "post_layernorm",
-}
-BLOCK = {
-    "norm1": "layer_norm1", "norm2": "layer_norm2", "attn.qkv": "self_attn.qkv",
-    "attn.proj": "self_attn.projection", "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
-}  # fmt: skip
-HEAD_WIDTH = 64  # of attention, in both networks
 VISION_EPS, TEXT_EPS = 1e-6, 1e-12  # of layer norms: not transformers' defaults
 
 
@@ -167,19 +157,11 @@ def build(state: Mapping[str, Tensor], path: Path) -> _Networks:
 
 def sizes(state: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of a BlipVisionConfig and a BlipTextConfig, told from shapes. Raises KeyError."""
-    patches = state[SEES + "patch_embed.proj.weight"]  # (D, 3, patch, patch)
-    width, patch = patches.shape[0], patches.shape[-1]
-    side = round((state[SEES + "pos_embed"].shape[1] - 1) ** 0.5) * patch
+    vision = vision_size(under(state, SEES), eps=VISION_EPS)
     words, places = (
         state[f"{READS}embeddings.{name}_embeddings.weight"] for name in ("word", "position")
     )
     first = READS + "encoder.layer.0."
-    vision = {
-        "hidden_size": width, "num_attention_heads": max(1, width // HEAD_WIDTH),
-        "num_hidden_layers": _count(state, SEES + "blocks."),
-        "intermediate_size": state[SEES + "blocks.0.mlp.fc1.weight"].shape[0],
-        "image_size": side, "patch_size": patch, "layer_norm_eps": VISION_EPS,
-    }  # fmt: skip
     text = {
         "vocab_size": words.shape[0], "hidden_size": words.shape[1],
         "num_attention_heads": max(1, words.shape[1] // HEAD_WIDTH),
@@ -201,23 +183,6 @@ def to_transformers(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
 
     What else the file holds (projections of BLIP's own training, positions) is not used.
     """
-    vision = {}
-    for name, value in state.items():
-        if name.startswith(SEES):
-            vision[_vision_name(name[len(SEES) :])] = value
-    text = {
-        name[len(READS) :]: value
-        for name, value in state.items()
-        if name.startswith(READS) and not name.endswith("position_ids")
-    }
-    return {"vision": vision, "text": text}
-
-
-def _vision_name(name: str) -> str:
-    if name in VISION:
-        return VISION[name]
-    module, _, part = name.rpartition(".")
-    if not module.startswith("blocks."):
-        return f"{VISION.get(module, module)}.{part}"
-    _, number, rest = module.split(".", 2)
-    return f"encoder.layers.{number}.{BLOCK.get(rest, rest)}.{part}"
+    text = under(state, READS)
+    text.pop("embeddings.position_ids", None)
+    return {"vision": to_blip(under(state, SEES)), "text": text}

@@ -416,6 +416,7 @@ DETECTORS: Mapping[str, int] = {
 SEES: Mapping[str, tuple[str, int]] = {  # of what `measure` names: network and parameters
     "clip": (VIT_L14, CLIP_L),
     "dinov2": ("facebook/dinov2-base", 86_580_480),
+    "dreamsim": ("dreamsim", 3 * 85_798_656),  # three ViT-B/16
 }
 Networks = dict[tuple[str, ...], int]  # bytes on a GPU, by what decides a network
 

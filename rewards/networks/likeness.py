@@ -50,7 +50,8 @@ def likeness(
     structural similarity (Wang et al. 2004), of images shrunk until no side is longer than
     `longest`; "clip" or "dinov2", also "clip:model": cosine of the network's vectors, and of
     several, "clip+dinov2", the mean of their cosines, as DreamSim's ensembles are put together
-    (Fu et al. 2023, arXiv 2306.09344), without its tuning; "module:attribute": cosine of what that
+    (Fu et al. 2023, arXiv 2306.09344), without its tuning; "dreamsim:folder": DreamSim itself, from
+    a folder of its published files; "module:attribute": cosine of what that
     callable gives for (B, 3, H, W) images in [0, 1], (B, D).
     Raises ValueError for another name.
     """
@@ -68,6 +69,11 @@ def likeness(
             version="+".join(f"{kind}/{network.version}" for kind, network in networks),
         )
     module, _, attribute = measure.partition(":")
+    if module == "dreamsim" and attribute:
+        from .dreamsim import DreamSim
+
+        tuned = DreamSim(attribute, device=device)
+        return Likeness(features=tuned.images, compare=_cosine, version=tuned.version)
     if not attribute:
         raise ValueError(
             f"unknown measure {measure!r}: use pixels, ssim, clip, dinov2, clip+dinov2, clip:model "
