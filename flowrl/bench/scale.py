@@ -59,9 +59,9 @@ def bench_scale(
 
     Returns:
         One row a job: seconds an iteration; over the bare passes of one process that it has inside;
-        MB of frozen weights and most MB of a process (of the GPU, where there is one); the most
-        that a trained weight differs from that of the job named, 0 where all are equal bit for bit.
-        Raises UserError where a job fails.
+        MB of frozen weights and most MB of the first process, which is the trainer (of its GPU,
+        where there is one); the most that a trained weight differs from that of the job named, 0
+        where all are equal bit for bit. Raises UserError where a job fails.
     """
     base = _recipe(model, prompts, steps, device)
     made: dict[str, Row] = {}
