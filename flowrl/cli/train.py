@@ -263,7 +263,8 @@ def evaluate(
     from flowrl.api import evaluate as evaluate_pipeline
 
     rows = evaluate_pipeline(config, lora=given[0] if given else None, lora_alpha=lora_alpha)
-    print_table(rows, as_json=as_json)
+    if rows:  # of several processes the first one has them
+        print_table(rows, as_json=as_json)
 
 
 def _compare(

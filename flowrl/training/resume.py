@@ -31,6 +31,7 @@ FREE = (
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
     "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "rollout.workers",
     "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
+    "runtime",
     # How a judge is asked, and what it may cost; not which model, nor what it is asked.
     *(f"rewards.*.args.server.{name}" for name in (
         "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",

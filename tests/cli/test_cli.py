@@ -95,6 +95,22 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
         assert built == [load_config("quickstart", recipe), resume, False], words
 
 
+def test_gpus_start_the_same_command_in_as_many_processes(run, built, monkeypatch):
+    started = []
+
+    def run_processes(command, count, *, cpu):
+        started.append((command[3:], count, cpu))
+        return 75
+
+    monkeypatch.setattr("flowrl.utils.launching.run_processes", run_processes)
+    words = ["quickstart", "run.seed=3", "--resume", "latest", "pipeline.device=cpu"]
+    code, out, _ = run("train", *words, "--gpus", "3")
+    assert code == 75 and "Starting 3 processes, which share the CPU." in out and not built
+    same = ["train", "quickstart", "run.seed=3", "pipeline.device=cpu", "--resume", "latest"]
+    assert started == [(same, 3, True)]
+    assert run("train", *words, "--gpus", "1")[0] == 0 and built and len(started) == 1
+
+
 def test_a_mistake_is_one_sentence_without_traceback(run, built):
     for words, told in (
         ("train", "flowrl train quickstart"),

@@ -241,8 +241,9 @@ def test_what_is_only_measured_or_computed_otherwise_needs_no_word(copy, config_
     rollout, optim = {"batch_size": 2}, {"micro_batch": 2}
     pool = [{"name": "brightness", "executor": {"kind": "pool"}}]
     config = config_for(
-        copy, rollout=rollout, optim=optim, rewards=pool, evaluation={"seed": 5, "num_images": 7}
-    )
+        copy, rollout=rollout, optim=optim, rewards=pool, evaluation={"seed": 5, "num_images": 7},
+        runtime={"shard": "node", "peer_timeout": 60.0},
+    )  # fmt: skip
     assert start(config, LATEST).state["iteration"] == 2
 
 
