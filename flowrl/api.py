@@ -251,17 +251,24 @@ def evaluate(
 
 
 def sample(
-    drawing: DrawingOptions, prompts: Sequence[str], *, seed: int, count: int, output_dir: Path
+    drawing: DrawingOptions,
+    prompts: Sequence[str | PromptRecord],
+    *,
+    seed: int,
+    count: int,
+    output_dir: Path,
 ) -> list[Path]:
     """Generate `count` images of each prompt with the pipeline's own call; return the PNG files.
 
-    A file that is there already stays: the new one takes the next free name.
+    A prompt's own negative prompt acts before that of `drawing`. A file that is there already
+    stays: the new one takes the next free name.
     """
     loaded, paths = drawing.build(), []
     for i, prompt in enumerate(prompts):
+        own = (prompt.text, prompt.negative) if isinstance(prompt, PromptRecord) else (prompt, None)
         for k in range(count):
             path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
-            write_bytes(path, png(loaded.image(prompt, seed + k)))
+            write_bytes(path, png(loaded.image(own[0], seed + k, own[1])))
             paths.append(path)
     return paths
 

@@ -21,7 +21,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
     prompt: Annotated[list[str] | None, typer.Argument(help="What to generate.")] = None,
     prompts: PromptFile = None,
     lora: Lora = None,
-    negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
+    negative: Annotated[
+        str,
+        typer.Option(help="Negative prompt, unless a prompt of --prompts has one."),
+    ] = "",
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first image.")] = 0,
@@ -56,9 +59,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     """
     from flowrl.prompts.records import load_prompts
 
-    texts = list(prompt or [])
-    texts += [record.text for record in load_prompts(prompts)] if prompts else []
-    if not texts:
+    asked = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
+    if not asked:
         raise UserError(
             'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
@@ -72,7 +74,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
         revision=revision,
     )  # fmt: skip
-    paths = sample_images(drawing, texts, seed=seed, count=count, output_dir=output_dir)
+    paths = sample_images(drawing, asked, seed=seed, count=count, output_dir=output_dir)
     for path in paths:
         typer.echo(path)
 

@@ -77,9 +77,9 @@ def opened(picture: Picture) -> Path | io.BytesIO:
 def read_pairs(source: Path) -> tuple[list[Pair], list[str]]:
     """Read the pairs of a file or folder, see above; return them, and why rows were left out.
 
-    Paths of images are relative to the file. Rows without a decision (a tie, no label) are left
-    out. Raises UserError for a source that is missing, empty or malformed; whether images exist is
-    seen when they are loaded.
+    Paths of images are relative to the file. All splits of a folder are read. Rows without a
+    decision (a tie, no label) or a prompt are left out. Raises UserError for a source that is
+    missing, empty or malformed; whether images exist is seen when they are loaded.
     """
     found: list[tuple[dict[str, Any], Picture, Picture, str]] = []
     left_out: list[str] = []
@@ -152,7 +152,7 @@ def _json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read pairs {source}: {reason}") from error
-    unit, lines = "line", [(n, t) for n, t in enumerate(text.splitlines(), start=1) if t.strip()]
+    unit, lines = "line", [(n, t) for n, t in enumerate(text.split("\n"), start=1) if t.strip()]
     if source.suffix == ".json":
         listed = _parsed(text, f"{source}")
         if not isinstance(listed, list):
@@ -174,19 +174,25 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _table(file: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], Picture]]]:
-    """Yield the rows of a parquet file without their images, which are large."""
+    """Yield the rows of a parquet file without their images, which are large.
+
+    Metadata keeps what JSON can hold: columns of dates are left out. An empty field of a pair's own
+    keys is None.
+    """
     from pyarrow import ArrowException
 
     try:
         table = _parquet(file)
         names = table.schema_arrow.names
-        light = [n for n in names if not _is_image(table.schema_arrow.field(n).type)]
+        kinds = {name: table.schema_arrow.field(name).type for name in names}
+        light = [name for name in names if _is_plain(kinds[name])]
+        images = dict.fromkeys((name for name in names if _is_image(kinds[name])), b"")
+        own = {key for keys in SHAPES for key in keys}
         row = 0
         for batch in table.iter_batches(columns=light):
             for values in batch.to_pylist():
                 where = f"{file}, row {row + 1}"
-                kept = {key: value for key, value in values.items() if value is not None}
-                images = dict.fromkeys((n for n in names if n not in light), b"")
+                kept = {k: v for k, v in values.items() if v is not None or k in own}
                 yield where, kept | images, functools.partial(_cell, file, row, kept)
                 row += 1
     except (ArrowException, OSError) as error:
@@ -204,6 +210,20 @@ def _is_image(kind: Any) -> bool:
     if types.is_struct(kind):
         return any(types.is_binary(kind.field(i).type) for i in range(kind.num_fields))
     return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether JSON can hold a column: no images, bytes, dates or decimal numbers."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_plain(kind.value_type)
+    if types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    checks = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer)
+    return any(fits(kind) for fits in (*checks, types.is_floating, types.is_null))
 
 
 @functools.lru_cache(maxsize=8)
@@ -273,6 +293,8 @@ def _chosen(row: Row, image: Callable[[str], Picture]) -> Read:
 def _pick_a_pic(row: Row, image: Callable[[str], Picture]) -> Read:
     if row.get("has_label") is False:
         raise _Undecided("has_label is false")
+    if empty := next((key for key in ("label_0", "caption") if row[key] is None), None):
+        raise _Undecided(f"{empty} is empty")
     label = float(row["label_0"])
     if label not in (0.0, 1.0):
         raise _Undecided(f"label_0 is {label:g}, a tie")
@@ -298,9 +320,12 @@ def _flow_factory(row: Row, image: Callable[[str], Picture]) -> Read:
     own = dict(row["input"])
     paths = []
     for member in MEMBERS:
-        (media,) = row["supervision"][member]["media"]
-        row[f"_{member}"] = media["path"]
-        paths.append(image(f"_{member}"))
+        media = row["supervision"][member]["media"]
+        if len(media) != 1:
+            raise ValueError(f"has {len(media)} media in supervision.{member}, expected one image")
+        key = f"supervision.{member}.media[0].path"
+        row[key] = media[0]["path"]
+        paths.append(image(key))
     return own | dict(row.get("metadata") or {}), paths[0], paths[1]
 
 

@@ -77,12 +77,15 @@ def _of_prompt(folder: Path) -> list[ImageFile]:
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a metadata file, each with where it stands."""
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not UTF-8 text") from error
     if path.suffix == ".csv":
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
         return
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
         lines = [(1, text)]
     for number, line in lines:
@@ -104,13 +107,18 @@ def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
     path = folder / str(names[0])
     if not path.is_file():
         raise UserError(f"{where}: there is no {path}")
-    nested = {k: json.loads(v) if _is_json(v) else v for k, v in row.items()}
+    nested = {key: _parsed(value) for key, value in row.items()}
     return ImageFile(path=path, prompt=texts[0], metadata=nested)
 
 
-def _is_json(value: object) -> bool:
-    """Whether a text of a table is a list or an object that was written as JSON."""
-    return isinstance(value, str) and re.match(r"[\[{].*[\]}]$", value) is not None
+def _parsed(value: Any) -> Any:
+    """Return the list or object that a text of a table holds as JSON; other texts as they are."""
+    if not isinstance(value, str) or re.match(r"[\[{].*[\]}]$", value) is None:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def plain_images(source: Path) -> list[Path]:

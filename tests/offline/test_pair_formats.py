@@ -2,6 +2,7 @@
 
 import io
 import json
+from datetime import datetime
 
 import pytest
 from PIL import Image
@@ -53,12 +54,15 @@ def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
         "label_1": [1.0, 0.0, 0.5, 0.0],
         "has_label": [True, True, True, False],
         "ranking_id": [7, 8, 9, 10],
+        "created_at": [datetime(2022, 11, 12, 13, 14)] * 4,
+        "best_image_uid": ["u", None, "u", "u"],
     }
     parquet(tmp_path / "data" / "train-0.parquet", columns)
     pairs, left_out = read_pairs(tmp_path)
     assert [pair.record.text for pair in pairs] == ["a cat", "a dog"]
     assert all(encoded(p.chosen) == GOOD and encoded(p.rejected) == BAD for p in pairs)
-    assert pairs[0].record.metadata == {"ranking_id": 7}
+    assert pairs[0].record.metadata == {"ranking_id": 7, "best_image_uid": "u"}
+    assert pairs[1].record.metadata == {"ranking_id": 8}
     assert "row 3: label_0 is 0.5, a tie" in left_out[0] and "has_label is false" in left_out[1]
     for name in ("train-0", "b"):
         (tmp_path / "data" / f"{name}.parquet").unlink(missing_ok=True)
@@ -66,6 +70,16 @@ def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
     parquet(tmp_path / "data" / "b.parquet", ties)
     with pytest.raises(UserError, match="holds no decided pair; .*row 1: label_0 is 0.5, a tie"):
         read_pairs(tmp_path)
+
+
+def test_a_row_with_an_empty_field_is_left_out_and_the_others_are_read(tmp_path):
+    columns = {
+        "caption": ["a cat", None, "a cow"], "jpg_0": [GOOD] * 3, "jpg_1": [BAD] * 3,
+        "label_0": [None, 1.0, 1.0],
+    }  # fmt: skip
+    pairs, left_out = read_pairs(parquet(tmp_path / "a.parquet", columns))
+    assert [pair.record.text for pair in pairs] == ["a cow"]
+    assert "row 1: label_0 is empty" in left_out[0] and "row 2: caption is empty" in left_out[1]
 
 
 def test_open_image_preferences_has_images_as_structures(tmp_path):
@@ -104,6 +118,13 @@ def test_flow_factorys_second_version(images):
         read_pairs(jsonl(images / "a.jsonl", row | {"schema_version": 3}))
     broken = row | {"supervision": {"chosen": media("good.png")}}
     with pytest.raises(UserError, match="line 1: .* lacks 'rejected'"):
+        read_pairs(jsonl(images / "a.jsonl", broken))
+    two = {"media": media("good.png")["media"] * 2}
+    broken = row | {"supervision": {"chosen": two, "rejected": media("bad.png")}}
+    with pytest.raises(UserError, match="has 2 media in supervision.chosen, expected one image"):
+        read_pairs(jsonl(images / "a.jsonl", broken))
+    broken = row | {"supervision": {"chosen": media(""), "rejected": media("bad.png")}}
+    with pytest.raises(UserError, match=r'of images "supervision\.chosen\.media\[0\]\.path"'):
         read_pairs(jsonl(images / "a.jsonl", broken))
 
 
