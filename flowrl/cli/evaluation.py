@@ -80,9 +80,12 @@ def geneval(  # noqa: PLR0913  # an argument for each option
     from flowrl.evaluation import benchmark
     from flowrl.evaluation.drawing import DrawingOptions
 
+    judge = arguments_of(["geneval"], [args] if args else None)[0]
     folder = Path(source)
     if not folder.is_dir() or (folder / "model_index.json").is_file():
         records = benchmark.geneval_prompts(prompts)
+        asked = [(record.text, record.metadata) for record in records]
+        benchmark.geneval_judge(judge, asked, str(prompts))  # before hours of drawing
         drawing = DrawingOptions(
             model=source, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
             steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
@@ -90,7 +93,7 @@ def geneval(  # noqa: PLR0913  # an argument for each option
         folder = _drawn(drawing, records, output_dir, per_prompt, seed)
     elif prompts or lora:
         raise UserError(f"{source} is a folder of images: leave --prompts and --lora out.")
-    rows = benchmark.judge_geneval(folder, arguments_of(["geneval"], [args] if args else None)[0])
+    rows = benchmark.judge_geneval(folder, judge)
     typer.echo(benchmark.write_results(rows, folder / benchmark.RESULTS))
     print_table(benchmark.geneval_table(rows), as_json=as_json)
     failed = [row for row in rows if row["correct"] is None]

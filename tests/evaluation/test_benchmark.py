@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from flowrl_rewards.detectors.tiny import TinyDetector
@@ -226,3 +227,43 @@ def test_two_judges_are_compared_image_by_image(tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("{}")
     assert run("calibrate", "tiny", theirs, tmp_path / "images") == 1
     assert "is no results.jsonl of GenEval" in capsys.readouterr().err
+    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
+    assert "is no results.jsonl of GenEval" in capsys.readouterr().err
+    write_results(rows, theirs)
+    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
+    assert "nowhere is not in GenEval's layout" in capsys.readouterr().err
+
+
+def test_a_judge_that_cannot_be_made_is_refused_before_anything_is_drawn(monkeypatch, tmp_path):
+    def never(self):
+        raise AssertionError("the pipeline was loaded")
+
+    monkeypatch.setattr(DrawingOptions, "build", never)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(split_prompts("colors", "test")[0]) + "\n")
+    words = ["geneval", "tiny-sd3", "--prompts", tmp_path / "rows.jsonl", "-o", tmp_path / "out"]
+    assert run(*words, "--args", "{detector: mask2formr}") == 1
+
+
+def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monkeypatch, tmp_path):
+    asked = []
+
+    class Canvas:
+        def identity(self):
+            return {}
+
+        def image(self, prompt, seed, negative=None):
+            asked.append((prompt, seed, negative))
+            return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr(DrawingOptions, "build", lambda self: Canvas())
+    rows = [{"prompt": "a cat", "negative_prompt": "blurry"}, {"prompt": "a dog"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source, expected = str(tmp_path / "rows.jsonl"), [("a cat", 3, "blurry"), ("a dog", 3, None)]
+    assert run("sample", "tiny-sd3", "--prompts", source, "--seed", 3, "-o", tmp_path / "a") == 0
+    assert asked == expected
+    asked.clear()
+    canvas: Any = Canvas()
+    draw_prompts(canvas, load_prompts(source), tmp_path / "b", per_prompt=1, seed=3)
+    assert asked == expected
+    first, second = (json.loads((tmp_path / f"b/0000{i}/metadata.jsonl").read_text()) for i in "01")
+    assert first == {"prompt": "a cat", "negative": "blurry"} and second == {"prompt": "a dog"}

@@ -13,8 +13,21 @@ from flowrl.backbones.lora_files import FILE
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest, short_name
-from flowrl.evaluation.contrasts import RESAMPLES, holm, paired_contrast
-from flowrl.evaluation.leaderboard import comparisons, rank, ranking, write_leaderboard
+from flowrl.evaluation.contrasts import (
+    RESAMPLES,
+    fewest_prompts,
+    holm,
+    paired_contrast,
+    resamples_for,
+)
+from flowrl.evaluation.leaderboard import (
+    caption,
+    comparisons,
+    kinds,
+    rank,
+    ranking,
+    write_leaderboard,
+)
 from flowrl.training.evaluate import Evaluator
 
 EVALUATION = {
@@ -102,6 +115,13 @@ def test_pages_and_tables_say_what_was_measured(held, tmp_path):
     table = ranking(contest)
     assert [row["overall"] for row in table] == sorted((r["overall"] for r in table), reverse=True)
     assert sum(len(rows) for rows in contest.kinds().values()) == 12 and len(contest.kinds()) == 6
+    for row in kinds(contest):
+        (own,) = (c for c in contest.contestants if c.name == row["name"])
+        images = [i for i, p in enumerate(contest.prompts) if p.metadata["tag"] == row["prompts"]]
+        assert row["images"] == len(images) == 2
+        assert row["brightness"] == pytest.approx(own.measures["brightness"][images].mean().item())
+    with open(tmp_path / "kinds.csv") as file:
+        assert len(list(csv.DictReader(file))) == len(kinds(contest)) == 18
 
 
 def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp_path):
@@ -111,6 +131,25 @@ def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp
     with pytest.raises(UserError, match=r"lacks 1, transformer_blocks\.9\.attn\.to_v"):
         hold_contest(config, [str(root / "one"), str(tmp_path / FILE)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_prompts_that_were_trained_on_are_refused_before_anything_is_drawn(
+    held, tiny_config, tmp_path
+):
+    seen = EVALUATION | {"prompts": "tiny:geneval:train"}
+    config = tiny_config(
+        prompts={"train": "tiny:geneval:train", "allow_overlap": False},
+        evaluation=seen,
+        rewards=REWARDS,
+    )
+    with pytest.raises(UserError, match="prompts.train"):
+        hold_contest(config, [str(held[1] / "one")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_prompts_are_said_to_tell_nothing_apart(held):
+    contest, _, _ = held
+    assert "6 prompts are too few for any of them: it takes 9" in caption(contest)
 
 
 def test_a_lora_is_called_by_what_tells_it_apart():
@@ -149,6 +188,19 @@ def test_a_plain_difference_is_found_and_missing_scores_are_left_out():
     assert found.p == 1 / (1 + RESAMPLES)
     with pytest.raises(ValueError, match="no image has both"):
         paired_contrast(before, torch.full((40,), torch.nan), prompt)
+
+
+def test_a_certain_difference_is_found_however_many_comparisons_there_are():
+    """13 contestants and 7 measures: 546 comparisons, of which the least p has to bear them all."""
+    count = 78 * 7
+    resamples, prompts = resamples_for(count), fewest_prompts(count)
+    prompt, change = torch.arange(40), torch.ones(40)
+    found = paired_contrast(torch.zeros(40), change, prompt, resamples=resamples)
+    assert max(holm([found.p] * count)) < 0.05
+    assert max(holm([1 / (1 + RESAMPLES)] * count)) > 0.05  # what those of one pair would say
+    assert resamples_for(1) == RESAMPLES
+    assert 2 / 2**prompts * count <= 0.05 < 2 / 2 ** (prompts - 1) * count
+    assert fewest_prompts(1) == 6
 
 
 def test_holm_is_the_published_step_down():
