@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_formats import lora_of_main
+from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
@@ -78,7 +78,8 @@ def build_learner(
         needed: what will be encoded; None for `all_prompts_to_encode`.
         pool: of workers that sample; None samples here, whatever `rollout.workers` says.
     """
-    p, r = config.pipeline, config.rollout
+    # The LoRA is read before anything is loaded.
+    p, r, start = config.pipeline, config.rollout, starting_lora(config, runtime)
     specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
     prompts = _split_prompts(config, given)[0]
     objective = config.objective.build(r.kernel)
@@ -97,7 +98,7 @@ def build_learner(
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    policy = build_policy(config, learning, runtime, keep_old=needs.old is not None)
+    policy = build_policy(config, learning, start, keep_old=needs.old is not None)
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
         text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
@@ -190,22 +191,33 @@ INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
+def starting_lora(config: Config, runtime: Runtime | None = None) -> LoRA | None:
+    """Read what `lora.init_from` names, None where it names nothing.
+
+    Raises UserError for what is no LoRA, or was trained at another strength than the recipe's.
+    """
+    lora = config.lora
+    if lora.init_from is None:
+        return None
+    start = lora_of_main(lora.init_from, runtime, default_alpha=lora.alpha)
+    if start.strength != lora.alpha / lora.rank:
+        raise UserError(
+            f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
+            f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
+        )
+    return start
+
+
 def build_policy(
-    config: Config, backbone: Backbone, runtime: Runtime | None = None, *, keep_old: bool
+    config: Config, backbone: Backbone, start: LoRA | None = None, *, keep_old: bool
 ) -> Policy:
-    """Return the adapters, at zero change or as `lora.init_from` has them."""
+    """Return the adapters, at zero change or as `start` has them, see `starting_lora`."""
     lora = config.lora
     policy = Policy(
         backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
-    if lora.init_from is not None:
-        start = lora_of_main(lora.init_from, runtime, default_alpha=lora.alpha)
-        if start.strength != lora.alpha / lora.rank:
-            raise UserError(
-                f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
-                f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
-            )
+    if start is not None:
         policy.start_from(start.state)
     return policy
 

@@ -27,7 +27,13 @@ from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import free_encoders
 from flowrl.backbones.text_cache import TextCache, encoder_names, index_file
 from flowrl.build.backbone import build_backbone, build_pipeline, set_precision
-from flowrl.build.learner import PRECISION, ProvidedObjects, build_policy, build_rewards
+from flowrl.build.learner import (
+    PRECISION,
+    ProvidedObjects,
+    build_policy,
+    build_rewards,
+    starting_lora,
+)
 from flowrl.build.rollout import (
     WHERE,
     RolloutParts,
@@ -167,6 +173,7 @@ def _build_parts(config: Config) -> RolloutParts:
     runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
     index = index_file(pipeline_path(p.path), p.revision)
     without = encoder_names(index) if index is not None else []
+    start = starting_lora(config)
     pipeline = build_pipeline(config, runtime.device, without=without, runtime=runtime)
     free_encoders(pipeline)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
@@ -176,7 +183,7 @@ def _build_parts(config: Config) -> RolloutParts:
         config=config,
         runtime=runtime,
         specs=build_rewards(config, gpu=runtime.gpu),
-        policy=build_policy(config, backbone, keep_old=needs.old is not None),
+        policy=build_policy(config, backbone, start, keep_old=needs.old is not None),
         backbone=backbone,
         needs=needs,
         text_cache=TextCache(backbone),  # never asked: units bring their conditioning

@@ -21,7 +21,7 @@ def collect(
         int | None, typer.Option(min=1, help="Prompts to sample; rounded up to whole iterations.")
     ] = None,
     pairs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A .jsonl file with pairs of images.")
+        Path | None, typer.Option(metavar="FILE", help="Pairs of images: a file or a folder.")
     ] = None,
     lora: Lora = None,
     as_json: AsJson = False,

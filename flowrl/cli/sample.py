@@ -127,6 +127,8 @@ def score(
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
     from flowrl.api import score as score_images
 
+    if dialect != "flowrl" and not server:
+        raise UserError(f"--dialect {dialect} is given without --server: add its address.")
     if server and args:
         raise UserError("--args are given with --server, which makes the reward: leave them out.")
     scored = score_images(

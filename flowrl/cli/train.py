@@ -249,6 +249,7 @@ def evaluate(
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
 
       flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+
       flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
     """
     from flowrl.config import load_config

@@ -19,6 +19,8 @@ def verdicts(judge: str, folder: Path, args: Mapping[str, Any] | None = None) ->
     judge: the address of a reward server in mode official, a results.jsonl of anybody's, or the
     name of a detector, with `args` of the reward geneval. Raises UserError for none of these.
     """
+    if args and (judge.startswith("http") or judge.endswith(".jsonl")):
+        raise UserError(f"--args are given for {judge}, whose verdicts are made already")
     if judge.startswith(("http://", "https://")):
         return _of_server(judge, folder)
     if judge.endswith(".jsonl"):

@@ -173,3 +173,28 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_drawn(
             None, base="tiny-sd3", lora=str(cut), prompts="tiny:geneval:test", count=1, seed=0,
             output_dir=tmp_path,
         )  # fmt: skip
+
+
+def test_every_command_refuses_a_cut_file_before_a_pipeline_is_loaded(
+    trained, tiny_config, monkeypatch, tmp_path, capsys
+):
+    def never(*args, **how):
+        raise AssertionError("a pipeline was loaded")
+
+    monkeypatch.setattr("flowrl.evaluation.drawing.load_pipeline", never)
+    monkeypatch.setattr("flowrl.build.learner.build_pipeline", never)
+    cut, out = tmp_path / "cut", tmp_path / "out"
+    shutil.copytree(trained / "checkpoint-3" / "lora", cut)
+    file = cut / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for words in (
+        ["sample", "tiny-sd3", "a red star", "--lora", cut, "-o", out],
+        ["export", cut, "--to", "diffusers", "-o", out],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert end.value.code and "not whole" in capsys.readouterr().err
+    own = tiny_config(lora=LORA | {"init_from": str(cut)})
+    with pytest.raises(UserError, match="not whole"):
+        build_learner(own, Runtime(device="cpu"), ProvidedObjects())
+    assert not out.exists()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from flowrl.backbones.lora_files import FILE, load_lora
 from flowrl.backbones.lora_formats import check_fits, normalised, open_lora
 from flowrl.backbones.original_layers import comfyui_state, layers_of
+from flowrl.cli import main
 from flowrl.errors import UserError
 
 BLOCK = "transformer_blocks.0.attn"
@@ -183,6 +184,16 @@ def test_a_file_without_its_alpha_warns_with_the_strength_unless_it_is_said(
     caplog.clear()
     assert open_lora(tmp_path / "bare.safetensors", alpha=8).strength == 2
     assert not caplog.text
+
+
+def test_the_alpha_that_is_said_to_a_command_is_in_the_file_that_it_writes(peft_folder, tmp_path):
+    lora = open_lora(peft_folder[0])
+    alone = {k: t for k, t in lora.state.items() if k.startswith(f"{BLOCK}.to_q")}
+    save_file(alone, tmp_path / "bare.safetensors")
+    words = ["export", str(tmp_path / "bare.safetensors"), "--to", "diffusers", "-o"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, str(tmp_path / "lora"), "--lora-alpha", "12"])
+    assert not end.value.code and open_lora(tmp_path / "lora").strength == 3
 
 
 def test_the_normalised_file_says_what_the_folder_said(peft_folder, tmp_path):

@@ -11,13 +11,17 @@ from PIL import Image
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import (
+    benchmark_prompts,
     geneval_prompts,
     geneval_table,
     judge_geneval,
+    kind_of,
     write_results,
 )
+from flowrl.evaluation.calibrate import verdicts
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
 
@@ -267,3 +271,51 @@ def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monk
     assert asked == expected
     first, second = (json.loads((tmp_path / f"b/0000{i}/metadata.jsonl").read_text()) for i in "01")
     assert first == {"prompt": "a cat", "negative": "blurry"} and second == {"prompt": "a dog"}
+
+
+def test_drawbench_is_read_from_the_hub_with_its_categories(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = {"Prompts": ["a red dog", "two cats"], "Category": ["Colors", "Counting"]}
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_dict(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    records = benchmark_prompts("drawbench")
+    assert asked == [("sayakpaul/drawbench", "train")]
+    assert [record.text for record in records] == rows["Prompts"]
+    assert [kind_of(record.metadata) for record in records] == rows["Category"]
+
+
+def test_verdicts_of_a_server_are_asked_of_geneval_in_mode_official_alone(monkeypatch, tmp_path):
+    folder = tmp_path / "00000" / "samples"
+    folder.mkdir(parents=True)
+    row = split_prompts("colors", "test")[0]
+    (folder.parent / "metadata.jsonl").write_text(json.dumps(row))
+    for index in range(2):
+        Image.new("RGB", (8, 8), (255 * index,) * 3).save(folder / f"000{index}.png")
+
+    class Server(InlineExecutor):
+        served = "geneval-2/official/tiny/own/clean"
+
+        def __init__(self, name, urls):
+            super().__init__(lambda images, prompts, metadata: images.mean((1, 2, 3)), name)
+            self.asked = name
+
+        @property
+        def version(self):
+            if self.asked != "geneval":
+                raise UserError(f"{self.asked}: it does not serve it; it serves geneval")
+            return self.served
+
+    monkeypatch.setattr("flowrl.scoring.executors.http.HTTPExecutor", Server)
+    assert verdicts("http://127.0.0.1:1", tmp_path) == {
+        "00000/samples/0000.png": False, "00000/samples/0001.png": True,
+    }  # fmt: skip
+    Server.served = "geneval-2/strict/tiny/own/clean"
+    with pytest.raises(UserError, match="in version geneval-2/strict/.*, expected geneval in mode"):
+        verdicts("http://127.0.0.1:1", tmp_path)
+    with pytest.raises(UserError, match="--args are given for http"):
+        verdicts("http://127.0.0.1:1", tmp_path, {"colors": "clip"})

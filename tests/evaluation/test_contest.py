@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from flowrl.api import align
@@ -131,6 +132,31 @@ def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp
     with pytest.raises(UserError, match=r"lacks 1, transformer_blocks\.9\.attn\.to_v"):
         hold_contest(config, [str(root / "one"), str(tmp_path / FILE)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_paraphrase_gap_is_what_a_reward_loses_in_other_words(tiny_config, tmp_path):
+    rows = [{"prompt": "a red star", "paraphrases": ["a star that is red"]}, {"prompt": "a ring"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {
+        "prompts": str(tmp_path / "rows.jsonl"), "num_images": 4, "num_inference_steps": 2,
+        "batch_size": 4, "paraphrases": True,
+    }  # fmt: skip
+    config = tiny_config(evaluation=own)
+    contest = hold_contest(config, [], tmp_path / "out")
+    (base,) = contest.contestants
+
+    def brightness(path):
+        with Image.open(path) as image:
+            return np.asarray(image).mean() / 255
+
+    gap = base.measures["paraphrase_gap/brightness"]
+    for row, prompt in enumerate(contest.prompts):
+        drawn, worded = base.folder / f"{row:05d}.png", base.folder / f"reworded/{row:05d}.png"
+        if prompt.paraphrases:
+            expected = brightness(drawn) - brightness(worded)
+            assert gap[row].item() == pytest.approx(expected, abs=1e-6) and expected
+        else:
+            assert gap[row].isnan() and not worded.exists()
 
 
 def test_prompts_that_were_trained_on_are_refused_before_anything_is_drawn(
