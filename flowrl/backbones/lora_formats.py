@@ -200,7 +200,7 @@ def lora_file(source: str | Path) -> Path:
     if path.is_dir():
         if (found := _in_folder(path)) is not None:
             return found
-    elif (match := HUB_NAME.fullmatch(str(source))) is not None:
+    elif (match := HUB_NAME.fullmatch(str(source))) is not None and ".." not in path.parts:
         return _on_hub(str(source), match[1], match[2].strip("/"), match[3])
     raise UserError(
         f"no LoRA at {source}: give a .safetensors file, a folder with {FILE} or {PEFT_FILE}, or a "
@@ -252,7 +252,9 @@ def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Pat
             if place is not tried[-1] and "LocalEntryNotFoundError" in kinds:
                 continue
             if message := hub_error_message(error, name, revision):
-                raise UserError(f"cannot load the LoRA {source}: {message}") from error
+                raise UserError(
+                    f"cannot load the LoRA {source}, which is no file or folder here: {message}"
+                ) from error
             raise
     shown = f"{name}/{subfolder}".rstrip("/")
     raise UserError(

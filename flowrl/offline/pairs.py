@@ -10,6 +10,8 @@ Rows are told apart by their keys: flowrl's own and open-image-preferences (`pro
 import functools
 import io
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,6 +21,8 @@ from typing import Any
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, records_of
 from flowrl.prompts.sources import check_row
+
+LOG = logging.getLogger(__name__)
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 TWINS = (("chosen", "rejected"), ("win", "lose"), ("preferred", "rejected"), ("good", "bad"))
@@ -123,6 +127,9 @@ def _rows(source: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], P
     if source.is_dir():
         tables = sorted(source.rglob("*.parquet"))
         if tables:
+            splits = sorted({re.split(r"[-.]", table.name)[0] for table in tables})
+            if len(splits) > 1:
+                LOG.warning("%s has the parts %s: all are read", source, ", ".join(splits))
             for table in tables:
                 yield from _table(table)
             return
@@ -261,17 +268,24 @@ def _twins(folder: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], 
             f"{', '.join(' and '.join(t) for t in TWINS)}"
         )
     good, bad = (folder / name for name in twin)
+    found = {p.stem: p for p in good.iterdir() if p.suffix.lower() in IMAGES}
     others = {p.stem: p for p in bad.iterdir() if p.suffix.lower() in IMAGES}
-    for path in sorted(p for p in good.iterdir() if p.suffix.lower() in IMAGES):
+    for stem in sorted(set(found) ^ set(others)):
+        path, missing = (found[stem], bad) if stem in found else (others[stem], good)
+        row = {"prompt": "", "chosen": "", "rejected": ""}
+        yield str(path), row, functools.partial(_no_twin, missing)
+    for path in sorted(path for stem, path in found.items() if stem in others):
         captions = [place.with_suffix(".txt") for place in (path, bad / path.name)]
         caption = next((c for c in captions if c.is_file()), None)
         if caption is None:
             raise UserError(f"{path}: expected its prompt in {captions[0]}")
-        if path.stem not in others:
-            raise UserError(f"{path}: there is no image of its name in {bad}")
         images = {"chosen": path, "rejected": others[path.stem]}
         row = {"prompt": caption.read_text("utf-8").strip(), "chosen": "", "rejected": ""}
         yield str(path), row, images.__getitem__
+
+
+def _no_twin(folder: Path, key: str) -> Picture:
+    raise _Undecided(f"there is no image of its name in {folder}")
 
 
 # --- shapes of rows -----------------------------------------------------------------------------

@@ -134,12 +134,6 @@ def _usual(row: dict, where: str) -> dict:
     becomes `ground_truth`, and in rows about OCR `ocr_text`.
     """
     row = dict(row)
-    if "negative_prompt" in row:
-        given = row.pop("negative_prompt")
-        if given is not None and row.get("negative", given) not in (None, given):
-            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
-        if given is not None or "negative" not in row:
-            row["negative"] = given
     if isinstance(row.get("metadata"), str | dict):
         inner = row.pop("metadata")
         try:
@@ -150,6 +144,12 @@ def _usual(row: dict, where: str) -> dict:
         if not isinstance(inner, dict):
             raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
         row = inner | row
+    if "negative_prompt" in row:
+        given = row.pop("negative_prompt")
+        if given is not None and row.get("negative", given) not in (None, given):
+            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
+        if given is not None or "negative" not in row:
+            row["negative"] = given
     if isinstance(row.get("prompt"), list):
         row["prompt"] = _last_user_message(row["prompt"], where)
         reward = row.get("reward_model")

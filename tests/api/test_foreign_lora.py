@@ -14,7 +14,9 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner
 from flowrl.cli import main
 from flowrl.errors import UserError
+from flowrl.evaluation.contest import BASE, hold_contest
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.images import to_pil
 
 TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
 TARGETS += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
@@ -111,6 +113,19 @@ def test_evaluate_and_gallery_measure_pefts_pictures(
         seed=config.evaluation.seed, output_dir=tmp_path,
     )  # fmt: skip
     assert torch.equal(compared["after"].images, expected.images)
+
+
+def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path):
+    contest = hold_contest(config, [str(trained / "checkpoint-3")], tmp_path)
+    specs = api.build_rewards(config)
+    evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
+    evaluator = replace(evaluator, prompts=contest.prompts)
+    with torch.no_grad():
+        images = evaluator.images(evaluator.backbone.velocity, evaluator.request())
+        expected = to_pil(torch.cat(list(images)))
+    (own,) = (one for one in contest.contestants if one.name != BASE)
+    for path, image in zip(contest.images(own), expected, strict=True):
+        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
 
 
 def test_training_that_starts_from_it_starts_with_pefts_pictures(

@@ -289,5 +289,7 @@ def test_a_name_on_the_hub_is_its_folder_there_at_a_revision(peft_folder, monkey
     lora = open_lora("me/a-lora/checkpoint-3@v1")
     assert lora.path == peft_folder[0] / "adapter_model.safetensors"
     assert asked[-1] == ("me/a-lora", "checkpoint-3/lora/adapter_model.safetensors", "v1")
+    with pytest.raises(UserError, match="no LoRA at ../nothing/x: give"):
+        open_lora("../nothing/x")
     with pytest.raises(UserError, match="name its subfolder as me/a-lora/SUBFOLDER"):
         open_lora("me/a-lora")

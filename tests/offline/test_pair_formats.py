@@ -45,8 +45,14 @@ def only(source):
     return pair, encoded(pair.chosen), encoded(pair.rejected), left_out
 
 
-def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
+def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path, caplog):
+    texts = ["image_0_uid", "image_0_url", "image_1_uid", "image_1_url", "model_0", "model_1"]
     columns = {
+        **{name: ["x"] * 4 for name in texts},
+        "are_different": [True] * 4,
+        "user_id": [3] * 4,
+        "num_example_per_prompt": [1] * 4,
+        "__index_level_0__": [0, 1, 2, 3],
         "caption": ["a cat", "a dog", "a cow", "a hen"],
         "jpg_0": [BAD, GOOD, GOOD, GOOD],
         "jpg_1": [GOOD, BAD, BAD, BAD],
@@ -61,10 +67,15 @@ def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
     pairs, left_out = read_pairs(tmp_path)
     assert [pair.record.text for pair in pairs] == ["a cat", "a dog"]
     assert all(encoded(p.chosen) == GOOD and encoded(p.rejected) == BAD for p in pairs)
-    assert pairs[0].record.metadata == {"ranking_id": 7, "best_image_uid": "u"}
-    assert pairs[1].record.metadata == {"ranking_id": 8}
+    first, second = (pair.record.metadata for pair in pairs)
+    assert (first["ranking_id"], first["best_image_uid"], first["model_0"]) == (7, "u", "x")
+    assert second["ranking_id"] == 8 and "best_image_uid" not in second
+    assert set(first).isdisjoint({"created_at", "jpg_0", "jpg_1", "label_0", "label_1", "caption"})
     assert "row 3: label_0 is 0.5, a tie" in left_out[0] and "has_label is false" in left_out[1]
-    for name in ("train-0", "b"):
+    parquet(tmp_path / "data" / "test_unique-0.parquet", columns)
+    assert len(read_pairs(tmp_path)[0]) == 4
+    assert "has the parts test_unique, train: all are read" in caplog.text
+    for name in ("train-0", "test_unique-0", "b"):
         (tmp_path / "data" / f"{name}.parquet").unlink(missing_ok=True)
     ties = {key: values[2:] for key, values in columns.items()}
     parquet(tmp_path / "data" / "b.parquet", ties)
@@ -148,6 +159,13 @@ def test_twin_folders_pair_images_of_one_name(tmp_path):
     (tmp_path / "chosen" / "1.txt").write_text("a cat\n")
     pair, chosen, rejected, _ = only(tmp_path)
     assert (pair.record.text, chosen, rejected) == ("a cat", GOOD, BAD)
+    for alone in ("chosen/0.png", "rejected/3.png"):
+        (tmp_path / alone).write_bytes(GOOD)
+    (pair,), left_out = read_pairs(tmp_path)
+    assert pair.record.text == "a cat"
+    assert [line.partition(":")[0] for line in left_out] == [
+        str(tmp_path / "chosen/0.png"), str(tmp_path / "rejected/3.png"),
+    ]  # fmt: skip
     (tmp_path / "rejected" / "1.png").rename(tmp_path / "rejected" / "2.png")
     with pytest.raises(UserError, match="there is no image of its name in .*rejected"):
         read_pairs(tmp_path)

@@ -67,6 +67,9 @@ def test_metadata_written_as_json_become_metadata(tmp_path):
     source = write(tmp_path / "a.jsonl", {"prompt": "two cats", "metadata": json.dumps(inner)})
     (record,) = load_prompts(source)
     assert record.metadata == inner
+    row = {"prompt": "two cats", "metadata": inner | {"negative_prompt": "blurry"}}
+    (record,) = load_prompts(write(tmp_path / "a.jsonl", row))
+    assert record.metadata == inner and record.negative == "blurry"
     with pytest.raises(UserError, match='line 1: "metadata" is not valid JSON'):
         load_prompts(write(tmp_path / "a.jsonl", {"prompt": "a", "metadata": "{tag"}))
     with pytest.raises(UserError, match='line 1: "metadata" must hold an object'):
