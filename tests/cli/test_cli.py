@@ -8,6 +8,7 @@ from flowrl import __version__
 from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.load import load_yaml
+from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture
@@ -150,8 +151,9 @@ def test_sample_passes_prompts_and_settings(run, built, tmp_path):
     prompts.write_text("a red star\na blue ring\n")
     words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
     assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
-    ((drawing, texts), options) = built[0]
-    assert texts == ["a cat", "a red star", "a blue ring"]
+    ((drawing, asked), options) = built[0]
+    assert asked == ["a cat", *load_prompts(prompts)]
+    assert [record.text for record in asked[1:]] == ["a red star", "a blue ring"]
     assert (drawing.model, drawing.negative, drawing.guidance) == ("tiny-sd3", "fog", 2.0)
     assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
 
