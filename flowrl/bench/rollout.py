@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from flowrl.bench.timing import best_of
+from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
 from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
@@ -32,7 +32,7 @@ def bench_rollout(
     """Measure the sampler against its bare forwards, an update against its own passes.
 
     All with the adapter attached, as training has it; then with the adapter merged into the
-    weights. Returns one row a job: best seconds, and the ratio to the bare passes inside.
+    weights. Returns one row a job with its ratio to the bare passes inside: see `compare_turns`.
     """
     torch.set_num_threads(threads)
     if batch % GROUP:
@@ -60,13 +60,13 @@ def bench_rollout(
         "sampler, LoRA merged": lambda: merged(partial(sample, learner)),
         "forwards, LoRA merged": lambda: merged(forwards),
     }
-    seconds = best_of(jobs, repeats)
+    turns = time_turns(jobs, repeats, learner.runtime.device)
     pairs = dict.fromkeys(jobs, "forwards") | {
         "update": "forwards and backwards",
         "sampler, LoRA merged": "forwards, LoRA merged",
     }
     return [
-        {"job": job, "seconds": seconds[job], "ratio": seconds[job] / seconds[bare], "to": bare}
+        {"job": job, **compare_turns(turns[job], turns[bare]), "to": bare}
         for job, bare in pairs.items()
     ]
 
@@ -192,8 +192,8 @@ def bench_tree(
     """Measure 16 images of a prompt as chains, as a BranchGRPO tree, and as a pruned tree.
 
     The five steps after the last split are pruned, as in the paper's table (80 edges at 16
-    leaves). Returns one row a job: best seconds, the ratio to the job it is compared with, the
-    same ratio by the counts of the plans, and the first ratio divided by the second.
+    leaves). Returns one row a job: its ratio to the job it is compared with, see `compare_turns`,
+    the same ratio by the counts of the plans, and the first ratio divided by the second.
     """
     torch.set_num_threads(threads)
     shared = {"prompts_per_iteration": prompts, "group_size": 16, "num_inference_steps": steps}
@@ -209,7 +209,7 @@ def bench_tree(
         name: with_random_rewards(learner.source.collect(0, Timer()))
         for name, learner in learners.items()
     }
-    seconds = best_of(
+    turns = time_turns(
         {
             "sample chains": lambda: sample(learners["chains"]),
             "sample tree": lambda: sample(learners["tree"]),
@@ -218,29 +218,28 @@ def bench_tree(
             "update pruned": lambda: update(learners["pruned"], rollouts["pruned"]),
         },
         repeats,
+        learners["tree"].runtime.device,
     )
     counts = {name: count(sampler(learner).plan(0)) for name, learner in learners.items()}
     return [
-        _row(seconds, counts, "sample tree", "sample chains"),
-        _row(seconds, counts, "update tree", "update chains"),
-        _row(seconds, counts, "update pruned", "update tree"),
+        _row(turns, counts, "sample tree", "sample chains"),
+        _row(turns, counts, "update tree", "update chains"),
+        _row(turns, counts, "update pruned", "update tree"),
     ]
 
 
 def _row(
-    seconds: dict[str, float], counts: dict[str, PlanCounts], job: str, other: str
+    turns: dict[str, TimedTurns], counts: dict[str, PlanCounts], job: str, other: str
 ) -> dict[str, Any]:
     def forwards(name: str) -> int:
         what, plan = name.split()
         return counts[plan].forwards if what == "sample" else counts[plan].train_forwards
 
-    ratio, by_counts = seconds[job] / seconds[other], forwards(job) / forwards(other)
+    found, by_counts = compare_turns(turns[job], turns[other]), forwards(job) / forwards(other)
     return {
         "job": job,
-        "s": seconds[job],
-        "against": other,
-        "its s": seconds[other],
-        "ratio": ratio,
+        **found,
+        "to": other,
         "by counts": by_counts,
-        "of counts": ratio / by_counts,
+        "of counts": float(found["ratio"]) / by_counts,
     }
