@@ -17,12 +17,13 @@ from torch import Tensor
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
-from flowrl.build.backbone import build_pipeline, with_pipeline_family
+from flowrl.build.backbone import with_pipeline_family
 from flowrl.build.learner import (
     PRECISION,
     ProvidedObjects,
     all_prompts_to_encode,
     build_backbone,
+    build_evaluated_pipeline,
     build_evaluator,
     build_learner,
     build_rewards,
@@ -30,13 +31,15 @@ from flowrl.build.learner import (
     check_evaluation_alone,
     check_unseen,
     evaluation_prompts,
+    fill_prompt_cache,
+    prompts_of_iterations,
     training_prompts,
     with_pipeline_name,
 )
 from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
 from flowrl.build.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
-from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
+from flowrl.build.text import TextCaches, prompts_to_encode
 from flowrl.build.worker import build_pool
 from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
@@ -64,7 +67,7 @@ from flowrl.offline.format import (
 )
 from flowrl.offline.pairs import pairs_digest, read_pairs
 from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pairs
-from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import restore_linear_after
@@ -74,11 +77,8 @@ from flowrl.sampling.source import Ahead, Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
-    SUFFIXES,
-    ImageFile,
     ScoredFiles,
-    labelled_images,
-    plain_images,
+    images_with_prompts,
     score_files,
 )
 from flowrl.scoring.spec import Reward, closing
@@ -174,9 +174,6 @@ def _train(
             runtime.raise_on_all(),
         ):
             try_rewards(learner, [*training_prompts(config, given), *held_out])
-        with phase("encode"):
-            stored = stored_prompts(config, learner.source)
-            texts.encode_and_free(pipeline, [*needed, *stored], runtime)
         run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
         with phase("save"):
             if runtime.is_main:
@@ -231,10 +228,10 @@ def evaluate(
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_evaluation_alone(config, specs, held_out)
     check_unseen(config, held_out)
-    pipeline = build_pipeline(config, runtime.device, runtime=runtime)
+    pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     if added is not None:
         check_fits(added, pipeline.transformer)
-    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
     assert evaluator is not None  # there are prompts
     with closing(specs):
         base = evaluator(evaluator.backbone.velocity, runtime)
@@ -245,6 +242,14 @@ def evaluate(
         load_lora(pipeline, added)
         after = evaluator(evaluator.backbone.velocity, runtime)
         return table(compare(base, after, evaluator.quality)) if runtime.is_main else []
+
+
+# --- flowrl encode -----------------------------------------------------------------------------
+
+
+def encode(config: Config) -> list[Row]:
+    """Fill memory.prompt_cache with what a run of the recipe encodes; return how many prompts."""
+    return [fill_prompt_cache(config, _runtime(config))]
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
@@ -306,10 +311,11 @@ def gallery(
     changes = {"num_images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
     config = _changed(config, "evaluation", **changes)
-    pipeline = build_pipeline(config, runtime.device, runtime=runtime)
+    held_out = evaluation_prompts(config, ProvidedObjects())
+    pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     check_fits(added, pipeline.transformer)
     config = config if run else with_pipeline_family(config, pipeline)
-    evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
+    evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects(), texts)
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
@@ -386,7 +392,6 @@ def collect(
     with closing(learner.specs), packed, steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
-        texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)
         metadata = dataset_metadata(config, sampler)
         store = write_groups(folder, metadata, sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
@@ -479,7 +484,7 @@ def score(
         UserError: when there are more or fewer prompts than images, and for a reward that cannot
             be made.
     """
-    files = _images_with_prompts(images, prompts or "")
+    files = images_with_prompts(images, prompts or "")
     entries = [
         {"name": name, "label": name}
         | (
@@ -492,36 +497,6 @@ def score(
     specs = [RewardOptions.model_validate(entry).build() for entry in entries]
     with closing(specs):
         return score_files(specs, files)
-
-
-def _images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
-    """Return the images in their order, those that nothing labels with `prompts`."""
-    found: list[ImageFile | Path] = []
-    for source in sources:
-        labelled = labelled_images(source) if source.is_dir() else None
-        found += plain_images(source) if labelled is None else labelled
-    if not found:
-        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
-    bare = [image for image in found if isinstance(image, Path)]
-    if prompts and not bare:
-        raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
-    records = iter(_prompts_for(prompts, len(bare)) if bare else [])
-
-    def label(path: Path) -> ImageFile:
-        text, metadata = next(records)
-        return ImageFile(path=path, prompt=text, metadata=metadata)
-
-    return [label(image) if isinstance(image, Path) else image for image in found]
-
-
-def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
-    """Return a prompt and its metadata for each of `count` images."""
-    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
-        return [(source, {})] * count
-    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
-    if len(records) != count:
-        raise UserError(f"{source} has {len(records)} prompts for {count} images")
-    return [(record.text, record.metadata) for record in records]
 
 
 # --- flowrl audit ------------------------------------------------------------------------------
@@ -564,7 +539,10 @@ def audit(
     names = precisions or (_explore(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(_changed(config, "rollout", explore=None), runtime, given)
+    needed = prompts_of_iterations(config, given, 1)
+    learner = build_learner(
+        _changed(config, "rollout", explore=None), runtime, given, needed=needed
+    )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     packed = restore_linear_after(learner.policy.network)
     with closing(learner.specs), packed, bar or nullcontext():
@@ -727,7 +705,8 @@ def signal(
     if lora is not None:
         config = with_lora(config, lora)
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(config, _runtime(config), given)
+    needed = prompts_of_iterations(config, given, rollouts)
+    learner = build_learner(config, _runtime(config), given, needed=needed)
     with closing(learner.specs), restore_linear_after(learner.policy.network):
         with learner.runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))

@@ -35,6 +35,19 @@ def in_turns(jobs: Mapping[str, Callable[[], Job]], repeats: int) -> dict[str, l
     return rounds
 
 
+def best_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
+    """Return the best seconds of the parts of each job, which take turns: see `in_turns`.
+
+    Parts with a "total" all come from the round whose total is least; others are each the least.
+    """
+    return {
+        name: min(found, key=lambda parts: parts["total"])
+        if "total" in found[0]
+        else {part: min(each[part] for each in found) for part in found[0]}
+        for name, found in in_turns(jobs, repeats).items()
+    }
+
+
 def median_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
     """Return the seconds of the parts of each job, which take turns: see `in_turns`.
 
@@ -110,18 +123,10 @@ def compare_turns(job: TimedTurns, other: TimedTurns) -> dict[str, float | str]:
     }
 
 
-def best_of(jobs: Mapping[str, Callable[[], None]], repeats: int) -> Seconds:
-    """Return the best seconds of each job, which take turns: see `in_turns`."""
-
-    def timed(job: Callable[[], None]) -> Seconds:
-        began = time.perf_counter()
-        job()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return {"total": time.perf_counter() - began}
-
-    found = in_turns({name: lambda job=job: timed(job) for name, job in jobs.items()}, repeats)
-    return {name: min(parts["total"] for parts in rounds) for name, rounds in found.items()}
+def best_of(jobs: Mapping[str, Callable[[], object]], repeats: int) -> Seconds:
+    """Return the best seconds of each job on the clock, which take turns: see `in_turns`."""
+    turns = time_turns(jobs, repeats, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return {name: min(found.wall) for name, found in turns.items()}
 
 
 @dataclass(slots=True)

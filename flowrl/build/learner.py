@@ -28,10 +28,11 @@ from flowrl.build.work_split import check_split, iteration_work
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
+from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
@@ -88,11 +89,11 @@ def build_learner(
     check_parts(config, runtime, needs, specs, prompts, held_out)
     caches = caches or TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given) if needed is None else needed
-    without = caches.unneeded_encoders(needed)
-    pipeline = build_pipeline(
-        config, runtime.device, given.pipeline, without=without, runtime=runtime,
-        revision=caches.commit() if without else None, decoder_learns=needs.reward_grad,
-    )  # fmt: skip
+    stored = stored_prompts(config, specs)
+    check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
+    pipeline = _pipeline_after_texts(
+        config, runtime, caches, [*needed, *stored], decoder_learns=needs.reward_grad
+    )
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
     learning = backbone
@@ -104,8 +105,6 @@ def build_learner(
         text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
     )  # fmt: skip
     source = build_source(parts, prompts, caches)
-    stored = [prompt for _, prompt in stored_prompts(config, source)]
-    check_overlap(stored, held_out, allowed=config.prompts.allow_overlap)
     return Learner(
         source=source,
         specs=specs,
@@ -119,6 +118,23 @@ def build_learner(
         signal_every=config.run.signal_every,
         checks_ratio=not isinstance(source, Ahead),
     )
+
+
+def _pipeline_after_texts(
+    config: Config,
+    runtime: Runtime,
+    caches: TextCaches,
+    texts: GuidedPrompts,
+    *,
+    decoder_learns: bool,
+) -> Any:
+    """Encode texts, unless their encoders are kept; return the pipeline, placed only then."""
+    with phase("encode"):
+        loaded = caches.encode_first(texts, runtime)
+    return build_pipeline(
+        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
+        revision=caches.commit() if loaded else None, decoder_learns=decoder_learns,
+    )  # fmt: skip
 
 
 def check_parts(
@@ -135,6 +151,8 @@ def check_parts(
         check_trees(config, needs)
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
+    if config.rollout.reads_store:
+        check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     if config.run.signal_every:
@@ -236,7 +254,6 @@ def build_source(
         return Ahead(
             own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
         )
-    check_offline(config, parts.needs)
 
     def resample(other: Config) -> Sampler:
         return build_sampler(replace(parts, config=other), prompts)
@@ -280,6 +297,22 @@ def check_trees(config: Config, needs: Needs) -> None:
         check_states(needs.states, config.plans(), config.rollout, config.run.seed)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def build_evaluated_pipeline(
+    config: Config, runtime: Runtime, held_out: Sequence[PromptRecord]
+) -> tuple[Any, TextCaches]:
+    """Return the pipeline for evaluations without training, and the encoded held-out prompts."""
+    if config.memory.text_encoders == "free":  # the pipeline goes on to others
+        memory = config.memory.model_copy(update={"text_encoders": "offload"})
+        config = config.model_copy(update={"memory": memory})
+    caches = TextCaches(config)
+    needed = prompts_to_encode(config, (), _evaluated(config, held_out))
+    if config.evaluation.as_deployed:  # the pipeline's own call encodes
+        needed = []
+    with phase("encode"):
+        loaded = caches.encode_first(needed, runtime)
+    return build_pipeline(config, runtime.device, loaded=loaded, runtime=runtime), caches
 
 
 def build_evaluator(
@@ -489,10 +522,41 @@ def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0
 
     Without what is read from an offline data set; nothing where the text encoders stay.
     """
-    if config.memory.text_encoders != "free":
+    if config.memory.text_encoders == "keep":
         return []
     held_out = _evaluated(config, evaluation_prompts(config, given))
     return prompts_to_encode(config, training_prompts(config, given), held_out, first)
+
+
+def prompts_of_iterations(
+    config: Config, given: ProvidedObjects, last: int, first: int = 0
+) -> GuidedPrompts:
+    """Return what some iterations of training encode, from `first` to before `last`."""
+    run = config.run.model_copy(update={"iterations": last})
+    config = config.model_copy(update={"run": run})
+    return prompts_to_encode(config, training_prompts(config, given), (), first)
+
+
+def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
+    """Encode what a run of the recipe will ask for into memory.prompt_cache; return the counts.
+
+    Neither the transformer nor a reward is loaded. Raises UserError without such a folder.
+    """
+    if config.memory.prompt_cache is None:
+        raise UserError(
+            "memory.prompt_cache is null, so there is nowhere to keep encoded prompts: name a "
+            "folder, as in memory.prompt_cache=prompts/encoded"
+        )
+    memory = config.memory.model_copy(update={"text_encoders": "offload"})
+    config = config.model_copy(update={"memory": memory})
+    needed, store = [*all_prompts_to_encode(config, ProvidedObjects())], config.rollout.store
+    if config.rollout.reads_store and store is not None and store.path is not None:
+        guidance = config.rollout.learning_guidance_scale
+        needed += [(guidance, group.record) for group in open_dataset(store.path).groups]
+    caches = TextCaches(config)
+    before = caches.count_on_disk(needed)
+    caches.encode_first(needed, runtime)
+    return {"prompts": len(needed), "encoded": caches.count_on_disk(needed) - before}
 
 
 def _evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:

@@ -174,7 +174,8 @@ def _build_parts(config: Config) -> RolloutParts:
     index = index_file(pipeline_path(p.path), p.revision)
     without = encoder_names(index) if index is not None else []
     start = starting_lora(config)
-    pipeline = build_pipeline(config, runtime.device, without=without, runtime=runtime)
+    loaded = dict.fromkeys(without)
+    pipeline = build_pipeline(config, runtime.device, loaded=loaded, runtime=runtime)
     free_encoders(pipeline)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)

@@ -290,13 +290,19 @@ class MemoryOptions(Options):
     )
     text_encoders: Literal["keep", "offload", "free"] = option(
         "keep",
-        "Between uses: keep the text encoders on the device, offload them to the CPU, or free them "
-        "for good once every prompt of the run is encoded.",
+        "Keep the text encoders on the device beside the transformer, or encode all prompts of the "
+        "run before the transformer is placed: then offload them to the CPU, where texts that come "
+        "later are encoded, or free them for good.",
     )
     vae: Literal["keep", "offload"] = option(
         "keep",
         "Between uses: keep the autoencoder on the device, or offload it to the CPU. Objectives "
         "that follow the reward's gradient keep it anyway.",
+    )
+    vae_tiling: Flag = option(
+        False,
+        "Decode and encode images larger than 512 pixels a side in overlapping tiles of 512, as "
+        "diffusers' enable_tiling does: less memory, and slightly other images.",
     )
     prompt_cache: Folder | None = option(
         None,

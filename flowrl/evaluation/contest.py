@@ -18,9 +18,9 @@ from torch import Tensor
 
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
-from flowrl.build.backbone import build_pipeline
 from flowrl.build.learner import (
     ProvidedObjects,
+    build_evaluated_pipeline,
     build_evaluator,
     build_rewards,
     check_evaluation_alone,
@@ -140,10 +140,10 @@ def hold_contest(
     check_evaluation_alone(config, specs, held_out)
     check_unseen(config, held_out)
     with closing(specs):
-        pipeline = build_pipeline(config, runtime.device)
+        pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
         for lora in opened:
             check_fits(lora, pipeline.transformer)
-        evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
+        evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
         assert evaluator is not None  # there are prompts
         if evaluator.others:
             raise UserError(

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import to_tensor
@@ -258,3 +259,33 @@ def _by_size(images: Iterator[Opened]) -> list[list[Opened]]:
     for file, image in images:
         parts.setdefault(image.size, []).append((file, image))
     return list(parts.values())
+
+
+def images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
+    """Return the images in their order, those that nothing labels with `prompts`."""
+    found: list[ImageFile | Path] = []
+    for source in sources:
+        labelled = labelled_images(source) if source.is_dir() else None
+        found += plain_images(source) if labelled is None else labelled
+    if not found:
+        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
+    bare = [image for image in found if isinstance(image, Path)]
+    if prompts and not bare:
+        raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
+    records = iter(_prompts_for(prompts, len(bare)) if bare else [])
+
+    def label(path: Path) -> ImageFile:
+        text, metadata = next(records)
+        return ImageFile(path=path, prompt=text, metadata=metadata)
+
+    return [label(image) if isinstance(image, Path) else image for image in found]
+
+
+def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
+    """Return a prompt and its metadata for each of `count` images."""
+    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
+        return [(source, {})] * count
+    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
+    if len(records) != count:
+        raise UserError(f"{source} has {len(records)} prompts for {count} images")
+    return [(record.text, record.metadata) for record in records]

@@ -12,7 +12,12 @@ import torch
 
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.lora_formats import FILE
-from flowrl.build.learner import ProvidedObjects, build_learner, build_run
+from flowrl.build.learner import (
+    ProvidedObjects,
+    build_learner,
+    build_run,
+    prompts_of_iterations,
+)
 from flowrl.config import Config, load_config
 from flowrl.errors import CheckResult, UserError
 from flowrl.scoring.spec import closing
@@ -85,7 +90,8 @@ def _replayed(
         given, runtime = ProvidedObjects(pipeline=pipeline), Runtime(device=config.pipeline.device)
         if config.run.threads is not None:
             torch.set_num_threads(config.run.threads)
-        learner = build_learner(config, runtime, given)
+        needed = prompts_of_iterations(config, given, first + 1, first)
+        learner = build_learner(config, runtime, given, needed=needed)
         with closing(learner.specs):
             newest = load_state(Checkpoints(folder, keep=1).path(steps[-1]) / STATE)
             yield from _check_exported(learner, newest, folder)

@@ -64,9 +64,13 @@ def test_every_training_command_of_a_page_is_possible():
         found = commands(page, "train", "plan") if page == "recipes" else commands(page, "train")
         assert len(found) >= count, page
         for words in found:
-            kept = [word for word in words[1:] if word not in ("--print-config", "--dry-run")]
-            while any(word in ("--memory", "--gpus") for word in kept):
-                at = next(i for i, word in enumerate(kept) if word in ("--memory", "--gpus"))
+            flags, valued = (
+                ("--print-config", "--dry-run", "--measure"),
+                ("--memory", "--gpus", "--price"),
+            )
+            kept = [word for word in words[1:] if word not in flags]
+            while any(word in valued for word in kept):
+                at = next(i for i, word in enumerate(kept) if word in valued)
                 del kept[at : at + 2]
             request = sort_arguments(kept)
             assert load_config(request.recipe, request.overrides), words

@@ -11,6 +11,7 @@ from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
+from flowrl.planning import duration
 from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
 from flowrl.planning.model_specs import build_network, spec_for
@@ -19,6 +20,7 @@ from flowrl.planning.plan import (
     CLIP_L,
     DETECTORS,
     HPSV3,
+    gpus_of,
     make_plan,
     memory_class,
     parse_memory,
@@ -161,8 +163,8 @@ def test_the_fewest_changes_that_fit_are_recommended_in_their_groups():
     assert words and not any("base_bits" in word for word in words)
     # Where likelihoods are compared both batches change together. In 16 bits; the recommended
     # recipe keeps one shape, and its ratio is 1.
-    config = load_config("flux.1-dev-grpo-80gb")
-    found = find_remedies(config, pretended, 21 * GIB)
+    config = load_config("flux.1-dev-grpo-80gb", ["pipeline.decode_batch=2"])
+    found = find_remedies(config, pretended, 11 * GIB)
     pair = ("optim.micro_batch=6", "rollout.batch_size=6")
     assert found.best is not None and found.best.changes == pair
     for remedy in found.alone:
@@ -262,3 +264,45 @@ def test_make_plan_notes_and_refuses(monkeypatch):
     with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
         make_plan(load_config("quickstart", ["lora.targets=null"]))
     assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases
+
+
+def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, monkeypatch):
+    assert [gpus_of(name) for name in ("flux.1-dev-grpo-80gb", "quickstart")] == [8, 1]
+
+    def faked(size, setup):
+        whole = 4 * GIB if setup.text_encoders == "keep" else 3 * GIB
+        return [
+            Footprint(phase="encode", parts={"CUDA overhead": 0, "all": whole}),
+            Footprint(phase="training", parts={"CUDA overhead": 0, "all": GIB}),
+        ]
+
+    monkeypatch.setattr(planning, "footprints", faked)
+    code, out, _ = run("quickstart", "--memory", "3GB")
+    assert code == 1 and "memory.text_encoders=offload" in out
+    assert "micro_batch" not in out  # which changes nothing here
+    code, out, _ = run("quickstart", "--memory", "2GB", "memory.text_encoders=free")
+    assert code == 1 and "each alone gives" not in out  # no empty table
+    assert "Everything but encoding fits, with 1.00 GB: encode on the CPU" in out
+    code, out, _ = run("quickstart", "--memory", "4GB", "--json")
+    assert code == 0 and json.loads(out)["time"]["hours"] is None
+
+
+def test_operations_are_those_of_every_block_and_time_is_theirs_by_the_rate():
+    config = load_config("quickstart")
+    work = planning.count_work(config)
+    kind = work.kinds[0]
+    spec = spec_for("tiny-sd3")
+    setup = planning.build_setup(config, spec, work.needs, planning.split_work(kind.load, 1), kind)
+    one = duration.forward_of(spec, setup)
+    assert duration.block_counts(spec.config)["num_layers"] > duration.SHORT + 1
+    whole = duration._operations(one, duration.block_counts(spec.config))
+    assert duration.forward_operations(one) == whole > 0
+    found = make_plan(config, gpus=2).duration
+    assert found is not None and found.seconds is found.hours is found.cost(1.0) is None
+    passes = work.first.sampling + 2 * work.first.training + work.first.recomputed
+    passes += work.first.reference
+    assert found.iteration == whole * passes + work.first.images * duration.decode_operations(one)
+    assert found.run > config.run.iterations * found.iteration * 0.99
+    timed = replace(found, rate=found.iteration / 10)
+    assert timed.seconds == pytest.approx(5) and timed.hours is not None
+    assert timed.cost(3.0) == pytest.approx(timed.hours * 2 * 3)
