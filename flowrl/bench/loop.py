@@ -73,7 +73,7 @@ def bench_loop(
     for prefix in ("", "bare "):
         turns[f"{prefix}iteration"] = _sum(turns[f"{prefix}sampling"], turns[f"{prefix}learning"])
     about = {
-        "network": size or TINY, "layers": layers or "all", "dtype": dtype,
+        "network": size or TINY, "layers": layers or "all", "images": images, "dtype": dtype,
         "device": device_name(learner.runtime.device),
     }  # fmt: skip
     return [

@@ -69,6 +69,7 @@ app.command()(info.explain)
 app.command()(info.doctor)
 app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)
 app.command(context_settings=train.RECIPE_COMMAND)(vote.vote)
+app.command()(bench.certify)
 app.add_typer(bench.app, name="bench")
 
 
