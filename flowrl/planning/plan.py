@@ -403,11 +403,18 @@ def build_setup(
         vae_tiling=m.vae_tiling,
         evaluation_encodes=e.as_deployed and e.prompts is not None,
         prompts=_prompts_in_memory(config),
-        reward_bytes=rewards_bytes(config.rewards),
-        offloaded_bytes=_offloaded_bytes(config.rewards),
-        host_reward_bytes=host_rewards_bytes(config.rewards),
+        **_reward_memory(config.rewards),
         parts=1 if config.runtime.shard is None else split.gpus,
     )
+
+
+def _reward_memory(entries: Sequence[RewardOptions]) -> dict[str, Any]:
+    """Return the setup's bytes of rewards."""
+    return {
+        "reward_bytes": rewards_bytes(entries),
+        "offloaded_bytes": _offloaded_bytes(entries),
+        "host_reward_bytes": host_rewards_bytes(entries),
+    }
 
 
 def _prompts_in_memory(config: Config) -> int:
