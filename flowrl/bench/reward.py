@@ -42,7 +42,7 @@ from flowrl.utils.imports import load_callable
 
 DIRECT = "direct call"
 ENDS = 10.0  # seconds for a server to end
-ITERATIONS = 6  # of a run whose reward waits
+ITERATIONS = 12  # of a run whose reward waits; the wait of the last has nothing to hide behind
 GROUP = 8  # images of an iteration
 GRAIN = 4.0  # levels, standard deviation: a JPEG of 512 x 512 has about 70 kB then
 WAIT = 0.4  # of an iteration's seconds, which its reward waits
@@ -63,7 +63,7 @@ def bench_reward(
     sizes: Sequence[int] = (64, 128, 256),
     workers: Sequence[int] = (1, 2),
     codecs: Sequence[Codec] = CODECS,
-    micro_batch: int = 4,
+    micro_batch: int = 16,
     repeats: int = 3,
 ) -> list[dict[str, Any]]:
     """Measure a reward where it can be asked, all in turn, each on one thread a process.

@@ -139,7 +139,7 @@ def reward(
     args: Annotated[
         str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 4,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 16,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
