@@ -151,7 +151,7 @@ def _kernels(name: str) -> Result:
         asked = "nvfp4-emulated"
         resolved = resolve("nvfp4-emulated", capability_of(device))
     changes = ["rollout.explore.min_dim=0"]
-    rows = audit("quickstart", changes, prompts=2, candidates=8, precisions=[asked])
+    rows = audit("quickstart", changes, prompts=2, candidates=16, precisions=[asked])
     return {"precision": precision_name(resolved), "native": resolved.native, "rows": rows}
 
 
