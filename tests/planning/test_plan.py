@@ -84,7 +84,14 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     assert size(several, several | {"component": "strict"}) == 2 * size(geneval)
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-flux", "quickstart-sana"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("quickstart", marks=pytest.mark.slow),
+        pytest.param("quickstart-flux", marks=pytest.mark.slow),
+        "quickstart-sana",
+    ],
+)
 def test_the_quickstarts_are_planned_as_they_lie_in_the_package(name):
     found = make_plan(load_config(name))
     assert found.peak is not None and found.peak.total > 0 and not found.unknown
@@ -287,6 +294,7 @@ def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, mo
     assert code == 0 and json.loads(out)["time"]["hours"] is None
 
 
+@pytest.mark.slow
 def test_operations_are_those_of_every_block_and_time_is_theirs_by_the_rate():
     config = load_config("quickstart")
     work = planning.count_work(config)

@@ -12,6 +12,8 @@ import torch
 from flowrl.config import config_yaml
 from flowrl.utils.files import load_state
 
+pytestmark = pytest.mark.slow  # processes that are started take a minute
+
 # Runs once as it is and once under a launcher; every process writes what it saw.
 SCRIPT = """
 import dataclasses
