@@ -31,6 +31,7 @@ from .networks.loading import (
     imported,
     mismatch,
     read_weights,
+    text_tokenizer,
     weights_file,
 )
 from .networks.preprocess import NAME, resized
@@ -118,9 +119,7 @@ class HPSv3:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        kind = imported("transformers:AutoTokenizer", "HPSv3")
-        with fetching(self.base, '--include "*.json" "*.txt"'):
-            tokenizer = kind.from_pretrained(self.base)
+        tokenizer = text_tokenizer(self.base, "HPSv3")
         tokenizer.add_tokens([TOKEN], special_tokens=True)
         return tokenizer
 

@@ -19,10 +19,10 @@ from .networks.loading import (
     building,
     check_dtype,
     device_of,
-    fetching,
     fit,
     imported,
     read_weights,
+    text_tokenizer,
     weights_file,
 )
 from .networks.preprocess import NAME, clip_pixels
@@ -100,9 +100,7 @@ class ImageReward:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        kind = imported("transformers:AutoTokenizer", "ImageReward")
-        with fetching(self.tokenizer, '--include "*.json" "*.txt"'):
-            return kind.from_pretrained(self.tokenizer)
+        return text_tokenizer(self.tokenizer, "ImageReward")
 
     @functools.cached_property
     def _loaded(self) -> "_Networks":

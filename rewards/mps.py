@@ -24,6 +24,7 @@ from .networks.loading import (
     fit,
     imported,
     read_weights,
+    text_tokenizer,
     weights_file,
 )
 from .networks.preprocess import NAME, clip_pixels
@@ -107,9 +108,7 @@ class MPS:
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        kind = imported("transformers:AutoTokenizer", "MPS")
-        with fetching(self.base, '--include "*.json" "*.txt"'):
-            return kind.from_pretrained(self.base)
+        return text_tokenizer(self.base, "MPS")
 
     @functools.cached_property
     def _loaded(self) -> "_Networks":

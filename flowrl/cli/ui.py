@@ -16,20 +16,25 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
+Host = Annotated[str, typer.Option(help="Address to listen at.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+TokenVariable = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Variable with the token to ask for; else a new one."),
+]
+OpenBrowser = Annotated[
+    bool, typer.Option("--open", help="Open the page in this machine's browser.")
+]
+
 
 def ui(
     runs: Annotated[
         Path, typer.Argument(metavar="[RUNS]", help="Folder of run folders, or one run.")
     ] = Path("runs"),
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8401,
-    token_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Variable with the token to ask for; else a new one."),
-    ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Open the page in this machine's browser.")
-    ] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8401,
+    token_env: TokenVariable = None,
+    open_browser: OpenBrowser = False,
 ) -> None:
     """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
 

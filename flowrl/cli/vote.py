@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowrl.cli._console import Lora
-from flowrl.cli.train import Words, print_what_next
+from flowrl.cli.train import Words, print_what_next, recipe_request
+from flowrl.cli.ui import Host, OpenBrowser, Port, TokenVariable, checked_token, serve_page
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,15 +42,10 @@ def vote(  # noqa: PLR0913  # an argument for each option
             help="Write the votes as pairs: .jsonl as flowrl, or .json as HPDv3 has them."
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8402,
-    token_env: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Variable with the token to ask for; else a new one."),
-    ] = None,
-    open_browser: Annotated[
-        bool, typer.Option("--open", help="Open the page in this machine's browser.")
-    ] = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8402,
+    token_env: TokenVariable = None,
+    open_browser: OpenBrowser = False,
 ) -> None:
     """Say which of two images you like, on a page; then train a LoRA on your votes.
 
@@ -66,7 +62,6 @@ def vote(  # noqa: PLR0913  # an argument for each option
 
       flowrl vote quickstart-sana --export votes.jsonl
     """
-    from flowrl.cli.train import recipe_request
     from flowrl.config import load_config
 
     request = recipe_request(words, "flowrl vote quickstart-sana")
@@ -109,7 +104,6 @@ def _export(folder: Path, path: Path) -> None:
 def _serve(
     questions: "Questions", host: str, port: int, token_env: str | None, open_browser: bool
 ) -> None:
-    from flowrl.cli.ui import checked_token, serve_page
     from flowrl.voting.app import make_app
 
     token = checked_token(host, token_env)

@@ -19,8 +19,6 @@ from flowrl.utils.distributed import Runtime
 from flowrl.voting.ballot import Ballot, write_pairs
 
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
-# Pairs differ from what the policy draws later, so that it learns from them for a while alone.
-DPO = {"kind": "dpo"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +89,7 @@ def training_config(config: Config, folder: Path) -> Config:
     The recipe's own rewards become held-out ones, so that its card still shows what they say.
     """
     data = config.model_dump(mode="json")
-    data["objective"] = DPO
+    data["objective"] = {"kind": "dpo"}
     others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
     data["rewards"] = [{"name": "preference"}, *others.values()]
     data["rollout"] |= {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .loading import DTYPES, building, check_dtype, device_of, fetching, imported
+from .loading import DTYPES, building, check_dtype, device_of, fetching, imported, text_tokenizer
 from .open_clip_layout import PREFIXES, load_open_clip
 from .preprocess import Preprocess
 from .sharing import shared
@@ -93,10 +93,8 @@ class Clip:
     def _tokenizer(self) -> Any:
         if self._of_open_clip:
             return imported("open_clip:SimpleTokenizer", self.reward)()
-        kind = imported("transformers:AutoTokenizer", self.reward)
         revision = self.revision if self.tokenizer == self.model else None
-        with fetching(self.tokenizer, '--include "*.json" "*.txt"'):
-            return kind.from_pretrained(self.tokenizer, revision=revision)
+        return text_tokenizer(self.tokenizer, self.reward, revision)
 
     @property
     def scale(self) -> float:

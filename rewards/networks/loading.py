@@ -101,6 +101,13 @@ def fetching(model: str, file: str = "") -> Iterator[None]:
         ) from error
 
 
+def text_tokenizer(source: str, reward: str, revision: str | None = None) -> Any:
+    """Return transformers' tokenizer of a folder or a name on the Hub, for a reward."""
+    kind = imported("transformers:AutoTokenizer", reward)
+    with fetching(source, '--include "*.json" "*.txt"'):
+        return kind.from_pretrained(source, revision=revision)
+
+
 def weights_file(model: str, file: str, revision: str | None = None) -> Path:
     """Where a file of a model lies; fetched from the Hugging Face hub unless `model` is a folder.
 
