@@ -16,13 +16,14 @@ from torch import Tensor
 
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import check_fits, open_lora
-from flowrl.build.backbone import build_pipeline, with_pipeline_family
+from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
+from flowrl.build.backbone import with_pipeline_family
 from flowrl.build.learner import (
     PRECISION,
     ProvidedObjects,
     all_prompts_to_encode,
     build_backbone,
+    build_evaluated_pipeline,
     build_evaluator,
     build_learner,
     build_rewards,
@@ -30,14 +31,17 @@ from flowrl.build.learner import (
     check_evaluation_alone,
     check_unseen,
     evaluation_prompts,
+    fill_prompt_cache,
+    prompts_of_iterations,
     training_prompts,
     with_pipeline_name,
 )
 from flowrl.build.offline import dataset_metadata
 from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
-from flowrl.build.start import begin_session, start_on_all
-from flowrl.build.text import TextCaches, prompts_to_encode, stored_prompts
-from flowrl.config import Config, load_config, parse_config
+from flowrl.build.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
+from flowrl.build.text import TextCaches, prompts_to_encode
+from flowrl.build.worker import build_pool
+from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions
 from flowrl.config.rollout import ExploreOptions
@@ -47,6 +51,7 @@ from flowrl.export import formats
 from flowrl.export.gallery import write_gallery
 from flowrl.export.hub import open_repository, publish
 from flowrl.export.summary import (
+    TrainedRun,
     evaluate_strengths,
     finish_run,
     gallery_rows,
@@ -62,7 +67,7 @@ from flowrl.offline.format import (
 )
 from flowrl.offline.pairs import pairs_digest, read_pairs
 from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pairs
-from flowrl.prompts.records import PromptRecord, load_prompts
+from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
 from flowrl.quantization.linear import restore_linear_after
@@ -72,14 +77,11 @@ from flowrl.sampling.source import Ahead, Sampler
 from flowrl.sampling.two_stage import score_candidates
 from flowrl.scoring.check import check_before_training
 from flowrl.scoring.files import (
-    SUFFIXES,
-    ImageFile,
     ScoredFiles,
-    labelled_images,
-    plain_images,
+    images_with_prompts,
     score_files,
 )
-from flowrl.scoring.spec import Reward, RewardSpec, closing
+from flowrl.scoring.spec import Reward, closing
 from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import EvaluationComparison, compare, table
 from flowrl.training.loop import Learner, train
@@ -88,9 +90,9 @@ from flowrl.training.signal import advice, signal_rows
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes
+from flowrl.utils.files import unused, write_bytes
 from flowrl.utils.images import png
-from flowrl.utils.progress import Steps
+from flowrl.utils.progress import Steps, told
 
 LOG = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a table that a command prints
@@ -107,8 +109,8 @@ def align(
     rewards: dict[str, Any] | None = None,
     resume: str | None = AUTO,
     accept_changes: bool = False,
-) -> list[EvaluationComparison]:
-    """Train a LoRA; return each reward before and after on the held-out prompts, if there are any.
+) -> TrainedRun:
+    """Train a LoRA; return where it lies, and each reward before and after on held-out prompts.
 
     `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
     saves and returns. A run of this recipe that is finished stays as it is.
@@ -137,11 +139,17 @@ def align(
     config = _changed(config, "run", output_dir=str(start.folder))
     if start.finished:
         LOG.info("%s: nothing is left to do", start.finished)
-        return []
+        return TrainedRun(folder=start.folder, comparisons=[])
+    if runtime.is_main and runtime.idle_gpus:
+        LOG.info(
+            "GPUs of this machine without work: %d. flowrl train --gpus auto takes all of them.",
+            runtime.idle_gpus,
+        )
     # A launcher ends all processes when one fails, so only the main one has to look.
     owned = claim(start.folder, resume=LATEST if start.holds_run and resume is not None else None)
     with runtime.leaving(), owned if runtime.is_main else nullcontext():
-        return _train(config, given, runtime, start, facts)
+        rows = _train(config, given, runtime, start, facts)
+        return TrainedRun(folder=start.folder, comparisons=rows)
 
 
 def _train(
@@ -152,17 +160,20 @@ def _train(
     repository = repository_of(config) if pushed and runtime.is_main else None
     texts = TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given, first=state["iteration"] if state else 0)
-    with phase("load"):
-        learner = build_learner(config, runtime, given, texts, needed)
-    with closing(learner.specs), restore_linear_after(learner.policy.network):
+    pool = build_pool(config, runtime, given)
+    with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
+        learner = build_learner(config, runtime, given, texts, needed, pool)
+    packed = restore_linear_after(learner.policy.network)
+    with closing(learner.specs), packed, pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
-        with phase("check"), runtime.raise_on_all():
+        with (
+            phase("check"),
+            told("trying the rewards", show=runtime.is_main),
+            runtime.raise_on_all(),
+        ):
             try_rewards(learner, [*training_prompts(config, given), *held_out])
-        with phase("encode"):
-            stored = stored_prompts(config, learner.source)
-            texts.encode_and_free(pipeline, [*needed, *stored], runtime)
         run = build_run(config, learner, evaluator, state, resumed=start.holds_run)
         with phase("save"):
             if runtime.is_main:
@@ -204,43 +215,65 @@ def evaluate(
 ) -> list[Row]:
     """Score the configured pipeline, and the same with a LoRA if given, on the held-out prompts.
 
+    Of several processes the first one reads the LoRA and returns the rows.
+
     Raises UserError when there are no such prompts, or `evaluation` asks what they cannot give.
     """
-    added = open_lora(lora, alpha=lora_alpha) if lora else None  # before anything is loaded
-    runtime = Runtime(device=config.pipeline.device)
+    runtime = runtime_to_evaluate(config)
+    # Before anything is loaded.
+    added = lora_of_main(lora, runtime, alpha=lora_alpha) if lora else None
     specs = build_rewards(config, gpu=runtime.gpu)
     held_out = evaluation_prompts(config, ProvidedObjects())
     if not held_out:
         raise UserError("evaluation.prompts is null, expected held-out prompts to evaluate on")
     check_evaluation_alone(config, specs, held_out)
     check_unseen(config, held_out)
-    pipeline = build_pipeline(config, runtime.device)
+    pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     if added is not None:
         check_fits(added, pipeline.transformer)
-    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
+    evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
     assert evaluator is not None  # there are prompts
     with closing(specs):
         base = evaluator(evaluator.backbone.velocity, runtime)
         if added is None:
             measures = base.measures(evaluator.quality).items()
-            return [{"reward": name, "mean": values.nanmean().item()} for name, values in measures]
+            rows = [{"reward": name, "mean": v.nanmean().item()} for name, v in measures]
+            return rows if runtime.is_main else []
         load_lora(pipeline, added)
         after = evaluator(evaluator.backbone.velocity, runtime)
-        return table(compare(base, after, evaluator.quality))
+        return table(compare(base, after, evaluator.quality)) if runtime.is_main else []
+
+
+# --- flowrl encode -----------------------------------------------------------------------------
+
+
+def encode(config: Config) -> list[Row]:
+    """Fill memory.prompt_cache with what a run of the recipe encodes; return how many prompts."""
+    return [fill_prompt_cache(config, _runtime(config))]
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
 
 
 def sample(
-    drawing: DrawingOptions, prompts: Sequence[str], *, seed: int, count: int, output_dir: Path
+    drawing: DrawingOptions,
+    prompts: Sequence[str | PromptRecord],
+    *,
+    seed: int,
+    count: int,
+    output_dir: Path,
 ) -> list[Path]:
-    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files."""
+    """Generate `count` images of each prompt with the pipeline's own call; return the PNG files.
+
+    A prompt's own negative prompt acts before that of `drawing`. A file that is there already
+    stays: the new one takes the next free name.
+    """
     loaded, paths = drawing.build(), []
     for i, prompt in enumerate(prompts):
+        own = (prompt.text, prompt.negative) if isinstance(prompt, PromptRecord) else (prompt, None)
         for k in range(count):
-            path = output_dir / f"{i:03d}-seed{seed + k}.png"
-            write_bytes(path, png(loaded.image(prompt, seed + k)))
+            path = unused(output_dir / f"{i:03d}-seed{seed + k}.png")
+            write_bytes(path, png(loaded.image(own[0], seed + k, own[1])))
             paths.append(path)
     return paths
 
@@ -263,66 +296,50 @@ def gallery(
 ) -> Path:
     """Generate base and aligned images of the same prompts and seeds; return the HTML page.
 
+    Of several processes the first one reads the run and writes; the others return the folder.
+
     Args:
         run: a run's folder, which brings pipeline, LoRA, rewards and evaluation settings; or None
             with `base`, a pipeline, and `lora`.
         rlg: show the base and the LoRA at each of these strengths instead.
     """
-    added = open_lora(lora or str(run), alpha=lora_alpha)  # before anything is loaded
-    config, rewards = _run_recipe(run) if run else (_base_recipe(str(base), lora, str(prompts)), [])
+    config, runtime = recipe_to_show(run, base, lora, prompts)
+    added = lora_of_main(lora or str(run), runtime, alpha=lora_alpha)  # before anything is loaded
+    rewards = build_rewards(config, gpu=runtime.gpu) if run else []
     if revision is not None:
         config = _changed(config, "pipeline", revision=revision)
     changes = {"num_images": count} | ({"prompts": prompts, "balance": None} if prompts else {})
     changes |= {"seed": seed} if seed is not None else {}
     config = _changed(config, "evaluation", **changes)
-    runtime = Runtime(device=config.pipeline.device)
-    pipeline = build_pipeline(config, runtime.device)
+    held_out = evaluation_prompts(config, ProvidedObjects())
+    pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
     check_fits(added, pipeline.transformer)
     config = config if run else with_pipeline_family(config, pipeline)
-    evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects())
+    evaluator = build_evaluator(config, pipeline, rewards, ProvidedObjects(), texts)
     if evaluator is None:
         raise UserError(f"{run} has no held-out prompts: name some with --prompts")
     evaluator = replace(evaluator, keep=count)
     if run is not None:
         check_unseen(config, evaluator.prompts)
+    folder = output_dir or Path(str(run)) / "comparison"
+    evaluation = config.evaluation
+    caption = f"{count} images of {config.held_out}, seed {evaluation.seed}"
+    caption += ", generated by the pipeline's own call" * evaluation.as_deployed
     with closing(rewards):
         before = evaluator(evaluator.backbone.velocity, runtime, whole=not rlg)
         load_lora(pipeline, added)
-        folder = output_dir or Path(str(run)) / "comparison"
-        evaluation = config.evaluation
-        caption = f"{count} images of {evaluation.prompts}, seed {evaluation.seed}"
-        caption += ", generated by the pipeline's own call" * evaluation.as_deployed
         if rlg:
             title = f"{config.pipeline.path}: base and strengths of the LoRA"
             at_each = evaluate_strengths(evaluator, runtime, rlg)
+            if not runtime.is_main:
+                return folder
             return write_sweep(folder, before, at_each, title=title, caption=caption)
         after = evaluator(evaluator.backbone.velocity, runtime)
-        page, _ = write_gallery(
-            folder,
-            gallery_rows(before, after),
-            title=f"{config.pipeline.path}: base and aligned",
-            summary=compare(before, after, evaluator.quality),
-            caption=caption,
-        )
-        return page
-
-
-def _run_recipe(run: Path) -> tuple[Config, list[RewardSpec]]:
-    path = run / CONFIG
-    if not path.is_file():
-        raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
-    config = load_config(path)
-    return config, build_rewards(config)
-
-
-def _base_recipe(base: str, lora: str | None, prompts: str) -> Config:
-    """Return the recipe of the run that `lora` belongs to, with another base; or the defaults."""
-    if lora is not None and (Path(lora) / CONFIG).is_file():
-        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}", "pipeline.revision=null"])
-    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery uses none
-    return parse_config(
-        {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
-    )
+    if not runtime.is_main:
+        return folder
+    title = f"{config.pipeline.path}: base and aligned"
+    rows, summary = gallery_rows(before, after), compare(before, after, evaluator.quality)
+    return write_gallery(folder, rows, title=title, summary=summary, caption=caption)[0]
 
 
 # --- flowrl collect ----------------------------------------------------------------------------
@@ -361,7 +378,8 @@ def collect(
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = TextCaches(config, pipeline)
     needed = prompts_to_encode(config, training_prompts(config, given), ())
-    learner = build_learner(config, runtime, given, texts, needed)
+    pool = build_pool(config, runtime, given)
+    learner = build_learner(config, runtime, given, texts, needed, pool)
     sampler = _sampler(learner)
     done = len(set(finished_shards(folder)) & set(range(shards)))
     steps = Steps("collecting", shards, start=done) if runtime.is_main else None
@@ -371,10 +389,9 @@ def collect(
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
     packed = restore_linear_after(learner.policy.network)
-    with closing(learner.specs), packed, steps or nullcontext():
+    with closing(learner.specs), packed, steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
-        texts.encode_and_free(learner.policy.backbone.pipeline, needed, runtime)
         metadata = dataset_metadata(config, sampler)
         store = write_groups(folder, metadata, sampler, shards=shards, advance=advance)
     return _dataset_summary(store) if runtime.is_main else []
@@ -467,7 +484,7 @@ def score(
         UserError: when there are more or fewer prompts than images, and for a reward that cannot
             be made.
     """
-    files = _images_with_prompts(images, prompts or "")
+    files = images_with_prompts(images, prompts or "")
     entries = [
         {"name": name, "label": name}
         | (
@@ -480,36 +497,6 @@ def score(
     specs = [RewardOptions.model_validate(entry).build() for entry in entries]
     with closing(specs):
         return score_files(specs, files)
-
-
-def _images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
-    """Return the images in their order, those that nothing labels with `prompts`."""
-    found: list[ImageFile | Path] = []
-    for source in sources:
-        labelled = labelled_images(source) if source.is_dir() else None
-        found += plain_images(source) if labelled is None else labelled
-    if not found:
-        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
-    bare = [image for image in found if isinstance(image, Path)]
-    if prompts and not bare:
-        raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
-    records = iter(_prompts_for(prompts, len(bare)) if bare else [])
-
-    def label(path: Path) -> ImageFile:
-        text, metadata = next(records)
-        return ImageFile(path=path, prompt=text, metadata=metadata)
-
-    return [label(image) if isinstance(image, Path) else image for image in found]
-
-
-def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
-    """Return a prompt and its metadata for each of `count` images."""
-    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
-        return [(source, {})] * count
-    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
-    if len(records) != count:
-        raise UserError(f"{source} has {len(records)} prompts for {count} images")
-    return [(record.text, record.metadata) for record in records]
 
 
 # --- flowrl audit ------------------------------------------------------------------------------
@@ -552,7 +539,10 @@ def audit(
     names = precisions or (_explore(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(_changed(config, "rollout", explore=None), runtime, given)
+    needed = prompts_of_iterations(config, given, 1)
+    learner = build_learner(
+        _changed(config, "rollout", explore=None), runtime, given, needed=needed
+    )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
     packed = restore_linear_after(learner.policy.network)
     with closing(learner.specs), packed, bar or nullcontext():
@@ -715,7 +705,8 @@ def signal(
     if lora is not None:
         config = with_lora(config, lora)
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    learner = build_learner(config, _runtime(config), given)
+    needed = prompts_of_iterations(config, given, rollouts)
+    learner = build_learner(config, _runtime(config), given, needed=needed)
     with closing(learner.specs), restore_linear_after(learner.policy.network):
         with learner.runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))

@@ -21,6 +21,8 @@ ends the run, with a checkpoint, when the reward is trained. Optional attributes
     check              (prompt, metadata), raises ValueError for a prompt that it applies to and
                        cannot judge; asked of every prompt before anything is sampled
     scope              "sample", or "group" when all images of one prompt are scored together
+    requests_per_image how many questions it sends to the model of a server, for `flowrl plan`;
+                       None when prompts decide, `requests_per_group(count)` for whole groups
     version            everything that changes the numbers, in one string
     deterministic      False when the same images may get other scores
     fixtures           () -> images of known order (`flowrl_rewards.fixtures.fixture`), on which

@@ -1,7 +1,8 @@
 """The LAION aesthetic score, v1 head: how beautiful people would find an image, from 1 to 10.
 
 Five linear layers with nothing between them on the unit vector of OpenAI's CLIP ViT-L/14. The
-head's weights are the ones trained on the SAC, LAION-Logos and AVA ratings.
+head's weights are the ones trained on the SAC, LAION-Logos and AVA ratings (Apache-2.0; the CLIP's
+are under the MIT licence).
 """
 
 import functools
@@ -9,7 +10,8 @@ import functools
 from torch import Tensor, nn
 
 from .networks.clip import VIT_L14, Clip
-from .networks.loading import building, device_of, read_weights, weights_file
+from .networks.linear_head import linear_head
+from .networks.loading import device_of, read_weights, weights_file
 from .networks.preprocess import NAME
 
 HEAD = "trl-lib/ddpo-aesthetic-predictor"
@@ -48,19 +50,8 @@ class Aesthetic:
     @functools.cached_property
     def _head(self) -> nn.Sequential:
         path = weights_file(self.head, FILE)
-        found = read_weights(path)
-        with building():
-            layers = [nn.Linear(*widths) for widths in zip(WIDTHS, WIDTHS[1:], strict=False)]
-        wanted = {
-            f"{i}.{part}": f"layers.{number}.{part}"
-            for i, number in enumerate(LAYERS)
-            for part in ("weight", "bias")
-        }
-        head = nn.Sequential(*layers).requires_grad_(False)
-        try:
-            head.load_state_dict({key: found[name] for key, name in wanted.items()})
-        except (KeyError, RuntimeError) as error:
-            raise ValueError(
-                f"{path} holds no aesthetic head of widths {'-'.join(map(str, WIDTHS))}: {error}"
-            ) from error
+        head = linear_head(
+            read_weights(path), path, what="aesthetic head",
+            widths=WIDTHS, prefix="layers.", numbers=LAYERS,
+        )  # fmt: skip
         return head.to(device_of(self.clip.device))

@@ -30,6 +30,7 @@ class DeQA:
 
     name = "deqa"
     bounds = (0.2, 1.0)
+    requests_per_image = 1
     differentiable = False
     deterministic = False
 

@@ -15,9 +15,10 @@ LONGEST = 128  # pixels at which SSIM compares: pairs are many
 class SetDiversity:
     """How much the diversity of a prompt's images falls without this one; 0 in the mean.
 
-    measure: of similarity, "pixels" (cheap, in [0, 1]), "ssim" (at 128 pixels), "clip", ..., see
-    `networks.likeness`. Needs three images of a prompt: NaN with fewer. As a reward of its own it
-    pulls images apart and nothing else: give it a small weight beside others.
+    measure: of similarity, "pixels" (cheap, in [0, 1]), "ssim" (at 128 pixels), "clip", "dinov2",
+    "clip+dinov2", ..., see `networks.likeness`. Needs three images of a prompt: NaN with fewer. As
+    a reward of its own it pulls images apart and nothing else: give it a small weight beside
+    others.
     """
 
     name = "diversity"

@@ -18,6 +18,7 @@ from .detectors import (
     detect,
     load_color_namer,
     load_detector,
+    suiting,
 )
 from .geneval_rules import Detection
 from .images import to_uint8
@@ -116,7 +117,7 @@ class GenEval:
             if known is not None and entry["class"] not in known:
                 raise ValueError(
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
-                    f"{', '.join(known)}: name another with args: {{detector: module:attribute}}"
+                    f"{', '.join(known)}: {self.advice([metadata])}"
                 )
             asked = entry.get("color")
             if colors is not None and asked is not None and asked not in colors:
@@ -125,6 +126,16 @@ class GenEval:
                     f"{asked!r}, only {', '.join(colors) or 'objects'}: ask others with "
                     "args: {colors: clip} or {colors: pixels}"
                 )
+
+    def advice(self, metadata: Sequence[dict]) -> str:
+        """Which detector suits prompts in GenEval's form, in a few words."""
+        entries = [
+            e for wanted in metadata for e in (wanted["include"], wanted.get("exclude") or ())
+        ]
+        classes = dict.fromkeys(entry["class"] for part in entries for entry in part)
+        colors = {e["color"] for wanted in metadata for e in wanted["include"] if e.get("color")}
+        args, why = suiting(tuple(classes), colors)
+        return f"args: {args} suits ({why})"
 
     def _load(self) -> tuple[Detector, ColorNamer | None]:
         if self._find is None:

@@ -13,7 +13,7 @@ def to_uint8(images: Tensor) -> np.ndarray:
     """
     if not images.isfinite().all():
         raise ValueError("images hold NaN or infinite pixels; expected values in [0, 1]")
-    levels = (images.detach().float() * 255).round().clamp(0, 255).byte()
+    levels = (images.detach().float() * 255).round_().clamp_(0, 255).byte()
     return levels.permute(0, 2, 3, 1).contiguous().cpu().numpy()
 
 

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .chat.client import Chat, connected
-from .chat.messages import Question, Reply, check_template, digest, scored_parts
-from .images import pngs
+from .chat.messages import Reply, check_template, digest, questions_of, scored_parts
 from .prompt_fixtures import red_and_blue
 
 ASK = (
@@ -70,6 +69,7 @@ class RationalRewards:
     name = "rational_rewards"
     components = ("score", *ASPECTS)
     bounds = (0.0, 1.0)
+    requests_per_image = 1
     differentiable = False
     deterministic = False
 
@@ -89,14 +89,9 @@ class RationalRewards:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores by component, reasons of missing ones)."""
-        questions = [
-            Question(
-                images=(image,),
-                text=self.template.replace("{prompt}", prompt),
-                max_tokens=self.max_tokens,
-            )
-            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
-        ]
+        questions = questions_of(
+            images, prompts, self.template, self.longest, max_tokens=self.max_tokens
+        )
         return scored_parts(self.judge, self.chat.ask(questions), self.components)
 
     def judge(self, reply: Reply) -> dict[str, float]:

@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from .chat.client import Chat, connected
-from .chat.messages import Question, Reply, check_template, digest, scored, text_score
-from .images import pngs
+from .chat.messages import Reply, check_template, digest, questions_of, scored, text_score
 from .prompt_fixtures import red_and_blue
 
 ASK_FINAL = (
@@ -60,6 +59,7 @@ class UnifiedReward:
     1.5 was trained on 512 by 512 pixels.
     """
 
+    requests_per_image = 1
     differentiable = False
     deterministic = False
 
@@ -85,14 +85,9 @@ class UnifiedReward:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
-        questions = [
-            Question(
-                images=(image,),
-                text=self.template.replace("{prompt}", prompt),
-                max_tokens=self.max_tokens,
-            )
-            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
-        ]
+        questions = questions_of(
+            images, prompts, self.template, self.longest, max_tokens=self.max_tokens
+        )
         return scored(self.judge, self.chat.ask(questions))
 
     def judge(self, reply: Reply) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from .chat.client import Chat, connected
-from .chat.messages import Question, Reply, check_template, digest, scored, text_score
+from .chat.messages import Reply, check_template, digest, questions_of, scored, text_score
 from .chat.token_mass import (
     ALTERNATIVES,
     LEAST_MASS,
@@ -19,7 +19,6 @@ from .chat.token_mass import (
     expectation,
     spelled,
 )
-from .images import pngs
 from .prompt_fixtures import red_and_blue
 
 ASK_SCORE = (
@@ -77,6 +76,7 @@ class VLMJudge:
     the least probability that must lie on accepted tokens.
     """
 
+    requests_per_image = 1
     differentiable = False
     deterministic = False  # greedy answers still depend on what else a server works on
 
@@ -120,15 +120,10 @@ class VLMJudge:
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
         """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
         text = self.mode in READS_TEXT
-        questions = [
-            Question(
-                images=(image,),
-                text=self.template.replace("{prompt}", prompt),
-                max_tokens=self.max_tokens if text else 1,
-                alternatives=0 if text else ALTERNATIVES,
-            )
-            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
-        ]
+        questions = questions_of(
+            images, prompts, self.template, self.longest,
+            max_tokens=self.max_tokens if text else 1, alternatives=0 if text else ALTERNATIVES,
+        )  # fmt: skip
         return scored(self.judge, self.chat.ask(questions))
 
     def judge(self, reply: Reply) -> float:

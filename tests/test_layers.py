@@ -24,8 +24,9 @@ LAYERS = [
     {"training", "offline"},
     {"build"},
     {"export", "planning"},
-    {"evaluation"},
+    {"evaluation", "web"},
     {"bench", "api", "verify"},
+    {"voting"},
     {"cli", "__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -33,8 +34,8 @@ STRANGERS = [{"sampling", "objectives"}]  # packages of one line that do not imp
 WITHOUT_TORCH = {"errors", "config", "trees"}
 HEAVY = {
     "accelerate", "cv2", "datasets", "diffusers", "fastapi", "onnxruntime", "open_clip", "openai",
-    "peft", "rapidocr", "scipy", "skimage", "tensorboard", "trackio", "transformers", "uvicorn",
-    "wandb", "xformers",
+    "peft", "playwright", "rapidocr", "ray", "scipy", "skimage", "tensorboard", "trackio",
+    "transformers", "uvicorn", "wandb", "xformers",
 }  # fmt: skip
 
 MAX_FILE = 800

@@ -7,8 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import flowrl
+from flowrl.backbones.lora_files import FILE
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "PIL", "cv2")
@@ -17,7 +20,7 @@ HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft", "numpy", "P
 def python(*words, cwd=None, path=ROOT):
     env = {**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, *words], cwd=cwd, env=env, capture_output=True, text=True, timeout=600
     )
 
 
@@ -117,6 +120,55 @@ def test_presets_are_found_in_the_installed_package(unpacked, tmp_path):
     result = python(*words, cwd=tmp_path, path=unpacked)
     assert result.returncode == 0, result.stderr
     assert "tiny-sd3" in result.stdout
+
+
+# --- a training run elsewhere than here ----------------------------------------------------------
+
+SMALL = "train quickstart evaluation.num_images=6 run.trackers=[] pipeline.device=cpu".split()
+WINDOWS = """
+import multiprocessing, os, runpy, signal, sys
+
+multiprocessing.set_start_method("spawn")
+sys.modules["fcntl"] = None  # so that importing it fails
+del os.O_DIRECTORY, signal.SIGHUP
+opened = os.open
+
+def open_file(path, *rest, **more):
+    if os.path.isdir(path):
+        raise PermissionError(13, "Permission denied", path)
+    return opened(path, *rest, **more)
+
+os.open = open_file
+sys.argv = ["flowrl", *sys.argv[1:]]
+runpy.run_module("flowrl", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_trains_and_resumes_without_what_only_unix_has(tmp_path):
+    """No fcntl, no SIGHUP, no folder that can be opened, and processes that are spawned."""
+    pool = "rewards=[{name: brightness, executor: {kind: pool}}]"
+    constant = "optim.schedule=constant"  # or the number of iterations is part of the recipe
+    for iterations in (1, 2):
+        words = [*SMALL, pool, constant, f"run.iterations={iterations}", "run.output_dir=run"]
+        result = python("-c", WINDOWS, *words, cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    assert sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step-000002"
+    words = [*SMALL, pool, constant, "run.iterations=2", "run.output_dir=once"]
+    once = python("-m", "flowrl", *words, cwd=tmp_path)
+    assert once.returncode == 0, once.stderr
+    tensors = [load_file(tmp_path / name / FILE) for name in ("run", "once")]
+    assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
+
+
+@pytest.mark.slow
+def test_the_installed_wheel_runs_the_quickstarts_first_iteration(wheel, tmp_path):
+    pip = ["pip", "install", "-q", "--no-deps", "--target", str(tmp_path / "here"), str(wheel)]
+    assert python("-m", *pip).returncode == 0
+    words = ["-m", "flowrl", *SMALL, "run.iterations=1"]
+    result = python(*words, cwd=tmp_path, path=tmp_path / "here")
+    assert result.returncode == 0, result.stderr
+    assert "runs/quickstart/gallery/index.html" in result.stdout.replace(os.sep, "/")
 
 
 # --- a user's own module or folder `rewards`, and flowrl's ---------------------------------------

@@ -38,7 +38,6 @@ def load_pipeline(
     revision: str | None = None,
     rounding: Any = None,
     away: Sequence[str] = (),
-    without: Sequence[str] = (),
     given: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load a diffusers pipeline onto a device, with its own progress bars off.
@@ -48,8 +47,7 @@ def load_pipeline(
         revision: of a pipeline from the Hub.
         rounding: diffusers' quantization_config.
         away: how the names of components begin that stay on the CPU.
-        without: names of components that are not loaded.
-        given: components by name, in place of those of the pipeline.
+        given: components by name, in place of those of the pipeline; None leaves one out.
 
     Raises:
         UserError: there is no pipeline at `path`, or a revision of what is not from the Hub.
@@ -71,7 +69,6 @@ def load_pipeline(
             dtype=DTYPES[dtype],
             revision=revision,
             quantization_config=rounding,
-            **dict.fromkeys(without),
             **(given or {}),
         )
     except Exception as error:  # HTTP libraries have errors of their own, of no common class
@@ -169,6 +166,22 @@ def pipeline_call_arguments(pipeline: Any, negative: str = "") -> dict[str, int]
         side = sana.own_side(pipeline)
         return {"height": side, "width": side, "use_resolution_binning": False}
     return {}
+
+
+TILE = 512  # pixels
+
+
+def enable_vae_tiling(vae: Any) -> None:
+    """Let an autoencoder work on images above TILE pixels a side in tiles. Raises UserError."""
+    if not hasattr(vae, "enable_tiling"):
+        raise UserError(
+            f"memory.vae_tiling is true, but {type(vae).__name__} has no tiles: set it to false, "
+            "and pipeline.decode_batch to 1"
+        )
+    vae.enable_tiling()
+    if hasattr(vae, "tile_sample_min_size"):  # of AutoencoderKL, else the image's own size
+        vae.tile_sample_min_size = TILE
+        vae.tile_latent_min_size = TILE // 2 ** (len(vae.config.block_out_channels) - 1)
 
 
 NATIVE = "native"  # torch's scaled_dot_product_attention

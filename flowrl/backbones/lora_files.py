@@ -94,6 +94,11 @@ def load_lora(pipeline: Any, source: str | Path | LoRA) -> int:
     wanted, attached = len(lora.strengths), count_layers(pipeline.transformer)
     if attached != wanted:
         missing = sorted(set(lora.strengths) - set(_adapted(pipeline.transformer)))
+        if not missing:
+            raise UserError(
+                f"{lora.path} adapts {wanted} layers, but {attached} of this pipeline have a LoRA: "
+                "it has another one already, which unload_lora_weights() removes"
+            )
         raise UserError(
             f"{lora.path} adapts {wanted} layers, but {attached} of this pipeline took it, without "
             f"{', '.join(missing[:3])}: it was trained for another pipeline"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from flowrl.backbones.original_layers import (
 )
 from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
+from flowrl.utils.distributed import Runtime
+from flowrl.utils.files import parse_state, state_bytes
 
 LOG = logging.getLogger(__name__)
 
@@ -81,8 +84,23 @@ class LoRA:
             )
         return next(iter(found))
 
+    def packed(self) -> bytes:
+        """Return it for another process, see `unpacked`."""
+        said = {"name": self.name, "path": str(self.path), "make": self.make}
+        return state_bytes(said | {"state": self.state, "strengths": self.strengths})
+
+    @staticmethod
+    def unpacked(data: bytes) -> "LoRA":
+        """Return the LoRA that another process has read, whose file this one may not see."""
+        found = parse_state(data, Path("a LoRA"))
+        return LoRA(**found | {"path": Path(found["path"]), "ready": False})
+
     def header(self) -> dict[str, Any]:
-        """Return what PEFT's configuration says of it, ranks and alphas of layers included."""
+        """Return what PEFT's configuration says of it, ranks and alphas of layers included.
+
+        PEFT takes keys of patterns for ends of names, in regular expressions: `proj_out` would be
+        that of every block, too.
+        """
         ranks = {name: len(down) for name, (down, _) in layers_of(self.state).items()}
         alphas = {name: round(self.strengths[name] * rank, 9) for name, rank in ranks.items()}
         rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
@@ -90,11 +108,15 @@ class LoRA:
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-            "rank_pattern": {name: own for name, own in ranks.items() if own != rank},
-            "alpha_pattern": {name: own for name, own in alphas.items() if own != alpha},
+            "rank_pattern": {_exactly(name): own for name, own in ranks.items() if own != rank},
+            "alpha_pattern": {_exactly(name): own for name, own in alphas.items() if own != alpha},
             "target_modules": sorted(ranks),
             "bias": "none",
         }
+
+
+def _exactly(name: str) -> str:
+    return f"^{re.escape(name)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +147,25 @@ class _Alpha:
                 f"{path} was trained with alpha {own:g}, and --lora-alpha is {self.asked:g}: "
                 "leave it out"
             )
+
+
+def lora_of_main(
+    source: str | Path,
+    runtime: Runtime | None,
+    *,
+    alpha: float | None = None,
+    default_alpha: float | None = None,
+) -> LoRA:
+    """Read a LoRA on the main process, whose disk alone may hold it; return it on all.
+
+    runtime: None for a process alone. See `open_lora`, whose UserError all of them raise.
+    """
+    if runtime is None or runtime.world_size == 1:
+        return open_lora(source, alpha=alpha, default_alpha=default_alpha)
+    found = runtime.from_main(
+        lambda: open_lora(source, alpha=alpha, default_alpha=default_alpha).packed()
+    )
+    return LoRA.unpacked(found)
 
 
 def open_lora(
@@ -159,7 +200,7 @@ def lora_file(source: str | Path) -> Path:
     if path.is_dir():
         if (found := _in_folder(path)) is not None:
             return found
-    elif (match := HUB_NAME.fullmatch(str(source))) is not None:
+    elif (match := HUB_NAME.fullmatch(str(source))) is not None and ".." not in path.parts:
         return _on_hub(str(source), match[1], match[2].strip("/"), match[3])
     raise UserError(
         f"no LoRA at {source}: give a .safetensors file, a folder with {FILE} or {PEFT_FILE}, or a "
@@ -211,7 +252,9 @@ def _on_hub(source: str, name: str, subfolder: str, revision: str | None) -> Pat
             if place is not tried[-1] and "LocalEntryNotFoundError" in kinds:
                 continue
             if message := hub_error_message(error, name, revision):
-                raise UserError(f"cannot load the LoRA {source}: {message}") from error
+                raise UserError(
+                    f"cannot load the LoRA {source}, which is no file or folder here: {message}"
+                ) from error
             raise
     shown = f"{name}/{subfolder}".rstrip("/")
     raise UserError(
@@ -250,17 +293,35 @@ def _header(metadata: Mapping[str, str] | None, path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has a header {METADATA} that is not JSON: {REMEDY}") from error
     if not isinstance(header, dict):
         raise UserError(f"{path} has a header {METADATA} that is no JSON object: {REMEDY}")
-    for name in ("r", "lora_alpha"):
-        value = header.get(f"{PREFIX}{name}", 1)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        whole = name != "r" or isinstance(value, int)
-        if not number or not whole or not 0 < abs(value) < math.inf or (name == "r" and value < 1):
-            wanted = "a whole number from 1" if name == "r" else "a finite number other than 0"
-            raise UserError(
-                f"{path} has {name} = {value!r:.40} in its header {METADATA}, expected {wanted}: "
-                f"{REMEDY}"
-            )
+    own = {key.removeprefix(PREFIX): v for key, v in header.items() if key.startswith(PREFIX)}
+    _check_numbers(own, f"{path} has", f" in its header {METADATA}")
     return header
+
+
+def _check_numbers(config: Mapping[str, Any], before: str, after: str) -> None:
+    """Raise UserError, "BEFORE NAME = VALUE AFTER, ...", unless ranks and alphas are numbers."""
+    said = [(name, name, config[name]) for name in ("r", "lora_alpha") if name in config]
+    for name, kind in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        patterns = config.get(name) or {}
+        if not isinstance(patterns, dict):
+            raise UserError(
+                f"{before} {name} = {patterns!r:.40}{after}, expected an object: {REMEDY}"
+            )
+        for key, value in patterns.items():
+            said.append((f"{name}[{key!r}]", kind, value))
+            try:
+                re.compile(key)
+            except re.error as error:
+                raise UserError(
+                    f"{before} {name}[{key!r}]{after}, which is no regular expression ({error}): "
+                    f"{REMEDY}"
+                ) from error
+    for name, kind, value in said:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        whole = kind != "r" or (isinstance(value, int) and value >= 1)
+        if not number or not whole or not 0 < abs(value) < math.inf:
+            wanted = "a whole number from 1" if kind == "r" else "a finite number other than 0"
+            raise UserError(f"{before} {name} = {value!r:.40}{after}, expected {wanted}: {REMEDY}")
 
 
 def _make(tensors: Mapping[str, Tensor], path: Path) -> str:
@@ -328,6 +389,7 @@ def _config(path: Path) -> dict[str, Any]:
             f"{path} sets {', '.join(wrong)}, but flowrl takes plain LoRAs: merge it with PEFT's "
             "merge_and_unload"
         )
+    _check_numbers(config, f"{path} has", "")
     return config
 
 
@@ -343,7 +405,7 @@ def _sorted(
             key = key.removesuffix(old) + new if key.endswith(old) else key
         if not key.startswith(start):
             others.append(key)
-        elif key.endswith(".alpha"):
+        elif key.endswith(".alpha") and tensor.numel() == 1:
             alphas[key.removeprefix(start).removesuffix(".alpha")] = float(tensor)
         elif key.endswith((".lora_A.weight", ".lora_B.weight")):
             state[key.removeprefix(start)] = tensor
@@ -359,11 +421,21 @@ def _sorted(
             f"{path} holds {len(others)} tensors beside the transformer's LoRA, {_few(others)}: "
             "only plain LoRAs of the transformer are taken"
         )
+    _check_factors(state, path)
+    return state, alphas
+
+
+def _check_factors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Raise UserError unless all tensors are pairs of matrices, or of convolutions, of a rank."""
     empty = sorted(name for name, tensor in state.items() if not tensor.numel())
     if empty:
         raise UserError(f"{path} has a tensor of rank 0, {empty[0]}: such a LoRA changes nothing")
-    layers_of(state)  # raises unless all are pairs
-    return state, alphas
+    for name, (down, up) in layers_of(state).items():  # raises unless all are pairs
+        if (down.ndim, up.ndim) not in ((2, 2), (4, 4)) or len(down) != up.shape[1]:
+            raise UserError(
+                f"{path} has factors of {tuple(down.shape)} and {tuple(up.shape)} for {name}, "
+                f"expected (rank, inputs) and (outputs, rank): {REMEDY}"
+            )
 
 
 def _from_alphas(
@@ -408,7 +480,7 @@ def _of_original(
 ) -> LoRA:
     family = original_family(tensors, path)
     if make == "kohya" and family == "flux":
-        return _of_kohya_flux(name, path, tensors)
+        return _of_kohya_flux(name, path, tensors, assumed)
     start = KOHYA if make == "kohya" else COMFYUI
     state, alphas = _sorted(tensors, start, path)
     fused = layers_of(state)
@@ -429,6 +501,8 @@ def _of_original(
             found[part] = its
             # The alpha of a fused layer belongs to its whole rank.
             own[part] = strengths[layer]
+    if not found:
+        raise UserError(f"{path} has zeros alone in its upper factors: it changes nothing")
     state = {
         f"{k}.lora_{s}.weight": t
         for k, pair in found.items()
@@ -437,15 +511,31 @@ def _of_original(
     return LoRA(name=name, path=path, make=make, state=state, strengths=own, ready=False)
 
 
-def _of_kohya_flux(name: str, path: Path, tensors: Mapping[str, Tensor]) -> LoRA:
+def _of_kohya_flux(name: str, path: Path, tensors: Mapping[str, Tensor], assumed: _Alpha) -> LoRA:
     """Convert with diffusers, which folds alpha into the factors."""
     from diffusers.loaders import FluxLoraLoaderMixin
 
+    factors, alphas = _sorted(tensors, KOHYA, path)
+    if alphas:
+        strengths = _from_alphas(factors, alphas, assumed, path)
+    else:
+        strengths = _strengths(factors, None, assumed, path)
+    asked: dict[str, Tensor] = {}
+    for layer, (down, up) in layers_of(factors).items():
+        last = layer.startswith("final_layer")  # whose alpha diffusers leaves out
+        asked[f"{KOHYA}{layer}.lora_down.weight"] = down
+        asked[f"{KOHYA}{layer}.lora_up.weight"] = up * strengths[layer] if last else up
+        if not last:
+            asked[f"{KOHYA}{layer}.alpha"] = torch.tensor(
+                alphas.get(layer, strengths[layer] * len(down))
+            )
     try:
-        converted: Any = FluxLoraLoaderMixin.lora_state_dict(dict(tensors))
+        converted: Any = FluxLoraLoaderMixin.lora_state_dict(asked)
     except (ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{path}: diffusers cannot convert its keys: {error}") from error
-    state, _ = _sorted(converted, PREFIX, path)
+    # Layers outside of the blocks come without the prefix.
+    whole = {f"{PREFIX}{key.removeprefix(PREFIX)}": value for key, value in converted.items()}
+    state, _ = _sorted(whole, PREFIX, path)
     strengths = dict.fromkeys(layers_of(state), 1.0)
     return LoRA(name=name, path=path, make="kohya", state=state, strengths=strengths, ready=False)
 

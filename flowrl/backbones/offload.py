@@ -2,11 +2,13 @@
 
 import gc
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from flowrl.trees.memory import free_bytes
 
 ENCODER, AUTOENCODER = "text_encoder", "vae"  # how the names of diffusers' components begin
 
@@ -27,9 +29,30 @@ def free_encoders(pipeline: Any) -> None:
     """Remove the text encoders from the pipeline and free their memory."""
     for name in [name for name in pipeline.components if name.startswith(ENCODER)]:
         setattr(pipeline, name, None)
+    free_device_memory()
+
+
+def free_device_memory() -> None:
+    """Free what nothing holds any more, and give the GPU back what torch keeps of it."""
     gc.collect()  # modules point at each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def place_to_encode(backbone: Any) -> torch.device:
+    """Return where text encoders are to work: never on a device that the transformer is on.
+
+    That is the backbone's device while the transformer is not there yet, or where encoders that
+    live there stay; later, the CPU.
+    """
+    network = getattr(backbone, "transformer", None)
+    first = next(iter(network.parameters()), None) if isinstance(network, nn.Module) else None
+    if first is None or _elsewhere(first, backbone.device):
+        return backbone.device
+    homes = [
+        tensor.device for part in encoders_of(backbone.pipeline) for tensor in part.parameters()
+    ]
+    return homes[0] if homes else backbone.device
 
 
 def place_pipeline(pipeline: Any, device: torch.device, away: Sequence[str]) -> Any:
@@ -67,6 +90,39 @@ def moved_to(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]
     finally:
         for module, name, tensor in homes:
             setattr(module, name, tensor)
+
+
+MARGIN = 2 * 2**30  # bytes, for what encoders make of their texts
+
+
+@contextmanager
+def encoders_on_device(parts: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Move text encoders to `device` inside the block; if memory is short, each to its forwards.
+
+    They are there together where they fit, which saves copies.
+    """
+    size = sum(tensor.nbytes for part in parts for tensor in part.parameters())
+    free = None if device.type == "cpu" else free_bytes(device)
+    if free is None or size + MARGIN <= free:
+        with moved_to(parts, device):
+            yield
+        return
+    there: dict[nn.Module, AbstractContextManager[None]] = {}
+
+    def arrive(part: nn.Module, _: Any) -> None:
+        there[part] = moved_to([part], device)
+        there[part].__enter__()
+
+    def leave(part: nn.Module, *_: Any) -> None:
+        there.pop(part).__exit__(None, None, None)
+
+    hooks = [part.register_forward_pre_hook(arrive) for part in parts]
+    hooks += [part.register_forward_hook(leave, always_call=True) for part in parts]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -59,6 +59,7 @@ class Policy:
             torch.manual_seed(seed)
             for name in names:
                 self._add(name, rank, alpha, tuple(targets or backbone.lora_targets))
+        self._layers = list(_lora_layers(self.network))  # FLUX has 4,700 modules and 342 of these
         self._by_name = {name: _parameters_of(self.network, name) for name in names}
         for name in self.copies:
             self._copy(POLICY, name)
@@ -112,7 +113,8 @@ class Policy:
             return self.backbone.velocity(x, sigma, cond)
 
     def use(self, name: str) -> None:
-        self.network.set_adapter(name)  # type: ignore[operator]
+        for layer in self._layers:
+            layer.set_adapter(name)
         # Switching adapters also switches what PEFT wants to train; only the policy ever is.
         for other, parameters in self._by_name.items():
             for parameter in parameters:
@@ -130,7 +132,7 @@ class Policy:
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
         """Use no adapter inside the block."""
-        with switched_off(list(_lora_layers(self.network))):
+        with switched_off(self._layers):
             yield
 
     @contextlib.contextmanager
@@ -141,7 +143,7 @@ class Policy:
         """
         kept: list[tuple[nn.Parameter, Tensor]] = []
         with torch.no_grad(), self.disabled():
-            for layer in _lora_layers(self.network):
+            for layer in self._layers:
                 weight = layer.get_base_layer().weight
                 kept.append((weight, weight.data))
                 weight.data = merged_weight(layer, weight.data, name).to(weight.dtype)
@@ -215,7 +217,7 @@ class Policy:
 
     def keep_weights(self, iteration: int, adapter: str) -> None:
         """Keep what an adapter is now: the images of an iteration are sampled with it."""
-        self.sampled_with[iteration] = [p.detach().clone() for p in self._by_name[adapter]]
+        self.sampled_with[iteration] = self.weights(adapter)
 
     def forget_weights(self, *, before: int) -> None:
         """Forget what the images of earlier iterations were sampled with."""
@@ -225,16 +227,21 @@ class Policy:
     @contextlib.contextmanager
     def weights_of(self, iteration: int, adapter: str) -> Iterator[None]:
         """Give an adapter the weights kept for an iteration, if there are any, while inside."""
-        now = [p.detach().clone() for p in self._by_name[adapter]]
+        now = self.weights(adapter)
         kept = self.sampled_with.get(iteration, now)
-        self._put(adapter, kept)
+        self.set_weights(adapter, kept)
         try:
             yield
         finally:
-            self._put(adapter, now)
+            self.set_weights(adapter, now)
+
+    def weights(self, adapter: str) -> list[Tensor]:
+        """Return copies of an adapter's weights, in the order of its layers."""
+        return [p.detach().clone() for p in self._by_name[adapter]]
 
     @torch.no_grad()
-    def _put(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+    def set_weights(self, adapter: str, tensors: Sequence[Tensor]) -> None:
+        """Give an adapter weights, in the order of its layers."""
         for parameter, tensor in zip(self._by_name[adapter], tensors, strict=True):
             parameter.copy_(tensor)
 

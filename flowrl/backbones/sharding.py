@@ -70,7 +70,15 @@ def _mesh(runtime: Runtime, over: Literal["node", "all"]) -> Any:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if over == "all" or local == size:
         return init_device_mesh(kind, (size,))
-    return init_device_mesh(kind, (size // local, local), mesh_dim_names=("replicate", "shard"))
+    if size % local:
+        raise UserError(
+            f"runtime.shard is node, but {size} processes are no equal number on each machine, "
+            f"and this one has {local}: start as many everywhere, or set it to all"
+        )
+    # What is frozen has no gradient to share with the other machines: each is a mesh of its own.
+    # PEFT takes a layer in parts for one of tensor parallelism unless the mesh has this name.
+    machines = init_device_mesh(kind, (size // local, local), mesh_dim_names=("machine", "fsdp"))
+    return machines["fsdp"]
 
 
 def _blocks(network: nn.Module) -> Iterator[nn.Module]:

@@ -1,5 +1,6 @@
 """Caches of prompts' conditioning: `TextCache` in memory, `PromptCache` on disk."""
 
+import copy
 import json
 import logging
 import os
@@ -15,7 +16,13 @@ from safetensors.torch import load, save
 from torch import Tensor, uint8
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.offload import ENCODER, are_freed, encoders_of, moved_to
+from flowrl.backbones.offload import (
+    ENCODER,
+    are_freed,
+    encoders_of,
+    encoders_on_device,
+    place_to_encode,
+)
 from flowrl.errors import UserError, phase
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning
@@ -101,8 +108,9 @@ Key = tuple[str, str]  # prompt and negative prompt
 class TextCache:
     """Conditioning by prompt, on the CPU; runs the text encoders only for prompts not yet cached.
 
-    Offloaded encoders are on the backbone's device while they work. They compute in their own
-    dtype, as in the pipeline's own call, also under autocast.
+    Offloaded encoders are on the backbone's device while they work, but never beside the
+    transformer: see `place_to_encode`. They compute in their own dtype, as in the pipeline's own
+    call, also under autocast.
 
     Args:
         negative: the negative prompt of records that have none.
@@ -154,7 +162,7 @@ class TextCache:
         missing = list({self.key(p): p for p in prompts if not self.has(p)}.values())
         missing = missing[: None if self.disk is not None else self.capacity]
         moved = encoders_of(self.backbone.pipeline) if missing else []
-        with moved_to(moved, self.backbone.device):
+        with encoders_on_device(moved, place_to_encode(self.backbone)):
             for start in range(0, len(missing), rows):
                 self.make(missing[start : start + rows])
 
@@ -187,8 +195,11 @@ class TextCache:
         backbone, keys = self.backbone, list(dict.fromkeys(keys))
         if are_freed(backbone.pipeline):
             raise self._unknown(keys[0])
-        plain = torch.autocast(backbone.device.type, enabled=False)
-        moved = moved_to(encoders_of(backbone.pipeline), backbone.device)
+        if (where := place_to_encode(backbone)) != backbone.device:
+            backbone = copy.copy(backbone)
+            backbone.device = where
+        plain = torch.autocast(where.type, enabled=False)
+        moved = encoders_on_device(encoders_of(backbone.pipeline), where)
         with phase("encode"), plain, moved:
             for start in range(0, len(keys), self.batch_size):
                 part = keys[start : start + self.batch_size]

@@ -1,18 +1,22 @@
 """What the toolkit costs beyond the network's own passes, as ratios measured in one run."""
 
+import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from flowrl.bench.timing import best_of
+from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
 from flowrl.build.learner import ProvidedObjects, build_learner
-from flowrl.config import parse_config
+from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
+from flowrl.functional.full_batches import RowCount, counted_rows
 from flowrl.sampling.rollout import Timer, sample_request
 from flowrl.sampling.source import Sampler
+from flowrl.scoring.spec import closing
 from flowrl.training.loop import Learner
 from flowrl.trajectory import Rollout, Transitions
 from flowrl.trees.plan import PlanCounts, count
@@ -28,7 +32,7 @@ def bench_rollout(
     """Measure the sampler against its bare forwards, an update against its own passes.
 
     All with the adapter attached, as training has it; then with the adapter merged into the
-    weights. Returns one row a job: best seconds, and the ratio to the bare passes inside.
+    weights. Returns one row a job with its ratio to the bare passes inside: see `compare_turns`.
     """
     torch.set_num_threads(threads)
     if batch % GROUP:
@@ -50,19 +54,19 @@ def bench_rollout(
 
     jobs: dict[str, Callable[[], None]] = {
         "forwards": forwards,
-        "forwards and backwards": partial(_passes, learner, transitions, batch),
+        "forwards and backwards": partial(training_passes, learner, transitions, batch),
         "sampler": partial(sample, learner),
         "update": partial(update, learner, rollout),
         "sampler, LoRA merged": lambda: merged(partial(sample, learner)),
         "forwards, LoRA merged": lambda: merged(forwards),
     }
-    seconds = best_of(jobs, repeats)
+    turns = time_turns(jobs, repeats, learner.runtime.device)
     pairs = dict.fromkeys(jobs, "forwards") | {
         "update": "forwards and backwards",
         "sampler, LoRA merged": "forwards, LoRA merged",
     }
     return [
-        {"job": job, "seconds": seconds[job], "ratio": seconds[job] / seconds[bare], "to": bare}
+        {"job": job, **compare_turns(turns[job], turns[bare]), "to": bare}
         for job, bare in pairs.items()
     ]
 
@@ -112,7 +116,8 @@ def sampler(learner: Learner) -> Sampler:
     return learner.source
 
 
-def _passes(learner: Learner, transitions: Transitions, batch: int) -> None:
+def training_passes(learner: Learner, transitions: Transitions, batch: int) -> None:
+    """Call the network forwards and backwards for all rows, `batch` at a time, and nothing else."""
     for chunk in transitions.chunks(batch):
         cond = chunk.cond.take(chunk.prompt)
         learner.policy.velocity(chunk.x, chunk.sigma, cond).square().mean().backward()
@@ -125,14 +130,70 @@ def update(learner: Learner, rollout: Rollout) -> None:
     replace(learner, optim=loose).learn(rollout, 0)
 
 
+@dataclass(slots=True)
+class _PhaseRows:
+    """The rows and the time of one phase of some iterations."""
+
+    rows: RowCount = field(default_factory=RowCount)
+    seconds: float = 0.0
+
+    def add(self, job: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        with counted_rows() as count:
+            result = job()
+        self.seconds += time.perf_counter() - began
+        self.rows.asked += count.asked
+        self.rows.computed += count.computed
+        return result
+
+    @property
+    def made_up(self) -> float:
+        """Seconds for rows that were made up, if all rows take as long."""
+        return self.seconds * (1 - self.rows.asked / max(self.rows.computed, 1))
+
+
+def bench_padding(config: Config, *, iterations: int) -> list[dict[str, Any]]:
+    """Measure what full batches cost in iterations of a recipe, after one that warms up.
+
+    Counted are the rows that sampler and objective ask for, and those that the networks compute.
+    The cost is the share of the iterations' time that goes into the difference, as if a phase did
+    nothing but compute rows: it is at most that. Nothing is written that stays.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run = config.run.model_copy(update={"output_dir": folder})
+        config = config.model_copy(update={"run": run})
+        runtime = Runtime(device=config.pipeline.device)
+        learner = build_learner(config, runtime, ProvidedObjects())
+        with closing(learner.specs):
+            learner.iterate(0)
+            sampling, learning = _PhaseRows(), _PhaseRows()
+            for i in range(1, iterations + 1):
+                rollout = sampling.add(partial(learner.source.collect, i, Timer()))
+                learning.add(partial(learner.learn, rollout, i))
+    total = sampling.seconds + learning.seconds
+    phases = {"sampling": sampling, "learning": learning}
+    rows = [
+        {
+            "phase": name,
+            "rows": phase.rows.asked,
+            "computed": phase.rows.computed,
+            "seconds": phase.seconds,
+            "cost": phase.made_up / total,
+        }
+        for name, phase in phases.items()
+    ]
+    names = ("rows", "computed", "seconds", "cost")
+    return [*rows, {"phase": "both"} | {name: sum(row[name] for row in rows) for name in names}]
+
+
 def bench_tree(
     *, model: str, prompts: int, batch: int, steps: int, threads: int, repeats: int, device: str
 ) -> list[dict[str, Any]]:
     """Measure 16 images of a prompt as chains, as a BranchGRPO tree, and as a pruned tree.
 
     The five steps after the last split are pruned, as in the paper's table (80 edges at 16
-    leaves). Returns one row a job: best seconds, the ratio to the job it is compared with, the
-    same ratio by the counts of the plans, and the first ratio divided by the second.
+    leaves). Returns one row a job: its ratio to the job it is compared with, see `compare_turns`,
+    the same ratio by the counts of the plans, and the first ratio divided by the second.
     """
     torch.set_num_threads(threads)
     shared = {"prompts_per_iteration": prompts, "group_size": 16, "num_inference_steps": steps}
@@ -148,7 +209,7 @@ def bench_tree(
         name: with_random_rewards(learner.source.collect(0, Timer()))
         for name, learner in learners.items()
     }
-    seconds = best_of(
+    turns = time_turns(
         {
             "sample chains": lambda: sample(learners["chains"]),
             "sample tree": lambda: sample(learners["tree"]),
@@ -157,29 +218,28 @@ def bench_tree(
             "update pruned": lambda: update(learners["pruned"], rollouts["pruned"]),
         },
         repeats,
+        learners["tree"].runtime.device,
     )
     counts = {name: count(sampler(learner).plan(0)) for name, learner in learners.items()}
     return [
-        _row(seconds, counts, "sample tree", "sample chains"),
-        _row(seconds, counts, "update tree", "update chains"),
-        _row(seconds, counts, "update pruned", "update tree"),
+        _row(turns, counts, "sample tree", "sample chains"),
+        _row(turns, counts, "update tree", "update chains"),
+        _row(turns, counts, "update pruned", "update tree"),
     ]
 
 
 def _row(
-    seconds: dict[str, float], counts: dict[str, PlanCounts], job: str, other: str
+    turns: dict[str, TimedTurns], counts: dict[str, PlanCounts], job: str, other: str
 ) -> dict[str, Any]:
     def forwards(name: str) -> int:
         what, plan = name.split()
         return counts[plan].forwards if what == "sample" else counts[plan].train_forwards
 
-    ratio, by_counts = seconds[job] / seconds[other], forwards(job) / forwards(other)
+    found, by_counts = compare_turns(turns[job], turns[other]), forwards(job) / forwards(other)
     return {
         "job": job,
-        "s": seconds[job],
-        "against": other,
-        "its s": seconds[other],
-        "ratio": ratio,
+        **found,
+        "to": other,
         "by counts": by_counts,
-        "of counts": ratio / by_counts,
+        "of counts": float(found["ratio"]) / by_counts,
     }

@@ -1,10 +1,12 @@
 """Time and memory of jobs that take turns, and of the phases of one of them."""
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,38 +17,116 @@ Seconds = dict[str, float]
 Moment = torch.cuda.Event | float
 
 
-def best_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
-    """Return the best seconds of the parts of each job.
+Job = TypeVar("Job")
 
-    Every round runs all jobs, so that a busy machine disturbs all alike; a first one warms up.
-    Parts with a "total" all come from the round whose total is least; others are each the least.
+
+def in_turns(jobs: Mapping[str, Callable[[], Job]], repeats: int) -> dict[str, list[Job]]:
+    """Return what each job returned in each round.
+
+    Every round runs all jobs, there and back, so that a busy machine and one that becomes slower
+    disturb all alike; a first one warms up.
     """
-    rounds: dict[str, list[Seconds]] = {name: [] for name in jobs}
+    rounds: dict[str, list[Job]] = {name: [] for name in jobs}
     for number in range(repeats + 1):
-        for name, job in jobs.items():
-            found = job()
+        for name in list(jobs)[:: -1 if number % 2 else 1]:
+            found = jobs[name]()
             if number:
                 rounds[name].append(found)
+    return rounds
+
+
+def best_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
+    """Return the best seconds of the parts of each job, which take turns: see `in_turns`.
+
+    Parts with a "total" all come from the round whose total is least; others are each the least.
+    """
     return {
         name: min(found, key=lambda parts: parts["total"])
         if "total" in found[0]
         else {part: min(each[part] for each in found) for part in found[0]}
-        for name, found in rounds.items()
+        for name, found in in_turns(jobs, repeats).items()
     }
 
 
-def best_of(jobs: Mapping[str, Callable[[], None]], repeats: int) -> Seconds:
-    """Return the best seconds of each job, see `best_parts`."""
+def median_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
+    """Return the seconds of the parts of each job, which take turns: see `in_turns`.
 
-    def timed(job: Callable[[], None]) -> Seconds:
-        began = time.perf_counter()
+    Parts with a "total" all come from the round whose total is the median; others are medians.
+    """
+    return {
+        name: sorted(found, key=lambda parts: parts["total"])[len(found) // 2]
+        if "total" in found[0]
+        else {part: statistics.median(each[part] for each in found) for part in found[0]}
+        for name, found in in_turns(jobs, repeats).items()
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTurn:
+    """What one turn of a job took."""
+
+    wall: float  # seconds
+    cpu: float  # seconds of all threads of this process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedTurns:
+    """What a job took in each round of `time_turns`."""
+
+    turns: tuple[TimedTurn, ...]
+    on_gpu: bool  # whose work does not show in the CPU's seconds
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Return the CPU's seconds, which other work stretches less, or on a GPU the clock's."""
+        return self.wall if self.on_gpu else self.cpu
+
+    @property
+    def wall(self) -> tuple[float, ...]:
+        return tuple(turn.wall for turn in self.turns)
+
+    @property
+    def cpu(self) -> tuple[float, ...]:
+        return tuple(turn.cpu for turn in self.turns)
+
+
+def time_turns(
+    jobs: Mapping[str, Callable[[], object]], repeats: int, device: torch.device
+) -> dict[str, TimedTurns]:
+    """Time jobs that take turns: see `in_turns`."""
+    on_gpu = device.type == "cuda"
+
+    def timed(job: Callable[[], object]) -> TimedTurn:
+        wall, cpu = time.perf_counter(), time.process_time()
         job()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return {"total": time.perf_counter() - began}
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        return TimedTurn(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
 
-    found = best_parts({name: lambda job=job: timed(job) for name, job in jobs.items()}, repeats)
-    return {name: parts["total"] for name, parts in found.items()}
+    found = in_turns({name: lambda job=job: timed(job) for name, job in jobs.items()}, repeats)
+    return {name: TimedTurns(turns=tuple(turns), on_gpu=on_gpu) for name, turns in found.items()}
+
+
+def compare_turns(job: TimedTurns, other: TimedTurns) -> dict[str, float | str]:
+    """Return the medians of a job, and of its ratio to another in the same round, as a row.
+
+    The spread is that of the middle half of the rounds.
+    """
+    ratios = [a / b for a, b in zip(job.seconds, other.seconds, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    return {
+        "seconds": statistics.median(job.seconds),
+        "ratio": statistics.median(ratios) if len(ratios) > 1 else middle,
+        "spread": f"{low:.3f} to {high:.3f}",
+        "wall seconds": statistics.median(job.wall),
+        "wall ratio": statistics.median(a / b for a, b in zip(job.wall, other.wall, strict=True)),
+    }
+
+
+def best_of(jobs: Mapping[str, Callable[[], object]], repeats: int) -> Seconds:
+    """Return the best seconds of each job on the clock, which take turns: see `in_turns`."""
+    turns = time_turns(jobs, repeats, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return {name: min(found.wall) for name, found in turns.items()}
 
 
 @dataclass(slots=True)

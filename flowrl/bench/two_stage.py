@@ -19,7 +19,7 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import RandomBackbone, move
 from flowrl.bench.rollout import bench_learner, sampler
-from flowrl.bench.timing import Seconds, Timeline, best_parts, device_name, on_gpu, watched
+from flowrl.bench.timing import Seconds, Timeline, device_name, median_parts, on_gpu, watched
 from flowrl.build.rollout import EXPLORING
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -164,7 +164,7 @@ def parse_counts(text: str) -> MeasuredCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Best seconds of one run."""
+    """Median seconds of one run."""
 
     device: str
     prompts: int
@@ -257,7 +257,7 @@ def full_batch(most: int, *counts: int) -> int:
 def measure(
     source: Sampler, peft: RolloutGenerator, learn: Callable[[], None], *, repeats: int
 ) -> Costs:
-    """Measure the costs in alternating rounds, see `best_parts`; the first one compiles.
+    """Measure the costs in alternating rounds, see `median_parts`; the first one compiles.
 
     Args:
         source: explores and samples exactly, as in training; without audits.
@@ -272,7 +272,7 @@ def measure(
     single = replace(source, explorer=None, plan=lambda iteration: every)
     graphs: list[int] = []
     peaks: list[int] = []
-    best = best_parts(
+    best = median_parts(
         {
             "learn": lambda: learn() or {},
             "single": lambda: _collect(single, None, []),

@@ -1,17 +1,20 @@
 """Build the pipeline and the backbone around it, with the precision of its frozen weights."""
 
+import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from flowrl.backbones.base import Backbone, missing_members
 from flowrl.backbones.flux import Flux
 from flowrl.backbones.loading import (
     DTYPES,
     enable_gradient_checkpointing,
+    enable_vae_tiling,
     load_pipeline,
     set_attention,
 )
@@ -141,7 +144,7 @@ def build_pipeline(
     device: torch.device,
     provided: Any = None,
     *,
-    without: Sequence[str] = (),
+    loaded: Mapping[str, Any] | None = None,
     revision: str | None = None,
     decoder_learns: bool = False,
     runtime: Runtime | None = None,
@@ -151,7 +154,7 @@ def build_pipeline(
     Args:
         runtime: of the processes among which `runtime.shard` splits the transformer; None leaves
             it whole.
-        without: components that are not loaded.
+        loaded: components by name that are there already, None for those to leave out.
         revision: None for the recipe's.
         decoder_learns: gradients go through the autoencoder, which then stays on the device.
     """
@@ -172,7 +175,7 @@ def build_pipeline(
         away += (AUTOENCODER,)
     over = None if runtime is None or runtime.world_size == 1 else config.runtime.shard
     if over is not None and runtime is not None:
-        pipeline = _sharded(p, over, runtime, provided, without, revision or p.revision)
+        pipeline = _sharded(p, over, runtime, provided, loaded or {}, revision or p.revision)
         pipeline = place_pipeline(pipeline, device, away)
     elif provided is None:
         pipeline = load_pipeline(
@@ -182,7 +185,7 @@ def build_pipeline(
             revision=revision or p.revision,
             rounding=None if base is None else loading_config(base, DTYPES[p.dtype]),
             away=away,
-            without=without,
+            given=loaded,
         )
     else:
         pipeline = place_pipeline(provided, device, away)
@@ -192,7 +195,35 @@ def build_pipeline(
         set_attention(pipeline.transformer, p.attention, device)
     if m.gradient_checkpointing:
         enable_gradient_checkpointing(pipeline.transformer)
+    if m.vae_tiling:
+        enable_vae_tiling(pipeline.vae)
     return pipeline
+
+
+def load_without_transformer(options: PipelineOptions, revision: str | None = None) -> Any:
+    """Load a pipeline to the CPU for its text encoders, with a transformer that has no memory.
+
+    The transformer is on the meta device; a pipeline without one of diffusers' is loaded whole.
+    """
+    revision = revision or options.revision
+    try:
+        network = empty_network(options.path, revision)
+    except (LookupError, AttributeError, OSError):  # or loading says what is wrong
+        given = {}
+    else:
+        given = {NETWORK: nn.Module.to(network, DTYPES[options.dtype])}
+    return load_pipeline(
+        options.path, dtype=options.dtype, device=None, revision=revision, given=given
+    )
+
+
+def encoding_backbone(
+    options: PipelineOptions, pipeline: Any, *, guidance: float, device: torch.device
+) -> Backbone:
+    """Return a backbone that encodes texts on the device, wherever its transformer is."""
+    backbone = copy.copy(build_backbone(options, pipeline, guidance=guidance))
+    backbone.device = device
+    return backbone
 
 
 def _sharded(
@@ -200,28 +231,29 @@ def _sharded(
     over: Literal["node", "all"],
     runtime: Runtime,
     provided: Any,
-    without: Sequence[str],
+    loaded: Mapping[str, Any],
     revision: str | None,
 ) -> Any:
     """Return the pipeline with its transformer in parts, which the main process alone has read."""
     check_shardable()
     pipeline = provided
     if provided is None:
-        given = {} if runtime.is_main else {NETWORK: empty_network(options.path, revision)}
+        empty = {} if runtime.is_main else {NETWORK: empty_network(options.path, revision)}
         pipeline = load_pipeline(
-            options.path, dtype=options.dtype, device=None, revision=revision, without=without,
-            given=given,
+            options.path, dtype=options.dtype, device=None, revision=revision,
+            given={**loaded, **empty},
         )  # fmt: skip
     shard_network(pipeline.transformer, runtime, over)
     return pipeline
 
 
 def rounding_key(memory: MemoryOptions) -> dict[str, Any]:
-    """Return how the frozen weights are rounded, for keys of results; {} where they are not.
+    """Return what changes images, for keys of results: rounded weights, tiles; {} for neither.
 
     All other options under `memory` leave images and scores as they are.
     """
-    return {} if memory.base_bits is None else {"base": [memory.base_bits, memory.base_library]}
+    rounded = {} if memory.base_bits is None else {"base": [memory.base_bits, memory.base_library]}
+    return rounded | ({"vae_tiling": True} if memory.vae_tiling else {})
 
 
 def set_precision(config: Config, backbone: Backbone, runtime: Runtime) -> None:

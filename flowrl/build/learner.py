@@ -10,7 +10,7 @@ from typing import Any
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_formats import open_lora
+from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
 from flowrl.build.backbone import (
     adapted_layers,
@@ -28,15 +28,17 @@ from flowrl.build.work_split import check_split, iteration_work
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states
-from flowrl.errors import UserError
+from flowrl.errors import UserError, phase
 from flowrl.functional.sde import KERNELS
 from flowrl.objectives.base import Needs
 from flowrl.objectives.reward_backprop.decoder import RewardGradient, check_differentiable
-from flowrl.prompts.overlap import check_overlap
+from flowrl.offline.format import open_dataset
+from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Ahead, Sampler, Source
+from flowrl.sampling.workers import WorkerPool
 from flowrl.scoring.combine import mean_reward
 from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.scoring.spec import Reward, RewardSpec, check_evaluation, check_prompts
@@ -69,38 +71,40 @@ def build_learner(
     given: ProvidedObjects,
     caches: TextCaches | None = None,
     needed: GuidedPrompts | None = None,
+    pool: WorkerPool | None = None,
 ) -> Learner:
     """Return everything that the loop needs. Loads the pipeline unless it was provided.
 
-    needed: what will be encoded; None for `all_prompts_to_encode`.
+    Args:
+        needed: what will be encoded; None for `all_prompts_to_encode`.
+        pool: of workers that sample; None samples here, whatever `rollout.workers` says.
     """
-    p, r = config.pipeline, config.rollout
+    # The LoRA is read before anything is loaded.
+    p, r, start = config.pipeline, config.rollout, starting_lora(config, runtime)
     specs = build_rewards(config, given.rewards, gpu=runtime.gpu)
-    prompts = build_prompts(config.prompts.train, given.prompts)
+    prompts = _split_prompts(config, given)[0]
     objective = config.objective.build(r.kernel)
     needs = objective.needs
     held_out = evaluation_prompts(config, given)
     check_parts(config, runtime, needs, specs, prompts, held_out)
     caches = caches or TextCaches(config, given.pipeline)
     needed = all_prompts_to_encode(config, given) if needed is None else needed
-    without = caches.unneeded_encoders(needed)
-    pipeline = build_pipeline(
-        config, runtime.device, given.pipeline, without=without, runtime=runtime,
-        revision=caches.commit() if without else None, decoder_learns=needs.reward_grad,
-    )  # fmt: skip
+    stored = stored_prompts(config, specs)
+    check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
+    pipeline = _pipeline_after_texts(
+        config, runtime, caches, [*needed, *stored], decoder_learns=needs.reward_grad
+    )
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    policy = build_policy(config, learning, keep_old=needs.old is not None)
+    policy = build_policy(config, learning, start, keep_old=needs.old is not None)
     parts = RolloutParts(
         config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
-        text_cache=caches.get(backbone, r.guidance_scale),
+        text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
     )  # fmt: skip
     source = build_source(parts, prompts, caches)
-    stored = [prompt for _, prompt in stored_prompts(config, source)]
-    check_overlap(stored, held_out, allowed=config.prompts.allow_overlap)
     return Learner(
         source=source,
         specs=specs,
@@ -112,7 +116,25 @@ def build_learner(
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
         signal_every=config.run.signal_every,
+        checks_ratio=not isinstance(source, Ahead),
     )
+
+
+def _pipeline_after_texts(
+    config: Config,
+    runtime: Runtime,
+    caches: TextCaches,
+    texts: GuidedPrompts,
+    *,
+    decoder_learns: bool,
+) -> Any:
+    """Encode texts, unless their encoders are kept; return the pipeline, placed only then."""
+    with phase("encode"):
+        loaded = caches.encode_first(texts, runtime)
+    return build_pipeline(
+        config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
+        revision=caches.commit() if loaded else None, decoder_learns=decoder_learns,
+    )  # fmt: skip
 
 
 def check_parts(
@@ -129,6 +151,8 @@ def check_parts(
         check_trees(config, needs)
         check_prompts(specs, prompts)
         check_overlap(prompts, held_out, allowed=config.prompts.allow_overlap)
+    if config.rollout.reads_store:
+        check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     if config.run.signal_every:
@@ -185,20 +209,33 @@ INDIFFERENT = {"device", "decode_batch", "precision", "keep_layers", "min_dim"}
 PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}  # accelerate's names
 
 
-def build_policy(config: Config, backbone: Backbone, *, keep_old: bool) -> Policy:
-    """Return the adapters, at zero change or as `lora.init_from` has them."""
+def starting_lora(config: Config, runtime: Runtime | None = None) -> LoRA | None:
+    """Read what `lora.init_from` names, None where it names nothing.
+
+    Raises UserError for what is no LoRA, or was trained at another strength than the recipe's.
+    """
+    lora = config.lora
+    if lora.init_from is None:
+        return None
+    start = lora_of_main(lora.init_from, runtime, default_alpha=lora.alpha)
+    if start.strength != lora.alpha / lora.rank:
+        raise UserError(
+            f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
+            f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
+        )
+    return start
+
+
+def build_policy(
+    config: Config, backbone: Backbone, start: LoRA | None = None, *, keep_old: bool
+) -> Policy:
+    """Return the adapters, at zero change or as `start` has them, see `starting_lora`."""
     lora = config.lora
     policy = Policy(
         backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
     )  # fmt: skip
-    if lora.init_from is not None:
-        start = open_lora(lora.init_from, default_alpha=lora.alpha)
-        if start.strength != lora.alpha / lora.rank:
-            raise UserError(
-                f"{lora.init_from} has alpha / rank = {start.strength:g}, but lora.alpha / "
-                f"lora.rank is {lora.alpha / lora.rank:g}: set them as it was trained"
-            )
+    if start is not None:
         policy.start_from(start.state)
     return policy
 
@@ -217,7 +254,6 @@ def build_source(
         return Ahead(
             own=sampler, policy=parts.policy, adapter=parts.adapter, last=config.run.iterations
         )
-    check_offline(config, parts.needs)
 
     def resample(other: Config) -> Sampler:
         return build_sampler(replace(parts, config=other), prompts)
@@ -228,12 +264,15 @@ def build_source(
 
 
 def check_staleness(config: Config, needs: Needs) -> None:
-    """Check that images may be learned from one iteration late. Raises UserError."""
+    """Check that images may be learned from one iteration late. Raises UserError.
+
+    Objectives with a ratio keep the means of the weights that sampled, so that it stays exact.
+    """
     why = ""
-    if needs.states != "endpoints" or needs.ratio or needs.reward_grad:
+    if needs.states == "path" or needs.reward_grad:
         why = (
-            f"objective.kind {config.objective.kind} needs images of the weights that learn from "
-            "them, not of those before: take an objective on clean images, such as nft, awm or dpo"
+            f"objective.kind {config.objective.kind} follows the gradient along the steps of the "
+            "weights that learn, which are not those that sampled: take another objective"
         )
     elif config.rollout.explore is not None:
         why = "rollout.explore needs scores before it samples, so nothing can be sampled ahead"
@@ -258,6 +297,22 @@ def check_trees(config: Config, needs: Needs) -> None:
         check_states(needs.states, config.plans(), config.rollout, config.run.seed)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def build_evaluated_pipeline(
+    config: Config, runtime: Runtime, held_out: Sequence[PromptRecord]
+) -> tuple[Any, TextCaches]:
+    """Return the pipeline for evaluations without training, and the encoded held-out prompts."""
+    if config.memory.text_encoders == "free":  # the pipeline goes on to others
+        memory = config.memory.model_copy(update={"text_encoders": "offload"})
+        config = config.model_copy(update={"memory": memory})
+    caches = TextCaches(config)
+    needed = prompts_to_encode(config, (), _evaluated(config, held_out))
+    if config.evaluation.as_deployed:  # the pipeline's own call encodes
+        needed = []
+    with phase("encode"):
+        loaded = caches.encode_first(needed, runtime)
+    return build_pipeline(config, runtime.device, loaded=loaded, runtime=runtime), caches
 
 
 def build_evaluator(
@@ -439,15 +494,27 @@ def build_prompts(
 
 def training_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the prompts that training samples from: none where it only reads a data set."""
-    return build_prompts(config.prompts.train, given.prompts) if config.rollout.samples else []
+    return _split_prompts(config, given)[0] if config.rollout.samples else []
 
 
 def evaluation_prompts(config: Config, given: ProvidedObjects) -> list[PromptRecord]:
     """Return the held-out prompts: none where configuration and caller name none."""
     source, texts = config.evaluation.prompts, given.evaluation_prompts
     if source is None and texts is None:
-        return []
+        kept = config.prompts.held_out is not None
+        return _split_prompts(config, given)[1] if kept else []
     return build_prompts(source or "", texts, split="test")
+
+
+def _split_prompts(
+    config: Config, given: ProvidedObjects
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Return the prompts of prompts.train: those to train on, and those kept out of it."""
+    prompts = build_prompts(config.prompts.train, given.prompts)
+    share, texts = config.prompts.held_out, given.evaluation_prompts
+    if share is None or config.evaluation.prompts is not None or texts is not None:
+        return prompts, []
+    return hold_out(prompts, share)
 
 
 def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0) -> GuidedPrompts:
@@ -455,10 +522,41 @@ def all_prompts_to_encode(config: Config, given: ProvidedObjects, first: int = 0
 
     Without what is read from an offline data set; nothing where the text encoders stay.
     """
-    if config.memory.text_encoders != "free":
+    if config.memory.text_encoders == "keep":
         return []
     held_out = _evaluated(config, evaluation_prompts(config, given))
     return prompts_to_encode(config, training_prompts(config, given), held_out, first)
+
+
+def prompts_of_iterations(
+    config: Config, given: ProvidedObjects, last: int, first: int = 0
+) -> GuidedPrompts:
+    """Return what some iterations of training encode, from `first` to before `last`."""
+    run = config.run.model_copy(update={"iterations": last})
+    config = config.model_copy(update={"run": run})
+    return prompts_to_encode(config, training_prompts(config, given), (), first)
+
+
+def fill_prompt_cache(config: Config, runtime: Runtime) -> dict[str, int]:
+    """Encode what a run of the recipe will ask for into memory.prompt_cache; return the counts.
+
+    Neither the transformer nor a reward is loaded. Raises UserError without such a folder.
+    """
+    if config.memory.prompt_cache is None:
+        raise UserError(
+            "memory.prompt_cache is null, so there is nowhere to keep encoded prompts: name a "
+            "folder, as in memory.prompt_cache=prompts/encoded"
+        )
+    memory = config.memory.model_copy(update={"text_encoders": "offload"})
+    config = config.model_copy(update={"memory": memory})
+    needed, store = [*all_prompts_to_encode(config, ProvidedObjects())], config.rollout.store
+    if config.rollout.reads_store and store is not None and store.path is not None:
+        guidance = config.rollout.learning_guidance_scale
+        needed += [(guidance, group.record) for group in open_dataset(store.path).groups]
+    caches = TextCaches(config)
+    before = caches.count_on_disk(needed)
+    caches.encode_first(needed, runtime)
+    return {"prompts": len(needed), "encoded": caches.count_on_disk(needed) - before}
 
 
 def _evaluated(config: Config, prompts: Sequence[PromptRecord]) -> list[PromptRecord]:

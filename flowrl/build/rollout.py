@@ -24,6 +24,7 @@ from flowrl.quantization.backends import (
     Resolved,
     capability_of,
     next_lower,
+    precision_name,
     resolve,
 )
 from flowrl.quantization.layer_rules import LayerChoice
@@ -37,6 +38,7 @@ from flowrl.sampling.rollout import (
 )
 from flowrl.sampling.source import Sampler
 from flowrl.sampling.two_stage import Explorer
+from flowrl.sampling.workers import RemoteGenerator, WorkerPool
 from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import check_memory, free_bytes
 from flowrl.trees.plan import PlanError, TreePlan
@@ -57,6 +59,7 @@ class RolloutParts:
     backbone: Backbone  # with the guidance of rollouts
     needs: Needs  # the objective's
     text_cache: TextCache
+    pool: WorkerPool | None = None  # of processes that sample for this one
 
     @property
     def adapter(self) -> str:
@@ -112,10 +115,16 @@ def build_generator(parts: RolloutParts) -> RolloutGenerator:
         policy_velocity, parts.policy, backbone, parts.adapter,
         merged=parts.merged, runtime=parts.runtime,
     )  # fmt: skip
-    if r.compile:
+    if r.compile and parts.pool is None:
         lora = "merge" if parts.merged else "side"
         backbone, network = parts.copied_network((), Plain(backbone.dtype), lora)
-    return RolloutGenerator(
+    make = RolloutGenerator
+    if parts.pool is not None:
+        make = functools.partial(
+            RemoteGenerator, pool=parts.pool, policy=parts.policy, adapter=parts.adapter,
+            draws_alike=not r.compile,
+        )  # fmt: skip
+    return make(
         backbone=backbone,
         network=network,
         text_cache=parts.text_cache,
@@ -183,7 +192,10 @@ def _preview_generator(
             lora=e.lora,
             four_over_six=e.four_over_six,
         )
-    return build_preview_generator(parts, exact, layers, backend)
+    generator = build_preview_generator(parts, exact, layers, backend)
+    if isinstance(generator, RemoteGenerator):
+        return replace(generator, precision=precision_name(resolved))
+    return generator
 
 
 def build_preview_generator(
@@ -197,7 +209,7 @@ def build_preview_generator(
     assert e is not None
     backbone, network = exact.backbone, exact.network
     folds = e.lora == "merge" and parts.foldable
-    if layers or folds != parts.merged:
+    if parts.pool is None and (layers or folds != parts.merged):
         backbone, network = parts.copied_network(layers, backend, e.lora)
     trained = [spec for spec in parts.specs if spec.trained]
     return replace(

@@ -1,12 +1,15 @@
 """What a session goes on from, the same on all processes, and what it writes when it begins."""
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from flowrl import __version__
 from flowrl.build.learner import ProvidedObjects, evaluation_prompts, training_prompts
-from flowrl.config import Config, config_yaml
+from flowrl.config import Config, config_yaml, load_config, parse_config
+from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.training.checkpoint import CONFIG, STATE
 from flowrl.training.resume import GIVEN, Facts, Start, decide
@@ -70,4 +73,53 @@ def begin_session(config: Config, run: Run, start: Start, facts: Facts) -> None:
         step=start.state["iteration"] if start.state else None,
         changed=start.changed,
         run_id=start.state.get("run") if start.state else None,
+    )
+
+
+# --- what is only looked at ---------------------------------------------------------------------
+
+
+def recipe_to_show(
+    run: Path | None, base: str | None, lora: str | None, prompts: str | None
+) -> tuple[Config, Runtime]:
+    """Return the recipe that the main process reads, whose disk alone may hold the run."""
+
+    def read() -> Config:
+        return _run_recipe(run) if run else _base_recipe(str(base), lora, str(prompts))
+
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        config = read()
+        return config, runtime_to_evaluate(config)
+    try:
+        runtime = runtime_to_evaluate(read())
+    except UserError:  # of a process that does not see the folder
+        runtime = Runtime()
+    text = runtime.from_main(lambda: json.dumps(read().model_dump(mode="json")).encode())
+    return parse_config(json.loads(text)), runtime
+
+
+def runtime_to_evaluate(config: Config) -> Runtime:
+    """Return this process's runtime without autocast: images are those of the pipeline's dtype."""
+    limits = config.runtime
+    return Runtime(
+        device=config.pipeline.device,
+        peer_timeout=limits.peer_timeout,
+        answer_timeout=limits.answer_timeout,
+    )
+
+
+def _run_recipe(run: Path) -> Config:
+    path = run / CONFIG
+    if not path.is_file():
+        raise UserError(f"{run} is not a run folder: it has no {CONFIG}")
+    return load_config(path)
+
+
+def _base_recipe(base: str, lora: str | None, prompts: str) -> Config:
+    """Return the recipe of the run that `lora` belongs to, with another base; or the defaults."""
+    if lora is not None and (Path(lora) / CONFIG).is_file():
+        return load_config(Path(lora) / CONFIG, [f"pipeline.path={base}", "pipeline.revision=null"])
+    rewards = [{"name": "brightness"}]  # a recipe needs one; the gallery uses none
+    return parse_config(
+        {"pipeline": {"path": base}, "prompts": {"train": prompts}, "rewards": rewards}
     )

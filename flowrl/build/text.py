@@ -1,7 +1,8 @@
 """Which prompts a run encodes, and the caches that all parts of it share."""
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,7 +13,14 @@ import torch
 
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_path
-from flowrl.backbones.offload import encoders_of, free_encoders, moved_to
+from flowrl.backbones.offload import (
+    encoders_of,
+    encoders_on_device,
+    free_device_memory,
+    free_encoders,
+    place_to_encode,
+)
+from flowrl.backbones.sharding import NETWORK
 from flowrl.backbones.text_cache import (
     CAPACITY,
     PromptCache,
@@ -22,14 +30,21 @@ from flowrl.backbones.text_cache import (
     identify_by_weights,
     index_file,
 )
+from flowrl.build.backbone import encoding_backbone, load_without_transformer
 from flowrl.config import Config
 from flowrl.errors import UserError
-from flowrl.offline.source import StoredGroups
+from flowrl.offline.format import open_dataset
+from flowrl.offline.source import filter_groups
 from flowrl.prompts.records import PromptRecord, PromptSampler
+from flowrl.scoring.spec import RewardSpec
 from flowrl.trees.memory import free_bytes
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
 
+LOG = logging.getLogger(__name__)
+ROWS = 64  # texts that are encoded at once, at most
+# Tokens of the same before the transformer is there, where small cards have memory for no more.
+TOKENS_FIRST = 4096
 GuidedPrompts = Sequence[tuple[float, PromptRecord]]  # each with the guidance scale of its images
 
 
@@ -64,13 +79,23 @@ def _worded(prompts: Sequence[PromptRecord], paraphrases: bool) -> list[PromptRe
     return [*prompts, *others]
 
 
-def stored_prompts(config: Config, source: Any) -> list[tuple[float, PromptRecord]]:
-    """Return every text that is read from an offline data set."""
-    if not isinstance(source, StoredGroups):
+def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[float, PromptRecord]]:
+    """Return every text that is read from an offline data set, if the recipe reads one."""
+    r = config.rollout
+    if not r.reads_store:
         return []
-    guidance = config.rollout.learning_guidance_scale
-    kinds = source.sampler.order.kinds.values()
-    return [(guidance, prompt) for records in kinds for prompt in records]
+    assert r.store is not None and r.store.path is not None
+    groups = filter_groups(
+        open_dataset(r.store.path), specs, r.prompts_per_iteration, config.run.seed,
+        config.prompts.balance,
+    )  # fmt: skip
+    kinds = groups.order.kinds.values()
+    return [(r.learning_guidance_scale, prompt) for records in kinds for prompt in records]
+
+
+def rows_first(tokens: int) -> int:
+    """Return how many texts of so many tokens are encoded at once before the transformer comes."""
+    return max(1, min(ROWS, TOKENS_FIRST // tokens))
 
 
 class TextCaches:
@@ -87,14 +112,48 @@ class TextCaches:
             disk = self._disk(guided)
             keep_all = self.config.memory.text_encoders == "free" and disk is None
             negative, capacity = self.config.rollout.negative_prompt, None if keep_all else CAPACITY
-            self._caches[guided] = TextCache(backbone, negative, disk=disk, capacity=capacity)
+            rows = ROWS
+            if self.config.memory.text_encoders != "keep":
+                rows = rows_first(self.config.pipeline.max_sequence_length)
+            self._caches[guided] = TextCache(backbone, negative, rows, disk=disk, capacity=capacity)
+        self._caches[guided].backbone = backbone  # the one of now, whose transformer is there
         return self._caches[guided]
+
+    def encode_first(self, prompts: GuidedPrompts, runtime: Runtime) -> dict[str, Any]:
+        """Encode these prompts before the transformer is placed, unless the encoders are kept.
+
+        Returns the components that are loaded by then, for `build_pipeline`; encoders among them
+        are on the CPU, or None with memory.text_encoders free. A pipeline that was provided is used
+        as it is, and loses its encoders then.
+
+        Raises:
+            UserError: on all processes; see `encode`.
+        """
+        config, how = self.config, self.config.memory.text_encoders
+        if how == "keep" or (how == "offload" and not prompts):
+            return {}
+        if without := self.unneeded_encoders(prompts):
+            return dict.fromkeys(without)
+        pipeline = self.pipeline
+        if pipeline is None:
+            pipeline = load_without_transformer(config.pipeline)
+        for guidance in dict.fromkeys(guidance for guidance, _ in prompts):
+            options, device = config.pipeline, runtime.device
+            self.get(
+                encoding_backbone(options, pipeline, guidance=guidance, device=device), guidance
+            )
+        self.encode(pipeline, prompts, runtime)
+        free_device_memory()
+        if self.pipeline is not None:
+            return {}
+        network = getattr(pipeline, NETWORK, None)
+        empty = network is not None and next(network.parameters()).is_meta
+        return {n: part for n, part in pipeline.components.items() if n != NETWORK or not empty}
 
     def unneeded_encoders(self, prompts: GuidedPrompts) -> list[str]:
         """Return the text encoders that need not be loaded: all or none, by what is on disk."""
         index = self._index()
-        kept = self.config.memory.text_encoders != "free" or self.config.rollout.reads_store
-        if kept or index is None:
+        if self.config.memory.text_encoders != "free" or index is None:
             return []
         disks = {guided: self._disk(guided) for guided in (False, True)}
         default = self.config.rollout.negative_prompt
@@ -106,22 +165,31 @@ class TextCaches:
                 return []
         return encoder_names(index)
 
+    def count_on_disk(self, prompts: GuidedPrompts) -> int:
+        """Return how many of these prompts are in memory.prompt_cache."""
+        disks = {guided: self._disk(guided) for guided in (False, True)}
+        found = 0
+        for guidance, prompt in prompts:
+            disk, own = disks[guidance > 1], prompt.negative
+            negative = self.config.rollout.negative_prompt if own is None else own
+            found += disk is not None and disk.has(prompt.read, negative)
+        return found
+
     def commit(self) -> str | None:
         """Return the commit of the pipeline on the Hub whose encoders wrote what is on disk."""
         return (self._identify() or {}).get("commit")
 
-    def encode_and_free(self, pipeline: Any, prompts: GuidedPrompts, runtime: Runtime) -> None:
-        """With memory.text_encoders free: encode these prompts, then drop the encoders.
+    def encode(self, pipeline: Any, prompts: GuidedPrompts, runtime: Runtime) -> None:
+        """Encode these prompts; then drop the encoders, with memory.text_encoders free.
 
         All users must have called `get` before. With a disk each process encodes a share, and
         reads what the others wrote.
 
         Raises:
-            UserError: on all processes, for texts that do not fit into memory, and for a damaged
-                file where the encoders were not loaded.
+            UserError: on all processes, for texts that do not fit into memory and must, and for a
+                damaged file where the encoders were not loaded.
         """
-        if self.config.memory.text_encoders != "free":
-            return
+        free = self.config.memory.text_encoders == "free"
         asked = [(self._caches[guidance > 1], prompt) for guidance, prompt in prompts]
         texts = list({(cache, cache.key(p)): (cache, p) for cache, p in asked}.values())
         # Dealt one by one, since what is missing often lies side by side.
@@ -130,9 +198,10 @@ class TextCaches:
         for part, whole in ((share, True), (texts, False)):
             with runtime.raise_on_all():
                 missing = [(cache, p) for cache, p in part if not cache.has(p, whole=whole)]
-                _encode(missing, show=runtime.is_main)
+                _encode(missing, show=runtime.is_main, all_must_fit=free)
             runtime.wait()
-        free_encoders(pipeline)
+        if free:
+            free_encoders(pipeline)
 
     def _disk(self, guided: bool) -> PromptCache | None:
         folder, p = self.config.memory.prompt_cache, self.config.pipeline
@@ -163,8 +232,14 @@ class TextCaches:
         return None if self.pipeline is not None else index_file(pipeline_path(p.path), p.revision)
 
 
-def _encode(missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool) -> None:
-    """Encode in full batches. Raises UserError after the first for what will not fit in memory."""
+def _encode(
+    missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool, all_must_fit: bool
+) -> None:
+    """Encode in full batches.
+
+    all_must_fit: where memory does not hold everything, raise UserError after the first batch; else
+    leave out what is beyond the caches' capacity.
+    """
     by_cache: dict[TextCache, list[PromptRecord]] = {}
     for cache, prompt in missing:
         by_cache.setdefault(cache, []).append(prompt)
@@ -177,23 +252,41 @@ def _encode(missing: Sequence[tuple[TextCache, PromptRecord]], *, show: bool) ->
         return
     backbone = parts[0][0].backbone  # all have one pipeline
     steps = Steps("encoding prompts", len(parts)) if show else None
-    with moved_to(encoders_of(backbone.pipeline), backbone.device), steps or nullcontext():
+    where = place_to_encode(backbone)
+    with encoders_on_device(encoders_of(backbone.pipeline), where), steps or nullcontext():
         for number, (cache, prompts) in enumerate(parts):
-            cache.make(prompts)
+            if cache.capacity is None or len(cache.known) < cache.capacity or cache.disk:
+                cache.make(prompts)
             if number == 0 and cache.disk is None:
-                _check_room(cache.nbytes() // len(cache.known), len(missing))
+                _make_room(by_cache, cache.nbytes() // len(cache.known), len(missing), all_must_fit)
             if steps is not None:
                 steps.advance()
 
 
-def _check_room(nbytes: int, prompts: int) -> None:
-    """Check that all processes can keep their encoded prompts, each of so many bytes."""
+def _make_room(
+    caches: Mapping[TextCache, Any], nbytes: int, prompts: int, all_must_fit: bool
+) -> None:
+    """Let caches keep all encoded prompts, each of so many bytes, if all processes have the memory.
+
+    Raises UserError if they must and have not.
+    """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the launcher's
     free = free_bytes(torch.device("cpu"))
-    if free is not None and nbytes * prompts * processes > free:
-        each = f" in each of {processes} processes" if processes > 1 else ""
+    if free is None or nbytes * prompts * processes <= free:
+        for cache in caches:
+            cache.capacity = None
+        return
+    each = f" in each of {processes} processes" if processes > 1 else ""
+    lacking = (
+        f"{prompts} encoded prompts of {nbytes / 2**20:.1f} MB{each} do not fit into the "
+        f"{free / 2**30:.0f} GB of memory that are left"
+    )
+    if all_must_fit:
         raise UserError(
-            f"memory.text_encoders is free, but {prompts} encoded prompts of {nbytes / 2**20:.1f} "
-            f"MB{each} do not fit into the {free / 2**30:.0f} GB of memory that are left: set "
-            "memory.prompt_cache to a folder, or memory.text_encoders to offload"
+            f"memory.text_encoders is free, but {lacking}: set memory.prompt_cache to a folder, or "
+            "memory.text_encoders to offload"
         )
+    LOG.warning(
+        "%s: those beyond %d are encoded on the CPU when they are asked for, which is slow; set "
+        "memory.prompt_cache to a folder", lacking, CAPACITY,
+    )  # fmt: skip

@@ -6,14 +6,16 @@ images of all processes. The number of GPUs decides only how long it takes.
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from flowrl.config import Config
 from flowrl.errors import UserError
+from flowrl.functional.full_batches import batch_shape
 from flowrl.objectives.base import Needs
-from flowrl.trees.plan import TreePlan, count
+from flowrl.trees.plan import TreePlan, count, level_widths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class IterationWork:
     roots: int  # trees of a prompt
     leaves: int = 1  # images of a tree
     forwards: int = 1  # of a tree
+    widths: tuple[int, ...] = (1,)  # velocities of a tree at each step
+    batch: int = 1  # trees at once, and rows of a call, at most
     candidates: int = 0  # trees of a prompt that are explored first
     candidate_leaves: int = 1
     candidate_forwards: int = 0
@@ -33,6 +37,7 @@ class IterationWork:
     group_rows: int | None = None  # at most, of a prompt; None is no bound
     row_forwards: int = 1
     together: Literal["image", "group", "update"] = "image"  # whose rows share a micro-batch
+    alone: bool = False  # one process learns from all of an update
     micro_batch: int  # forwards, at most
     updates: int = 1  # optimiser steps
     judge: str = "the objective"  # what compares images, for messages
@@ -82,6 +87,12 @@ class WorkSplit:
         }
 
     @property
+    def padding(self) -> float:
+        """The velocities that full batches make up while sampling, as a share of all others."""
+        trees = [share.trees for share in self.shares]
+        return sampling_padding(trees, self.load.widths, self.load.batch)
+
+    @property
     def even(self) -> bool:
         """Whether no GPU ever waits for another."""
         return all(share == 1 for share in self.busy.values())
@@ -108,7 +119,7 @@ def check_split(load: IterationWork, gpus: int) -> None:
     """Raise UserError unless each of `gpus` processes gets work in every iteration."""
     if gpus < 1:
         raise UserError(f"got {gpus} GPUs, expected at least 1")
-    if load.together == "update" and gpus > 1:
+    if load.alone and gpus > 1:
         raise UserError(
             f"{load.judge} compares all images of an update with their mean, which {gpus} "
             "processes do not share: start one process, or take another objective"
@@ -136,25 +147,59 @@ def units(load: IterationWork) -> int:
 
 def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     """Return the numbers of GPUs nearest to `gpus`, below and above, with an even split."""
-    last = 1 if load.together == "update" else units(load)
+    last = 1 if load.alone else units(load)
     good = [n for n in range(1, last + 1) if _is_even(load, n)]
     below, above = [n for n in good if n <= gpus], [n for n in good if n > gpus]
     return (*below[-1:], *above[:1])
 
 
-def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
-    """Return the numbers of prompts nearest to the load's, below and above, with an even split."""
-    if load.together == "update" and gpus > 1:
-        return ()
+def sampling_padding(shares: Sequence[int], widths: Sequence[int], batch: int) -> float:
+    """Return the velocities made up by processes with `shares` trees, per velocity asked for."""
+    together, rows = batch_shape(max(shares), widths, batch)
+    computed = 0
+    for trees in shares:
+        parts = [min(together, trees - start) for start in range(0, trees, together)]
+        computed += sum(-(-part * width // rows) * rows for part in parts for width in widths)
+    asked = sum(shares) * sum(widths)
+    return computed / asked - 1 if asked else 0.0
 
+
+def nearest_batches(load: IterationWork, gpus: int) -> tuple[int, ...]:
+    """Return the numbers of rows nearest to the load's, below and above, that need no padding."""
+    shares = [len(part) for part in deal(units(load), gpus)]
+    trees = [n * (load.roots if load.whole_prompts else 1) for n in shares]
+
+    def good(batch: int) -> bool:
+        return not sampling_padding(trees, load.widths, batch)
+
+    below = next((n for n in range(load.batch, 0, -1) if good(n)), None)
+    above = next((n for n in range(load.batch + 1, 2 * load.batch + 1) if good(n)), None)
+    return tuple(n for n in (below, above) if n is not None)
+
+
+def nearest_prompts(load: IterationWork, gpus: int) -> tuple[int, ...]:
+    """Return the numbers of prompts nearest to the load's, below and above, with an even split.
+
+    Those that need no padding are preferred, where there are some.
+    """
+    if load.alone and gpus > 1:
+        return ()
+    full = _nearest_prompts(load, gpus, lambda split: split.even and not split.padding)
+    return full or _nearest_prompts(load, gpus, lambda split: split.even)
+
+
+def _nearest_prompts(
+    load: IterationWork, gpus: int, wanted: Callable[[WorkSplit], bool]
+) -> tuple[int, ...]:
     def good(prompts: int) -> bool:
-        return _is_even(replace(load, prompts=prompts), gpus)
+        changed = replace(load, prompts=prompts)
+        return not units(changed) % gpus and wanted(_solve(changed, gpus))
 
     unit, start = load.updates, load.prompts - load.prompts % load.updates
     below = next((n for n in range(start, 0, -unit) if good(n)), None)
-    # A multiple of GPUs and updates always works.
-    above = next(n for n in range(start + unit, start + unit * gpus + 1, unit) if good(n))
-    return (above,) if below is None else (below, above)
+    # A multiple of GPUs and updates is always even.
+    above = next((n for n in range(start + unit, start + unit * gpus + 1, unit) if good(n)), None)
+    return tuple(n for n in (below, above) if n is not None)
 
 
 def _is_even(load: IterationWork, gpus: int) -> bool:
@@ -239,12 +284,14 @@ def iteration_work(
     tree, explored = count(plan), None if candidates is None else count(candidates)
     transitions = needs.states == "transitions"
     together = "group" if needs.complete_groups else "image"
-    together = "update" if needs.whole_update else together
+    together = "update" if needs.whole_update or needs.update_mean else together
     return IterationWork(
         prompts=r.prompts_per_iteration,
         roots=plan.roots,
         leaves=tree.leaves // plan.roots,
         forwards=tree.forwards // plan.roots,
+        widths=tuple(level_widths(plan)),
+        batch=r.batch_size,
         candidates=candidates.roots if candidates else 0,
         candidate_leaves=explored.leaves // candidates.roots if candidates and explored else 1,
         candidate_forwards=explored.forwards // candidates.roots if candidates and explored else 0,
@@ -254,6 +301,7 @@ def iteration_work(
         group_rows=2 if objective.kind == "dpo" else None,  # the best and the worst
         row_forwards=1 if transitions else row_forwards(objective, r.num_inference_steps),
         together=together if needs.states == "endpoints" else "image",
+        alone=needs.whole_update,
         micro_batch=u.micro_batch,
         updates=u.updates_per_rollout,
         judge=f"objective.kind {objective.kind}"

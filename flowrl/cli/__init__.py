@@ -18,11 +18,15 @@ from flowrl.cli import (
     export,
     info,
     plan,
+    recipes,
     rewards,
+    runs,
     sample,
     train,
     tree,
+    ui,
     verify,
+    vote,
 )
 from flowrl.cli._console import print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
@@ -33,12 +37,15 @@ OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understo
 app = typer.Typer(
     name="flowrl",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=train.RECIPE_COMMAND)(train.train)
+app.command()(recipes.recipes)
+app.command()(recipes.init)
+app.command()(runs.runs)
+app.command(context_settings=train.RECIPE_COMMAND)(data.encode)
 app.command(context_settings=train.RECIPE_COMMAND)(data.collect)
 app.command()(sample.sample)
 app.command()(sample.score)
@@ -57,9 +64,12 @@ app.command("reward-serve")(rewards.reward_serve)
 app.command()(rewards.golden)
 app.command()(data.prompts)
 app.command("import")(data.import_recipe)
+app.command()(ui.ui)
 app.command()(info.explain)
 app.command()(info.doctor)
 app.command(context_settings=train.RECIPE_COMMAND)(verify.verify)
+app.command(context_settings=train.RECIPE_COMMAND)(vote.vote)
+app.command()(bench.certify)
 app.add_typer(bench.app, name="bench")
 
 
@@ -89,7 +99,8 @@ def _program(
 
       flowrl sample tiny-sd3 "two red stars" --lora runs/quickstart
 
-    `flowrl doctor` checks the machine.
+    `flowrl doctor` checks the machine, `flowrl recipes` lists what can be trained, and `flowrl
+    init` writes a recipe of your own.
 
     `flowrl train PRESET --print-config` shows every option, `flowrl explain KEY` its meaning.
     """

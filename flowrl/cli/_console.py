@@ -37,8 +37,11 @@ LoraAlpha = Annotated[
 ]
 
 
-def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
-    """Print a line for each row, columns in the order of first appearance; or JSON lines."""
+def print_table(rows: Sequence[Row], *, as_json: bool = False, whole: str = "") -> None:
+    """Print a line for each row, columns in the order of first appearance; or JSON lines.
+
+    whole: a column whose cells are never broken, for names that are copied from it.
+    """
     if as_json:
         for row in rows:
             print(json.dumps({name: _known(value) for name, value in row.items()}, default=str))
@@ -47,10 +50,38 @@ def print_table(rows: Sequence[Row], *, as_json: bool = False) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         numeric = all(isinstance(row.get(name), (int, float, type(None))) for row in rows)
-        table.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
+        table.add_column(
+            Text(name),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=name == whole,
+        )
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in columns))
     Console(soft_wrap=not Console().is_terminal).print(table)
+
+
+def print_scores(
+    rows: Sequence[Row],
+    missing: Sequence[str],
+    scored: Sequence[Mapping[str, object]],
+    rewards: Sequence[str],
+    *,
+    as_json: bool = False,
+) -> None:
+    """Print a table about scores, then why some are missing; exit with 1 where all of them are.
+
+    Args:
+        rows: what is shown.
+        missing: a line for each reward with missing scores.
+        scored: a row an image, with a score under each name in `rewards`, NaN where it is missing.
+    """
+    print_table(rows, as_json=as_json)
+    for line in missing:
+        typer.echo(line, err=True)
+    if all(_known(row[name]) is None for row in scored for name in rewards):
+        typer.echo("No image got a score.", err=True)
+        raise typer.Exit(1)
 
 
 def _known(value: object) -> object:

@@ -1,17 +1,18 @@
 """`flowrl bench`: what things cost, as ratios within one run, one command for each subject."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, print_table
+from flowrl.cli._console import AsJson, Device, arguments_of, print_table
 
 app = typer.Typer(no_args_is_help=True)
 
 Model = Annotated[str, typer.Option(help="A diffusers pipeline, or tiny-sd3.")]
 Batch = Annotated[int, typer.Option(min=1, help="Most images in one forward.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Rounds; the best counts.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds, in which jobs take turns.")]
 
 
 @app.callback()
@@ -22,6 +23,8 @@ def bench() -> None:
 
       flowrl bench rollout --batch 64 --threads 1
 
+      flowrl bench padding quickstart
+
       flowrl bench tree
 
       flowrl bench reward ocr
@@ -29,6 +32,10 @@ def bench() -> None:
       flowrl bench solrl
 
       flowrl bench iteration --size flux.1-dev
+
+      flowrl bench ui
+
+      flowrl bench scale --device cpu
     """
 
 
@@ -38,11 +45,15 @@ def rollout(
     batch: Batch = 64,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 5,
+    repeats: Repeats = 9,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Time of sampler and update beyond the network's own passes.
+
+    Jobs take turns. A ratio is the median over the rounds of a job's seconds by those of what it is
+    compared with, in the CPU's own seconds where there is no GPU, and its spread that of the middle
+    half of the rounds.
 
     Example:
 
@@ -56,6 +67,36 @@ def rollout(
     print_table(rows, as_json=as_json)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def padding(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RECIPE|KEY=VALUE",
+            help="A preset's name or a YAML file, then changes to it. Default quickstart.",
+            show_default=False,
+        ),
+    ] = None,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations after a first one.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """What it costs that every call of a network has a full batch, in a recipe's iterations.
+
+    Missing rows are made up by repeating one, so that equal rows get equal bits on a GPU.
+
+    Example:
+
+      flowrl bench padding quickstart rollout.batch_size=40
+    """
+    from flowrl.bench.rollout import bench_padding
+    from flowrl.config import load_config
+    from flowrl.config.load import sort_arguments
+
+    request = sort_arguments(words or [])
+    config = load_config(request.recipe or "quickstart", request.overrides)
+    print_table(bench_padding(config, iterations=iterations), as_json=as_json)
+
+
 @app.command()
 def tree(
     model: Model = "tiny-sd3",
@@ -63,7 +104,7 @@ def tree(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 5,
+    repeats: Repeats = 9,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -91,25 +132,39 @@ def reward(
     workers: Annotated[
         list[int] | None, typer.Option(min=1, help="Processes; may be repeated. Default 1 and 2.")
     ] = None,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 4,
+    size: Annotated[
+        list[int] | None,
+        typer.Option(min=8, help="Pixels a side; may be repeated. Default 64, 128 and 256."),
+    ] = None,
+    args: Annotated[
+        str | None, typer.Option(metavar="YAML", help="Its arguments, as in '{mode: strict}'.")
+    ] = None,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Images of one question.")] = 16,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Images per second of a reward, in this process and in pools of one thread a process.
+    """What asking a reward costs: direct, in a thread, in pools, on a server with each codec.
 
-    A ratio is of images per second: above 1 is faster than what it is compared with.
+    Ratios are of wall clock and of CPU time, all processes together, to a direct call. Below: how
+    much of a reward that waits rollout.staleness=1 hides behind learning.
 
-    Example:
+    Examples:
 
       flowrl bench reward ocr
+
+      flowrl bench reward compressibility --size 512
     """
-    from flowrl.bench.reward import bench_reward
+    from flowrl.bench.reward import bench_overlap, bench_reward
 
     rows = bench_reward(
-        name=name, images=images, workers=tuple(workers or (1, 2)), micro_batch=micro_batch,
-        repeats=repeats,
+        name=name, args=arguments_of([name], [args] if args else None)[0], images=images,
+        sizes=tuple(size or (64, 128, 256)), workers=tuple(workers or (1, 2)),
+        micro_batch=micro_batch, repeats=repeats,
     )  # fmt: skip
     print_table(rows, as_json=as_json)
+    if not as_json:
+        typer.echo("")
+    print_table(bench_overlap(repeats=repeats), as_json=as_json)
 
 
 @app.command()
@@ -280,6 +335,149 @@ def iteration(  # noqa: PLR0913  # an argument for each option
         print_table(row.pop("phases"))
         print()
         print_table([{"what": what, "is": value} for what, value in row.items()])
+
+
+@app.command()
+def ui(
+    runs: Annotated[int, typer.Option(min=1, help="Runs in the folder.")] = 20,
+    steps: Annotated[int, typer.Option(min=100, help="Iterations of each.")] = 10_000,
+    metrics: Annotated[int, typer.Option(min=5, help="Values of an iteration.")] = 45,
+    seconds: Annotated[float, typer.Option(min=1, help="For which a run grows.")] = 60,
+    samples: Annotated[int, typer.Option(min=1, help="Times that memory is measured.")] = 12,
+    as_json: AsJson = False,
+) -> None:
+    """First paint of `flowrl ui` in a real Chromium, and its memory while a run grows.
+
+    The runs are synthetic. Needs the system's Chromium, and playwright (pip install playwright).
+
+    Example:
+
+      flowrl bench ui
+    """
+    from flowrl.bench.ui import bench_ui
+
+    rows = bench_ui(runs=runs, steps=steps, metrics=metrics, seconds=seconds, samples=samples)
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def scale(
+    model: Model = "tiny-sd3",
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Processes, and workers; may be repeated. Default 1, 2 and 4."),
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of an iteration.")] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Denoising steps.")] = 6,
+    iterations: Annotated[int, typer.Option(min=1, help="Iterations that are timed.")] = 3,
+    wait: Annotated[
+        float, typer.Option(min=0, help="Seconds that a reward waits an iteration; 0 is no such.")
+    ] = 5.0,
+    threads: Threads = 1,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """An iteration on several processes, replicated and sharded, and with workers.
+
+    Seconds beside the network's bare passes, MB of a process, and how far the trained weights are
+    from those of the job that a row is compared with. The last rows show a reward that waits: what
+    `rollout.staleness: 1` saves. Processes on GPUs need one each.
+
+    Examples:
+
+      flowrl bench scale --device cpu
+
+      flowrl bench scale --model stabilityai/stable-diffusion-3.5-medium --processes 8 --json
+    """
+    from flowrl.bench.scale import bench_scale
+
+    rows = bench_scale(
+        model=model, processes=tuple(processes or (1, 2, 4)), prompts=prompts, steps=steps,
+        iterations=iterations, wait=wait, threads=threads, device=device,
+    )  # fmt: skip
+    print_table(rows, as_json=as_json)
+
+
+@app.command()
+def loop(
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="sd3.5-medium or sd3.5-large, with random weights; beside tiny-sd3."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="For sizes: blocks of each kind. Default 2, all on a GPU.")
+    ] = None,
+    pixels: Annotated[int, typer.Option(help="An image's side.")] = 64,
+    dtype: Annotated[str, typer.Option(help="fp32, or bf16 where the device has it.")] = "fp32",
+    threads: Threads = 1,
+    repeats: Repeats = 5,
+    device: Device = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """One iteration of Flow-GRPO against the bare passes that the usual loop makes for it.
+
+    32 images in 10 steps, 9 of them trained, rank 32 on the 8 attention projections, 142 text
+    tokens. The usual loop makes 10 forwards, the decodes, and 9 forwards with backwards, with the
+    LoRA beside the weights: nothing else is in what this is compared with. Below 1 is faster. On a
+    CPU published sizes have two blocks of each kind, and 8 images.
+
+    Examples:
+
+      flowrl bench loop
+
+      flowrl bench loop --size sd3.5-medium --dtype bf16
+    """
+    from flowrl.bench.loop import bench_loop
+    from flowrl.bench.timing import on_gpu
+
+    for name in (None, *(size or ["sd3.5-medium"])):
+        depth = layers or (None if on_gpu(device) else 2)
+        rows = bench_loop(
+            size=name, layers=None if name is None else depth, pixels=pixels, dtype=dtype,
+            images=32 if name is None or on_gpu(device) else 8, threads=threads, repeats=repeats,
+            device=device,
+        )  # fmt: skip
+        print_table(rows, as_json=as_json)
+
+
+def certify(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="RECIPE", help="Recipes whose checkpoints' sizes are measured."),
+    ] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="A part to run; may be repeated. Default all.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--output-dir", "-o", help="Of the machines' files.")
+    ] = Path("gallery/gpu"),
+    page: Annotated[
+        bool, typer.Option("--page", help="Only render all files of the folder as its README.md.")
+    ] = False,
+) -> None:
+    """Run everything that wants a GPU on this one, and write what came out as one JSON file.
+
+    Iterations at real sizes with random weights beside bare forwards and the memory plan, low-bit
+    kernels with the agreement of their rankings, compilation, two-stage rollouts, the quickstarts
+    for 10 iterations, rewards in processes, an all-reduce of all GPUs, and `pytest -m gpu`. A
+    second call goes on where the first ended. Without a GPU two blocks of each network run, which
+    shows that the parts work.
+
+    Examples:
+
+      flowrl certify
+
+      flowrl certify flux.1-dev-nft-24gb
+
+      flowrl certify --page
+    """
+    from flowrl.bench.certify import certify as run
+    from flowrl.bench.certify import write_page
+
+    if page:
+        typer.echo(write_page(folder))
+        return
+    typer.echo(run(folder, recipes=words or (), only=part or (), show=typer.echo))
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -1,11 +1,19 @@
 """`flowrl geneval` and `flowrl benchmark`: draw the prompts of a benchmark and judge them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_table
+from flowrl.cli._console import (
+    AsJson,
+    Device,
+    Lora,
+    LoraAlpha,
+    arguments_of,
+    print_scores,
+    print_table,
+)
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,18 +78,22 @@ def geneval(  # noqa: PLR0913  # an argument for each option
       flowrl geneval tiny-sd3 --prompts prompts.jsonl --args '{detector: tiny}' -o images/tiny
     """
     from flowrl.evaluation import benchmark
+    from flowrl.evaluation.drawing import DrawingOptions
 
+    judge = arguments_of(["geneval"], [args] if args else None)[0]
     folder = Path(source)
     if not folder.is_dir() or (folder / "model_index.json").is_file():
         records = benchmark.geneval_prompts(prompts)
-        drawing = _drawing(
-            source, lora, lora_alpha, negative, guidance, steps, max_sequence_length, device,
-            revision,
+        asked = [(record.text, record.metadata) for record in records]
+        benchmark.geneval_judge(judge, asked, str(prompts))  # before hours of drawing
+        drawing = DrawingOptions(
+            model=source, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+            steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
         )  # fmt: skip
         folder = _drawn(drawing, records, output_dir, per_prompt, seed)
     elif prompts or lora:
         raise UserError(f"{source} is a folder of images: leave --prompts and --lora out.")
-    rows = benchmark.judge_geneval(folder, arguments_of(["geneval"], [args] if args else None)[0])
+    rows = benchmark.judge_geneval(folder, judge)
     typer.echo(benchmark.write_results(rows, folder / benchmark.RESULTS))
     print_table(benchmark.geneval_table(rows), as_json=as_json)
     failed = [row for row in rows if row["correct"] is None]
@@ -132,23 +144,21 @@ def benchmark(  # noqa: PLR0913  # an argument for each option
       flowrl benchmark prompts.txt tiny-sd3 --lora runs/quickstart --reward brightness -o images/own
     """
     from flowrl.evaluation import benchmark as benchmarks
+    from flowrl.evaluation.drawing import DrawingOptions
     from flowrl.scoring.spec import RewardSpec, load_reward
 
     records = benchmarks.benchmark_prompts(name)
     given = zip(reward, arguments_of(reward, args), strict=True)
     specs = [RewardSpec(name=r, reward=load_reward(r, its)) for r, its in given]
-    drawing = _drawing(
-        model, lora, lora_alpha, negative, guidance, steps, max_sequence_length, device, revision
-    )
+    drawing = DrawingOptions(
+        model=model, lora=lora, lora_alpha=lora_alpha, negative=negative, guidance=guidance,
+        steps=steps, max_sequence_length=max_sequence_length, device=device, revision=revision,
+    )  # fmt: skip
     folder = _drawn(drawing, records, output_dir, per_prompt, seed)
     scored = benchmarks.score_folder(folder, specs)
     typer.echo(folder / benchmarks.SCORES)
-    print_table(benchmarks.kind_table(folder, scored.rows, reward), as_json=as_json)
-    for line in scored.missing:
-        typer.echo(line, err=True)
-    if all(row[r] != row[r] for row in scored.rows for r in reward):
-        typer.echo("No image got a score.", err=True)
-        raise typer.Exit(1)
+    table = benchmarks.kind_table(folder, scored.rows, reward)
+    print_scores(table, scored.missing, scored.rows, reward, as_json=as_json)
 
 
 def calibrate(
@@ -185,16 +195,6 @@ def calibrate(
         verdicts(judge, images, its) for judge, its in zip((first, second), given, strict=True)
     ]
     print_table(agreement(images, *found), as_json=as_json)
-
-
-def _drawing(*options: Any) -> "DrawingOptions":
-    from flowrl.evaluation.drawing import DrawingOptions
-
-    names = (
-        "model", "lora", "lora_alpha", "negative", "guidance", "steps", "max_sequence_length",
-        "device", "revision",
-    )  # fmt: skip
-    return DrawingOptions(**dict(zip(names, options, strict=True)))
 
 
 def _drawn(

@@ -11,7 +11,9 @@ from flowrl.cli.train import Words, recipe_request
 
 if TYPE_CHECKING:
     from flowrl.config import Config
+    from flowrl.planning.duration import Duration
     from flowrl.planning.plan import Plan
+    from flowrl.planning.reward_work import RewardWork
 
 GB = 1e9
 
@@ -19,8 +21,13 @@ GB = 1e9
 def plan(
     words: Words = None,
     gpus: Annotated[
-        int, typer.Option(min=1, help="How many GPUs of one machine, a process each.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1,
+            help="How many GPUs of one machine, a process each; by default what the head of the "
+            "recipe's file says.",
+        ),
+    ] = None,
     shard: Annotated[
         str | None, typer.Option(metavar="node|all", help="Short for runtime.shard=.")
     ] = None,
@@ -31,25 +38,43 @@ def plan(
             help="Of each GPU, in GB or GiB; by default what the recipe's name says, as in -24gb.",
         ),
     ] = None,
+    price_per_call: Annotated[
+        float | None,
+        typer.Option(min=0, help="Of a request to a judge; then the run's judges have a cost."),
+    ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Time a step here, of two blocks with random weights, for the hours."
+        ),
+    ] = False,
+    price: Annotated[
+        float | None, typer.Option(min=0, metavar="2.5", help="Of one GPU for an hour.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show the work, the shares and the memory of a recipe's GPUs, before any download.
+    """Show the work, the memory and the time of a recipe's GPUs, before any download.
 
     Needs no GPU and no weights: networks are built from their shapes alone. Where a recipe does not
-    fit, it says what to change. A GPU of 24 GB has 24 * 10^9 bytes here, a little less than it has.
+    fit, it says what to change, and the exit code is 1. A GPU of 24 GB has 24 * 10^9 bytes here, a
+    little less than it has. Hours and cost come from the rate of a card that flowrl certify has
+    measured, or with --measure from this machine's; docs/memory.md explains the parts of memory.
 
     Examples:
 
       flowrl plan sd3.5-medium-grpo-24gb
 
-      flowrl plan flux.1-dev-grpo-80gb --gpus 8 --memory 48GB
+      flowrl plan flux.1-dev-grpo-80gb --memory 48GB --measure --price 2.5
 
       flowrl plan flux.1-dev-grpo-80gb --gpus 8 --shard node
 
       flowrl plan my_recipe.yaml optim.micro_batch=4 --memory 24GiB --json
+
+      flowrl plan my_recipe.yaml --price-per-call 0.002
     """
     from flowrl.config import load_config
-    from flowrl.planning.plan import make_plan, memory_class, parse_memory
+    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
+    from flowrl.planning.reward_work import reward_work
 
     request = recipe_request(words, "flowrl plan quickstart")
     bytes_of_gpu = None if memory is None else parse_memory(memory)
@@ -57,14 +82,32 @@ def plan(
     config = load_config(request.recipe, [*request.overrides, *sharded])
     if bytes_of_gpu is None:
         bytes_of_gpu = memory_class(Path(request.recipe).name)
-    found = make_plan(config, gpus=gpus, memory=bytes_of_gpu)
+    gpus = gpus or gpus_of(request.recipe)
+    found = make_plan(config, gpus=gpus, memory=bytes_of_gpu, measure=measure)
+    rewards = reward_work(config, found.work)
     if as_json:
-        print(json.dumps(_as_json(config, found)))
-        return
+        whole = _as_json(config, found, price) | _rewards_json(rewards, price_per_call)
+        print(json.dumps(whole))
+    else:
+        _show(config, found, rewards, price, price_per_call)
+    if found.fits is False:
+        raise typer.Exit(1)
+
+
+def _show(
+    config: "Config",
+    found: "Plan",
+    rewards: "list[RewardWork]",
+    price: float | None,
+    price_per_call: float | None,
+) -> None:
     _show_shares(found)
     print_table(_work_rows(config, found))
     typer.echo("\nForwards of one image; those of training are the most there can be.\n")
+    _show_rewards(rewards, price_per_call)
     _show_memory(found)
+    if found.duration is not None:
+        typer.echo(_time(config, found.duration, price))
     for note in found.notes:
         typer.echo(note)
 
@@ -83,6 +126,8 @@ def _show_shares(found: "Plan") -> None:
     )
     if not geometry.even:
         typer.echo(_uneven(found))
+    if geometry.padding:
+        typer.echo(_padded(found))
     typer.echo("")
 
 
@@ -119,6 +164,17 @@ def _uneven(found: "Plan") -> str:
     )
 
 
+def _padded(found: "Plan") -> str:
+    from flowrl.build.work_split import nearest_batches
+
+    geometry = found.geometry
+    sizes = " or ".join(map(str, nearest_batches(geometry.load, geometry.gpus)))
+    return (
+        f"Calls of the network with a full batch make up {geometry.padding:.1%} of sampling; none "
+        f"with rollout.batch_size={sizes}."
+    )
+
+
 def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     from dataclasses import asdict
 
@@ -144,6 +200,48 @@ def _work_rows(config: "Config", found: "Plan") -> list[dict[str, Any]]:
     ]
 
 
+def _show_rewards(rewards: "list[RewardWork]", price: float | None) -> None:
+    from flowrl.planning.reward_work import total_requests
+
+    judged = any(reward.requests != 0 for reward in rewards)
+    print_table(
+        [
+            {"reward": r.name, "where": r.place, "GB": "?" if r.bytes is None else _gb(r.bytes)}
+            | ({"requests of the run": _requests(r.requests)} if judged else {})
+            for r in rewards
+        ]
+    )
+    typer.echo("")
+    if not judged:
+        return
+    total = total_requests(rewards)
+    cost = "" if price is None else f", which costs {total * price:,.2f} at {price:g} each"
+    typer.echo(
+        f"Judges are sent {total:,} requests at most{cost}. Answers in a cache cost nothing."
+    )
+    for reward in rewards:
+        if reward.budget is not None and (reward.requests or 0) > reward.budget:
+            typer.echo(
+                f"{reward.name} ends the run before, at max_requests: {reward.budget:,} requests."
+            )
+    typer.echo("")
+
+
+def _requests(count: int | None) -> str:
+    if count is None:
+        return "one a question"
+    return f"{count:,}" if count else ""
+
+
+def _rewards_json(rewards: "list[RewardWork]", price: float | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from flowrl.planning.reward_work import total_requests
+
+    cost = None if price is None else total_requests(rewards) * price
+    return {"rewards": [asdict(reward) for reward in rewards], "cost_of_judges": cost}
+
+
 def _show_memory(found: "Plan") -> None:
     if found.peak is None:
         typer.echo(f"Memory: {found.unknown}.")
@@ -157,7 +255,9 @@ def _show_memory(found: "Plan") -> None:
     total = {"GB on a GPU": "total"} | {p.phase: _gb(p.total) for p in found.phases}
     print_table([*rows, total])
     typer.echo(f"\nThe peak is {_gb(found.peak.total)} GB, in {found.peak.phase}.")
-    typer.echo(f"Loading takes {_gb(found.host)} GB of the machine's own memory, for all GPUs.")
+    parts = ", ".join(f"{_gb(size)} for {name}" for name, size in found.host.items() if size)
+    whole = _gb(sum(found.host.values()))
+    typer.echo(f"The machine's own memory, for all GPUs: at most {whole} GB: {parts}.")
     if found.memory is not None:
         _show_verdict(found)
 
@@ -167,24 +267,52 @@ def _show_verdict(found: "Plan") -> None:
         typer.echo(f"It fits a GPU of {_gb(found.memory)} GB.")
         return
     assert found.peak is not None and found.remedies is not None
-    typer.echo(
-        f"It does not fit a GPU of {_gb(found.memory)} GB. Of the changes that\n"
-        f"touch {found.peak.phase}, each alone gives:\n"
-    )
-    print_table(
-        [
-            {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
-            for r in found.remedies.alone
-        ]
-    )
+    typer.echo(f"It does not fit a GPU of {_gb(found.memory)} GB.")
+    rows = [
+        {"change": " ".join(r.changes), "peak GB": _gb(r.peak), "for": r.costs}
+        for r in found.remedies.alone
+    ]
+    if rows:
+        typer.echo(f"Of the changes that lower {found.peak.phase}, each alone gives:\n")
+        print_table(rows)
+    rest = [phase.total for phase in found.phases if phase.phase != "encode"]
+    if found.peak.phase == "encode" and rest and max(rest) <= (found.memory or 0):
+        typer.echo(
+            f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
+            "another machine, with\nflowrl encode RECIPE memory.prompt_cache=prompts/encoded "
+            "pipeline.device=cpu, and train with\nmemory.text_encoders=free "
+            "memory.prompt_cache=prompts/encoded."
+        )
+        return
     if best := found.remedies.best:
         changes = " ".join(best.changes)
         typer.echo(f"\nIt fits, with a peak of {_gb(best.peak)} GB, if you add: {changes}")
         return
     typer.echo(
-        f"\nNothing of this helps, not even together: {_gb(found.remedies.least)} GB are left. "
+        f"\nNo changes that leave the images as they are suffice, not even together: "
+        f"{_gb(found.remedies.least)} GB are left. "
         "Take smaller images (pipeline.height, pipeline.width), a smaller checkpoint, or a GPU "
         "with more memory."
+    )
+
+
+def _time(config: "Config", found: "Duration", price: float | None) -> str:
+    work = (
+        f"An iteration takes {found.iteration:.3g} operations, the run {found.run:.3g}, without "
+        "text encoders and rewards."
+    )
+    if found.seconds is None or found.hours is None or found.rate is None:
+        return (
+            f"{work} How long that takes is not known: no card like this machine's has been "
+            "measured by flowrl certify; --measure times a step here."
+        )
+    cost = found.cost(price) if price is not None else None
+    paid = "" if cost is None else f", {cost:.2f} at {price:g} for a GPU and an hour"
+    return (
+        f"{work} At {found.rate / 1e12:.3g} * 10^12 a second ({found.rate_of}): "
+        f"{found.seconds:.3g} s an iteration, {found.hours:.3g} hours for "
+        f"{config.run.iterations} iterations on {found.gpus} "
+        f"{'GPU' if found.gpus == 1 else 'GPUs'}{paid}."
     )
 
 
@@ -208,8 +336,13 @@ def _range(values: tuple[int, ...]) -> str:
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:
+def _as_json(config: "Config", found: "Plan", price: float | None) -> dict[str, Any]:
     from dataclasses import asdict
+
+    time = found.duration
+    hours = {} if time is None else asdict(time) | {"seconds": time.seconds, "hours": time.hours}
+    if time is not None and price is not None:
+        hours["cost"] = time.cost(price)
 
     geometry, work, peak = found.geometry, found.work, found.peak
     return {
@@ -223,9 +356,11 @@ def _as_json(config: "Config", found: "Plan") -> dict[str, Any]:
         "phases": {p.phase: dict(p.parts) | {"total": p.total} for p in found.phases},
         "peak": None if peak is None else {"phase": peak.phase, "bytes": peak.total},
         "memory": found.memory,
-        "host": found.host,
+        "host": sum(found.host.values()) or None,
+        "host_parts": found.host,
         "fits": found.fits,
         "remedies": None if found.remedies is None else asdict(found.remedies),
+        "time": hours or None,
         "unknown": found.unknown or None,
         "notes": found.notes,
     }

@@ -1,6 +1,7 @@
 """`flowrl reward-check`, `reward-serve` and `golden`: try rewards, serve them, compare scores."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +49,9 @@ def reward_check(
     ] = 60.0,
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="SOURCE", help="Prompts to try it on, if it has no fixtures."),
+        typer.Option(
+            metavar="SOURCE", help="Yours: which can it judge? Without fixtures: tried on."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -90,8 +93,8 @@ def reward_check(
         if as_json:
             print_table([_row(name, checked, result) for result in checked.results], as_json=True)
         else:
-            results = (_with_times(checked, result) for result in checked.results)
-            print_checks(results, max(map(len, chosen)))
+            first, *others = checked.results
+            print_checks([_with_times(checked, first), *others], max(map(len, chosen)))
     absent = "These rewards could not be asked, the lines marked -- say why"
     stop_unless_fine(
         states,
@@ -156,6 +159,10 @@ def reward_serve(  # noqa: PLR0913
             help="Processes for each reward, on this machine's GPUs in turn; 0 is a thread here.",
         ),
     ] = 0,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="0-7", help="GPUs for the processes; without --workers one for each."),
+    ] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
@@ -199,10 +206,14 @@ def reward_serve(  # noqa: PLR0913
 
       flowrl reward-serve ocr --args '{mode: strict}' --workers 2 --timeout 20
 
+      flowrl reward-serve pickscore --devices 0-7
+
       flowrl reward-serve my_rewards:sharpness --host rewards.example.com --token-env REWARD_TOKEN
     """
     token = _token(host, token_env)
     codecs = _codecs(codec)
+    gpus = None if devices is None else _gpu_numbers(devices)
+    workers = workers or len(gpus or ())
     if not workers and (timeout or micro_batch):
         raise UserError("--timeout and --micro-batch are for processes: give --workers as well.")
     given = arguments_of(names, args)
@@ -212,8 +223,10 @@ def reward_serve(  # noqa: PLR0913
     pool = {"workers": workers, "timeout": timeout or 60.0, "micro_batch": micro_batch or 8}
     with bound(host, port) as listening:
         specs = [
-            _spec(name, its, **pool, gpus=gpus)
-            for name, its, gpus in zip(names, given, _shared_gpus(len(names), workers), strict=True)
+            _spec(name, its, **pool, gpus=own)
+            for name, its, own in zip(
+                names, given, _shared_gpus(len(names), workers, gpus), strict=True
+            )
         ]
         try:
             app = make_app(
@@ -279,7 +292,7 @@ def _need(packages: Sequence[str]) -> None:
 
 
 def _token(host: str, variable: str | None) -> str | None:
-    if variable is None and not _loopback(host):
+    if variable is None and not is_loopback(host):
         raise UserError(
             f"--host {host} lets other machines in: name the variable with a token that they must "
             "send, as in --token-env REWARD_TOKEN."
@@ -287,7 +300,7 @@ def _token(host: str, variable: str | None) -> str | None:
     return token_of(variable)
 
 
-def _loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     import ipaddress
 
     try:
@@ -304,15 +317,32 @@ def _codecs(chosen: Sequence[str] | None) -> "list[Codec]":
     return [codec for codec in CODECS if codec in (chosen or LOSSLESS)]
 
 
-def _shared_gpus(rewards: int, workers: int) -> list[list[int]]:
-    """Return the GPUs of each reward's workers: all workers take this machine's in turn."""
+def _shared_gpus(rewards: int, workers: int, gpus: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the GPUs of each reward's workers.
+
+    With `gpus` the workers of a reward take these in turn, else all workers this machine's.
+    """
     if not workers:
         return [[]] * rewards
+    if gpus is not None:
+        return [[gpus[j % len(gpus)] for j in range(workers)] for _ in range(rewards)]
     import torch
 
     count = torch.cuda.device_count()
     places = range(workers if count else 0)
     return [[(i * workers + j) % count for j in places] for i in range(rewards)]
+
+
+def _gpu_numbers(text: str) -> list[int]:
+    """Return the numbers in a text such as "0-3,6". Raises UserError for another form."""
+    numbers: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        match = re.fullmatch(r"([0-9]{1,3})(?:-([0-9]{1,3}))?", part)
+        own = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not own:
+            raise UserError(f"--devices is {text!r}, expected numbers of GPUs, as in 0-7 or 0,2,5.")
+        numbers += own
+    return numbers
 
 
 def _spec(
@@ -363,25 +393,29 @@ def golden(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with reference scores."),
     ] = None,
-    write: Annotated[
-        bool, typer.Option("--write", help="Record what these rewards score here.")
+    record: Annotated[
+        bool,
+        typer.Option("--record", "--write", help="Write down what these rewards score here."),
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(metavar="JSON", help="Reference scores; flowrl's own without --write."),
+        typer.Option(metavar="JSON", help="Reference scores; flowrl's own unless given."),
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(min=0, help="With --write: allowed, as a share of the largest score.")
+        float, typer.Option(min=0, help="With --record: allowed, as a share of the largest score.")
     ] = 0.003,
 ) -> None:
     """Compare the scores of rewards with reference scores, measured with the real weights.
 
     Shows that another machine, another version or a change of the code gives the same scores. A
-    reward without reference scores never passes: those that download weights have none until
-    --write measures them and adds them to --file.
+    reward without reference scores never passes. Those that download weights have none until
+    --record measures them, on a machine that can download: it writes a file (recorded-scores.json
+    unless --file says otherwise) that a pull request can add to rewards/golden. Without names it
+    takes the built-in rewards that have no reference scores yet.
 
-    ok agrees, !! does not, -- was not compared: no reference scores yet, or weights are missing.
-    Exits with 1 after a !!, and after a -- of a reward that was named.
+    ok agrees, or was recorded; !! does not; -- was not compared: no reference scores yet, or
+    weights are missing. Exits with 1 after a !!, after a -- of a reward that was named, and when
+    nothing was recorded.
 
     Examples:
 
@@ -389,32 +423,25 @@ def golden(
 
       flowrl golden pickscore hpsv2
 
-      flowrl golden pickscore --write --file golden.json
+      flowrl golden --record
     """
     chosen = list(dict.fromkeys(names or []))
-    if write and not (chosen and file):
-        raise UserError(
-            "--write needs the names of rewards and --file, as in flowrl golden ocr --write --file "
-            "golden.json."
-        )
-    from flowrl.scoring.golden import PATH, compare_all, read_references, recorded, write_references
+    from flowrl.scoring import golden as references
 
-    path = file or PATH
-    if file and not write and not file.exists():
-        raise UserError(f"There is no file {file}; flowrl golden NAME --write --file makes one.")
-    entries = read_references(path)
-    compared = compare_all(chosen, entries)
-    if write:
-        new = {c.result.topic: recorded(c.measured, tolerance) for c in compared if c.measured}
-        write_references(path, entries | new)
-        for name in new:
-            typer.echo(f"recorded {name} in {path}")
-        compared = [c for c in compared if not c.measured]
-    print_checks(
-        [c.result for c in compared], max((len(c.result.topic) for c in compared), default=0)
-    )
+    if record:
+        path = file or references.RECORDED
+        results = references.record(path, chosen, tolerance)
+    else:
+        if file and not file.exists():
+            raise UserError(f"There is no file {file}; flowrl golden --record --file makes one.")
+        entries = references.read_references(file) if file else references.shipped_references()
+        results = [found.result for found in references.compare_all(chosen, entries)]
+    print_checks(results, max((len(result.topic) for result in results), default=0))
+    done = {result.topic for result in results if result.state == "ok"}
+    if record and done:
+        typer.echo(f"To share them, add {path} to {references.FOLDER}/ in a pull request.")
     stop_unless_fine(
-        {c.result.topic: {c.result.state} for c in compared},
+        {result.topic: {result.state} for result in results},
         wrong="These rewards do not score as recorded",
-        absent="These rewards were not compared" if chosen else None,
+        absent="These rewards were not compared" if chosen or (record and not done) else None,
     )

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_table
+from flowrl.cli._console import AsJson, Device, Lora, LoraAlpha, arguments_of, print_scores
 from flowrl.errors import UserError
 
 Revision = Annotated[
@@ -21,7 +21,10 @@ def sample(  # noqa: PLR0913  # an argument for each option
     prompt: Annotated[list[str] | None, typer.Argument(help="What to generate.")] = None,
     prompts: PromptFile = None,
     lora: Lora = None,
-    negative: Annotated[str, typer.Option(help="Negative prompt; acts if guidance > 1.")] = "",
+    negative: Annotated[
+        str,
+        typer.Option(help="Negative prompt, unless a prompt of --prompts has one."),
+    ] = "",
     guidance: Annotated[float | None, typer.Option(min=0, help="Guidance; 1 is none.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first image.")] = 0,
@@ -56,9 +59,8 @@ def sample(  # noqa: PLR0913  # an argument for each option
     """
     from flowrl.prompts.records import load_prompts
 
-    texts = list(prompt or [])
-    texts += [record.text for record in load_prompts(prompts)] if prompts else []
-    if not texts:
+    asked = [*(prompt or []), *(load_prompts(prompts) if prompts else [])]
+    if not asked:
         raise UserError(
             'Nothing to generate: give a prompt, as in flowrl sample tiny-sd3 "a red star".'
         )
@@ -72,7 +74,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
         steps=steps, max_sequence_length=max_sequence_length, device=device, rlg=rlg,
         revision=revision,
     )  # fmt: skip
-    paths = sample_images(drawing, texts, seed=seed, count=count, output_dir=output_dir)
+    paths = sample_images(drawing, asked, seed=seed, count=count, output_dir=output_dir)
     for path in paths:
         typer.echo(path)
 
@@ -125,17 +127,14 @@ def score(
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
     from flowrl.api import score as score_images
 
+    if dialect != "flowrl" and not server:
+        raise UserError(f"--dialect {dialect} is given without --server: add its address.")
     if server and args:
         raise UserError("--args are given with --server, which makes the reward: leave them out.")
     scored = score_images(
         images, reward, prompts or prompt or None, arguments_of(reward, args), server or (), dialect
     )
-    print_table(scored.rows, as_json=as_json)
-    for line in scored.missing:
-        typer.echo(line, err=True)
-    if all(row[name] != row[name] for row in scored.rows for name in reward):
-        typer.echo("No image got a score.", err=True)
-        raise typer.Exit(1)
+    print_scores(scored.rows, scored.missing, scored.rows, reward, as_json=as_json)
 
 
 def gallery(

@@ -1,6 +1,9 @@
 """`flowrl train` and `flowrl evaluate`: commands that take a recipe."""
 
 import json
+import os
+import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowrl.cli._console import AsJson, LoraAlpha, print_table
+from flowrl.cli.recipes import complete_recipe
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
     from flowrl.config.load import CommandArguments
+    from flowrl.export.summary import TrainedRun
 
 # Options that typer does not know reach the words, where `sort_arguments` sorts them.
 RECIPE_COMMAND = {"ignore_unknown_options": True}
@@ -23,6 +28,7 @@ Words = Annotated[
         metavar="RECIPE|KEY=VALUE",
         help="A preset's name or a YAML file, then changes to it.",
         show_default=False,
+        autocompletion=complete_recipe,
     ),
 ]
 
@@ -65,6 +71,14 @@ def train(
             help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
         ),
     ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N",
+            help="Train on all GPUs of this machine (auto) or on so many, a process each. Without "
+            "a GPU, N processes share the CPU.",
+        ),
+    ] = None,
 ) -> None:
     """Align a pipeline to a reward.
 
@@ -86,6 +100,8 @@ def train(
 
       flowrl train sd3.5-medium-grpo-24gb --dry-run
 
+      flowrl train flux.1-dev-grpo-80gb --gpus auto
+
     `flowrl explain KEY` says what an option means.
 
     Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
@@ -102,11 +118,47 @@ def train(
     if dry_run:
         _rehearse(config, resume)
         return
+    if gpus is not None and _started(gpus, config, words or [], resume, accept_changes):
+        return
     from flowrl.api import align, table
     from flowrl.training.resume import AUTO
 
-    if rows := table(align(config, resume=resume or AUTO, accept_changes=accept_changes)):
-        print_table(rows)
+    trained = align(config, resume=resume or AUTO, accept_changes=accept_changes)
+    if trained.comparisons:
+        print_table(table(trained.comparisons))
+    if os.environ.get("RANK", "0") == "0":
+        print_what_next(config, trained)
+
+
+def print_what_next(config: "Config", trained: "TrainedRun") -> None:
+    """Print where everything lies, and the two commands that most people want next."""
+    found = {"LoRA": trained.lora, "gallery": trained.gallery, "model card": trained.card}
+    for name, path in found.items():
+        if path is not None:
+            typer.echo(f"{name:<11}{path}")
+    if trained.lora is not None:
+        folder, pipeline = shlex.quote(str(trained.folder)), shlex.quote(config.pipeline.path)
+        typer.echo(f'next       flowrl sample {pipeline} "a prompt of yours" --lora {folder}')
+        typer.echo(f"           flowrl gallery {folder}")
+
+
+def _started(
+    gpus: str, config: "Config", words: Sequence[str], resume: str | None, accept_changes: bool
+) -> bool:
+    """Train in processes of their own and end as they do; return False if one will do: this one."""
+    from flowrl.utils.launching import check_no_launcher, count_processes, run_processes
+
+    check_no_launcher("--gpus")
+    count, cpu = count_processes(gpus, device=config.pipeline.device)
+    if count == 1:
+        return False
+    typer.echo(f"Starting {count} processes, {'which share the CPU' if cpu else 'a GPU each'}.")
+    command = [sys.executable, "-m", "flowrl", "train", *words]
+    command += [] if resume is None else ["--resume", resume]
+    command += ["--accept-changes"] * accept_changes
+    if code := run_processes(command, count, cpu=cpu):
+        raise typer.Exit(code)
+    return True
 
 
 def _recipe_to_train(
@@ -197,6 +249,7 @@ def evaluate(
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
 
       flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
+
       flowrl evaluate quickstart --lora runs/a --lora runs/b -o leaderboard
     """
     from flowrl.config import load_config
@@ -211,7 +264,8 @@ def evaluate(
     from flowrl.api import evaluate as evaluate_pipeline
 
     rows = evaluate_pipeline(config, lora=given[0] if given else None, lora_alpha=lora_alpha)
-    print_table(rows, as_json=as_json)
+    if rows:  # of several processes the first one has them
+        print_table(rows, as_json=as_json)
 
 
 def _compare(

@@ -73,6 +73,12 @@ class Config(Options):
         validate.check_stopping(self.run, self.evaluation)
         return self
 
+    @property
+    def held_out(self) -> str | None:
+        """The source that the held-out prompts are taken from; None without any."""
+        kept = self.prompts.train if self.prompts.held_out is not None else None
+        return self.evaluation.prompts or kept
+
     def plans(self) -> dict[TreePlan, int]:
         """Return the trees that the run samples, each with the first iteration that does.
 

@@ -44,7 +44,9 @@ def _one(option: Option) -> str:
     lines = [option.path + (f" (when kind is {option.variant})" if option.variant else "")]
     lines.append(f"  {option.meaning}")
     lines.append(f"  takes:   {option.expected}")
-    lines.append(f"  default: {'none, it must be given' if option.required else _default(option)}")
+    lines.append(
+        f"  default: {'none, it must be given' if option.required else default_text(option)}"
+    )
     if option.source:
         lines.append(f"  source:  {option.source}")
     return "\n".join(lines)
@@ -55,12 +57,13 @@ def _section(section: Option, options: list[Option]) -> str:
     lines = [f"{section.path}: {section.meaning}", ""]
     for option in inside:
         kind = f" [{option.variant}]" if option.variant else ""
-        lines.append(f"  {option.path}{kind} = {_default(option)}")
+        lines.append(f"  {option.path}{kind} = {default_text(option)}")
         lines.append(f"      {option.meaning}")
     return "\n".join(lines)
 
 
-def _default(option: Option) -> str:
+def default_text(option: Option) -> str:
+    """Return an option's default as it is written in a recipe."""
     if option.required:
         return "(required)"
     if isinstance(option.default, Options):

@@ -6,7 +6,8 @@ with its value, and so are defaults of the other project that flowrl does not sh
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,14 +42,17 @@ def import_recipe(source: str, *, gpus: int | None = None) -> Imported:
     if not path.is_file():
         raise UserError(f"there is no recipe {path}")
     if path.suffix == ".py":
-        return _of_flow_grpo(source, _config_of(path, function), gpus)
+        return _of_flow_grpo(source, *_config_of(path, function), gpus)
     if path.suffix in (".yaml", ".yml"):
-        values = load_yaml(path.read_text("utf-8"), str(path))
+        try:
+            values = load_yaml(path.read_text("utf-8"), str(path))
+        except UnicodeDecodeError as error:
+            raise UserError(f"cannot read {path}: it is not UTF-8 text") from error
         if not isinstance(values, dict) or not {"model", "train"} <= set(values):
             raise UserError(
                 f"{path} is no recipe of Flow-Factory, which has the sections model and train"
             )
-        return _of_flow_factory(source, values, gpus)
+        return _of_flow_factory(source, values)
     raise UserError(f"{source}: expected FILE.yaml of Flow-Factory, or FILE.py:NAME of flow_grpo")
 
 
@@ -62,7 +66,10 @@ def recipe_text(imported: Imported) -> str:
     try:
         parse_config(imported.recipe)
     except UserError as error:
-        raise UserError(f"{imported.source} was read, but {error}") from error
+        rest = "".join(f"\n  {' '.join(line.split())}" for line in imported.left_out)
+        raise UserError(
+            f"{imported.source} was read, but {error}\nWithout counterpart, or different:{rest}"
+        ) from error
     body = yaml.safe_dump(imported.recipe, sort_keys=False, allow_unicode=True)
     return "\n".join(lines) + "\n" + body
 
@@ -72,6 +79,7 @@ def recipe_text(imported: Imported) -> str:
 FAMILIES = {
     "stable-diffusion-3": "sd3", "sd3": "sd3", "flux.1": "flux", "flux1": "flux", "sana": "sana",
 }  # fmt: skip
+OTHERS = ("kontext", "fill", "redux", "canny", "depth", "sprint", "video")  # that edit or film
 REWARDS: dict[str, Tree] = {  # their names -> ours
     "jpeg_compressibility": {"name": "compressibility"},
     "jpeg_incompressibility": {"name": "incompressibility"},
@@ -88,18 +96,53 @@ REWARDS: dict[str, Tree] = {  # their names -> ours
 }
 
 
+# Of Flow-Factory's rewards: read, or without meaning for scores.
+KNOWN_OF_REWARD = {"name", "reward_model", "weight", "server_url", "batch_size", "device", "dtype"}
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """An expression of a config function that would have to be run."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
 @dataclass(slots=True, kw_only=True)
 class _Source:
     """The other recipe: values by dotted key, and which have been used."""
 
+    source: str
     values: Mapping[str, Any]
+    last: str = ""  # the key that was taken last, for errors
     used: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def take(self, key: str, default: Any = None) -> Any:
+        """Return a value. Raises UserError for one that the file computes in an unknown way."""
         self.used.add(key)
+        self.last = key
         value = self.values.get(key)
+        if isinstance(value, Unread):
+            raise UserError(
+                f"{self.source}: {key} = {value.text}, which cannot be read without running it: "
+                "write its value there"
+            )
         return default if value is None else value
+
+    @contextmanager
+    def converting(self) -> Iterator[None]:
+        """Raise UserError, naming the key, where a value is not of the expected kind."""
+        try:
+            yield
+        except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
+            value = self.values.get(self.last)
+            raise UserError(
+                f"{self.source}: {self.last or 'a value'} = {value!r:.60} is not of a kind that "
+                f"flowrl can read ({error})"
+            ) from error
 
     def ignore(self, *keys: str) -> None:
         """Mark keys that have no meaning for flowrl's results: devices, workers, loggers."""
@@ -111,8 +154,9 @@ class _Source:
 
 
 def _family(path: str, kind: str = "") -> str:
-    found = next((f for mark, f in FAMILIES.items() if mark in f"{path} {kind}".lower()), None)
-    if found is None:
+    name = f"{path} {kind}".lower()
+    found = next((family for mark, family in FAMILIES.items() if mark in name), None)
+    if found is None or any(mark in name for mark in OTHERS):
         raise UserError(
             f"the pipeline is {path}, but flowrl has SD3, FLUX.1 and SANA: a recipe for another "
             "model cannot be imported"
@@ -120,16 +164,19 @@ def _family(path: str, kind: str = "") -> str:
     return found
 
 
-def _rewards(asked: Mapping[str, float], notes: list[str]) -> list[Tree]:
-    found = []
-    for name, weight in asked.items():
+def _rewards(asked: Sequence[tuple[str, float]], notes: list[str]) -> list[Tree]:
+    """Return the rewards of names and weights; two of one name get labels."""
+    found: list[Tree] = []
+    for name, weight in asked:
         own = REWARDS.get(name.lower().replace("_score", "score").replace("pick_", "pick"))
         if own is None:
             notes.append(
                 f"reward {name} (weight {weight:g}): no counterpart: serve it, or leave it"
             )
             continue
-        found.append(own | ({"weight": float(weight)} if weight != 1 else {}))
+        same = sum(one["name"] == own["name"] for one in found)
+        label = {"label": f"{own['name']}_{same + 1}"} if same else {}
+        found.append(own | label | ({"weight": float(weight)} if weight != 1 else {}))
         if own["name"] == "geneval":
             notes.append(
                 "reward geneval: theirs asks a server with mmdet's detector; flowrl's own is "
@@ -137,23 +184,33 @@ def _rewards(asked: Mapping[str, float], notes: list[str]) -> list[Tree]:
             )
     if not found:
         known = ", ".join(REWARDS)
-        raise UserError(
-            f"none of the rewards {', '.join(asked) or '(there are none)'} has a counterpart, of "
-            f"{known}"
-        )
+        names = ", ".join(name for name, _ in asked) or "(there are none)"
+        raise UserError(f"none of the rewards {names} has a counterpart, of {known}")
     return found
 
 
 def _sized(resolution: Any) -> Tree:
-    height, width = (resolution, resolution) if isinstance(resolution, int) else resolution
+    sizes = resolution if isinstance(resolution, list | tuple) else [resolution]
+    height, width = sizes if len(sizes) == 2 else (*sizes, *sizes)
     return {"height": int(height), "width": int(width)}
 
 
 # --- flow_grpo ----------------------------------------------------------------------------------
 
 
-def _of_flow_grpo(source: str, values: Tree, gpus: int | None) -> Imported:
-    s = _Source(values=values)
+def _of_flow_grpo(source: str, values: Tree, notes: list[str], gpus: int | None) -> Imported:
+    s = _Source(source=source, values=values, notes=notes)
+    algorithm = s.take("train.algorithm", "grpo")
+    if algorithm != "grpo":
+        raise UserError(
+            f"{source}: train.algorithm is {algorithm}, and grpo is what can be imported: choose "
+            "an objective of docs/objectives.md yourself"
+        )
+    with s.converting():
+        return _flow_grpo_recipe(s, gpus)
+
+
+def _flow_grpo_recipe(s: _Source, gpus: int | None) -> Imported:
     path, dataset = s.take("pretrained.model", ""), s.take("dataset", "")
     precision = _dtype(s.take("mixed_precision", "fp16"), s.notes)
     pipeline: Tree = {"path": path, "backbone": _family(path), "dtype": precision}
@@ -168,7 +225,7 @@ def _of_flow_grpo(source: str, values: Tree, gpus: int | None) -> Imported:
         "rollout": _flow_grpo_rollout(s, gpus),
         "objective": _flow_grpo_objective(s),
         "optim": _flow_grpo_optim(s),
-        "rewards": _rewards(s.take("reward_fn", {}), s.notes),
+        "rewards": _rewards(list(s.take("reward_fn", {}).items()), s.notes),
         "evaluation": {
             "prompts": dataset,
             "every": s.take("eval_freq", 20),
@@ -192,7 +249,7 @@ def _of_flow_grpo(source: str, values: Tree, gpus: int | None) -> Imported:
         "text tokens 128, LoRA of rank 32 and alpha 64 on the attention: constants of their code",
         "epochs: theirs run until they are stopped; run.iterations is flowrl's default",
     ]
-    return Imported(source=source, recipe=recipe, left_out=s.left_out())
+    return Imported(source=s.source, recipe=recipe, left_out=s.left_out())
 
 
 def _flow_grpo_rollout(s: _Source, gpus: int | None) -> Tree:
@@ -200,10 +257,11 @@ def _flow_grpo_rollout(s: _Source, gpus: int | None) -> Tree:
     if given is None:
         s.notes.append("number of GPUs: not in the file, 1 was taken; --gpus says it")
     batch = s.take("sample.train_batch_size", 1)
-    group_size = s.take("sample.num_image_per_prompt", 1)
     images = (given or 1) * batch * s.take("sample.num_batches_per_epoch", 1)
+    group_size = s.take("sample.num_image_per_prompt", 1)
+    prompts = images / group_size
     return {
-        "prompts_per_iteration": max(1, round(images / group_size)),
+        "prompts_per_iteration": max(1, round(prompts)),
         "group_size": group_size,
         "num_inference_steps": s.take("sample.num_steps", 40),
         "guidance_scale": float(s.take("sample.guidance_scale", 4.5)),
@@ -229,13 +287,13 @@ def _flow_grpo_objective(s: _Source) -> Tree:
 
 def _flow_grpo_optim(s: _Source) -> Tree:
     batches = s.take("sample.num_batches_per_epoch", 1)
-    accumulated = s.take("train.gradient_accumulation_steps", 1)
+    updates = batches / s.take("train.gradient_accumulation_steps", 1)
     return {
         "lr": float(s.take("train.learning_rate", 3e-4)),
         "betas": [s.take("train.adam_beta1", 0.9), s.take("train.adam_beta2", 0.999)],
         "weight_decay": s.take("train.adam_weight_decay", 1e-4),
         "max_grad_norm": float(s.take("train.max_grad_norm", 1.0)),
-        "updates_per_rollout": max(1, round(batches / accumulated)),
+        "updates_per_rollout": max(1, round(updates)),
         "micro_batch": s.take("train.batch_size", 1),
     }
 
@@ -279,16 +337,13 @@ class _Unreadable(Exception):
     """An expression that would have to be run."""
 
 
-def _config_of(path: Path, name: str) -> Tree:
-    """Return the values that a config function of a file sets, by dotted key."""
-    try:
-        module = ast.parse(path.read_text("utf-8"))
-    except (SyntaxError, ValueError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not a Python file: {error}") from error
-    functions = _functions(module)
+def _config_of(path: Path, name: str) -> tuple[Tree, list[str]]:
+    """Return the values that a config function of a file sets, by dotted key, and statements that
+    were not understood."""
+    functions = _functions(_parsed(path))
     base = path.with_name("base.py")
     if base.is_file() and base != path:
-        own = _functions(ast.parse(base.read_text("utf-8")))
+        own = _functions(_parsed(base))
         functions |= {f"base.{key}": node for key, node in own.items()}
     if name not in functions:
         known = ", ".join(k for k in functions if "." not in k and k != "get_config")
@@ -297,7 +352,15 @@ def _config_of(path: Path, name: str) -> Tree:
         )
     reader = _Reader(functions)
     values = reader.run(name)
-    return {k: v for k, v in values.items() if not (isinstance(v, dict) and not v)}
+    kept = {k: v for k, v in values.items() if not (isinstance(v, dict) and not v)}
+    return kept, reader.notes
+
+
+def _parsed(path: Path) -> ast.Module:
+    try:
+        return ast.parse(path.read_text("utf-8"))
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not a Python file: {error}") from error
 
 
 def _functions(module: ast.Module) -> dict[str, ast.FunctionDef]:
@@ -310,6 +373,7 @@ class _Reader:
     def __init__(self, functions: Mapping[str, ast.FunctionDef]):
         self.functions = functions
         self.depth = 0
+        self.notes: list[str] = []  # statements that were not understood
 
     def run(self, name: str) -> Tree:
         """Return what the function leaves under `config`, and its own gpu_number."""
@@ -318,12 +382,25 @@ class _Reader:
             raise UserError(f"the config {name} calls itself")
         local: Tree = {"config": {}, "names": {}}
         for statement in self.functions[name].body:
-            if isinstance(statement, ast.Assign):
-                self._assign(statement, local)
+            self._follow(statement, name, local)
         self.depth -= 1
         return local["config"] | {
             k: v for k, v in local["names"].items() if k in ("gpu_number", "num_gpus")
         }
+
+    def _follow(self, node: ast.stmt, function: str, local: Tree) -> None:
+        """Follow an assignment; note every other statement that may change the config."""
+        if isinstance(node, ast.AnnAssign) and node.value is not None:
+            node = ast.Assign(targets=[node.target], value=node.value)
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.Assign) and all(_dotted(t) is not None for t in targets):
+            self._assign(node, local)
+            return
+        text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        idle = ast.Assert | ast.Import | ast.ImportFrom | ast.Pass | ast.Return
+        if not text and not isinstance(node, idle):
+            line = " ".join(ast.unparse(node).split())
+            self.notes.append(f"{function}: {line:.100}: not understood, set it in the recipe")
 
     def _assign(self, node: ast.Assign, local: Tree) -> None:
         called = self._called(node.value)
@@ -331,10 +408,11 @@ class _Reader:
             local["config"] = self.run(called)
             return
         targets = [name for target in node.targets if (name := _dotted(target)) is not None]
+        section = self._section(node.value, local) if targets[0].isidentifier() else None
         try:
-            value = self._value(node.value, local)
+            value = section or self._value(node.value, local)
         except _Unreadable:
-            value = f"<{ast.unparse(node.value)}>"
+            value = Unread(ast.unparse(node.value))
         aliases = [t for t in targets if t.startswith("config.")]
         for target in targets:
             first, _, rest = target.partition(".")
@@ -343,10 +421,23 @@ class _Reader:
                 local["config"][rest] = value
             elif isinstance(owner, _Section) and rest:
                 local["config"][f"{owner.prefix}{rest}"] = value
+            elif rest or (first == "config" and isinstance(value, Unread)):
+                self.notes.append(f"{target} = {value!r}: not understood, set it in the recipe")
+            elif not rest and isinstance(value, _Section):
+                local["names"][target] = value
             elif not rest:  # `config.sample = sample = ConfigDict()`
                 section = aliases and isinstance(value, dict) and not value
                 prefix = aliases[0].removeprefix("config.") + "." if aliases else ""
                 local["names"][target] = _Section(prefix) if section else value
+
+    def _section(self, node: ast.expr, local: Tree) -> "_Section | None":
+        """Return the part of the config that an expression names, as `config.sample`."""
+        first, _, rest = (_dotted(node) or "").partition(".")
+        known = first == "config" and any(
+            key.startswith(f"{rest}.") or (key == rest and value == {})
+            for key, value in local["config"].items()
+        )
+        return _Section(f"{rest}.") if rest and known else None
 
     def _called(self, node: ast.expr) -> str | None:
         """Return the config function that an expression calls."""
@@ -436,8 +527,13 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _of_flow_factory(source: str, values: Tree, gpus: int | None) -> Imported:
-    s = _Source(values=dict(_flat(values)))
+def _of_flow_factory(source: str, values: Tree) -> Imported:
+    s = _Source(source=source, values=dict(_flat(values)))
+    with s.converting():
+        return _flow_factory_recipe(s, values)
+
+
+def _flow_factory_recipe(s: _Source, values: Tree) -> Imported:
     trainer, dataset = s.take("train.trainer_type", "grpo"), s.take("data.dataset_dir", "")
     if s.take("model.finetune_type", "lora") != "lora":
         s.notes.append("model.finetune_type: theirs trains all weights, flowrl a LoRA")
@@ -471,21 +567,24 @@ def _of_flow_factory(source: str, values: Tree, gpus: int | None) -> Imported:
     if s.take("eval_rewards"):
         s.notes.append("eval_rewards: add what is not trained on to rewards, with held_out: true")
     s.notes += [
-        "text tokens: 256 for SD3.5, their code's constant",
+        "text tokens: 256 for SD3.5 and 512 for FLUX.1, constants of their code and of diffusers",
         "log.logging_backend, data workers and caches: flowrl has run.trackers and its own caches",
     ]
-    return Imported(source=source, recipe=recipe, left_out=s.left_out())
+    return Imported(source=s.source, recipe=recipe, left_out=s.left_out())
 
 
 def _flow_factory_pipeline(s: _Source) -> Tree:
     path = s.take("model.model_name_or_path", "")
     own = s.take("train.height"), s.take("train.width")
     size = s.take("train.resolution", 512) if None in own else own
+    precision = _dtype(s.take("mixed_precision", "bf16"), s.notes)
+    family = _family(path, s.take("model.model_type", ""))
+    s.last = "train.resolution"
     return {
         "path": path,
-        "backbone": _family(path, s.take("model.model_type", "")),
-        "dtype": _dtype(s.take("mixed_precision", "bf16"), s.notes),
-        "max_sequence_length": 256,
+        "backbone": family,
+        "dtype": precision,
+        "max_sequence_length": 512 if family == "flux" else 256,
     } | _sized(size)
 
 
@@ -530,7 +629,7 @@ def _dynamics(s: _Source, trainer: str) -> Tree:
             f"scheduler.dynamics_type is {kind}, expected {', '.join([*kernels, 'ODE'])}"
         )
     noise = float(s.take("scheduler.noise_level", 0.7))
-    steps, number = s.take("scheduler.sde_steps"), s.take("scheduler.num_sde_steps")
+    number, steps = s.take("scheduler.num_sde_steps"), s.take("scheduler.sde_steps")
     tree: Tree = {"kind": "flow_grpo"}
     if number and steps:
         window = {
@@ -578,23 +677,31 @@ def _flow_factory_objective(s: _Source, trainer: str) -> Tree:
 def _flow_factory_rewards(values: Tree, s: _Source) -> list[Tree]:
     listed = values.get("rewards") or []
     listed = [listed] if isinstance(listed, dict) else listed
-    asked = {
-        str(one.get("reward_model", one.get("name"))): float(one.get("weight", 1.0))
-        for one in listed
-        if isinstance(one, dict)
-    }
+    s.last = "rewards"
     found: list[Tree] = []
-    for one in listed:
-        if isinstance(one, dict) and one.get("server_url"):
-            executor = {"kind": "http", "urls": [one["server_url"]], "dialect": "flow_factory"}
-            found.append({"name": str(one["name"]), "executor": executor})
-            asked.pop(str(one.get("reward_model", one.get("name"))), None)
+    asked: list[tuple[str, float]] = []
+    for number, one in enumerate(listed):
+        name = one.get("name") or one.get("reward_model") or f"reward_{number + 1}"
+        weight = 1.0 if one.get("weight") is None else float(one["weight"])
+        if url := one.get("server_url"):
+            executor = {"kind": "http", "urls": [url], "dialect": "flow_factory"}
+            own: Tree = {"name": str(name), "executor": executor}
+            found.append(own | ({"weight": weight} if weight != 1 else {}))
+        else:
+            asked.append((str(one.get("reward_model") or name), weight))
+        s.notes += [
+            f"rewards: {name}: {key} = {value!r}: no counterpart"
+            for key, value in one.items()
+            if key not in KNOWN_OF_REWARD
+        ]
     return found + (_rewards(asked, s.notes) if asked or not found else [])
 
 
 def _flow_factory_evaluation(s: _Source, dataset: str) -> Tree:
     every = s.take("eval.eval_freq", 10)
-    return {
+    own = s.take("eval.height"), s.take("eval.width")
+    size = s.take("eval.resolution") if None in own else own
+    return (_sized(size) if size else {}) | {
         "prompts": dataset, "every": every, "seed": s.take("eval.seed") or 42,
         "num_inference_steps": s.take("eval.num_inference_steps", 30),
         "guidance_scale": float(s.take("eval.guidance_scale", 3.5)),

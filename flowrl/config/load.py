@@ -17,7 +17,7 @@ import yaml
 from flowrl.config.messages import name_of, show
 from flowrl.errors import UserError
 
-MAX_PARENTS = 2
+MAX_PARENTS = 3
 # Far above every recipe, and low enough that no text keeps a machine busy.
 MAX_TEXT = 100_000  # characters
 MAX_VALUES = 20_000  # with aliases counted as often as they stand
@@ -247,6 +247,26 @@ def _merge_items(base: list[Any], over: dict[str, Any], path: str) -> list[Any]:
     return items
 
 
+def differences(before: Any, now: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the leaves in which nested mappings differ, (before, now) by dotted name.
+
+    Of a part whose `kind` differs that alone is named: the rest means nothing to the other.
+    """
+    if before == now:
+        return {}
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        before, now = (dict(enumerate(items)) for items in (before, now))
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        return {name: (before, now)}
+    if before.get("kind") != now.get("kind"):
+        return {f"{name}.kind": (before.get("kind"), now.get("kind"))}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in {**now, **before}:
+        inner = f"{name}.{key}" if name else key
+        found |= differences(before.get(key), now.get(key), inner)
+    return found
+
+
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
     """Return `["optim.lr=1e-4"]` as `{"optim": {"lr": 0.0001}}`.
 
@@ -292,7 +312,7 @@ def _override_value(key: str, text: str) -> Any:
 
 
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a preset or file, its parents (`extends`, at most two deep), then the overrides.
+    """Read a preset or file, its parents (`extends`, at most three deep), then the overrides.
 
     `source` "" stands for an empty recipe. Old option names become the new ones, with a warning.
     Raises UserError for unreadable files, duplicate keys and circular parents.
@@ -425,6 +445,15 @@ _VALUES: dict[str, Callable[[str], list[str]]] = {
     "report_to": lambda v: [f"run.trackers=[{'' if v == 'none' else v}]"],
     "reward": lambda v: ["rewards=[" + ", ".join(f"{{name: '{n}'}}" for n in v.split(",")) + "]"],
 }
+# What a recipe says of its own prompts and rewards means nothing to others. Said first, so that
+# the rest of the command line can say otherwise.
+_REPLACED = {
+    "--prompts": (
+        "prompts.balance=null", "prompts.allow_overlap=false", "prompts.held_out=0.1",
+        "evaluation.prompts=null", "evaluation.balance=null",
+    ),
+    "--reward": ("evaluation.quality=null",),
+}  # fmt: skip
 _FLAGS = ("push_to_hub", "gradient_checkpointing")  # alone they are true
 _SECTION_NAMES = ("prompts", "rewards")  # with dashes they are aliases, without them sections
 
@@ -442,12 +471,15 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
     """Sort `quickstart --output_dir runs/a optim.lr=1e-4` into recipe and overrides.
 
     Known names may be written `--name value`, `--name=value` or `name=value`, with dashes or
-    underscores; dotted keys too. `--reward` may be repeated. Raises UserError for a name without
-    a value and for two recipes.
+    underscores; dotted keys too. `--reward` may be repeated. `--prompts` and `--reward` replace
+    what the recipe says of its own: a tenth of the prompts is held out, unless evaluation.prompts
+    or prompts.held_out is given, too. Raises UserError for a name without a value and for two
+    recipes.
     """
     recipes: list[str] = []
     overrides: list[str] = []
     rewards: list[str] = []
+    replaced: list[str] = []
     resume: str | None = None
     rest = list(arguments)
     while rest:
@@ -459,6 +491,7 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
         plain = name.lstrip("-").replace("-", "_")
         if not equals:
             value = _next_value(word, plain, rest)
+        replaced += _REPLACED.get(name, ())
         if plain in ("resume", "resume_from_checkpoint"):
             resume = value
         elif name == "--reward":
@@ -471,7 +504,9 @@ def sort_arguments(arguments: Sequence[str]) -> CommandArguments:
             f"Got two recipes, {show(recipes[0])} and {show(recipes[1])}, expected one; changes "
             "are written KEY=VALUE, as in optim.lr=1e-4."
         )
-    return CommandArguments(recipe="".join(recipes), overrides=overrides, resume=resume)
+    return CommandArguments(
+        recipe="".join(recipes), overrides=[*dict.fromkeys(replaced), *overrides], resume=resume
+    )
 
 
 def _next_value(word: str, plain: str, rest: list[str]) -> str:

@@ -100,6 +100,20 @@ class InlineOptions(Options):
         False,
         "In a thread, while further images are sampled; for rewards that wait for a network.",
     )
+    offload: Flag = option(
+        False,
+        "Keep its networks on the CPU while nothing is asked of it; scores stay the same. Not with "
+        "background, whose rewards work while images are sampled.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "InlineOptions":
+        if self.background and self.offload:
+            raise ValueError(
+                "background and offload are both true, but a reward that works while images are "
+                "sampled needs its networks then: set one of them to false"
+            )
+        return self
 
     def build(
         self, options: "RewardOptions", reward: "Reward", name: str, gpu: int | None

@@ -141,6 +141,33 @@ class ExploreOptions(Options):
     audit: AuditOptions = option(AuditOptions(), "How candidates are compared with exact images.")
 
 
+class WorkerOptions(Options):
+    """Processes elsewhere that sample rollouts and score them."""
+
+    count: Annotated[Count, Field(le=10_000)] = option(
+        2,
+        "How many, each on a GPU of its own where there are any; those that find no place wait "
+        "until a machine joins.",
+    )
+    address: Text | None = option(
+        None,
+        "Of a running Ray cluster, such as head:6379, or auto for the one of this machine; "
+        "null starts Ray on this machine, and stops it with the run.",
+    )
+    slow_after: Annotated[Number, Field(gt=1)] = option(
+        3.0,
+        "A unit of work that takes this many times as long as the median one is asked of another "
+        "worker, too; the first answer counts.",
+    )
+    timeout: Positive = option(
+        600.0,
+        "Seconds after which a worker that has not answered is ended and replaced.",
+    )
+    join_timeout: Positive = option(
+        600.0, "Seconds without any worker after which the run saves and ends."
+    )
+
+
 Beta = Annotated[NonNegative, Field(lt=1)]
 FLOW_GRPO = "Flow-GRPO, arXiv 2505.05470"
 FLOW_GRPO_CODE = "Flow-GRPO's published settings"
@@ -198,8 +225,14 @@ class RolloutOptions(Options):
     )
     staleness: Literal[0, 1] = option(
         0,
-        "1 samples an iteration's images before the one before it is learned from, so that rewards "
-        "in threads, pools and on servers work meanwhile; for objectives on clean images.",
+        "1 samples an iteration's images before the one before it is learned from, so that workers "
+        "and rewards in threads, pools and on servers work meanwhile. Ratios stay those to the "
+        "weights that sampled. Objectives that follow the reward's gradient need 0.",
+    )
+    workers: WorkerOptions | None = option(
+        None,
+        "Sample and score in other processes, here or on other machines, through Ray: the weights "
+        "are the same bit for bit, whichever of them work. null samples in this process.",
     )
     batch_size: Count = option(96, "Most images that go through the network at once.")
     merge_lora: Literal["auto"] | Flag = option(

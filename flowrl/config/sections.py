@@ -131,6 +131,12 @@ class PromptOptions(Options):
         "are given the prompt's own words. null is all.",
         "2 of 8 in PromptRL",
     )
+    held_out: Annotated[Positive, Field(lt=1)] | None = option(
+        None,
+        "Where evaluation.prompts is null: share of the requests of prompts.train that is kept "
+        "out of training and evaluated on; null keeps none. The choice follows from the prompts "
+        "alone. --prompts sets it to 0.1.",
+    )
     allow_overlap: Flag = option(
         False,
         "Train although evaluation.prompts ask for what prompts.train asks for, too, in the same "
@@ -144,7 +150,9 @@ StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1
 class EvaluationOptions(Options):
     """Scores on held-out prompts, before, during and after training."""
 
-    prompts: Text | None = option(None, "Held-out prompts, given like prompts.train; null is none.")
+    prompts: Text | None = option(
+        None, "Held-out prompts, given like prompts.train; null is none but prompts.held_out."
+    )
     num_images: Several = option(
         120, "Images sampled and scored at each evaluation; short lists of prompts are repeated."
     )
@@ -282,13 +290,19 @@ class MemoryOptions(Options):
     )
     text_encoders: Literal["keep", "offload", "free"] = option(
         "keep",
-        "Between uses: keep the text encoders on the device, offload them to the CPU, or free them "
-        "for good once every prompt of the run is encoded.",
+        "Keep the text encoders on the device beside the transformer, or encode all prompts of the "
+        "run before the transformer is placed: then offload them to the CPU, where texts that come "
+        "later are encoded, or free them for good.",
     )
     vae: Literal["keep", "offload"] = option(
         "keep",
         "Between uses: keep the autoencoder on the device, or offload it to the CPU. Objectives "
         "that follow the reward's gradient keep it anyway.",
+    )
+    vae_tiling: Flag = option(
+        False,
+        "Decode and encode images larger than 512 pixels a side in overlapping tiles of 512, as "
+        "diffusers' enable_tiling does: less memory, and slightly other images.",
     )
     prompt_cache: Folder | None = option(
         None,

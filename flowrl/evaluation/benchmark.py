@@ -37,9 +37,10 @@ def benchmark_prompts(name: str) -> list[PromptRecord]:
 
 
 def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
-    """Return prompts in GenEval's form, None for the 553 published ones.
+    """Return prompts in GenEval's form.
 
-    Raises UserError for a prompt without GenEval's metadata.
+    Raises UserError for None, naming where the 553 published ones are, and for a prompt without
+    GenEval's metadata.
     """
     if source is None:
         raise UserError(
@@ -57,6 +58,25 @@ def geneval_prompts(source: str | Path | None) -> list[PromptRecord]:
     return records
 
 
+def geneval_judge(
+    args: Mapping[str, Any] | None, prompts: Sequence[tuple[str, Mapping[str, Any]]], where: str
+) -> Any:
+    """Return the reward that judges as published, see `judge_geneval`.
+
+    prompts: texts and metadata of what it will judge.
+
+    Raises UserError, beginning with `where`, for prompts that its detector cannot judge.
+    """
+    own: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
+    reward: Any = load_reward(GENEVAL, own | {"mode": "official"})
+    for prompt, metadata in dict(prompts).items():
+        try:
+            reward.check(prompt, metadata)
+        except ValueError as error:
+            raise UserError(f"{where}: the prompt {prompt!r}: {error}") from error
+    return reward
+
+
 def judge_geneval(folder: Path, args: Mapping[str, Any] | None = None) -> list[Row]:
     """Judge a folder in GenEval's layout by the published rule; return the rows of results.jsonl.
 
@@ -64,14 +84,8 @@ def judge_geneval(folder: Path, args: Mapping[str, Any] | None = None) -> list[R
 
     Raises UserError for a folder of another form and for prompts that the detector cannot judge.
     """
-    images = _images(folder)
-    own: Any = {k: v for k, v in (args or DETECTOR).items() if k != "mode"}
-    reward: Any = load_reward(GENEVAL, own | {"mode": "official"})
-    for prompt, metadata in {i.prompt: i.metadata for i in images}.items():
-        try:
-            reward.check(prompt, metadata)
-        except ValueError as error:
-            raise UserError(f"{folder}: the prompt {prompt!r}: {error}") from error
+    images = layout_images(folder)
+    reward = geneval_judge(args, [(i.prompt, i.metadata) for i in images], str(folder))
     rows = []
     with Steps("judging", len(images)) as steps:
         for image in images:
@@ -80,7 +94,8 @@ def judge_geneval(folder: Path, args: Mapping[str, Any] | None = None) -> list[R
     return rows
 
 
-def _images(folder: Path) -> list[ImageFile]:
+def layout_images(folder: Path) -> list[ImageFile]:
+    """Return the images of a folder that says their prompts. Raises UserError for another one."""
     found = labelled_images(folder) if folder.is_dir() else None
     if not found:
         raise UserError(
@@ -150,7 +165,7 @@ def _mean(values: Sequence[float]) -> float:
 def score_folder(folder: Path, specs: Sequence[RewardSpec]) -> ScoredFiles:
     """Score a folder that says its prompts; write `scores.csv` into it."""
     with closing(specs):
-        scored = score_files(specs, _images(folder))
+        scored = score_files(specs, layout_images(folder))
     write_csv(folder / SCORES, scored.rows)
     return scored
 
@@ -169,7 +184,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """Return the mean scores of each kind of prompt, and of all; rows as `score_files` gives."""
-    kinds = {str(image.path): _kind(image.metadata) for image in _images(folder)}
+    kinds = {str(image.path): kind_of(image.metadata) for image in layout_images(folder)}
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(kinds[row["image"]], []).append(row)
@@ -179,7 +194,8 @@ def kind_table(folder: Path, rows: Sequence[Row], names: Sequence[str]) -> list[
     ]
 
 
-def _kind(metadata: Mapping[str, Any]) -> str:
+def kind_of(metadata: Mapping[str, Any]) -> str:
+    """Return the kind of a prompt, "" where its metadata tell none."""
     return next((str(metadata[key]) for key in KINDS if metadata.get(key)), "")
 
 

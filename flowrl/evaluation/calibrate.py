@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.errors import UserError
-from flowrl.evaluation.benchmark import DETECTOR, GENEVAL, Row, judge_geneval
-from flowrl.scoring.files import labelled_images, score_files
+from flowrl.evaluation.benchmark import DETECTOR, GENEVAL, Row, judge_geneval, layout_images
+from flowrl.scoring.files import score_files
 from flowrl.scoring.spec import RewardSpec
 
 Verdicts = dict[str, bool | None]  # by file, None where there is none
@@ -19,6 +19,8 @@ def verdicts(judge: str, folder: Path, args: Mapping[str, Any] | None = None) ->
     judge: the address of a reward server in mode official, a results.jsonl of anybody's, or the
     name of a detector, with `args` of the reward geneval. Raises UserError for none of these.
     """
+    if args and (judge.startswith("http") or judge.endswith(".jsonl")):
+        raise UserError(f"--args are given for {judge}, whose verdicts are made already")
     if judge.startswith(("http://", "https://")):
         return _of_server(judge, folder)
     if judge.endswith(".jsonl"):
@@ -46,16 +48,21 @@ def _of_file(path: Path) -> Verdicts:
 def _of_server(url: str, folder: Path) -> Verdicts:
     from flowrl.scoring.executors.http import HTTPExecutor
 
-    images = labelled_images(folder) or []
+    images = layout_images(folder)
     for name in ("geneval_mmdet", "geneval_official", GENEVAL):
         executor = HTTPExecutor(name, [url])
         try:
-            known = bool(executor.version)
+            version = executor.version
         except UserError as error:
             if "does not serve it" not in str(error):
                 raise
-            known = False
-        if known:
+            version = ""
+        if version:
+            if "official" not in version.split("/"):
+                executor.close()
+                raise UserError(
+                    f"{url} serves {name} in version {version}, expected geneval in mode official"
+                )
             spec = RewardSpec(name=name, reward=executor, executor=executor)
             try:
                 rows = score_files([spec], images).rows
@@ -87,7 +94,7 @@ def agreement(folder: Path, first: Verdicts, second: Verdicts) -> list[Row]:
     Raises UserError when there is no image that both have judged.
     """
     found: dict[str, list[tuple[bool, bool]]] = {}
-    for image in labelled_images(folder) or []:
+    for image in layout_images(folder):
         a, b = (own.get(_place(str(image.path))) for own in (first, second))
         if a is not None and b is not None:
             found.setdefault(str(image.metadata.get("tag")), []).append((a, b))

@@ -18,18 +18,20 @@ from torch import Tensor
 
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
-from flowrl.build.backbone import build_pipeline
 from flowrl.build.learner import (
     ProvidedObjects,
+    build_evaluated_pipeline,
     build_evaluator,
     build_rewards,
     check_evaluation_alone,
+    check_unseen,
     evaluation_key,
     evaluation_prompts,
 )
 from flowrl.config import Config
 from flowrl.errors import UserError
-from flowrl.evaluation.contrasts import Contrast, holm, paired_contrast
+from flowrl.evaluation.benchmark import kind_of
+from flowrl.evaluation.contrasts import Contrast, holm, paired_contrast, resamples_for
 from flowrl.evaluation.drawing import digest
 from flowrl.prompts.records import PromptRecord, PromptSampler, reworded
 from flowrl.sampling.rollout import RolloutRequest
@@ -102,10 +104,10 @@ class Contest:
         return _paths(contestant.folder, len(self.prompts))
 
     def kinds(self) -> dict[str, Tensor]:
-        """Return the images of each kind of prompt, by tag, as rows; {} where there is one kind."""
+        """Return the images of each kind of prompt, as rows; {} where there is one kind."""
         found: dict[str, list[int]] = {}
         for row, prompt in enumerate(self.prompts):
-            found.setdefault(str(prompt.metadata.get("tag", "")), []).append(row)
+            found.setdefault(kind_of(prompt.metadata), []).append(row)
         return {k: torch.tensor(v) for k, v in sorted(found.items())} if len(found) > 1 else {}
 
 
@@ -136,11 +138,12 @@ def hold_contest(
     if runtime.world_size > 1:
         raise UserError("several LoRAs are compared by one process: start this without a launcher")
     check_evaluation_alone(config, specs, held_out)
+    check_unseen(config, held_out)
     with closing(specs):
-        pipeline = build_pipeline(config, runtime.device)
+        pipeline, texts = build_evaluated_pipeline(config, runtime, held_out)
         for lora in opened:
             check_fits(lora, pipeline.transformer)
-        evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects())
+        evaluator = build_evaluator(config, pipeline, specs, ProvidedObjects(), texts)
         assert evaluator is not None  # there are prompts
         if evaluator.others:
             raise UserError(
@@ -385,14 +388,18 @@ def _prompt_numbers(prompts: Sequence[PromptRecord]) -> Tensor:
 
 def _judged(found: Sequence[Contestant], evaluator: Evaluator, title: str) -> Contest:
     prompt = _prompt_numbers(evaluator.prompts)
-    raw = [
-        (measure, first.name, second.name, contrast)
+    asked = [
+        (measure, first, second)
         for first, second in combinations(found, 2)
         for measure in first.measures
-        if measure in second.measures
-        and (contrast := _contrast(first, second, measure, prompt)) is not None
+        if measure in second.measures and _comparable(first, second, measure)
     ]
-    corrected = holm([contrast.p for *_, contrast in raw])
+    resamples = resamples_for(len(asked))
+    raw = []
+    for m, a, b in asked:
+        change = paired_contrast(a.measures[m], b.measures[m], prompt, resamples=resamples)
+        raw.append((m, a.name, b.name, change))
+    corrected = holm([change.p for *_, change in raw])
     pairs = [
         PairContrast(measure=m, first=a, second=b, contrast=c, corrected=p)
         for (m, a, b, c), p in zip(raw, corrected, strict=True)
@@ -409,13 +416,9 @@ def _judged(found: Sequence[Contestant], evaluator: Evaluator, title: str) -> Co
     )
 
 
-def _contrast(
-    first: Contestant, second: Contestant, measure: str, prompt: Tensor
-) -> Contrast | None:
+def _comparable(first: Contestant, second: Contestant, measure: str) -> bool:
     a, b = first.measures[measure], second.measures[measure]
-    if not bool((a.isfinite() & b.isfinite()).any()):
-        return None
-    return paired_contrast(a, b, prompt)
+    return bool((a.isfinite() & b.isfinite()).any())
 
 
 def _sortable(value: float) -> float:

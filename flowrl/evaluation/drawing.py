@@ -142,7 +142,8 @@ def _missing(
     """Write the rows of the prompts; yield the images that are not there yet."""
     for index, record in enumerate(prompts):
         place = folder / f"{index:05d}"
-        row = json.dumps(record.metadata | {"prompt": record.text}, ensure_ascii=False)
+        own = {} if record.negative is None else {"negative": record.negative}
+        row = json.dumps(record.metadata | own | {"prompt": record.text}, ensure_ascii=False)
         write_text(place / METADATA, row + "\n")
         for number in range(per_prompt):
             path = place / SAMPLES / f"{number:04d}.png"

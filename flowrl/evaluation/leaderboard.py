@@ -16,6 +16,7 @@ from flowrl.evaluation.contest import (
     Contestant,
     PairContrast,
 )
+from flowrl.evaluation.contrasts import fewest_prompts
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import INK, Color, Stack, data_url, image_grid, png
 from flowrl.utils.templates import number, render, signed
@@ -25,10 +26,12 @@ IN_PNG = 6
 
 
 def write_leaderboard(contest: Contest, folder: Path) -> Path:
-    """Write the page, the picture and three tables; return the page."""
+    """Write the page, the picture and the tables; return the page."""
     write_csv(folder / "leaderboard.csv", ranking(contest))
     write_csv(folder / "comparisons.csv", comparisons(contest))
     write_csv(folder / "scores.csv", _scores(contest))
+    if split := kinds(contest):
+        write_csv(folder / "kinds.csv", split)
     page = folder / "index.html"
     write_text(page, render("leaderboard.html.j2", _values(contest)))
     write_bytes(folder / "leaderboard.png", png(_picture(contest)))
@@ -38,8 +41,7 @@ def write_leaderboard(contest: Contest, folder: Path) -> Path:
 def ranking(contest: Contest) -> list[Row]:
     """Return a row a contestant, the best overall first: its rank and the mean of each measure.
 
-    The rank counts those that are better overall by more than chance explains, after correction:
-    those that cannot be told apart share one.
+    The rank counts those that are better overall by more than chance explains, after correction.
     """
     rows: list[Row] = []
     for own in contest.contestants:
@@ -131,8 +133,10 @@ def caption(contest: Contest) -> str:
     text = (
         f"{len(contest.prompts)} images of {prompts} prompts, the same prompts and noises for all. "
         f"Two differ where p after Holm's correction for all {len(contest.pairs)} comparisons is "
-        f"below {SIGNIFICANT:g}; ranks are shared by those that do not."
+        f"below {SIGNIFICANT:g}; a rank is 1 + the number of those that are better and differ."
     )
+    if contest.pairs and prompts < (fewest := fewest_prompts(len(contest.pairs))):
+        text += f" {prompts} prompts are too few for any of them: it takes {fewest}."
     if any(DIVERSITY in own.measures for own in contest.contestants):
         text += " diversity is the mean absolute difference of a prompt's images."
     if any(OVERALL in own.measures for own in contest.contestants):

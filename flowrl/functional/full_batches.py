@@ -4,12 +4,48 @@ A GPU chooses its kernels by the shape of a call, so that the last bits of a row
 others are beside it: a ratio of policies that are equal is 1 only where both calls have one shape.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 PADDING = 1 / 30  # of all rows, that a larger call may cost
+
+
+@dataclass(slots=True)
+class RowCount:
+    """The rows that networks were asked for, and those that they computed."""
+
+    asked: int = 0
+    computed: int = 0
+
+    @property
+    def padding(self) -> float:
+        """The rows that were made up, as a share of those that were asked for."""
+        return self.computed / self.asked - 1 if self.asked else 0.0
+
+
+_counts: list[RowCount] = []  # those that are open
+
+
+@contextmanager
+def counted_rows() -> Iterator[RowCount]:
+    """Yield the count of the rows of all calls inside the block."""
+    count = RowCount()
+    _counts.append(count)
+    try:
+        yield count
+    finally:
+        _counts.remove(count)
+
+
+def note_rows(asked: int, computed: int) -> None:
+    """Add a call, or several for the same rows, to the open counts."""
+    for count in _counts:
+        count.asked += asked
+        count.computed += computed
 
 
 def even_rows(total: int, most: int) -> int:
@@ -30,6 +66,17 @@ def call_rows(batches: Sequence[int], most: int) -> int:
             # As many calls, each as small as it can be.
             return max((even_rows(batch, rows) for batch in batches), default=1)
     return 1
+
+
+def batch_shape(trees: int, widths: Sequence[int], most: int) -> tuple[int, int]:
+    """Return how many of `trees` trees are sampled together, and the rows of each call.
+
+    Args:
+        widths: velocities of a tree at each step.
+        most: trees at once, and rows of a call.
+    """
+    together = even_rows(trees, most)
+    return together, call_rows([together * width for width in widths], most)
 
 
 def full_batches(rows: int, size: int, calls: int | None = None) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flowrl.backbones.base import VelocityField
 from flowrl.errors import UserError
-from flowrl.functional.full_batches import full_batches
+from flowrl.functional.full_batches import full_batches, note_rows
 from flowrl.trajectory import Conditioning, Metrics, Rollout
 
 
@@ -47,6 +47,8 @@ class Models:
     reference: VelocityField = _undeclared("reference")  # the frozen network
     old: VelocityField = _undeclared("old")  # the lagging policy
     reward_gradient: RewardField = _undeclared("reward_gradient")
+    # The mean of one value a row (N,) without a graph, over the rows of all processes. ()
+    update_mean: Callable[[Tensor], Tensor] = torch.mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class Needs:
     reward_grad: bool = False  # calls `Models.reward_gradient`
     complete_groups: bool = False  # compares images of a group: each group lies on one process
     whole_update: bool = False  # compares all images of an update: needs a single process
+    update_mean: bool = False  # compares them with `Models.update_mean` alone, called once a loss
 
 
 class Batch(Protocol):
@@ -140,12 +143,16 @@ def in_full_batches(
     def full(x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
         rows = len(x)
         calls = rounds(-(-rows // size))
+        note_rows(rows, calls * size)
         if rows == size and calls == 1:
             return field(x, sigma, cond)
         if not calls:
             return x
         if not rows:
-            x, sigma, cond = spare.x.to(x), torch.full((1,), 0.5, device=x.device), spare.cond
+            # With a gradient where rows would have one: FSDP2 gathers the blocks of a backward
+            # pass anew only after those whose input has one, and all processes must do alike.
+            x = spare.x.to(x) + x.sum() if x.requires_grad else spare.x.to(x)
+            sigma, cond = torch.full((1,), 0.5, device=x.device), spare.cond
         index = [i.to(x.device) for i in full_batches(len(x), size, calls)]
         sigma = sigma.expand(len(x))
         return torch.cat([field(x[i], sigma[i], cond.take(i)) for i in index])[:rows]

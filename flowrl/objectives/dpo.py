@@ -96,12 +96,14 @@ def kto_loss(
     return weight * (1 - utility(label * gain))
 
 
-def kto_anchor(err: Tensor, err_ref: Tensor) -> Tensor:
+def kto_anchor(
+    err: Tensor, err_ref: Tensor, mean: Callable[[Tensor], Tensor] = torch.mean
+) -> Tensor:
     """Return z0 = max(0, mean of err_ref - err) without a gradient: KTO's reference point. ()
 
-    Several processes must average their means before the maximum.
+    mean: over the rows of all processes, which comes before the maximum.
     """
-    return (err_ref - err).detach().mean().clamp(min=0)
+    return mean((err_ref - err).detach()).clamp(min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,7 @@ class KTO(ImplicitReward):
             errors.anchor,
             batch.signal,
             self.implicit_beta,
+            z0=kto_anchor(errors.policy, errors.anchor, models.update_mean),
             weight=torch.where(batch.signal > 0, 1.0, self.dislike_weight),
             utility=UTILITIES[self.utility],
         )

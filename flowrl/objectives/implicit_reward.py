@@ -54,7 +54,7 @@ class ImplicitReward:
             reference=self.anchor is None or self.kl_coef > 0,
             old=self.anchor,
             complete_groups=self.compared == "group",
-            whole_update=self.compared == "update",
+            update_mean=self.compared == "update",
         )
 
     def endpoints(self, rollout: Rollout, signal: Tensor, keep: Tensor) -> Endpoints:

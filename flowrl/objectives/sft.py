@@ -85,7 +85,7 @@ class SFT(WeightedRegression):
         reward, group = rollout.reward.cpu().double(), rollout.group.cpu()
         if self.winners == "all":
             keep = rollout.valid.cpu() & ~tied(rollout)
-            weight[keep] = best_of_group(reward[keep], group[keep]).float()
+            weight[keep] = best_of_group(reward[keep], group[keep]).to(weight.dtype)
         else:
             valid = rollout.valid.cpu().nonzero().squeeze(1)
             winner, _ = best_and_worst(reward[valid], group[valid], tie_break_noise(rollout)[valid])

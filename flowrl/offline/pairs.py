@@ -10,6 +10,8 @@ Rows are told apart by their keys: flowrl's own and open-image-preferences (`pro
 import functools
 import io
 import json
+import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,6 +21,8 @@ from typing import Any
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, records_of
 from flowrl.prompts.sources import check_row
+
+LOG = logging.getLogger(__name__)
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp")
 TWINS = (("chosen", "rejected"), ("win", "lose"), ("preferred", "rejected"), ("good", "bad"))
@@ -77,9 +81,9 @@ def opened(picture: Picture) -> Path | io.BytesIO:
 def read_pairs(source: Path) -> tuple[list[Pair], list[str]]:
     """Read the pairs of a file or folder, see above; return them, and why rows were left out.
 
-    Paths of images are relative to the file. Rows without a decision (a tie, no label) are left
-    out. Raises UserError for a source that is missing, empty or malformed; whether images exist is
-    seen when they are loaded.
+    Paths of images are relative to the file. All splits of a folder are read. Rows without a
+    decision (a tie, no label) or a prompt are left out. Raises UserError for a source that is
+    missing, empty or malformed; whether images exist is seen when they are loaded.
     """
     found: list[tuple[dict[str, Any], Picture, Picture, str]] = []
     left_out: list[str] = []
@@ -123,6 +127,9 @@ def _rows(source: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], P
     if source.is_dir():
         tables = sorted(source.rglob("*.parquet"))
         if tables:
+            splits = sorted({re.split(r"[-.]", table.name)[0] for table in tables})
+            if len(splits) > 1:
+                LOG.warning("%s has the parts %s: all are read", source, ", ".join(splits))
             for table in tables:
                 yield from _table(table)
             return
@@ -152,7 +159,7 @@ def _json(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read pairs {source}: {reason}") from error
-    unit, lines = "line", [(n, t) for n, t in enumerate(text.splitlines(), start=1) if t.strip()]
+    unit, lines = "line", [(n, t) for n, t in enumerate(text.split("\n"), start=1) if t.strip()]
     if source.suffix == ".json":
         listed = _parsed(text, f"{source}")
         if not isinstance(listed, list):
@@ -174,19 +181,25 @@ def _parsed(text: str, where: str) -> Any:
 
 
 def _table(file: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], Picture]]]:
-    """Yield the rows of a parquet file without their images, which are large."""
+    """Yield the rows of a parquet file without their images, which are large.
+
+    Metadata keeps what JSON can hold: columns of dates are left out. An empty field of a pair's own
+    keys is None.
+    """
     from pyarrow import ArrowException
 
     try:
         table = _parquet(file)
         names = table.schema_arrow.names
-        light = [n for n in names if not _is_image(table.schema_arrow.field(n).type)]
+        kinds = {name: table.schema_arrow.field(name).type for name in names}
+        light = [name for name in names if _is_plain(kinds[name])]
+        images = dict.fromkeys((name for name in names if _is_image(kinds[name])), b"")
+        own = {key for keys in SHAPES for key in keys}
         row = 0
         for batch in table.iter_batches(columns=light):
             for values in batch.to_pylist():
                 where = f"{file}, row {row + 1}"
-                kept = {key: value for key, value in values.items() if value is not None}
-                images = dict.fromkeys((n for n in names if n not in light), b"")
+                kept = {k: v for k, v in values.items() if v is not None or k in own}
                 yield where, kept | images, functools.partial(_cell, file, row, kept)
                 row += 1
     except (ArrowException, OSError) as error:
@@ -204,6 +217,20 @@ def _is_image(kind: Any) -> bool:
     if types.is_struct(kind):
         return any(types.is_binary(kind.field(i).type) for i in range(kind.num_fields))
     return types.is_binary(kind) or types.is_large_binary(kind)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Return whether JSON can hold a column: no images, bytes, dates or decimal numbers."""
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        return all(_is_plain(kind.field(i).type) for i in range(kind.num_fields))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_plain(kind.value_type)
+    if types.is_dictionary(kind):
+        return _is_plain(kind.value_type)
+    checks = (types.is_string, types.is_large_string, types.is_boolean, types.is_integer)
+    return any(fits(kind) for fits in (*checks, types.is_floating, types.is_null))
 
 
 @functools.lru_cache(maxsize=8)
@@ -241,17 +268,24 @@ def _twins(folder: Path) -> Iterator[tuple[str, dict[str, Any], Callable[[str], 
             f"{', '.join(' and '.join(t) for t in TWINS)}"
         )
     good, bad = (folder / name for name in twin)
+    found = {p.stem: p for p in good.iterdir() if p.suffix.lower() in IMAGES}
     others = {p.stem: p for p in bad.iterdir() if p.suffix.lower() in IMAGES}
-    for path in sorted(p for p in good.iterdir() if p.suffix.lower() in IMAGES):
+    for stem in sorted(set(found) ^ set(others)):
+        path, missing = (found[stem], bad) if stem in found else (others[stem], good)
+        row = {"prompt": "", "chosen": "", "rejected": ""}
+        yield str(path), row, functools.partial(_no_twin, missing)
+    for path in sorted(path for stem, path in found.items() if stem in others):
         captions = [place.with_suffix(".txt") for place in (path, bad / path.name)]
         caption = next((c for c in captions if c.is_file()), None)
         if caption is None:
             raise UserError(f"{path}: expected its prompt in {captions[0]}")
-        if path.stem not in others:
-            raise UserError(f"{path}: there is no image of its name in {bad}")
         images = {"chosen": path, "rejected": others[path.stem]}
         row = {"prompt": caption.read_text("utf-8").strip(), "chosen": "", "rejected": ""}
         yield str(path), row, images.__getitem__
+
+
+def _no_twin(folder: Path, key: str) -> Picture:
+    raise _Undecided(f"there is no image of its name in {folder}")
 
 
 # --- shapes of rows -----------------------------------------------------------------------------
@@ -273,6 +307,8 @@ def _chosen(row: Row, image: Callable[[str], Picture]) -> Read:
 def _pick_a_pic(row: Row, image: Callable[[str], Picture]) -> Read:
     if row.get("has_label") is False:
         raise _Undecided("has_label is false")
+    if empty := next((key for key in ("label_0", "caption") if row[key] is None), None):
+        raise _Undecided(f"{empty} is empty")
     label = float(row["label_0"])
     if label not in (0.0, 1.0):
         raise _Undecided(f"label_0 is {label:g}, a tie")
@@ -298,9 +334,12 @@ def _flow_factory(row: Row, image: Callable[[str], Picture]) -> Read:
     own = dict(row["input"])
     paths = []
     for member in MEMBERS:
-        (media,) = row["supervision"][member]["media"]
-        row[f"_{member}"] = media["path"]
-        paths.append(image(f"_{member}"))
+        media = row["supervision"][member]["media"]
+        if len(media) != 1:
+            raise ValueError(f"has {len(media)} media in supervision.{member}, expected one image")
+        key = f"supervision.{member}.media[0].path"
+        row[key] = media[0]["path"]
+        paths.append(image(key))
     return own | dict(row.get("metadata") or {}), paths[0], paths[1]
 
 

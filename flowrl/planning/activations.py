@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
+from flowrl.backbones.loading import enable_vae_tiling
 from flowrl.planning.model_specs import (
     CLIP_TOKENS,
     ModelSpec,
@@ -83,10 +84,20 @@ def transformer_peak(
 
 
 @lru_cache(maxsize=64)
-def decode_peak(spec: ModelSpec, rows: int, height: int, width: int, dtype: torch.dtype) -> int:
+def decode_peak(
+    spec: ModelSpec,
+    rows: int,
+    height: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    tiling: bool = False,
+) -> int:
     """Return the most bytes while so many latents are decoded to fp32 images, under autocast."""
     network: Any = build_network(spec.autoencoder, spec.autoencoder_config, dtype)
     network.encoder = nn.Identity()
+    if tiling:
+        enable_vae_tiling(network)
     shape = rows, spec.channels, height // spec.factor, width // spec.factor
     z = torch.empty(shape, dtype=dtype, device="meta")
     with _counter(network, z) as counter, autocast(dtype), torch.no_grad():
@@ -113,7 +124,11 @@ def encode_peak(spec: ModelSpec, rows: int, text_tokens: int | None, dtype: torc
 @lru_cache(maxsize=64)
 def _encoder_peak(encoder: TextEncoder, rows: int, tokens: int, dtype: torch.dtype) -> int:
     # One layer is enough: without gradients nothing of the earlier ones is kept.
-    depths = {key: 1 for key in ("num_layers", "num_hidden_layers") if key in encoder.config}
+    depths: dict[str, Any] = {
+        k: 1 for k in ("num_layers", "num_hidden_layers") if k in encoder.config
+    }
+    if "layer_types" in encoder.config:  # one for each layer
+        depths["layer_types"] = encoder.config["layer_types"][:1]
     network = encoder.build(dtype, **depths)
     if dtype == torch.float16:
         keep_fp32(network)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flowrl.backbones.loading import DTYPES
+from flowrl.build.text import ROWS, rows_first
 from flowrl.errors import UserError
 from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
 from flowrl.planning.model_specs import ModelSpec, build_network
@@ -28,7 +29,6 @@ CONTEXT = 600 * 2**20
 FRAGMENTS = 0.05
 COMES_AND_GOES = ("activations", "latents", "text embeddings")
 OVERHEAD = "CUDA overhead"
-ENCODE_BATCH = 64  # texts that are encoded at once, at most
 
 # Bytes beside the codes of a base in few bits.
 NF4_GROUP, NF4_SCALE = 64, 4  # an fp32 maximum for 64 weights (2305.14314), not quantised itself
@@ -62,6 +62,7 @@ class MemorySetup:
     height: int  # pixels
     width: int
     text_tokens: int | None = None  # of the transformer's text, None for the model's own
+    encoded_tokens: int = 256  # of a text as it is encoded, at most
     rank: int  # of the LoRA
     targets: tuple[str, ...]
     adapters: int = 1  # the policy with its copies, such as the EMA and the old policy
@@ -85,7 +86,12 @@ class MemorySetup:
     merged: bool = False  # the LoRA is merged into the policy's own network for rollouts
     text_encoders: Literal["keep", "offload", "free"] = "keep"
     vae: Literal["keep", "offload"] = "keep"
+    vae_tiling: bool = False
+    evaluation_encodes: bool = False  # the pipeline's own call, which wants its text encoders
+    prompts: int = 0  # texts that the whole run encodes, at most
+    host_reward_bytes: int = 0  # weights of reward models in the machine's memory
     reward_bytes: int = 0  # weights of reward models on this GPU
+    offloaded_bytes: int = 0  # of those, which are on the CPU while nothing is asked of them
     parts: int = 1  # GPUs that share one copy of the transformer
 
     def __post_init__(self) -> None:
@@ -160,14 +166,16 @@ class _Planner:
             "encode": self.encode(),
             "rollout": sampling | {"activations": transformer_peak(self.forward(rows), "sample")},
             "decode": sampling | vae | {"activations": self.decode(images)},
-            "rewards": held,
+            "rewards": held | {"reward models": setup.reward_bytes},
             "training": held | self.training(),
         }
         if setup.evaluation_batch:
-            parts["evaluation"] = vae | self.at_evaluation().evaluation()
+            rewards = {"reward models": setup.reward_bytes}
+            parts["evaluation"] = vae | rewards | self.at_evaluation().evaluation()
         resident, found = self.resident(), []
         for phase, own in parts.items():
-            whole = resident | own
+            apart = phase == "encode" and setup.text_encoders != "keep"
+            whole = own if apart else resident | own
             idle = FRAGMENTS * sum(whole.get(name, 0) for name in COMES_AND_GOES)
             whole[OVERHEAD] = CONTEXT + int(idle)
             found.append(Footprint(phase=phase, parts=whole))
@@ -186,19 +194,27 @@ class _Planner:
             "LoRA adapters": self.adapter * FP32 * setup.adapters,
             "optimiser": 2 * self.adapter * FP32,
             "network copies": copies,
-            "reward models": setup.reward_bytes,
+            "reward models": setup.reward_bytes - setup.offloaded_bytes,
             "matmul buffers": CUBLAS + widest_bytes(network, setup),
         }
 
     def encode(self) -> dict[str, int]:
-        setup = self.setup
-        rows = ENCODE_BATCH  # of all prompts, where they are encoded at first
-        if setup.text_encoders != "free":
-            rows = min(rows, max(setup.prompts_per_gpu, setup.evaluation_batch))
-        activations = encode_peak(self.spec, rows, setup.text_tokens, setup.torch_dtype)
-        found = {"text encoders": self.encoders, "activations": activations}
-        # Texts are encoded before the first step then, and never again.
-        return found | ({"optimiser": 0} if setup.text_encoders == "free" else {})
+        """Unless the encoders stay, all texts are encoded before anything else is there.
+
+        By one encoder at a time then, where they do not fit together.
+        """
+        setup, dtype = self.setup, self.setup.torch_dtype
+        weights, rows = self.encoders, rows_first(setup.encoded_tokens)
+        if setup.text_encoders == "keep":
+            rows = min(ROWS, max(setup.prompts_per_gpu, setup.evaluation_batch))
+        else:
+            weights = max((e.nbytes(dtype) for e in self.spec.text_encoders), default=0)
+        return {
+            "text encoders": weights,
+            "activations": encode_peak(self.spec, rows, setup.text_tokens, dtype),
+            "reward models": setup.reward_bytes - setup.offloaded_bytes,
+            "matmul buffers": CUBLAS,
+        }
 
     def sampling(self, latents: int) -> dict[str, int]:
         """A batch of candidates' trees is held at once, before those that are learned from."""
@@ -238,7 +254,7 @@ class _Planner:
             "activations": max(transformer_peak(forward, "sample"), self.decode(rows)),
             "latents": self.latents(ode_plan(setup.evaluation_steps), rows),
             "text embeddings": self.text(rows, setup.evaluation_doubles),
-        }
+        } | ({"text encoders": self.encoders} if setup.evaluation_encodes else {})
 
     def forward(self, rows: int) -> Forward:
         s = self.setup
@@ -249,7 +265,10 @@ class _Planner:
 
     def decode(self, images: int) -> int:
         s = self.setup
-        return decode_peak(self.spec, min(s.decode_batch, images), s.height, s.width, s.torch_dtype)
+        return decode_peak(
+            self.spec, min(s.decode_batch, images), s.height, s.width, s.torch_dtype,
+            tiling=s.vae_tiling,
+        )  # fmt: skip
 
     def latents(self, plan: TreePlan, prompts: int) -> int:
         spec, setup = self.spec, self.setup
@@ -305,7 +324,8 @@ def transformer_bytes(network: nn.Module, setup: MemorySetup) -> int:
 def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
     """Return a GPU's part of the weights, with what is gathered while a block computes.
 
-    That is what is no block, such as embeddings, and the largest block.
+    That is what is no block, such as embeddings, and the largest block twice: while one computes,
+    the next is gathered.
     """
     whole = transformer_bytes(network, setup)
     if setup.parts == 1:
@@ -316,18 +336,26 @@ def sharded_bytes(network: nn.Module, setup: MemorySetup) -> int:
         if isinstance(child, nn.ModuleList)
         for block in child
     ]
-    return -(-whole // setup.parts) + whole - sum(blocks) + max(blocks, default=0)
+    return -(-whole // setup.parts) + whole - sum(blocks) + 2 * max(blocks, default=0)
 
 
-def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> int:
-    """Return what the processes of a machine hold in its memory while they load a pipeline.
+def host_bytes(spec: ModelSpec, setup: MemorySetup, processes: int) -> dict[str, int]:
+    """Return what the processes of a machine hold in its own memory at most, by what it is.
 
-    Each reads all of it before it goes to its GPU; of a transformer in parts one process alone.
+    Each reads a pipeline before it goes to its GPU, its transformer after the texts are encoded; of
+    a transformer in parts one process alone.
     """
     planner = _Planner(spec, setup)
     network = nbytes([*planner.network.parameters(), *planner.network.buffers()])
-    copies = 1 if setup.parts > 1 else processes
-    return copies * network + processes * (planner.encoders + planner.autoencoder)
+    read = network if setup.parts > 1 else processes * network
+    beside = planner.autoencoder + (planner.encoders if setup.text_encoders != "free" else 0)
+    first = planner.autoencoder + planner.encoders
+    doubles = setup.rollout_doubles or setup.evaluation_doubles
+    return {
+        "loading": max(processes * first, read + processes * beside),
+        "encoded prompts": processes * planner.text(setup.prompts, doubles),
+        "reward models": processes * setup.host_reward_bytes,
+    }
 
 
 def few_bits_bytes(rows: int, columns: int, bits: int, library: str) -> int:

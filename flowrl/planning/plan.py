@@ -11,6 +11,7 @@ from typing import Any
 
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.sd3 import dual_targets
+from flowrl.backbones.text_cache import CAPACITY
 from flowrl.build.backbone import backbone_class
 from flowrl.build.work_split import (
     IterationWork,
@@ -20,10 +21,19 @@ from flowrl.build.work_split import (
     split_work,
 )
 from flowrl.config import Config
+from flowrl.config.load import find_recipe
 from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.planning.dry_run import inspect_reward
+from flowrl.planning.duration import (
+    Duration,
+    decode_operations,
+    forward_of,
+    forward_operations,
+    known_rate,
+    measured_rate,
+)
 from flowrl.planning.memory import (
     AUTO,
     Footprint,
@@ -48,8 +58,9 @@ class Plan:
     phases: tuple[Footprint, ...]  # of the busiest GPU in the largest iterations; () if unknown
     unknown: str  # why the pipeline's shapes are not known, else ""
     memory: int | None  # bytes of a GPU, None where nobody named any
-    host: int | None  # bytes of a machine's memory while all its processes load; None if unknown
+    host: Mapping[str, int]  # bytes of a machine's own memory, for all processes; {} if unknown
     remedies: Remedies | None  # where it does not fit
+    duration: Duration | None  # None where the pipeline's shapes are not known
     notes: tuple[str, ...]  # what was assumed or left out
 
     @property
@@ -65,8 +76,13 @@ class Plan:
         return self.peak.total <= self.memory
 
 
-def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Plan:
-    """Plan a recipe on GPUs of `memory` bytes. Raises UserError if they cannot split its work."""
+def make_plan(
+    config: Config, *, gpus: int = 1, memory: int | None = None, measure: bool = False
+) -> Plan:
+    """Plan a recipe on GPUs of `memory` bytes. Raises UserError if they cannot split its work.
+
+    measure: time a step on this machine, where its rate is not known.
+    """
     work = count_work(config)
     split = [split_work(load, gpus) for load in work.loads][0]
     spec, unknown = _spec(config)
@@ -83,16 +99,49 @@ def make_plan(config: Config, *, gpus: int = 1, memory: int | None = None) -> Pl
         phases=phases,
         unknown=unknown,
         memory=memory,
-        host=None if spec is None else _host(config, spec, work, gpus),
+        host={} if spec is None else _host(config, spec, work, gpus),
         remedies=remedies,
+        duration=None if spec is None else _duration(config, spec, work, gpus, measure),
         notes=tuple(_notes(config, work.needs)),
     )
 
 
-def _host(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> int:
+def _host(config: Config, spec: ModelSpec, work: "RunWork", gpus: int) -> dict[str, int]:
     kind = work.kinds[0]
     split = split_work(kind.load, gpus)
     return host_bytes(spec, build_setup(config, spec, work.needs, split, kind), gpus)
+
+
+def _duration(
+    config: Config, spec: ModelSpec, work: "RunWork", gpus: int, measure: bool
+) -> Duration:
+    """Count the operations of transformer and decoder, and time them where a rate is known.
+
+    A backward pass through frozen weights computes the gradients of activations alone, which takes
+    as many operations as a forward pass.
+    """
+    kind = work.kinds[0]
+    setup = build_setup(config, spec, work.needs, split_work(kind.load, gpus), kind)
+    image = forward_operations(forward_of(spec, setup))
+    decoding = decode_operations(forward_of(spec, setup))
+
+    def of(load: UpdateWork) -> float:
+        forwards = load.previews + load.sampling + 2 * load.training
+        forwards += load.recomputed + load.reference
+        return image * forwards + decoding * (load.images + load.candidates)
+
+    e, ends = config.evaluation, min(work.evaluations, 2)
+    between = work.evaluations - ends
+    decoded = e.num_images * (ends * len(e.step_counts) + between)
+    forwards = ends * work.evaluation + between * work.between
+    rate, name = measured_rate(spec, setup) if measure else known_rate()
+    return Duration(
+        iteration=of(work.first),
+        run=of(work.total) + image * forwards + decoding * decoded * bool(ends),
+        gpus=gpus,
+        rate=rate,
+        rate_of=name,
+    )
 
 
 def _spec(config: Config) -> tuple[ModelSpec | None, str]:
@@ -160,6 +209,13 @@ def memory_class(name: str) -> int | None:
     """Return the bytes of a GPU that a recipe's name ends in, as in "-24gb"; None without one."""
     match = re.search(r"-([0-9]+)gb$", name.removesuffix(".yaml").lower())
     return int(match[1]) * UNITS["G"] if match else None
+
+
+def gpus_of(recipe: str) -> int:
+    """Return how many GPUs the head of a recipe's file is for; 1 where it does not say."""
+    head = find_recipe(recipe).read_text(encoding="utf-8")
+    match = re.search(r"^# Hardware: ([0-9]+) GPU", head, re.MULTILINE)
+    return int(match[1]) if match else 1
 
 
 # --- how many images, forwards and updates ------------------------------------------------------
@@ -239,7 +295,7 @@ def count_work(config: Config) -> RunWork:
         times = times * config.run.iterations // len(iterations)  # longer runs go on like this
         total = total.plus(_iteration_work(config, needs, load), times)
     evaluation = between = evaluations = 0
-    if e.prompts is not None:  # before the first iteration, every so many, and after the last
+    if config.held_out:  # before the first iteration, every so many, and after the last
         evaluations = 2 + ((config.run.iterations - 1) // e.every if e.every else 0)
         forwards = e.num_images * (1 + e.paraphrases) * (1 + doubles(config, e.guidance_scale))
         evaluation, between = forwards * sum(e.step_counts), forwards * e.step_counts[0]
@@ -314,7 +370,7 @@ def build_setup(
     p, r, m, e = config.pipeline, config.rollout, config.memory, config.evaluation
     share, load = max(split.shares, key=lambda s: s.trees), split.load
     rows = max(max(s.rows) for s in split.shares) * load.row_forwards
-    evaluated = -(-e.num_images // split.gpus) if e.prompts is not None else 0
+    evaluated = -(-e.num_images // split.gpus) if config.held_out else 0
     return MemorySetup(
         dtype=p.dtype,
         base_bits=m.base_bits,
@@ -322,6 +378,7 @@ def build_setup(
         height=p.height or spec.native_pixels,
         width=p.width or spec.native_pixels,
         text_tokens=text_tokens(spec.family, p.max_sequence_length),
+        encoded_tokens=p.max_sequence_length,
         rank=config.lora.rank,
         targets=_targets(config, spec),
         adapters=1 + (config.ema.decay is not None) + (needs.old is not None),
@@ -343,9 +400,30 @@ def build_setup(
         **_copies(config),
         text_encoders=m.text_encoders,
         vae=m.vae,
-        reward_bytes=rewards_bytes(config.rewards),
+        vae_tiling=m.vae_tiling,
+        evaluation_encodes=e.as_deployed and e.prompts is not None,
+        prompts=_prompts_in_memory(config),
+        **_reward_memory(config.rewards),
         parts=1 if config.runtime.shard is None else split.gpus,
     )
+
+
+def _reward_memory(entries: Sequence[RewardOptions]) -> dict[str, Any]:
+    """Return the setup's bytes of rewards."""
+    return {
+        "reward_bytes": rewards_bytes(entries),
+        "offloaded_bytes": _offloaded_bytes(entries),
+        "host_reward_bytes": host_rewards_bytes(entries),
+    }
+
+
+def _prompts_in_memory(config: Config) -> int:
+    """Return how many encoded prompts a process remembers, at most."""
+    r, e, m = config.rollout, config.evaluation, config.memory
+    evaluated = 0 if e.prompts is None else e.num_images * (1 + e.paraphrases)
+    prompts = config.run.iterations * r.prompts_per_iteration + evaluated
+    bounded = m.text_encoders == "keep" or m.prompt_cache is not None
+    return min(prompts, CAPACITY) if bounded else prompts
 
 
 def _targets(config: Config, spec: ModelSpec) -> tuple[str, ...]:
@@ -388,19 +466,34 @@ def _copies(config: Config) -> dict[str, Any]:
 CLIP_L = 427_616_513  # openai/clip-vit-large-patch14
 CLIP_H = 986_109_441  # laion/CLIP-ViT-H-14-laion2B-s32B-b79K, and its descendants
 VIT_L14 = "openai/clip-vit-large-patch14"
+# Other networks that a reward's `model` may name; one that is not here counts as the reward's own.
+MODELS: Mapping[str, int] = {
+    VIT_L14: CLIP_L,
+    "facebook/dinov2-large": 304_368_640,
+    "laion/CLIP-ViT-H-14-laion2B-s32B-b79K": CLIP_H,
+    "hf-hub:apple/DFN5B-CLIP-ViT-H-14": CLIP_H,
+    "hf-hub:apple/DFN5B-CLIP-ViT-H-14-378": 986_714_881,
+}
 # The name of a reward's network, unless its args have a `model`, and its parameters.
 REWARDS: Mapping[str, tuple[str, int]] = {
     "pickscore": ("yuvalkirstain/PickScore_v1", CLIP_H),
     "clipscore": (VIT_L14, CLIP_L),
     "aesthetic": (VIT_L14, CLIP_L),
+    "aesthetic_v2_5": ("google/siglip-so400m-patch14-384", 428_225_600),
     "hpsv2": ("xswu/HPSv2", CLIP_H),
-    "imagereward": ("ImageReward-v1.0", 447_000_000),  # its file of 1.79 GB in fp32
+    "mps": ("RE-N-Y/mpsv1", CLIP_H + 118_505_472),
+    "imagereward": ("THUDM/ImageReward", 446_206_689),
 }
-HPSV3 = 8_290_000_000  # Qwen2-VL-7B, whose numbers are in bf16
+HPSV3 = 7_748_610_610  # Qwen2-VL-7B without what tells the next token; in bf16 unless it is told
 DETECTORS: Mapping[str, int] = {
     "mask2former": 68_741_083,  # facebook/mask2former-swin-small-coco-instance
     "owlv2": 154_966_792,  # google/owlv2-base-patch16-ensemble
     "grounding_dino": 233_000_000,  # IDEA-Research/grounding-dino-base, as its card rounds it
+}
+SEES: Mapping[str, tuple[str, int]] = {  # of what `measure` names: network and parameters
+    "clip": (VIT_L14, CLIP_L),
+    "dinov2": ("facebook/dinov2-base", 86_580_480),
+    "dreamsim": ("dreamsim", 3 * 85_798_656),  # three ViT-B/16
 }
 Networks = dict[tuple[str, ...], int]  # bytes on a GPU, by what decides a network
 
@@ -423,6 +516,20 @@ def rewards_bytes(entries: Sequence[RewardOptions]) -> int:
     return sum(held.values())
 
 
+def _offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the bytes that no reward holds on the GPU while nothing is asked."""
+    stay = [entry for entry in entries if not getattr(entry.executor, "offload", False)]
+    return rewards_bytes(entries) - rewards_bytes(stay)
+
+
+def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
+    """Return the same of rewards whose device is the CPU, in the machine's memory."""
+    here = [e for e in entries if e.args.get("device") == "cpu"]
+    args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
+    pairs = zip(here, args, strict=True)
+    return rewards_bytes([e.model_copy(update={"args": own}) for e, own in pairs])
+
+
 def reward_networks(entry: RewardOptions) -> Networks | None:
     """Return the networks of a reward; None for one's own reward.
 
@@ -434,7 +541,7 @@ def reward_networks(entry: RewardOptions) -> Networks | None:
     if ":" in name:
         return None
     if name == "hpsv3":
-        return {(name,): HPSV3 * 2}
+        return _network("MizzenAI/HPSv3", HPSV3, {"dtype": "bf16"} | args)
     if name == "geneval":
         detector, colors = args.get("detector", "tiny"), args.get("colors")
         if ":" in detector or (colors and ":" in colors):
@@ -443,9 +550,19 @@ def reward_networks(entry: RewardOptions) -> Networks | None:
         found = _network(detector, DETECTORS.get(detector, 0), its)
         return found | (_clip_l(args.get("colors_args") or {}) if colors == "clip" else {})
     if name in ("similarity", "diversity"):
-        kind, _, model = str(args.get("measure", "")).partition(":")
-        return _clip_l(args | {"model": model or VIT_L14}) if kind == "clip" else {}
+        return _of_measure(str(args.get("measure", "")), args)
     return _network(*REWARDS[name], args) if name in REWARDS else {}
+
+
+def _of_measure(measure: str, args: Mapping[str, Any]) -> Networks:
+    """Return the networks that look at images for a likeness such as "clip+dinov2:model"."""
+    found: Networks = {}
+    for part in measure.split("+"):
+        kind, _, model = part.partition(":")
+        if kind in SEES:
+            own, parameters = SEES[kind]
+            found |= _network(own, parameters, {**args, "model": model or own})
+    return found
 
 
 def _clip_l(args: Mapping[str, Any]) -> Networks:
@@ -454,7 +571,8 @@ def _clip_l(args: Mapping[str, Any]) -> Networks:
 
 def _network(model: str, parameters: int, args: Mapping[str, Any]) -> Networks:
     said = (args.get(key) for key in ("revision", "device", "dtype"))
-    return {(args.get("model", model), *map(str, said)): parameters * _itemsize(args)}
+    model = str(args.get("model", model))
+    return {(model, *map(str, said)): MODELS.get(model, parameters) * _itemsize(args)}
 
 
 def _itemsize(args: Mapping[str, Any]) -> int:

@@ -27,7 +27,7 @@ class Remedy:
 class Remedies:
     """Ways to make a recipe fit."""
 
-    alone: tuple[Remedy, ...]  # every change of the phase that needs most, by itself
+    alone: tuple[Remedy, ...]  # every change that lowers the peak by itself
     best: Remedy | None  # the first of them that fits, else several that fit together
     least: int  # bytes of the peak with `best`, or with all that helped
 
@@ -36,8 +36,10 @@ def find_remedies(config: Config, peak: Peak, memory: int) -> Remedies:
     """Find changes that fit a recipe to `memory` bytes, of those that the recipe allows."""
     now, alone = peak(config), []
     for words, costs in _touching(config, now.phase):
-        if (changed := _changed(config, words)) is not None:
-            alone.append(Remedy(changes=words, costs=costs, peak=peak(changed).total))
+        if (changed := _changed(config, words)) is None:
+            continue
+        if (then := peak(changed).total) <= GAIN * now.total:
+            alone.append(Remedy(changes=words, costs=costs, peak=then))
     fitting = next((remedy for remedy in alone if remedy.peak <= memory), None)
     if fitting is not None:
         return Remedies(alone=tuple(alone), best=fitting, least=fitting.peak)
@@ -76,10 +78,12 @@ def _touching(config: Config, phase: str) -> Iterator[tuple[tuple[str, ...], str
         for less in dict.fromkeys(n for n in (size // 4, 1) if 0 < n < size and phase in phases):
             yield tuple(f"{key}={less}" for key in keys), "smaller products"
     if m.text_encoders == "keep":
-        yield ("memory.text_encoders=offload",), "it travels to the GPU and back"
-        yield ("memory.text_encoders=free",), "all prompts are encoded at first"
+        yield ("memory.text_encoders=offload",), "all prompts are encoded at first"
+        yield ("memory.text_encoders=free",), "the same, and no others can be later"
     if m.vae == "keep":
         yield ("memory.vae=offload",), "it travels to the GPU and back"
+    if not m.vae_tiling and phase in ("decode", "evaluation"):
+        yield ("memory.vae_tiling=true",), "slightly other images, above 512 pixels a side"
     if p.dtype == "fp32":
         sizes = {config.optim.micro_batch, config.rollout.batch_size}
         equal = len(sizes) > 1 and _compares_likelihoods(config)

@@ -5,9 +5,11 @@ A request is told by metadata where there is any: GenEval's `include` and `exclu
 be drawn, `ocr_text`. Without, it is the prompt's own text, up to case, spaces and punctuation.
 """
 
+import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +139,38 @@ def check_overlap(
             "not show that anything unseen was learned. Hold out other requests, as flowrl "
             "prompts does, or set prompts.allow_overlap to true to insist"
         )
+
+
+def hold_out(
+    prompts: Sequence[PromptRecord], share: float
+) -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Split prompts into those of training and a share of the requests that are held out.
+
+    No request is on both sides. Which ones are held out follows from the prompts alone, so that
+    a resumed run, an evaluation and a gallery see the same.
+
+    share: of the requests, rounded up.
+
+    Raises UserError when the prompts ask for a single thing.
+    """
+    by_request: dict[Hashable, list[PromptRecord]] = {}
+    for prompt in prompts:
+        key = request_of(prompt.metadata) or plain_text(prompt.text)
+        by_request.setdefault(key, []).append(prompt)
+    order = sorted(
+        by_request.values(), key=lambda same: blake2b(min(p.uid for p in same).encode()).digest()
+    )
+    chosen = {p.uid for same in order[: math.ceil(share * len(order))] for p in same}
+    while True:  # what training asks for in a paraphrase goes back, and may take others along
+        training = [p for p in prompts if p.uid not in chosen]
+        held_out = [p for p in prompts if p.uid in chosen]
+        shared = {found.held_out for found in overlaps(training, held_out)}
+        if not shared:
+            break
+        chosen -= {p.uid for p in held_out if p.text in shared}
+    if not training or not held_out:
+        raise UserError(
+            f"the {len(prompts)} prompts of prompts.train ask for one thing: none can be held "
+            "out. Give evaluation.prompts, or set prompts.held_out to null to train without"
+        )
+    return training, held_out

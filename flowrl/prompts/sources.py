@@ -34,6 +34,8 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
         return _tiny(name)
     if (found := _of_split(path, split)) is not None:
         return _file(found)
+    if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
+        name, path = str(table), table
     if name.startswith(HUB) or path.suffix in (".parquet", ".arrow") or path.is_dir():
         rows = read_dataset(name.removeprefix(HUB), hub=name.startswith(HUB))
         return (check_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1))
@@ -50,7 +52,7 @@ def _of_split(folder: Path, split: str) -> Path | None:
     found = {
         name: file
         for name in SPLITS
-        for pattern in (f"{name}_metadata.jsonl", f"{name}.jsonl", f"{name}.txt")
+        for pattern in (f"{name}.txt", f"{name}.jsonl", f"{name}_metadata.jsonl")  # the last wins
         if (file := folder / pattern).is_file()
     }
     if found and split not in found:
@@ -84,7 +86,7 @@ def _file(path: Path) -> Iterator[dict]:
             "tiny:geneval:train"
         )
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UserError(f"cannot read prompts {path}: {reason}") from error
@@ -132,19 +134,22 @@ def _usual(row: dict, where: str) -> dict:
     becomes `ground_truth`, and in rows about OCR `ocr_text`.
     """
     row = dict(row)
-    if "negative_prompt" in row:
-        if row.get("negative", row["negative_prompt"]) != row["negative_prompt"]:
-            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
-        row["negative"] = row.pop("negative_prompt")
     if isinstance(row.get("metadata"), str | dict):
         inner = row.pop("metadata")
         try:
             inner = json.loads(inner) if isinstance(inner, str) else inner
-        except json.JSONDecodeError as error:
-            raise UserError(f'{where}: "metadata" is not valid JSON ({error.msg})') from error
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", "nested too deeply, or a number too long")
+            raise UserError(f'{where}: "metadata" is not valid JSON ({reason})') from error
         if not isinstance(inner, dict):
             raise UserError(f'{where}: "metadata" must hold an object, got {inner!r:.40}')
         row = inner | row
+    if "negative_prompt" in row:
+        given = row.pop("negative_prompt")
+        if given is not None and row.get("negative", given) not in (None, given):
+            raise UserError(f'{where}: "negative" and "negative_prompt" differ: keep one')
+        if given is not None or "negative" not in row:
+            row["negative"] = given
     if isinstance(row.get("prompt"), list):
         row["prompt"] = _last_user_message(row["prompt"], where)
         reward = row.get("reward_model")

@@ -15,7 +15,7 @@ from flowrl.backbones.offload import autoencoder_on_device
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import phase
-from flowrl.functional.full_batches import call_rows, even_rows, full_batches
+from flowrl.functional.full_batches import batch_shape, full_batches, note_rows
 from flowrl.functional.noise import keyed_noise, noise_seed
 from flowrl.functional.sde import StepKernel
 from flowrl.prompts.records import PromptRecord, reworded
@@ -141,6 +141,9 @@ def group_request(
     )
 
 
+Parts = Sequence[tuple[Tree, Tensor]]  # trees and images (n, 3, H, W), by batch
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTrees:
     """This process's share of a request, and the scores of all processes' G images."""
@@ -148,7 +151,7 @@ class ScoredTrees:
     own: RolloutRequest  # this process's R trees
     trees: Tensor  # (R,) long, their places in the whole request
     cond: Conditioning  # of the prompts of `own`
-    parts: Sequence[tuple[Tree, Tensor]]  # trees and images (n, 3, H, W) by batch, unless dropped
+    parts: Parts  # none where only scores are kept
     result: RewardResult  # of all G images
     reward: Tensor  # (G,) fp32
     valid: Tensor  # (G,) bool
@@ -158,14 +161,13 @@ class ScoredTrees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnTrees:
-    """This process's share of a request, sampled; its rewards are asked, and may still work."""
+    """This process's share of a request, whose rewards may still work; so may who samples it."""
 
     request: RolloutRequest  # the whole one
     own: RolloutRequest
     trees: Tensor
     cond: Conditioning
-    parts: Sequence[tuple[Tree, Tensor]]
-    scoring: Scoring
+    wait: Callable[[Timer], tuple[Parts, RewardResult]]  # for what is missing; called once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,20 +213,25 @@ class RolloutGenerator:
         trees = self.share(request, plan)
         own = request.take(trees)
         cond = self.encode_prompts(own)
-        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
         with self.runtime.raise_on_all():
-            for part in self._sample(request, trees, plan, cond, scoring):
-                if keep:
-                    parts.append(part)
+            wait = self._begin(request, trees, plan, cond, keep)
         timer.lap(self.times[0])
-        return DrawnTrees(
-            request=request, own=own, trees=trees, cond=cond, parts=parts, scoring=scoring
-        )
+        return DrawnTrees(request=request, own=own, trees=trees, cond=cond, wait=wait)
+
+    def _begin(
+        self, request: RolloutRequest, own: Tensor, plan: TreePlan, cond: Conditioning, keep: bool
+    ) -> Callable[[Timer], tuple[Parts, RewardResult]]:
+        """Sample the trees `own` of the request and ask the rewards; see `DrawnTrees.wait`."""
+        scoring, parts = Scoring(specs=self.specs, phase="rollout"), []
+        for part in self._sample(request, own, plan, cond, scoring):
+            if keep:
+                parts.append(part)
+        return lambda timer: (parts, scoring.result())
 
     def finish(self, drawn: DrawnTrees, timer: Timer) -> ScoredTrees:
         """Wait for the rewards of what was drawn; see `generate`."""
         with self.runtime.raise_on_all():
-            result = drawn.scoring.result()
+            parts, result = drawn.wait(timer)
         result = gather_results(result, self.runtime)
         timer.lap(self.times[1])
         request = drawn.request
@@ -232,7 +239,7 @@ class RolloutGenerator:
         reward, valid, terms = combine(self.specs, result, group)
         self.failures.check(valid, result.errors)
         return ScoredTrees(
-            own=drawn.own, trees=drawn.trees, cond=drawn.cond, parts=drawn.parts, result=result,
+            own=drawn.own, trees=drawn.trees, cond=drawn.cond, parts=parts, result=result,
             reward=reward, valid=valid, terms=terms, group=group,
         )  # fmt: skip
 
@@ -249,8 +256,7 @@ class RolloutGenerator:
         The same on all processes: of the largest share, in as even batches as can be.
         """
         most = self.runtime.largest_share(len(request.prompt), self._unit(plan))
-        trees = even_rows(most, self.batch_size)
-        return trees, call_rows([trees * width for width in level_widths(plan)], self.batch_size)
+        return batch_shape(most, level_widths(plan), self.batch_size)
 
     @torch.no_grad()
     def encode_prompts(self, own: RolloutRequest) -> Conditioning:
@@ -318,6 +324,7 @@ def sample_request(
             calls = -(-len(x) // len(request.prompt) * trees // rows)
             index = [i.to(device) for i in full_batches(len(x), rows, calls)]
             last, parts = prompt, [cond.take(prompt[i]) for i in index]
+        note_rows(len(x), len(index) * rows)
         if len(index) == 1 and len(x) == rows:
             return velocity(x, sigma, parts[0])
         found = [velocity(x[i], sigma, c) for i, c in zip(index, parts, strict=True)]

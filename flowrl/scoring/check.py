@@ -11,8 +11,8 @@ import random
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, Literal
 
@@ -130,8 +130,10 @@ def check_named(
     except UserError as error:
         if not urls:
             return RewardCheck(results=(_load_failure(name, args, error),))
+    unfit = [] if here is None else list(_unfit(RewardSpec(name=name, reward=here), prompts))
     if not urls and here is not None:
-        return check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
+        checked = check_reward(RewardSpec(name=name, reward=here), prompts, calls=CALLS)
+        return replace(checked, results=(*checked.results, *unfit))
     from flowrl.scoring.executors.http import HTTPExecutor
 
     try:
@@ -140,7 +142,34 @@ def check_named(
         return RewardCheck(results=(failure_result(name, error),))
     with closing(remote):
         spec = RewardSpec(name=name, reward=remote, executor=remote)
-        return check_reward(spec, prompts, like=here, calls=CALLS)
+        checked = check_reward(spec, prompts, like=here, calls=CALLS)
+        return replace(checked, results=(*checked.results, *unfit))
+
+
+def _unfit(spec: RewardSpec, prompts: Sequence[PromptRecord]) -> Iterator[CheckResult]:
+    """Say how many of a user's prompts the reward can judge, by its methods `check` and `advice`.
+
+    Nothing without prompts, or for a reward without these.
+    """
+    check, advice = (getattr(spec.reward, name, None) for name in ("check", "advice"))
+    fits = [prompt for prompt in prompts if spec.applies(prompt.text, prompt.metadata)]
+    if check is None or not fits:
+        return
+    wrong, first = 0, ""
+    for prompt in fits:
+        try:
+            check(prompt.text, prompt.metadata)
+        except ValueError as error:
+            wrong += 1
+            first = first or f"the first is {prompt.text!r}: {error}"
+    known = f"{len(fits) - wrong} of {len(prompts)} prompts can be judged"
+    with suppress(LookupError, TypeError, AttributeError):  # metadata that `check` refuses
+        known += f"; for all {len(fits)} {advice([p.metadata for p in fits])}" if advice else ""
+    if wrong:
+        remedy = "Give it other arguments, or leave these prompts to another reward (applies_to)."
+        yield _result(spec.name, f"{known}; {wrong} cannot, {line(first)}", remedy)
+    else:
+        yield _result(spec.name, known, state="ok")
 
 
 def check_reward(

@@ -12,6 +12,7 @@ from typing import Any
 from PIL import Image
 
 from flowrl.errors import UserError
+from flowrl.prompts.records import load_prompts
 from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import RewardSpec
 from flowrl.utils.images import to_tensor
@@ -77,12 +78,15 @@ def _of_prompt(folder: Path) -> list[ImageFile]:
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a metadata file, each with where it stands."""
-    text = path.read_text(encoding="utf-8-sig")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read {path}: it is not UTF-8 text") from error
     if path.suffix == ".csv":
         for number, row in enumerate(csv.DictReader(text.splitlines()), start=2):
             yield f"{path}, line {number}", {k: v for k, v in row.items() if k and v != ""}
         return
-    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if len(lines) > 1 and lines[0][1].strip() == "{":  # one object, written over several lines
         lines = [(1, text)]
     for number, line in lines:
@@ -104,13 +108,18 @@ def _of_row(folder: Path, row: dict[str, Any], where: str) -> ImageFile:
     path = folder / str(names[0])
     if not path.is_file():
         raise UserError(f"{where}: there is no {path}")
-    nested = {k: json.loads(v) if _is_json(v) else v for k, v in row.items()}
+    nested = {key: _parsed(value) for key, value in row.items()}
     return ImageFile(path=path, prompt=texts[0], metadata=nested)
 
 
-def _is_json(value: object) -> bool:
-    """Whether a text of a table is a list or an object that was written as JSON."""
-    return isinstance(value, str) and re.match(r"[\[{].*[\]}]$", value) is not None
+def _parsed(value: Any) -> Any:
+    """Return the list or object that a text of a table holds as JSON; other texts as they are."""
+    if not isinstance(value, str) or re.match(r"[\[{].*[\]}]$", value) is None:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def plain_images(source: Path) -> list[Path]:
@@ -250,3 +259,33 @@ def _by_size(images: Iterator[Opened]) -> list[list[Opened]]:
     for file, image in images:
         parts.setdefault(image.size, []).append((file, image))
     return list(parts.values())
+
+
+def images_with_prompts(sources: Sequence[Path], prompts: str) -> list[ImageFile]:
+    """Return the images in their order, those that nothing labels with `prompts`."""
+    found: list[ImageFile | Path] = []
+    for source in sources:
+        labelled = labelled_images(source) if source.is_dir() else None
+        found += plain_images(source) if labelled is None else labelled
+    if not found:
+        raise UserError(f"no images in {', '.join(map(str, sources))}: looked for {SUFFIXES}")
+    bare = [image for image in found if isinstance(image, Path)]
+    if prompts and not bare:
+        raise UserError(f"{sources[0]} says its prompts itself: leave --prompt and --prompts out")
+    records = iter(_prompts_for(prompts, len(bare)) if bare else [])
+
+    def label(path: Path) -> ImageFile:
+        text, metadata = next(records)
+        return ImageFile(path=path, prompt=text, metadata=metadata)
+
+    return [label(image) if isinstance(image, Path) else image for image in found]
+
+
+def _prompts_for(source: str, count: int) -> list[tuple[str, dict]]:
+    """Return a prompt and its metadata for each of `count` images."""
+    if not source.startswith("tiny:") and not Path(source).suffix and not Path(source).is_file():
+        return [(source, {})] * count
+    records = load_prompts(source, limit=count if source.startswith("tiny:") else None)
+    if len(records) != count:
+        raise UserError(f"{source} has {len(records)} prompts for {count} images")
+    return [(record.text, record.metadata) for record in records]

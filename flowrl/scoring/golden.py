@@ -20,13 +20,13 @@ from flowrl.scoring.scorer import quantise
 from flowrl.scoring.spec import BUILT_IN, RewardSpec, load_reward
 from flowrl.utils.files import write_text
 
+# golden.json, and the files that others recorded, in the folder golden beside it.
 PATH = Path(importlib.import_module("flowrl_rewards").__path__[0]) / "golden.json"
 PACKAGES = ("torch", "transformers", "open-clip-torch", "rapidocr", "pillow", "scikit-image")
 SHARE = 0.003  # of the largest score: far above rounding, below what other preprocessing changes
-REMEDY = (
-    "Record one with flowrl golden {name} --write --file JSON, where its scores are known to be "
-    "right."
-)
+REMEDY = "Record one with flowrl golden --record {name}, where its scores are known to be right."
+RECORDED = Path("recorded-scores.json")  # what --record writes, to be added to FOLDER
+FOLDER = "rewards/golden"
 
 # A reward's reference scores: version, trials of {prompt, images, scores}; tolerance, made_with
 Entry = Mapping[str, Any]
@@ -47,7 +47,7 @@ def compare_all(names: list[str], references: Mapping[str, Entry]) -> list[Refer
     names the other built-in rewards are listed as missing and not called.
     """
     compared = [compare_one(name, references.get(name)) for name in names or references]
-    for name in [] if names else [name for name in BUILT_IN if name not in references]:
+    for name in [] if names else lacking(references):
         result = CheckResult(topic=name, state="missing", detail="no reference score yet")
         compared.append(ReferenceComparison(result=result))
     return compared
@@ -88,6 +88,31 @@ def measure(name: str) -> Entry:
     return {"version": str(getattr(reward, "version", "")), "trials": rows}
 
 
+def lacking(references: Mapping[str, Entry]) -> list[str]:
+    """Return the built-in rewards that have no reference scores."""
+    return [name for name in BUILT_IN if name not in references]
+
+
+def record(path: Path, names: list[str], share: float = SHARE) -> list[CheckResult]:
+    """Add what rewards score here to a file, and return "ok" for each, or why it has no score.
+
+    names: of the rewards; none takes the built-in ones that have no reference scores. Each is
+    written as soon as it is measured: a machine that runs out of memory keeps the others. Raises
+    UserError for a file that is no such file.
+    """
+    entries, results = read_references(path), []
+    for name in names or lacking(shipped_references()):
+        found = compare_one(name, None)
+        if found.measured is None:
+            results.append(found.result)
+            continue
+        entries[name] = recorded(found.measured, share)
+        write_references(path, entries)
+        detail = f"recorded in {path}, {found.measured['version'] or 'without a version'}"
+        results.append(CheckResult(topic=name, state="ok", detail=detail))
+    return results
+
+
 def recorded(measured: Entry, share: float = SHARE) -> Entry:
     """Return an entry for the file: the measured scores, a tolerance and package versions."""
     largest = max(abs(score) for row in measured["trials"] for score in row["scores"])
@@ -99,7 +124,15 @@ def recorded(measured: Entry, share: float = SHARE) -> Entry:
     }
 
 
-def read_references(path: Path = PATH) -> dict[str, Entry]:
+def shipped_references() -> dict[str, Entry]:
+    """Return flowrl's own entries: of PATH, and of each file in the folder beside it, by name."""
+    found = read_references(PATH)
+    for path in sorted(PATH.with_suffix("").glob("*.json")):
+        found |= read_references(path)
+    return found
+
+
+def read_references(path: Path) -> dict[str, Entry]:
     """Return the entries of a file by reward; none when there is no file. Raises UserError."""
     if not path.exists():
         return {}
@@ -110,7 +143,7 @@ def read_references(path: Path = PATH) -> dict[str, Entry]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} is no file of reference scores ({type(error).__name__}: {error}): expected "
-            "one that flowrl golden NAME --write --file JSON wrote"
+            "one that flowrl golden --record wrote"
         ) from error
     return found
 

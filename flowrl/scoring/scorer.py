@@ -22,6 +22,7 @@ from flowrl.scoring.executors.base import (
     ComponentExecutor,
     Executor,
     RewardFailure,
+    all_finite,
     failed,
     to_levels,
 )
@@ -211,11 +212,8 @@ def quantise(images: Tensor, prompts: Sequence[str] = ()) -> Tensor:
 
     Raises SamplerFailure for images that are not finite, with the first one's prompt.
     """
-    broken: list[int] = []
-    # One quick pass: not finite pixels make a sum that is not either. A GPU waits for this.
-    if not images.sum(dtype=torch.float32).isfinite():
+    if not all_finite(images):
         broken = (~images.isfinite()).flatten(1).any(1).nonzero().flatten().tolist()
-    if broken:
         which = f" (the first for the prompt {prompts[broken[0]]!r})" if prompts else ""
         raise SamplerFailure(
             f"sampler failure: {len(broken)} of {len(images)} images hold NaN or infinite "

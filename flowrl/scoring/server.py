@@ -69,7 +69,7 @@ MAX_UPLOADS = 32  # bodies that are read at a time
 UPLOAD_WAIT_S = 60.0  # for room and a place to read, then a client is told to come back
 UPLOAD_GRACE_S, UPLOAD_RATE = 10.0, 256 * 2**10  # seconds, and then bytes a second of a body
 MAX_WAITING = 1024  # requests at a time; further ones are refused with 503
-CHUNK_PIXELS = 2**22  # images of one size are given to a reward in calls of about so many pixels
+CHUNK_PIXELS = 2**21  # images of one size are given to a reward in calls of about so many pixels
 REMEMBERED = 256  # answers kept for a client that repeats a request whose answer got lost
 CLOSE_TIMEOUT_S = 20.0  # of all rewards; a pool may need 15
 

@@ -3,6 +3,7 @@
 A reward is a callable (images, prompts, metadata) -> scores, as `flowrl_rewards` specifies.
 """
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -34,8 +35,10 @@ BUILT_IN = {
     "clipscore": "flowrl_rewards.clipscore:CLIPScore",
     "hpsv2": "flowrl_rewards.hpsv2:HPSv2",
     "aesthetic": "flowrl_rewards.aesthetic:Aesthetic",
+    "aesthetic_v2_5": "flowrl_rewards.aesthetic_v2_5:AestheticV25",
     "imagereward": "flowrl_rewards.imagereward:ImageReward",
     "hpsv3": "flowrl_rewards.hpsv3:HPSv3",
+    "mps": "flowrl_rewards.mps:MPS",
     "vlm_judge": "flowrl_rewards.vlm_judge:VLMJudge",
     "vlm_questions": "flowrl_rewards.vlm_questions:VLMQuestions",
     "unified_reward": "flowrl_rewards.unified_reward:UnifiedReward",
@@ -183,9 +186,11 @@ def load_reward(name: str, args: Mapping[str, Any] | None = None) -> Reward:
     """
     target = _renamed(BUILT_IN.get(name, name))
     if ":" not in target:
-        known = ", ".join(BUILT_IN)
+        near = difflib.get_close_matches(name, BUILT_IN, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(
-            f"unknown reward {name!r}: use one of {known}, or your own as 'module:attribute'"
+            f"unknown reward {name!r}: use one of {', '.join(BUILT_IN)}, or your own as "
+            f"'module:attribute'{hint}"
         )
     try:
         found = load_callable(target)

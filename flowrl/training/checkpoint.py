@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.errors import DamagedFile, UserError
+from flowrl.training.owner import owned
 from flowrl.utils.files import load_state, save_state, sync_folder, write_bytes
 
 LOG = logging.getLogger(__name__)
@@ -189,6 +190,7 @@ def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
                 f"{run_dir} already holds a run: continue it with --resume latest, or choose "
                 "another run.output_dir"
             )
+        stack.enter_context(owned(run_dir))
         yield
 
 

@@ -1,7 +1,7 @@
 """Evaluation: score images of the same held-out prompts and noise before and after training."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from flowrl.scoring.spec import RewardResult, RewardSpec
 from flowrl.trees.plan import ode_plan
 from flowrl.utils.distributed import Postponed, Runtime
 from flowrl.utils.files import load_state, save_state
+from flowrl.utils.progress import SafeConsole, Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,14 +292,20 @@ class Evaluator:
         waiting: list[Scoring] = []
         own, postponed = runtime.local_rows(len(request.prompt)), Postponed(runtime)
         size = even_rows(runtime.largest_share(len(request.prompt)), self.batch_size)
-        with runtime.raise_on_all():
+        rounds = runtime.rounds(-(-len(own) // size))
+        steps = (
+            Steps("evaluating", rounds, console=SafeConsole(stderr=True))
+            if runtime.is_main
+            else None
+        )
+        with runtime.raise_on_all(), steps or nullcontext():
             # All at once, so that offloaded encoders move once.
             prompts = [request.prompts[i] for i in request.prompt[own].tolist()]
             if self.call is None:
                 self.text_cache.learn(prompts, self.batch_size)
             # In lockstep a process without a batch generates its last one again, or the first.
             batches = (own if len(own) else torch.zeros(1, dtype=torch.long)).split(size)
-            for turn in range(runtime.rounds(-(-len(own) // size))):
+            for turn in range(rounds):
                 rows = batches[min(turn, len(batches) - 1)]
                 asked, scoring = request.take(rows), Scoring(specs=self.specs, phase="evaluation")
                 with runtime.autocast():
@@ -310,6 +317,8 @@ class Evaluator:
                     waiting.append(scoring)
                     if len(waiting) > 1:
                         results.append(waiting.pop(0).result())
+                if steps is not None:
+                    steps.advance()
             postponed.finish()
             results += [scoring.result() for scoring in waiting]
         result = gather_results(RewardResult.cat(results), runtime)

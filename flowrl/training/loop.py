@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ class Learner:
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
     signal_every: int = 0  # iterations between measurements of the gradient's signal; 0 is never
+    checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
         """Collect a rollout, update the policy on it, and return it with all metrics."""
@@ -102,12 +104,13 @@ class Learner:
         measured = self._signal_of_groups(rollout, batch) if due else {}
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
-        check_ratio = self.objective.needs.ratio  # nothing has moved since the rollout
+        # Nothing has moved since the rollout.
+        check_ratio = self.objective.needs.ratio and self.checks_ratio
         for part in batch.updates(optim.updates_per_rollout):
             rows = runtime.sum(len(part))  # of all processes
             if not rows:
                 continue
-            with runtime.raise_on_all(at_once=runtime.in_lockstep):
+            with runtime.raise_on_all(at_once=self._in_step):
                 self.backward(part, rows, rollout, means)
             metrics = means.result()
             self._check_loss(metrics)
@@ -160,11 +163,16 @@ class Learner:
         rows = max(self.runtime.sum(len(batch)), 1)
 
         def backward(part: Transitions) -> None:
-            with self.runtime.raise_on_all(at_once=self.runtime.in_lockstep):
+            with self.runtime.raise_on_all(at_once=self._in_step):
                 self.backward(part, rows, rollout, RowMeans())
             self.runtime.reduce_gradients(parameters)
 
         return step_gradients(batch, trained_steps(rollout), backward, parameters)
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether all processes learn from equally many micro-batches, and communicate in each."""
+        return self.runtime.in_lockstep or self.objective.needs.update_mean
 
     def models(self, rollout: Rollout, size: int, rows: int) -> Models:
         """Return the models that the objective declares, each checkpointed by micro-batch.
@@ -197,6 +205,9 @@ class Learner:
         size, rows_of_call = (self.runtime.most(number) for number in shapes)
         models = self.models(rollout, size, rows_of_call)
         for chunk, weight in self._weighted_chunks(part, rows, size, rollout):
+            if self.objective.needs.update_mean:
+                mean = partial(self.runtime.mean_of_all, counted=weight > 0)
+                models = replace(models, update_mean=mean)
             with self.runtime.autocast():
                 loss, metrics = self.objective.loss(models, chunk)
             self.runtime.backward(loss * weight)
@@ -208,13 +219,13 @@ class Learner:
     ) -> Iterator[tuple[Batch, float]]:
         """Yield micro-batches and their weights in the mean.
 
-        In lockstep a process with fewer than others repeats its last one with weight 0, or learns
+        In step a process with fewer than others repeats its last one with weight 0, or learns
         nothing from rows of the rollout with other rewards, where it has none.
         """
         missing, chunk = 0, None
-        if self.runtime.in_lockstep:  # counted first: learning from one communicates, too
+        if self._in_step:  # counted first: learning from one communicates, too
             count = sum(1 for _ in part.chunks(size))
-            missing = self.runtime.rounds(count) - count
+            missing = self.runtime.most(count) - count
         for chunk in part.chunks(size):
             yield chunk, len(chunk) / rows
         if missing and chunk is None:
@@ -222,7 +233,7 @@ class Learner:
             if chunk is None:
                 raise UserError(
                     "the objective leaves out every row of a process, which the others wait for: "
-                    "set runtime.shard to null"
+                    "start fewer processes, or set runtime.shard to null"
                 )
         for _ in range(missing):
             assert chunk is not None

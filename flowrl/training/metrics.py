@@ -207,6 +207,11 @@ METRICS: dict[str, str] = {
         "questions that wait for each other overlap."
     ),
     "time/train": "Seconds for all updates on them.",
+    "workers/joined": "With `rollout.workers`: how many work now.",
+    "workers/waited": "Seconds that the trainer waited for workers in this iteration.",
+    "workers/<n>/units": "Units of work that one worker, or those before it in its place, did.",
+    "workers/<n>/seconds": "Seconds that these took, drawing and scoring.",
+    "workers/<n>/failures": "How often it died, failed or was so slow that another was asked.",
 }
 
 _PAGE = """# Metrics
@@ -216,7 +221,8 @@ Every run writes them to `metrics.jsonl`, one line an iteration, and to the trac
 [troubleshooting.md](troubleshooting.md) says what to look at when something goes wrong.
 
 With several processes all are over the images of all of them, but `time/*`, which is the main
-one's, and `tree/distance/*`, which compares images that lie on one process.
+one's, `tree/distance/*`, which compares images that lie on one process, and
+`policy/implicit_reward_std`, which compares those of a micro-batch.
 
 This page is made by `python -m flowrl.training.metrics > docs/metrics.md`.
 

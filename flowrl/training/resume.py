@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import Config, load_config, parse_config
+from flowrl.config.load import differences
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.checkpoint import CONFIG, LATEST, STATE, Checkpoints, read_checkpoint
 from flowrl.training.ledger import Ledger
@@ -28,8 +29,14 @@ FREE = (
     "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
-    "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "optim.micro_batch",
-    "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
+    "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "rollout.workers",
+    "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
+    "runtime",
+    # How a judge is asked, and what it may cost; not which model, nor what it is asked.
+    *(f"rewards.*.args.server.{name}" for name in (
+        "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",
+        "requests_per_minute", "max_requests", "max_tokens_total", "cache",
+    )),
 )  # fmt: skip
 # Those that change what is measured and not what is learned: free for --resume, while a rerun that
 # measures otherwise is another run.
@@ -222,7 +229,7 @@ def changes(folder: Path, config: Config, facts: Facts) -> Changes:
             f"the recipe of the run in {folder} cannot be read ({error}): choose another "
             "run.output_dir"
         ) from error
-    found = _differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
+    found = differences(before.model_dump(mode="json"), config.model_dump(mode="json"))
     known = last["facts"] if last else {}
     names = [name for name in {**facts, **known} if name in known or name.startswith(GIVEN)]
     found |= {
@@ -267,23 +274,3 @@ def _text(changed: Changes) -> str:
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _differences(before: Any, now: Any, name: str = "") -> Changes:
-    """Return differing leaves of nested mappings by dotted name.
-
-    Of a part whose `kind` differs that alone is named: the rest means nothing to the other.
-    """
-    if before == now:
-        return {}
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        before, now = (dict(enumerate(items)) for items in (before, now))
-    if not (isinstance(before, dict) and isinstance(now, dict)):
-        return {name: (before, now)}
-    if before.get("kind") != now.get("kind"):
-        return {f"{name}.kind": (before.get("kind"), now.get("kind"))}
-    found: Changes = {}
-    for key in {**now, **before}:
-        inner = f"{name}.{key}" if name else key
-        found |= _differences(before.get(key), now.get(key), inner)
-    return found

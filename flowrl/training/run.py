@@ -193,6 +193,8 @@ class Run:
                 self.report.log_images(self.done, grid.images, grid.captions)
         if self.steps is not None:
             shown = {"reward": metrics["reward/mean"], "no signal": metrics["groups/no_signal"]}
+            if "workers/joined" in metrics:
+                shown["workers"] = int(metrics["workers/joined"])
             self.steps.advance(shown)
 
     def evaluate_policy(self, *, whole: bool = False) -> Evaluation | None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
-from flowrl.utils.peers import Peers
+from flowrl.utils.peers import Peers, agent_has_store, launchers_store, meet
 
 PEER_TIMEOUT = 120.0  # seconds
 ANSWER_TIMEOUT = 3600.0
@@ -46,8 +47,11 @@ class Runtime:
         from accelerate import Accelerator
 
         _check_launcher()
+        asked = device == "auto" and _is_on("ACCELERATE_USE_CPU")  # by the launcher
+        on_cpu = device == "cpu" or asked
+        _join_attempt(on_cpu)
         try:
-            self.accelerator = Accelerator(cpu=device == "cpu", mixed_precision=mixed_precision)
+            self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
             raise UserError(
                 "accelerate cannot change this process's device, or its precision to "
@@ -69,6 +73,14 @@ class Runtime:
         self.peers = _peers() if self.world_size > 1 else None  # None for a process alone
         if self.peers is not None:
             self.peers.peer_timeout, self.peers.answer_timeout = peer_timeout, answer_timeout
+
+    @property
+    def idle_gpus(self) -> int:
+        """The number of this machine's GPUs that no process of the run has."""
+        if self.device.type != "cuda":
+            return 0
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return max(0, torch.cuda.device_count() - own)
 
     @property
     def gpu(self) -> int | None:
@@ -203,6 +215,14 @@ class Runtime:
             return value
         return self.peers.sum(torch.tensor(value, dtype=torch.float64)).item()
 
+    def mean_of_all(self, values: Tensor, *, counted: bool = True) -> Tensor:
+        """Return the mean of one value a row (N,) over the rows of all processes that count. ()"""
+        if self.peers is None:
+            return values.mean()
+        own = torch.tensor([values.double().sum().item(), len(values)], dtype=torch.float64)
+        total, rows = self.peers.sum(own if counted else torch.zeros_like(own))
+        return (total / rows).to(values)
+
     def rounds(self, count: int) -> int:
         """Return how often all processes do what this one has to do `count` times.
 
@@ -244,7 +264,7 @@ class Runtime:
             self.accelerator.scaler.scale(torch.zeros((), device=self.device))
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
         # The back end's own group, but waited for as messages are.
-        self.peers.wait(torch.distributed.all_reduce(flat, async_op=True))
+        self.peers.wait(dist.all_reduce(flat, async_op=True))
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
 
@@ -273,6 +293,20 @@ def _peers() -> Peers:
     return Peers(peer_timeout=PEER_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
 
 
+def _join_attempt(on_cpu: bool) -> None:
+    """Join the processes of this attempt, where a launcher may start them again after a failure."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if dist.is_initialized() or not (restarts and agent_has_store()):
+        return
+    if not on_cpu and not torch.cuda.is_available():
+        return
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = launchers_store()
+    own = dist.PrefixStore(meet(store, rank, size), store)
+    backend = "gloo" if on_cpu else "nccl"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+
+
 def _check_launcher() -> None:
     """Raise UserError for what a launcher asks for and flowrl does otherwise, or not at all.
 
@@ -284,12 +318,17 @@ def _check_launcher() -> None:
             "optim.micro_batch, which flowrl accumulates itself"
         )
     for name, wrapper in WRAPPERS.items():
-        if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on"):
+        if _is_on(name):
             raise UserError(
                 f"the launcher asks for {wrapper} ({name}), which flowrl does not use: only the "
                 "adapter is trained, and each process holds the frozen weights. Launch with "
                 "--multi_gpu, and see docs/memory.md for what needs less memory"
             )
+
+
+def _is_on(name: str) -> bool:
+    """Return whether a variable of the environment says yes, as accelerate reads it."""
+    return os.environ.get(name, "false").lower() in ("1", "true", "yes", "on")
 
 
 class Postponed:

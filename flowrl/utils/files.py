@@ -1,6 +1,7 @@
 """Atomic writes, and nested state as safetensors without pickle."""
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -47,7 +48,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a rename in it survives a power cut."""
+    """Flush a folder's entries to disk, so that a rename in it survives a power cut.
+
+    Windows cannot open a folder, and keeps its entries in order by itself.
+    """
+    if not hasattr(os, "O_DIRECTORY"):
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -70,6 +76,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def unused(path: Path) -> Path:
+    """Return the path, or where there is such a file the next free one: a.png, a-2.png, a-3.png."""
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(2))
+    return path if not path.exists() else next(name for name in names if not name.exists())
+
+
 def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode())
 
@@ -80,9 +92,14 @@ def save_state(path: Path, state: Any) -> None:
     Tensors go to safetensors, everything else into its JSON header, so reading runs no code. The
     header has a digest of the whole file. Raises TypeError for other types.
     """
+    write_bytes(path, state_bytes(state))
+
+
+def state_bytes(state: Any) -> bytes:
+    """Return the bytes of the file that `save_state` writes."""
     tensors: dict[str, torch.Tensor] = {}
     tree = _flatten(state, tensors)
-    write_bytes(path, seal(save(tensors, metadata={"state": json.dumps(tree)})))
+    return seal(save(tensors, metadata={"state": json.dumps(tree)}))
 
 
 def load_state(path: Path) -> Any:

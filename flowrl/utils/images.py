@@ -4,6 +4,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,6 +47,15 @@ def to_tensor(images: Sequence[Image.Image]) -> Tensor:
     """Convert B images of one size to (B, 3, H, W) float32 in [0, 1]."""
     rows = np.stack([np.asarray(image.convert("RGB")) for image in images])
     return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
+
+
+def png_of_file(path: Path) -> bytes | None:
+    """Return an image file as PNG, and None for one that is not there or no image."""
+    try:
+        with Image.open(path) as image:
+            return png(image.convert("RGB"))
+    except (OSError, ValueError, Image.DecompressionBombError):
+        return None
 
 
 def data_url(image: Image.Image) -> str:

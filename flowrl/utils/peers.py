@@ -56,16 +56,16 @@ class Peers:
         self.messages = 0
         self._left = ""
         self._told = 0.0
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.holder = "the launcher" if _agent_has_store() else "rank 0"
-        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
-        self._store = dist.PrefixStore(f"flowrl/{attempt}", store)
+        self.holder = "the launcher" if agent_has_store() else "rank 0"
         self._heard: dict[int, tuple[float, Beat]] = {}  # time by time.monotonic
         self._missed: dict[int, int] = {}  # rounds in a row without a new beat; of this process's,
         self._round_at = time.monotonic()  # since one that was stopped itself has heard nothing
         self._wake, self._over = threading.Event(), threading.Event()
         self._number, self._said_left = 0, False
+        # Launchers keep what earlier attempts have written, and count these on each machine apart.
+        attempt = torch.tensor([int.from_bytes(os.urandom(7), "big")])
+        self.wait(dist.broadcast(attempt, src=0, group=self.group, async_op=True), beats=False)
+        self._store = dist.PrefixStore(f"flowrl/{attempt.item()}", launchers_store())
         self._say()
         start = torch.zeros(1)
         self.wait(dist.all_reduce(start, group=self.group, async_op=True), beats=False)
@@ -259,6 +259,38 @@ def _lost(ranks: Collection[int], detail: str) -> MachineFailure:
     return MachineFailure("peer", detail, current_phase(), ranks=ranks)
 
 
-def _agent_has_store() -> bool:
+def agent_has_store() -> bool:
     """Whether torch's launcher holds the store, which then outlives each process."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launchers_store() -> Any:
+    """Return the store that the launcher has told this process."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(*address, is_master=False, wait_for_workers=False)
+
+
+def meet(store: Any, rank: int, size: int) -> str:
+    """Return a name that the processes of this attempt have, and none of an earlier one.
+
+    torchrun may keep one store for all attempts, in which gloo would find the addresses of
+    processes that are gone. All processes call it together.
+    """
+    own = os.urandom(8).hex()
+    if rank == 0:
+        store.set("flowrl/meeting", own)
+        answers = [f"flowrl/{own}/{other}" for other in range(1, size)]
+        while answers and not store.check(answers):
+            time.sleep(0.02)
+        store.set(f"flowrl/{own}/met", ",".join(store.get(key).decode() for key in answers))
+        return own
+    answered = ""
+    while True:
+        name = store.get("flowrl/meeting").decode()  # perhaps still an earlier attempt's
+        if name != answered:
+            store.set(f"flowrl/{name}/{rank}", own)
+            answered = name
+        met = f"flowrl/{name}/met"
+        if store.check([met]) and own in store.get(met).decode().split(","):
+            return name
+        time.sleep(0.02)

@@ -1,7 +1,9 @@
 """Progress of a long job: a live bar on a terminal, an occasional plain line elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import ClassVar
 
 from rich.console import Console
 from rich.progress import (
@@ -27,8 +29,10 @@ class SafeConsole(Console):
 class Steps:
     """Shows the steps of a job while it is entered; `start` of them are done already.
 
-    every: seconds between printed lines where there is no terminal.
+    every: seconds between printed lines where there is no terminal, or another job's bar is live.
     """
+
+    _live: ClassVar["Steps | None"] = None  # whose bar is on the terminal; there is one at most
 
     def __init__(
         self,
@@ -42,7 +46,11 @@ class Steps:
         self.console = console or SafeConsole()
         self._what, self._total, self._done, self._start = what, total, start, start
         self._every, self._began, self._printed = every, time.monotonic(), float("-inf")
-        self._bar = _bar(self.console) if self.console.is_terminal else None
+        self._first = 0.0  # when the first step was done, which is slower than the others
+        if Steps._live is not None:
+            self.console, self._bar = Steps._live.console, None
+        else:
+            self._bar = _bar(self.console) if self.console.is_terminal else None
         self._task = self._bar and self._bar.add_task(what, total=total, completed=start, notes="")
 
     def advance(self, values: Mapping[str, float | None] | None = None) -> None:
@@ -53,25 +61,43 @@ class Steps:
             self._bar.update(self._task, completed=self._done, notes=notes)
             return
         now = time.monotonic()
+        self._first = self._first or now
         if now - self._printed >= self._every or self._done == self._total:
             self._printed = now
             line = self._line(now, notes)
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, now: float, notes: str) -> str:
-        spent = now - self._began
-        left = spent / max(1, self._done - self._start) * (self._total - self._done)
+        timed, rest = self._done - self._start - 1, self._total - self._done
+        left = f" (left {clock((now - self._first) / timed * rest)})" if timed > 0 else ""
         done = f"{self._what} {self._done}/{self._total}"
-        return f"{done} {clock(spent)} (left {clock(left)}) {notes}".rstrip()
+        return f"{done} {clock(now - self._began)}{left} {notes}".rstrip()
 
     def __enter__(self) -> "Steps":
         if self._bar is not None:
+            Steps._live = self
             self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
+            Steps._live = None
             self._bar.stop()
+
+
+@contextmanager
+def told(what: str, *, show: bool = True) -> Iterator[None]:
+    """Print that a job without steps begins, and how long it took if that was seconds.
+
+    show: whether to print at all; processes but the main one do not.
+    """
+    console, began = SafeConsole(stderr=True, soft_wrap=True, highlight=False), time.monotonic()
+    if show:
+        console.print(f"{what} ...", markup=False)
+    yield
+    spent = time.monotonic() - began
+    if show and spent >= 2:
+        console.print(f"{what} took {clock(spent)}", markup=False)
 
 
 def _note(value: float | None) -> str:

@@ -64,6 +64,13 @@ def when_done(told: Callable[[StopRequest], None]) -> Iterator[StopRequest]:
         _requests.remove(request)
 
 
+@contextmanager
+def passed_on(to: Callable[[int], None]) -> Iterator[None]:
+    """Call `to` with the number of each signal that comes inside the block, and do nothing else."""
+    with _handled(lambda number, frame: to(number)):
+        yield
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number, signal.Signals(number).name)
 

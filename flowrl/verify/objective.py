@@ -260,7 +260,8 @@ class _TowardsReward:
 def _check_groups(learner: Learner, rollout: Rollout) -> Iterator[CheckResult]:
     """More for all images of one prompt says nothing about another prompt's."""
     groups = rollout.group.unique()
-    if learner.objective.needs.whole_update or len(groups) < 2:
+    needs = learner.objective.needs
+    if needs.whole_update or needs.update_mean or len(groups) < 2:
         return
     own = gradient_of(learner, rollout, len(groups), 0)
     kinds, reward = max(len(rollout.names), 1), rollout.reward.cpu()

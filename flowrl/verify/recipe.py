@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from flowrl.build.backbone import build_backbone
-from flowrl.build.learner import ProvidedObjects, build_learner, training_prompts
+from flowrl.build.learner import (
+    ProvidedObjects,
+    build_learner,
+    prompts_of_iterations,
+    training_prompts,
+)
 from flowrl.config import Config, parse_config
 from flowrl.errors import CheckResult
 from flowrl.prompts.records import PromptRecord
@@ -40,7 +45,9 @@ def verify_recipe(
         if small.run.threads is not None:
             torch.set_num_threads(small.run.threads)
         given = ProvidedObjects(pipeline=pipeline)
-        learner = build_learner(small, Runtime(device=small.pipeline.device), given)
+        needed = prompts_of_iterations(small, given, 1)
+        runtime = Runtime(device=small.pipeline.device)
+        learner = build_learner(small, runtime, given, needed=needed)
         with closing(learner.specs):
             yield passed("recipe", f"{config.pipeline.path}, {config.objective.kind}")
             if "backbone" in parts:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal, TypeVar
 
+from torch import Tensor
+
+from ..images import pngs
+
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_SECRET = 8  # characters of a key that are never shown in a row
 MESSAGE = 200  # characters of what a server says that are shown
@@ -55,6 +59,30 @@ def check_template(template: str, field: str = "prompt") -> None:
     """Raises ValueError unless the question that a judge asks holds {field}."""
     if f"{{{field}}}" not in template:
         raise ValueError(f"template must hold {{{field}}} where the {field} goes")
+
+
+def questions_of(
+    images: Tensor,
+    prompts: Sequence[str],
+    template: str,
+    longest: int,
+    *,
+    max_tokens: int,
+    alternatives: int = 0,
+) -> list[Question]:
+    """One question an image, the template with its prompt in the place of {prompt}.
+
+    images: (B, 3, H, W) in [0, 1]; longest: pixels of the longer side that is sent, at most.
+    """
+    return [
+        Question(
+            images=(image,),
+            text=template.replace("{prompt}", prompt),
+            max_tokens=max_tokens,
+            alternatives=alternatives,
+        )
+        for image, prompt in zip(pngs(images, longest), prompts, strict=True)
+    ]
 
 
 def digest(*said: Any) -> str:

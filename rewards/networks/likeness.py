@@ -48,26 +48,48 @@ def likeness(
 
     "pixels": 1 - mean absolute difference of the images on 16 by 16 cells, in [0, 1]; "ssim":
     structural similarity (Wang et al. 2004), of images shrunk until no side is longer than
-    `longest`; "clip" or "clip:model": cosine of CLIP's vectors; "module:attribute": cosine of what
-    that callable gives for (B, 3, H, W) images in [0, 1], (B, D).
+    `longest`; "clip" or "dinov2", also "clip:model": cosine of the network's vectors, and of
+    several, "clip+dinov2", the mean of their cosines, as DreamSim's ensembles are put together
+    (Fu et al. 2023, arXiv 2306.09344), without its tuning; "dreamsim:folder": DreamSim itself, from
+    a folder of its published files; "module:attribute": cosine of what that
+    callable gives for (B, 3, H, W) images in [0, 1], (B, D).
     Raises ValueError for another name.
     """
-    kind, _, name = measure.partition(":")
     if measure == "pixels":
         return Likeness(features=_cells, compare=_closeness, version=f"pixels-{GRID}")
     if measure == "ssim":
         features = _shrunk(longest) if longest else to_uint8
         return Likeness(features=features, compare=_ssim, version=f"ssim-{longest or 'full'}")
-    if kind == "clip":
-        from .clip import VIT_L14, Clip
-
-        clip = Clip(name or VIT_L14, reward="image likeness", device=device, dtype=dtype)
-        return Likeness(features=clip.images, compare=_cosine, version=f"clip/{clip.version}")
-    if not name:
-        raise ValueError(
-            f"unknown measure {measure!r}: use pixels, ssim, clip, clip:model or module:attribute"
+    named = [part.partition(":") for part in measure.split("+")]
+    if all(kind in ("clip", "dinov2") for kind, _, _ in named):
+        networks = [(kind, _network(kind, name, device, dtype)) for kind, _, name in named]
+        return Likeness(
+            features=lambda images: torch.cat([n.images(images).cpu() for _, n in networks], -1),
+            compare=_cosine,
+            version="+".join(f"{kind}/{network.version}" for kind, network in networks),
         )
-    return Likeness(features=_loaded(kind, name), compare=_cosine, version=measure)
+    module, _, attribute = measure.partition(":")
+    if module == "dreamsim" and attribute:
+        from .dreamsim import DreamSim
+
+        tuned = DreamSim(attribute, device=device)
+        return Likeness(features=tuned.images, compare=_cosine, version=tuned.version)
+    if not attribute:
+        raise ValueError(
+            f"unknown measure {measure!r}: use pixels, ssim, clip, dinov2, clip+dinov2, clip:model "
+            "or module:attribute"
+        )
+    return Likeness(features=_loaded(module, attribute), compare=_cosine, version=measure)
+
+
+def _network(kind: str, model: str, device: str, dtype: str) -> Any:
+    if kind == "dinov2":
+        from .dinov2 import VIT_B14, Dinov2
+
+        return Dinov2(model or VIT_B14, device=device, dtype=dtype)
+    from .clip import VIT_L14, Clip
+
+    return Clip(model or VIT_L14, reward="image likeness", device=device, dtype=dtype)
 
 
 def _loaded(module: str, attribute: str) -> Callable[[Tensor], Tensor]:

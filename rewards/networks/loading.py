@@ -6,16 +6,16 @@ Packages, devices, and files of weights that are loaded without running any code
 import contextlib
 import importlib
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CAUSE = 80  # characters of what a library says about a model that it cannot fetch
-PACKAGES = {"open_clip": "open-clip-torch", "ImageReward": "image-reward"}
+PACKAGES = {"open_clip": "open-clip-torch"}
 
 
 def imported(target: str, reward: str) -> Any:
@@ -101,6 +101,13 @@ def fetching(model: str, file: str = "") -> Iterator[None]:
         ) from error
 
 
+def text_tokenizer(source: str, reward: str, revision: str | None = None) -> Any:
+    """Return transformers' tokenizer of a folder or a name on the Hub, for a reward."""
+    kind = imported("transformers:AutoTokenizer", reward)
+    with fetching(source, '--include "*.json" "*.txt"'):
+        return kind.from_pretrained(source, revision=revision)
+
+
 def weights_file(model: str, file: str, revision: str | None = None) -> Path:
     """Where a file of a model lies; fetched from the Hugging Face hub unless `model` is a folder.
 
@@ -137,3 +144,35 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             "tensors, saved by torch.save or as .safetensors"
         ) from error
     return found.get("state_dict", found)
+
+
+def first_file(model: str, files: Sequence[str], revision: str | None = None) -> Path:
+    """The first of these files that a model has, see `weights_file`; the last one's error."""
+    for file in files[:-1]:
+        with contextlib.suppress(FileNotFoundError):
+            return weights_file(model, file, revision)
+    return weights_file(model, files[-1], revision)
+
+
+def mismatch(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> str:
+    """How names and shapes differ from a network's own, the first of each kind; "" if not."""
+    wrong = {
+        "is missing": [name for name in own if name not in found],
+        "is unknown": [name for name in found if name not in own],
+        "has another shape": [n for n in own if n in found and own[n].shape != found[n].shape],
+    }
+    return ", ".join(
+        f"{names[0]} {how}" + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+        for how, names in wrong.items()
+        if names
+    )
+
+
+def fit(network: nn.Module, found: Mapping[str, Tensor], path: Path, what: str) -> None:
+    """Give a network its weights: the same names and shapes, no more and no fewer.
+
+    Raises ValueError of one sentence.
+    """
+    if wrong := mismatch(network.state_dict(), found):
+        raise ValueError(f"{path} does not hold the weights of {what}: {wrong}")
+    network.load_state_dict(dict(found))

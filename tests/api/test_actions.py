@@ -36,7 +36,7 @@ def run_dir(tiny_config, tmp_path_factory):
         patch.setattr("flowrl.api.open_repository", lambda name, private: f"me/{name}")
         upload = lambda run, to: str(stage(run, run.parent / to, to))  # noqa: E731
         patch.setattr("flowrl.export.hub.push", upload)
-        rows = align(config)
+        rows = align(config).comparisons
     assert [row.name for row in rows] == ["brightness"]
     return folder
 

@@ -14,7 +14,9 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner
 from flowrl.cli import main
 from flowrl.errors import UserError
+from flowrl.evaluation.contest import BASE, hold_contest
 from flowrl.utils.distributed import Runtime
+from flowrl.utils.images import to_pil
 
 TARGETS = ["attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"]
 TARGETS += ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"]
@@ -105,12 +107,25 @@ def test_evaluate_and_gallery_measure_pefts_pictures(
     compared = {}
     monkeypatch.setattr(api, "gallery_rows", lambda a, b: compared.update(after=b) or [])
     monkeypatch.setattr(api, "write_gallery", lambda *args, **how: (tmp_path, tmp_path))
-    monkeypatch.setattr(api, "_base_recipe", lambda *args: config)
+    monkeypatch.setattr("flowrl.build.start._base_recipe", lambda *args: config)
     api.gallery(
         None, base="tiny-sd3", lora=str(trained), prompts=EVALUATION["prompts"], count=4,
         seed=config.evaluation.seed, output_dir=tmp_path,
     )  # fmt: skip
     assert torch.equal(compared["after"].images, expected.images)
+
+
+def test_a_leaderboard_draws_pefts_pictures(trained, reference, config, tmp_path):
+    contest = hold_contest(config, [str(trained / "checkpoint-3")], tmp_path)
+    specs = api.build_rewards(config)
+    evaluator = build_evaluator(config, reference, specs, ProvidedObjects())
+    evaluator = replace(evaluator, prompts=contest.prompts)
+    with torch.no_grad():
+        images = evaluator.images(evaluator.backbone.velocity, evaluator.request())
+        expected = to_pil(torch.cat(list(images)))
+    (own,) = (one for one in contest.contestants if one.name != BASE)
+    for path, image in zip(contest.images(own), expected, strict=True):
+        assert np.array_equal(np.asarray(Image.open(path)), np.asarray(image))
 
 
 def test_training_that_starts_from_it_starts_with_pefts_pictures(
@@ -173,3 +188,28 @@ def test_what_does_not_fit_is_refused_by_name_before_anything_is_drawn(
             None, base="tiny-sd3", lora=str(cut), prompts="tiny:geneval:test", count=1, seed=0,
             output_dir=tmp_path,
         )  # fmt: skip
+
+
+def test_every_command_refuses_a_cut_file_before_a_pipeline_is_loaded(
+    trained, tiny_config, monkeypatch, tmp_path, capsys
+):
+    def never(*args, **how):
+        raise AssertionError("a pipeline was loaded")
+
+    monkeypatch.setattr("flowrl.evaluation.drawing.load_pipeline", never)
+    monkeypatch.setattr("flowrl.build.learner.build_pipeline", never)
+    cut, out = tmp_path / "cut", tmp_path / "out"
+    shutil.copytree(trained / "checkpoint-3" / "lora", cut)
+    file = cut / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    for words in (
+        ["sample", "tiny-sd3", "a red star", "--lora", cut, "-o", out],
+        ["export", cut, "--to", "diffusers", "-o", out],
+    ):
+        with pytest.raises(SystemExit) as end:
+            main([str(word) for word in words])
+        assert end.value.code and "not whole" in capsys.readouterr().err
+    own = tiny_config(lora=LORA | {"init_from": str(cut)})
+    with pytest.raises(UserError, match="not whole"):
+        build_learner(own, Runtime(device="cpu"), ProvidedObjects())
+    assert not out.exists()

@@ -10,7 +10,7 @@ from PIL import Image
 from flowrl.api import score
 from flowrl.cli import main
 from flowrl.errors import UserError
-from flowrl.scoring.files import BATCH
+from flowrl.scoring.files import BATCH, labelled_images
 
 REWARDS = """
 class Bright:
@@ -173,6 +173,17 @@ def test_a_folder_with_metadata_is_read_by_its_rows(grey, tmp_path):
     (tmp_path / "metadata.csv").write_text("image,label\nc.png,dark\n")
     with pytest.raises(UserError, match="expected 'file_name' and 'prompt', got image, label"):
         score([tmp_path], [BRIGHT], None)
+
+
+def test_a_text_that_only_looks_like_json_stays_a_text(grey, tmp_path):
+    grey("a.png", 0)
+    row = {"file_name": "a.png", "prompt": "x", "note": "[v1] cat [final]", "list": "[1, 2]"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(row))
+    (image,) = labelled_images(tmp_path) or []
+    assert image.metadata == {"note": "[v1] cat [final]", "list": [1, 2]}
+    (tmp_path / "metadata.jsonl").write_bytes(b'{"file_name": "a.png", "prompt": "\xe9"}')
+    with pytest.raises(UserError, match=r"metadata.jsonl: it is not UTF-8 text"):
+        labelled_images(tmp_path)
 
 
 def test_the_command_fails_where_no_image_got_a_score(grey, tmp_path, capsys):

@@ -105,8 +105,8 @@ def test_an_unknown_prompt_without_encoders_is_told():
 
 def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
     copies, copy, meta = [], offload._copy, torch.device("meta")  # stands for another device
-    monkeypatch.setattr(encode, "moved_to", lambda parts, _: moved_to(parts, meta))
-    monkeypatch.setattr(text, "moved_to", lambda parts, _: moved_to(parts, meta))
+    monkeypatch.setattr(encode, "encoders_on_device", lambda parts, _: moved_to(parts, meta))
+    monkeypatch.setattr(text, "encoders_on_device", lambda parts, _: moved_to(parts, meta))
     monkeypatch.setattr(offload, "_copy", lambda t, device: copies.append(t) or copy(t, device))
     cache = TextCache(Backbone(), batch_size=1)
     cache.learn(records("a", "bb", "ccc"))
@@ -114,7 +114,8 @@ def test_encoders_visit_the_device_once_for_many_batches(monkeypatch):
     assert cache.backbone.pipeline.text_encoder.weight.device.type == "cpu"
     cache.learn(records("a", "bb"))
     assert len(copies) == 1  # nothing to do
-    text._encode([(cache, r) for r in records("d", "ee")], show=False)
+    pairs = [(cache, r) for r in records("d", "ee")]
+    text._encode(pairs, show=False, all_must_fit=False)
     assert len(copies) == 2 and len(cache.known) == 5
 
 

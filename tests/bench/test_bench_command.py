@@ -33,6 +33,12 @@ def run(capsys, monkeypatch):
         record = lambda answer=answer, **a: asked.append(a) or answer.copy()  # noqa: E731
         monkeypatch.setattr(target, record)
 
+    def padding(config, *, iterations):
+        asked.append({"config": config, "iterations": iterations})
+        return [{"phase": "both", "cost": 0.01}]
+
+    monkeypatch.setattr("flowrl.bench.rollout.bench_padding", padding)
+
     def call(*words):
         asked.clear()
         with pytest.raises(SystemExit) as caught:
@@ -55,6 +61,12 @@ def test_a_pipeline_is_asked_for_the_published_counts_and_sizes_for_a_wider_firs
     assert [str(plan) for plan in asked[0]["plans"]] == ["6/24@6/10", "4/32@4/10"]
     code, out, _, _ = run("solrl", "--json", "--counts", "2/6@2/3", "--counts", "3/6@2/3")
     assert code == 0 and [json.loads(line) for line in out.splitlines()] == [TWO_STAGES] * 2
+
+
+def test_padding_is_measured_of_any_recipe(run):
+    code, out, _, (asked,) = run("padding", "rollout.batch_size=40", "--iterations", "2", "--json")
+    assert code == 0 and json.loads(out) == {"phase": "both", "cost": 0.01}
+    assert asked["config"].rollout.batch_size == 40 and asked["iterations"] == 2
 
 
 def test_the_three_sizes_of_the_recipes_are_measured_by_default(run):

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.bench.timing import Timeline, best_parts, watched
+from flowrl.bench.timing import (
+    TimedTurn,
+    TimedTurns,
+    Timeline,
+    compare_turns,
+    in_turns,
+    median_parts,
+    watched,
+)
 from flowrl.bench.two_stage import (
     PUBLISHED,
     WIDER,
@@ -89,20 +97,35 @@ def test_batches_are_as_large_as_all_can_be_full_of():
         assert full_batch(most, *counts) == size, (most, counts)
 
 
-def test_jobs_take_turns_and_the_best_round_counts_but_not_the_first():
+def test_jobs_take_turns_there_and_back_and_the_median_round_counts_but_not_the_first():
     found = iter([(9.0, 9.0), (1.0, 5.0), (2.0, 2.0), (0.5, 6.0)])
 
     def job() -> dict[str, float]:
         a, b = next(found)
         return {"a": a, "b": b, "total": a + b}
 
-    assert best_parts({"job": job}, 3) == {"job": {"a": 2.0, "b": 2.0, "total": 4.0}}
-    found = iter([(0.1, 0.1), (1.0, 5.0), (2.0, 2.0)])
-    best = best_parts({"job": lambda: dict(zip("ab", next(found), strict=True))}, 2)
-    assert best == {"job": {"a": 1.0, "b": 2.0}}
+    assert median_parts({"job": job}, 3) == {"job": {"a": 1.0, "b": 5.0, "total": 6.0}}
+    found = iter([(0.1, 0.1), (1.0, 5.0), (2.0, 2.0), (4.0, 3.0)])
+    median = median_parts({"job": lambda: dict(zip("ab", next(found), strict=True))}, 3)
+    assert median == {"job": {"a": 2.0, "b": 3.0}}
     order = []
-    best_parts({name: lambda name=name: order.append(name) or {} for name in "ab"}, 2)
-    assert "".join(order) == "ababab"
+    rounds = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)
+    assert "".join(order) == "abbaab" and {n: len(r) for n, r in rounds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratios_are_medians_of_rounds_by_the_cpu_s_seconds_or_a_gpu_s_clock():
+    def turns(*pairs, on_gpu=False):
+        made = tuple(TimedTurn(cpu=cpu, wall=wall) for cpu, wall in pairs)
+        return TimedTurns(turns=made, on_gpu=on_gpu)
+
+    job = turns((2.0, 9.0), (3.0, 4.0), (8.0, 2.0))
+    other = turns((1.0, 3.0), (1.0, 1.0), (2.0, 1.0))
+    row = compare_turns(job, other)
+    assert (row["seconds"], row["ratio"], row["wall ratio"]) == (3.0, 3.0, 3.0)
+    assert row["spread"] == "2.000 to 4.000" and row["wall seconds"] == 4.0
+    gpu = [replace(both, on_gpu=True) for both in (job, other)]
+    assert compare_turns(*gpu)["seconds"] == 4.0
+    assert compare_turns(turns((3.0, 1.0)), turns((2.0, 1.0)))["ratio"] == 1.5
 
 
 NAMES = {part: f"x: {part}" for part in ("sync", "sample", "decode", "reward")}

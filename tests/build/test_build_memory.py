@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flowrl.api import align
+from flowrl.api import align, encode
 from flowrl.backbones.lora_files import read_lora
-from flowrl.backbones.offload import are_freed, encoders_of
+from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
 from flowrl.build import backbone as build_memory
 from flowrl.build import text
@@ -78,7 +78,8 @@ def loads(monkeypatch):
     found, original = [], build_memory.load_pipeline
 
     def load(path, **options):
-        found.append(list(options["without"]))
+        given = options["given"] or {}
+        found.append([name for name, part in given.items() if part is None and ENCODER in name])
         return original(path, **options)
 
     monkeypatch.setattr(build_memory, "load_pipeline", load)
@@ -100,7 +101,9 @@ def test_freed_and_cached_prompts_give_the_same_lora(run, loads, monkeypatch, tm
     assert len(watched) == 3
     assert len(list(tmp_path.rglob("*.safetensors"))) == 5  # 3 prompts guided, 2 not
     assert same(run(**options), kept)
-    assert loads == [[], [], ["text_encoder", "text_encoder_2", "text_encoder_3"]]
+    encoders = ["text_encoder", "text_encoder_2", "text_encoder_3"]
+    # Kept; first for the encoders, then without them; all on disk.
+    assert loads == [[], [], encoders, encoders]
     assert len(watched) == 3  # none was there the second time
 
 
@@ -154,36 +157,42 @@ def test_training_and_evaluation_share_what_they_know_at_equal_guidance(tiny_con
     assert {g for g, _ in all_prompts_to_encode(config, given)} == {1.0}
 
 
-def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, monkeypatch):
-    config = tiny_config(memory={"text_encoders": "free"})
-    pipeline = load_tiny()
-    texts = TextCaches(config, pipeline)
-    learner = build_learner(
-        config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline), texts
-    )
+def test_prompts_that_do_not_fit_into_memory_are_told(tiny_config, load_tiny, monkeypatch, caplog):
+    pipeline, runtime = load_tiny(), Runtime(device="cpu")
     monkeypatch.setattr(text, "free_bytes", lambda device: 2**14)
+    needed = all_prompts_to_encode(tiny_config(memory={"text_encoders": "free"}), ProvidedObjects())
     with pytest.raises(UserError, match="do not fit into .* set memory.prompt_cache to a folder"):
-        needed = all_prompts_to_encode(config, ProvidedObjects())
-        texts.encode_and_free(pipeline, needed, learner.runtime)
+        TextCaches(tiny_config(memory={"text_encoders": "free"}), pipeline).encode_first(
+            needed, runtime
+        )
     assert not are_freed(pipeline)
-    text._check_room(2**10, 10)
+    # Who keeps the encoders encodes the others later.
+    monkeypatch.setattr(text, "CAPACITY", 2)
+    texts = TextCaches(tiny_config(memory={"text_encoders": "offload"}), pipeline)
+    with caplog.at_level(logging.WARNING):
+        texts.encode_first(needed, runtime)
+    assert "those beyond 2 are encoded on the CPU" in caplog.text
+    (cache,) = texts._caches.values()
+    assert len(cache.known) == 2 < len(needed)
+    text._make_room([cache], 2**10, 10, True)
+    assert cache.capacity is None
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # each process has its own
     with pytest.raises(UserError, match="10 encoded prompts .* in each of 2 processes do not fit"):
-        text._check_room(2**10, 10)
+        text._make_room([cache], 2**10, 10, True)
 
 
 def test_what_other_processes_put_elsewhere_is_encoded_too(tiny_config, prompts, tmp_path):
     memory = {"text_encoders": "free", "prompt_cache": str(tmp_path)}
     config = tiny_config(memory=memory, prompts=prompts, rollout={"prompts_per_iteration": 3})
     texts, given = TextCaches(config), ProvidedObjects()
-    learner = build_learner(config, Runtime(device="cpu"), given, texts)
     second = SimpleNamespace(
-        rank=1, world_size=2, is_main=False, raise_on_all=nullcontext, wait=lambda: None
+        rank=1, world_size=2, is_main=False, raise_on_all=nullcontext, wait=lambda: None, device=CPU
     )
-    backbone, needed = learner.policy.backbone, all_prompts_to_encode(config, given)
-    texts.encode_and_free(backbone.pipeline, needed, second)
-    assert are_freed(backbone.pipeline) and len(needed) == 3
-    assert all(texts.get(backbone, g).has(prompt, whole=True) for g, prompt in needed)
+    needed = all_prompts_to_encode(config, given)
+    components = texts.encode_first(needed, second)
+    assert components["text_encoder"] is None and "transformer" not in components
+    (cache,) = texts._caches.values()
+    assert len(needed) == 3 and all(cache.has(prompt, whole=True) for _, prompt in needed)
 
 
 def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_path, monkeypatch):
@@ -207,18 +216,18 @@ def test_what_is_on_disk_belongs_to_the_commit_that_is_loaded(tiny_config, tmp_p
     asked = []
 
     def load(path, **options):
-        asked.append((options["revision"], options["without"]))
+        asked.append((options["revision"], options["given"]))
         raise UserError("far enough")
 
     monkeypatch.setattr(build_memory, "load_pipeline", load)
     monkeypatch.setattr(TextCaches, "commit", lambda self: "bbb")
     for without in (["text_encoder"], []):
         monkeypatch.setattr(
-            TextCaches, "unneeded_encoders", lambda self, needed, names=without: names
+            TextCaches, "encode_first", lambda self, *_, names=without: dict.fromkeys(names)
         )
         with pytest.raises(UserError, match="far enough"):
             build_learner(tiny_config(), Runtime(device="cpu"), ProvidedObjects())
-    assert asked == [("bbb", ["text_encoder"]), (None, [])]
+    assert asked == [("bbb", {"text_encoder": None}), (None, {})]
 
 
 def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplog):
@@ -235,7 +244,7 @@ def test_options_of_memory_are_set_on_the_pipeline(tiny_config, load_tiny, caplo
         build_pipeline(config, CPU, load_tiny())
 
 
-def test_only_rounded_weights_change_what_evaluations_measure(tiny_config):
+def test_only_rounded_weights_and_tiles_change_what_evaluations_measure(tiny_config):
     def key(**memory):
         return evaluation_key(tiny_config(memory=memory), [], [])
 
@@ -243,4 +252,21 @@ def test_only_rounded_weights_change_what_evaluations_measure(tiny_config):
     assert key(**elsewhere, prompt_cache="somewhere") == key()
     assert key(base_bits=8) != key() != key(base_bits=4)
     assert key(base_bits=8) != key(base_bits=8, base_library="torchao")
+    assert key(vae_tiling=True) != key()
     assert rounding_key(tiny_config().memory) == {}
+
+
+def test_prompts_are_encoded_ahead_of_a_run_which_then_loads_no_encoder(
+    tiny_config, prompts, tmp_path, loads
+):
+    memory = {"text_encoders": "free", "prompt_cache": str(tmp_path / "texts")}
+    rollout = {"prompts_per_iteration": 3, "group_size": 2, "num_inference_steps": 2}
+    config = tiny_config(memory=memory, prompts=prompts, rollout=rollout, run={"iterations": 1})
+    assert encode(config) == [{"prompts": 3, "encoded": 3}]
+    assert encode(config) == [{"prompts": 3, "encoded": 0}]
+    assert len(list((tmp_path / "texts").rglob("*.safetensors"))) == 3
+    loads.clear()
+    build_learner(config, Runtime(device="cpu"), ProvidedObjects())
+    assert loads == [["text_encoder", "text_encoder_2", "text_encoder_3"]]
+    with pytest.raises(UserError, match="memory.prompt_cache is null, so there is nowhere"):
+        encode(tiny_config())

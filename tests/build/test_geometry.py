@@ -13,13 +13,18 @@ from flowrl.build.work_split import (
     check_split,
     deal,
     micro_batches,
+    nearest_batches,
     nearest_gpus,
     nearest_prompts,
+    sampling_padding,
     split_work,
     units,
 )
+from flowrl.config import load_config
 from flowrl.errors import UserError
+from flowrl.functional.full_batches import even_rows
 from flowrl.objectives.batches import Endpoints
+from flowrl.planning.plan import count_work
 from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
@@ -105,6 +110,29 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
         assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
 
 
+def test_shapes_without_padding_are_counted_and_preferred():
+    assert sampling_padding([10, 5], (1, 1), 8) == 0  # five rows a call
+    assert sampling_padding([11], (1, 1), 8) == pytest.approx(1 / 11)
+    assert sampling_padding([6, 5], (1,), 6) == pytest.approx(1 / 11)
+    load = replace(BASE, prompts=11, roots=1, updates=1, batch=8)
+    assert split_work(load, 1).padding == pytest.approx(1 / 11)
+    assert nearest_batches(load, 1) == (1, 11)
+    assert nearest_prompts(load, 1) == (10, 12)  # 11 is as even, but makes up a row
+    assert nearest_prompts(replace(load, batch=11), 1) == (11, 12)
+
+
+def test_the_quickstart_makes_up_no_rows_while_sampling_and_few_while_learning():
+    config = load_config("quickstart")
+    work = count_work(config)
+    assert all(split_work(load, 1).padding == 0 for load in work.loads)
+    load = next(iter(work.loads))
+    assert load.batch == config.rollout.batch_size and sum(load.widths) == load.forwards
+    for groups in range(1, load.prompts + 1):  # those with signal
+        rows = groups * load.roots * load.rows
+        size = even_rows(rows, load.micro_batch)
+        assert -(-rows // size) * size <= 1.03 * rows
+
+
 @given(load=loads(), gpus=st.integers(1, 40))
 def test_a_refusal_names_numbers_that_are_not_refused(load, gpus):
     try:
@@ -141,9 +169,11 @@ def test_shares_that_cannot_be_dealt_are_refused():
     ):
         check_split(whole, 9)
     check_split(BASE, 9)
-    update = replace(BASE, together="update", judge="objective.kind kto")
+    update = replace(BASE, together="update", alone=True, judge="an objective")
     check_split(update, 1)
-    with pytest.raises(UserError, match="kto compares all .* 2 processes do not share: start one"):
+    with pytest.raises(
+        UserError, match="an objective compares all .* 2 processes do not share: start one"
+    ):
         check_split(update, 2)
     assert nearest_gpus(update, 8) == (1,) and nearest_prompts(update, 8) == ()
     with pytest.raises(UserError, match="nearest rollout.prompts_per_iteration that works is 6"):

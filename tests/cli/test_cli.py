@@ -8,6 +8,7 @@ from flowrl import __version__
 from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.load import load_yaml
+from flowrl.prompts.records import load_prompts
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def built(monkeypatch):
 
     def align(config, *, resume, accept_changes):
         calls.extend([config, resume, accept_changes])
-        return []
+        return SimpleNamespace(comparisons=[], lora=None, gallery=None, card=None)
 
     def record(*args, **kwargs):
         calls.append((args, kwargs))
@@ -51,8 +52,9 @@ def built(monkeypatch):
 
 
 COMMANDS = (
-    "train sample score collect gallery export evaluate tree plan audit reward-check reward-serve "
-    "golden prompts explain doctor verify bench geneval benchmark calibrate import"
+    "train sample score collect gallery export evaluate tree plan audit reward-check "
+    "reward-serve recipes init runs golden prompts explain doctor verify bench geneval "
+    "benchmark calibrate import vote"
 ).split()
 
 
@@ -94,6 +96,22 @@ def test_train_builds_the_configuration_and_passes_on_where_to_resume(run, built
         assert built == [load_config("quickstart", recipe), resume, False], words
 
 
+def test_gpus_start_the_same_command_in_as_many_processes(run, built, monkeypatch):
+    started = []
+
+    def run_processes(command, count, *, cpu):
+        started.append((command[3:], count, cpu))
+        return 75
+
+    monkeypatch.setattr("flowrl.utils.launching.run_processes", run_processes)
+    words = ["quickstart", "run.seed=3", "--resume", "latest", "pipeline.device=cpu"]
+    code, out, _ = run("train", *words, "--gpus", "3")
+    assert code == 75 and "Starting 3 processes, which share the CPU." in out and not built
+    same = ["train", "quickstart", "run.seed=3", "pipeline.device=cpu", "--resume", "latest"]
+    assert started == [(same, 3, True)]
+    assert run("train", *words, "--gpus", "1")[0] == 0 and built and len(started) == 1
+
+
 def test_a_mistake_is_one_sentence_without_traceback(run, built):
     for words, told in (
         ("train", "flowrl train quickstart"),
@@ -133,8 +151,9 @@ def test_sample_passes_prompts_and_settings(run, built, tmp_path):
     prompts.write_text("a red star\na blue ring\n")
     words = ["sample", "tiny-sd3", "a cat", "--prompts", str(prompts), "--negative", "fog"]
     assert run(*words, "--guidance", "2", "--seed", "7", "--count", "3")[0] == 0
-    ((drawing, texts), options) = built[0]
-    assert texts == ["a cat", "a red star", "a blue ring"]
+    ((drawing, asked), options) = built[0]
+    assert asked == ["a cat", *load_prompts(prompts)]
+    assert [record.text for record in asked[1:]] == ["a red star", "a blue ring"]
     assert (drawing.model, drawing.negative, drawing.guidance) == ("tiny-sd3", "fog", 2.0)
     assert (options["seed"], options["count"], drawing.lora) == (7, 3, None)
 

@@ -228,6 +228,20 @@ def test_names_from_diffusers_scripts_are_understood():
         assert node == value, words
 
 
+def test_prompts_of_ones_own_replace_what_the_recipe_says_of_its_own():
+    request = sort_arguments(["tiny-sd3-nft-composite", "--prompts", "mine.txt", "--reward", "ocr"])
+    config = load_config(request.recipe, request.overrides)
+    assert (config.prompts.balance, config.evaluation.prompts, config.prompts.held_out) == (
+        None, None, 0.1,
+    )  # fmt: skip
+    assert config.held_out == "mine.txt"
+    assert [reward.name for reward in config.rewards] == ["ocr"]
+    words = ["quickstart", "evaluation.prompts=b.txt", "prompts.balance=tag", "--prompts", "a.txt"]
+    again = sort_arguments(words)
+    config = load_config(again.recipe, again.overrides)
+    assert (config.evaluation.prompts, config.prompts.balance) == ("b.txt", "tag")
+
+
 def test_rewards_can_be_named_on_the_command_line():
     together = sort_arguments(["quickstart", "--reward", "ocr,my.own:Reward"])
     request = sort_arguments(["quickstart", "--reward", "ocr", "--reward=my.own:Reward"])

@@ -7,7 +7,7 @@ import yaml
 
 from flowrl.cli import main
 from flowrl.config import load_config
-from flowrl.config.importing import import_recipe
+from flowrl.config.importing import import_recipe, recipe_text
 from flowrl.errors import UserError
 
 BASE = """
@@ -136,7 +136,7 @@ def test_a_flow_grpo_config_is_read_without_running_it(flow_grpo):
     said = "\n".join(found.left_out)
     assert "reward deqa (weight 0.5): no counterpart" in said
     assert "train.kind_of_optimizer = 'adam': no counterpart" in said
-    assert "secret = \"<open('/etc/passwd').read()>\": no counterpart" in said
+    assert "secret = <open('/etc/passwd').read()>: no counterpart" in said
 
 
 def test_a_flow_factory_recipe_is_read_with_its_window_and_server(flow_factory):
@@ -205,10 +205,114 @@ def test_what_is_no_recipe_of_theirs_is_refused(tmp_path, flow_grpo, flow_factor
     refused("a.yaml", "lora: {rank: 4}", "no recipe of Flow-Factory")
     other = FLOW_FACTORY.replace("stable-diffusion-3.5-medium", "wan2.1").replace("sd3-5", "wan")
     refused("b.yaml", other, "has SD3, FLUX.1 and SANA")
+    other = FLOW_FACTORY.replace("stable-diffusion-3.5-medium", "FLUX.1-Kontext-dev")
+    refused("k.yaml", other.replace("sd3-5", "flux1-kontext"), "has SD3, FLUX.1 and SANA")
     other = FLOW_FACTORY.replace("trainer_type: grpo", "trainer_type: dpo")
     refused("c.yaml", other, "grpo, nft and awm")
     other = FLOW_FACTORY.replace("PickScore", "imagebind").replace("mine, server_url", "clap, url")
     refused("d.yaml", other, "none of the rewards imagebind, clap")
     refused("e.py", "def f(:", "is not a Python file")
+    (tmp_path / "latin.yaml").write_bytes(b"model: {name: \xe9}")
+    with pytest.raises(UserError, match="latin.yaml: it is not UTF-8 text"):
+        import_recipe(str(tmp_path / "latin.yaml"))
     with pytest.raises(UserError, match="there is no recipe"):
         import_recipe("nowhere.yaml")
+
+
+def test_every_statement_that_is_not_understood_is_listed(flow_grpo):
+    flow_grpo.write_text(
+        GRPO
+        + """
+def free():
+    "What it does."
+    config = compressibility()
+    s = config.sample
+    s.num_steps = 77
+    config.sample.guidance_scale: float = 2.0
+    if True:
+        config.resolution = 1024
+    config.sample.num_steps += 1
+    config.update({"seed": 3})
+    config.reward_fn["pickscore"] = 0.5
+    config.a, config.b = 1, 2
+    with config.unlocked():
+        config.c = 3
+    other.d = 4
+    return config
+"""
+    )
+    found = import_recipe(f"{flow_grpo}:free")
+    assert found.recipe["rollout"]["num_inference_steps"] == 77
+    assert found.recipe["rollout"]["guidance_scale"] == 2.0
+    noted = [
+        line for line in found.left_out if line.endswith("not understood, set it in the recipe")
+    ]
+    assert [line.partition(":")[0] for line in noted] == ["free"] * 6 + ["other.d = 4"]
+    told = ["if True", "+= 1", "config.update", "'pickscore'", "config.a, config.b", "unlocked"]
+    assert all(part in line for part, line in zip(told, noted, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("line", "key"),
+    [
+        ("config.train.learning_rate = compute()", "train.learning_rate = compute()"),
+        ("config.sample.train_batch_size = size()", "sample.train_batch_size = size()"),
+        ("config.reward_fn = make()", r"reward_fn = make\(\)"),
+        ("config.train.gradient_accumulation_steps = 0", "train.gradient_accumulation_steps = 0"),
+        ("config.train.algorithm = 'dpo'", "train.algorithm is dpo, and grpo is what can be"),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_refused_by_its_key(flow_grpo, line, key):
+    flow_grpo.write_text(GRPO.replace("    config.save_freq = 60", f"    {line}"))
+    with pytest.raises(UserError, match=key.replace("()", r"\(\)")):
+        import_recipe(f"{flow_grpo}:compressibility")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "broken", "key"),
+    [
+        ("kl_beta: 0.001", "kl_beta: none", "train.kl_beta = 'none' is not of a kind"),
+        ("  resolution: 512", '  resolution: "512x512"', "train.resolution = '512x512' is not"),
+        ("sde_steps: [1, 2, 3]", "sde_steps: 3", "scheduler.sde_steps = 3 is not"),
+        ("learning_rate: 3.0e-4", "learning_rate: [1]", "train.learning_rate = "),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_key(flow_factory, theirs, broken, key):
+    assert theirs in FLOW_FACTORY
+    flow_factory.write_text(FLOW_FACTORY.replace(theirs, broken))
+    with pytest.raises(UserError, match=key):
+        import_recipe(str(flow_factory))
+
+
+def test_weights_and_arguments_of_flow_factorys_rewards_are_kept_or_listed(flow_factory):
+    head, _, _ = FLOW_FACTORY.partition("rewards:")
+    rewards = """
+rewards:
+  - {name: a, reward_model: PickScore, weight: 2.0, model_path: mine/pick}
+  - {name: b, reward_model: PickScore, weight: 0.5}
+  - {name: c, server_url: "http://127.0.0.1:8000", weight: 3}
+  - {server_url: "http://127.0.0.1:8001", weight: null}
+"""
+    text = head.replace("eval: {", "eval: {resolution: [768], ") + rewards
+    flow_factory.write_text(text.replace("  resolution: 512", "  resolution: [512]"))
+    found = import_recipe(str(flow_factory))
+    assert [(r.get("label", r["name"]), r.get("weight", 1)) for r in found.recipe["rewards"]] == [
+        ("c", 3.0), ("reward_4", 1), ("pickscore", 2.0), ("pickscore_2", 0.5),
+    ]  # fmt: skip
+    assert "rewards: a: model_path = 'mine/pick': no counterpart" in found.left_out
+    assert found.recipe["pipeline"]["height"] == found.recipe["pipeline"]["width"] == 512
+    assert found.recipe["evaluation"]["height"] == 768
+    assert not any(line.startswith("eval.resolution") for line in found.left_out)
+
+
+def test_flow_factorys_flux_reads_as_many_text_tokens_as_diffusers(flow_factory):
+    other = FLOW_FACTORY.replace("stabilityai/stable-diffusion-3.5-medium", "me/FLUX.1-dev")
+    flow_factory.write_text(other.replace("sd3-5", "flux1"))
+    pipeline = import_recipe(str(flow_factory)).recipe["pipeline"]
+    assert (pipeline["backbone"], pipeline["max_sequence_length"]) == ("flux", 512)
+
+
+def test_a_recipe_that_flowrl_does_not_take_is_refused_with_the_list(flow_factory):
+    flow_factory.write_text(FLOW_FACTORY.replace("group_size: 24", "group_size: -1"))
+    with pytest.raises(UserError, match="(?s)group_size.*Without counterpart.*train.magic = 7"):
+        recipe_text(import_recipe(str(flow_factory)))

@@ -100,11 +100,11 @@ def test_a_recipe_extends_a_file_or_a_preset(tmp_path):
     assert recipe["run"]["seed"] == 7
     assert recipe["pipeline"] == load_recipe("quickstart")["pipeline"]
     (tmp_path / "0.yaml").write_text("x: 0")
-    for i in (1, 2, 3):
+    for i in (1, 2, 3, 4):
         (tmp_path / f"{i}.yaml").write_text(f"extends: {i - 1}.yaml")
-    assert load_recipe(tmp_path / "2.yaml") == {"x": 0}
-    with pytest.raises(UserError, match=r"3\.yaml has more than 2 parents"):
-        load_recipe(tmp_path / "3.yaml")
+    assert load_recipe(tmp_path / "3.yaml") == {"x": 0}
+    with pytest.raises(UserError, match=r"4\.yaml has more than 3 parents"):
+        load_recipe(tmp_path / "4.yaml")
     (tmp_path / "a.yaml").write_text("# nothing yet\n")
     assert load_recipe(tmp_path / "a.yaml", ["a.b=1"]) == {"a": {"b": 1}}
 

@@ -50,7 +50,8 @@ def test_every_key_on_a_page_is_an_option_and_links_lead_somewhere():
     pages = {"objectives": 8, "recipes": 8, "rewards": 4, "sol-rl": 12, "memory": 4}
     for page, least in pages.items():
         words = set(re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", PAGES[page]))
-        named = {w for w in words if w.partition(".")[0] in tops and not w.endswith((".md", ".py"))}
+        files = (".md", ".py", ".jsonl")
+        named = {w for w in words if w.partition(".")[0] in tops and not w.endswith(files)}
         assert len(named) >= least and named <= keys, page
     for page, text in PAGES.items():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
@@ -63,9 +64,13 @@ def test_every_training_command_of_a_page_is_possible():
         found = commands(page, "train", "plan") if page == "recipes" else commands(page, "train")
         assert len(found) >= count, page
         for words in found:
-            kept = [word for word in words[1:] if word not in ("--print-config", "--dry-run")]
-            while any(word in ("--memory", "--gpus") for word in kept):
-                at = next(i for i, word in enumerate(kept) if word in ("--memory", "--gpus"))
+            flags, valued = (
+                ("--print-config", "--dry-run", "--measure"),
+                ("--memory", "--gpus", "--price"),
+            )
+            kept = [word for word in words[1:] if word not in flags]
+            while any(word in valued for word in kept):
+                at = next(i for i, word in enumerate(kept) if word in valued)
                 del kept[at : at + 2]
             request = sort_arguments(kept)
             assert load_config(request.recipe, request.overrides), words
@@ -106,7 +111,7 @@ def test_rewards_recipes_and_executors_of_the_page_are_valid():
         config = parse_config({"prompts": {"train": "tiny:all:train"}} | section)
         assert len(config.rewards) == len(section["rewards"])
     executors = re.findall(r"^\| `(\{kind: [^`]*\})` \|", page, re.MULTILINE)
-    assert len(executors) == 4
+    assert len(executors) == 5
     for text in executors:
         how = yaml.safe_load(text.replace("[...]", "['http://127.0.0.1:8400']"))
         rewards = [{"name": "ocr", "executor": how}]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from typing import Any
 
 import pytest
 from flowrl_rewards.detectors.tiny import TinyDetector
@@ -10,13 +11,17 @@ from PIL import Image
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import (
+    benchmark_prompts,
     geneval_prompts,
     geneval_table,
     judge_geneval,
+    kind_of,
     write_results,
 )
+from flowrl.evaluation.calibrate import verdicts
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
+from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
 
@@ -226,3 +231,91 @@ def test_two_judges_are_compared_image_by_image(tmp_path, capsys):
     (tmp_path / "results.jsonl").write_text("{}")
     assert run("calibrate", "tiny", theirs, tmp_path / "images") == 1
     assert "is no results.jsonl of GenEval" in capsys.readouterr().err
+    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
+    assert "is no results.jsonl of GenEval" in capsys.readouterr().err
+    write_results(rows, theirs)
+    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
+    assert "nowhere is not in GenEval's layout" in capsys.readouterr().err
+
+
+def test_a_judge_that_cannot_be_made_is_refused_before_anything_is_drawn(monkeypatch, tmp_path):
+    def never(self):
+        raise AssertionError("the pipeline was loaded")
+
+    monkeypatch.setattr(DrawingOptions, "build", never)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(split_prompts("colors", "test")[0]) + "\n")
+    words = ["geneval", "tiny-sd3", "--prompts", tmp_path / "rows.jsonl", "-o", tmp_path / "out"]
+    assert run(*words, "--args", "{detector: mask2formr}") == 1
+
+
+def test_a_prompts_own_negative_is_drawn_with_and_written_beside_its_images(monkeypatch, tmp_path):
+    asked = []
+
+    class Canvas:
+        def identity(self):
+            return {}
+
+        def image(self, prompt, seed, negative=None):
+            asked.append((prompt, seed, negative))
+            return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr(DrawingOptions, "build", lambda self: Canvas())
+    rows = [{"prompt": "a cat", "negative_prompt": "blurry"}, {"prompt": "a dog"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source, expected = str(tmp_path / "rows.jsonl"), [("a cat", 3, "blurry"), ("a dog", 3, None)]
+    assert run("sample", "tiny-sd3", "--prompts", source, "--seed", 3, "-o", tmp_path / "a") == 0
+    assert asked == expected
+    asked.clear()
+    canvas: Any = Canvas()
+    draw_prompts(canvas, load_prompts(source), tmp_path / "b", per_prompt=1, seed=3)
+    assert asked == expected
+    first, second = (json.loads((tmp_path / f"b/0000{i}/metadata.jsonl").read_text()) for i in "01")
+    assert first == {"prompt": "a cat", "negative": "blurry"} and second == {"prompt": "a dog"}
+
+
+def test_drawbench_is_read_from_the_hub_with_its_categories(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = {"Prompts": ["a red dog", "two cats"], "Category": ["Colors", "Counting"]}
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        return datasets.Dataset.from_dict(rows)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    records = benchmark_prompts("drawbench")
+    assert asked == [("sayakpaul/drawbench", "train")]
+    assert [record.text for record in records] == rows["Prompts"]
+    assert [kind_of(record.metadata) for record in records] == rows["Category"]
+
+
+def test_verdicts_of_a_server_are_asked_of_geneval_in_mode_official_alone(monkeypatch, tmp_path):
+    folder = tmp_path / "00000" / "samples"
+    folder.mkdir(parents=True)
+    row = split_prompts("colors", "test")[0]
+    (folder.parent / "metadata.jsonl").write_text(json.dumps(row))
+    for index in range(2):
+        Image.new("RGB", (8, 8), (255 * index,) * 3).save(folder / f"000{index}.png")
+
+    class Server(InlineExecutor):
+        served = "geneval-2/official/tiny/own/clean"
+
+        def __init__(self, name, urls):
+            super().__init__(lambda images, prompts, metadata: images.mean((1, 2, 3)), name)
+            self.asked = name
+
+        @property
+        def version(self):
+            if self.asked != "geneval":
+                raise UserError(f"{self.asked}: it does not serve it; it serves geneval")
+            return self.served
+
+    monkeypatch.setattr("flowrl.scoring.executors.http.HTTPExecutor", Server)
+    assert verdicts("http://127.0.0.1:1", tmp_path) == {
+        "00000/samples/0000.png": False, "00000/samples/0001.png": True,
+    }  # fmt: skip
+    Server.served = "geneval-2/strict/tiny/own/clean"
+    with pytest.raises(UserError, match="in version geneval-2/strict/.*, expected geneval in mode"):
+        verdicts("http://127.0.0.1:1", tmp_path)
+    with pytest.raises(UserError, match="--args are given for http"):
+        verdicts("http://127.0.0.1:1", tmp_path, {"colors": "clip"})

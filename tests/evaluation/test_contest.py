@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from flowrl.api import align
@@ -13,8 +14,21 @@ from flowrl.backbones.lora_files import FILE
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.contest import BASE, DIVERSITY, OVERALL, hold_contest, short_name
-from flowrl.evaluation.contrasts import RESAMPLES, holm, paired_contrast
-from flowrl.evaluation.leaderboard import comparisons, rank, ranking, write_leaderboard
+from flowrl.evaluation.contrasts import (
+    RESAMPLES,
+    fewest_prompts,
+    holm,
+    paired_contrast,
+    resamples_for,
+)
+from flowrl.evaluation.leaderboard import (
+    caption,
+    comparisons,
+    kinds,
+    rank,
+    ranking,
+    write_leaderboard,
+)
 from flowrl.training.evaluate import Evaluator
 
 EVALUATION = {
@@ -102,6 +116,13 @@ def test_pages_and_tables_say_what_was_measured(held, tmp_path):
     table = ranking(contest)
     assert [row["overall"] for row in table] == sorted((r["overall"] for r in table), reverse=True)
     assert sum(len(rows) for rows in contest.kinds().values()) == 12 and len(contest.kinds()) == 6
+    for row in kinds(contest):
+        (own,) = (c for c in contest.contestants if c.name == row["name"])
+        images = [i for i, p in enumerate(contest.prompts) if p.metadata["tag"] == row["prompts"]]
+        assert row["images"] == len(images) == 2
+        assert row["brightness"] == pytest.approx(own.measures["brightness"][images].mean().item())
+    with open(tmp_path / "kinds.csv") as file:
+        assert len(list(csv.DictReader(file))) == len(kinds(contest)) == 18
 
 
 def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp_path):
@@ -111,6 +132,50 @@ def test_a_lora_of_another_network_is_refused_before_the_base_is_drawn(held, tmp
     with pytest.raises(UserError, match=r"lacks 1, transformer_blocks\.9\.attn\.to_v"):
         hold_contest(config, [str(root / "one"), str(tmp_path / FILE)], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_paraphrase_gap_is_what_a_reward_loses_in_other_words(tiny_config, tmp_path):
+    rows = [{"prompt": "a red star", "paraphrases": ["a star that is red"]}, {"prompt": "a ring"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = {
+        "prompts": str(tmp_path / "rows.jsonl"), "num_images": 4, "num_inference_steps": 2,
+        "batch_size": 4, "paraphrases": True,
+    }  # fmt: skip
+    config = tiny_config(evaluation=own)
+    contest = hold_contest(config, [], tmp_path / "out")
+    (base,) = contest.contestants
+
+    def brightness(path):
+        with Image.open(path) as image:
+            return np.asarray(image).mean() / 255
+
+    gap = base.measures["paraphrase_gap/brightness"]
+    for row, prompt in enumerate(contest.prompts):
+        drawn, worded = base.folder / f"{row:05d}.png", base.folder / f"reworded/{row:05d}.png"
+        if prompt.paraphrases:
+            expected = brightness(drawn) - brightness(worded)
+            assert gap[row].item() == pytest.approx(expected, abs=1e-6) and expected
+        else:
+            assert gap[row].isnan() and not worded.exists()
+
+
+def test_prompts_that_were_trained_on_are_refused_before_anything_is_drawn(
+    held, tiny_config, tmp_path
+):
+    seen = EVALUATION | {"prompts": "tiny:geneval:train"}
+    config = tiny_config(
+        prompts={"train": "tiny:geneval:train", "allow_overlap": False},
+        evaluation=seen,
+        rewards=REWARDS,
+    )
+    with pytest.raises(UserError, match="prompts.train"):
+        hold_contest(config, [str(held[1] / "one")], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_prompts_are_said_to_tell_nothing_apart(held):
+    contest, _, _ = held
+    assert "6 prompts are too few for any of them: it takes 9" in caption(contest)
 
 
 def test_a_lora_is_called_by_what_tells_it_apart():
@@ -151,6 +216,19 @@ def test_a_plain_difference_is_found_and_missing_scores_are_left_out():
         paired_contrast(before, torch.full((40,), torch.nan), prompt)
 
 
+def test_a_certain_difference_is_found_however_many_comparisons_there_are():
+    """13 contestants and 7 measures: 546 comparisons, of which the least p has to bear them all."""
+    count = 78 * 7
+    resamples, prompts = resamples_for(count), fewest_prompts(count)
+    prompt, change = torch.arange(40), torch.ones(40)
+    found = paired_contrast(torch.zeros(40), change, prompt, resamples=resamples)
+    assert max(holm([found.p] * count)) < 0.05
+    assert max(holm([1 / (1 + RESAMPLES)] * count)) > 0.05  # what those of one pair would say
+    assert resamples_for(1) == RESAMPLES
+    assert 2 / 2**prompts * count <= 0.05 < 2 / 2 ** (prompts - 1) * count
+    assert fewest_prompts(1) == 6
+
+
 def test_holm_is_the_published_step_down():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
@@ -163,34 +241,37 @@ def test_holm_is_the_published_step_down():
 @pytest.mark.timeout(5400)
 def test_a_training_is_ranked_alike_over_three_seeds_and_a_copy_does_not_differ(tmp_path):
     """Tiny SANA: the base, a third of a training, its end, that with noise of its own norm, and a
-    copy of the end. The noise moves the end less than 96 images can tell, so it has no place."""
-    changes = ["run.iterations=18", "run.checkpoint_every=6", "run.keep_checkpoints=3"]
+    copy of the end. 600 images tell them apart; the noise costs the end 0.001 to 0.004."""
+    changes = ["run.iterations=48", "run.checkpoint_every=16", "run.keep_checkpoints=3"]
     changes += [f"run.output_dir={tmp_path / 'run'}", "run.max_minutes=null", "run.trackers=[]"]
     changes += ["evaluation.every=0", "evaluation.num_images=24", "run.sample_every=0"]
     align(load_config("quickstart-sana", [*changes, "pipeline.device=cpu"]))
-    third = tmp_path / "run" / "checkpoints" / "step-000006"
+    third = tmp_path / "run" / "checkpoints" / "step-000016"
     finished, copy, noisy = (tmp_path / name for name in ("finished", "copy", "noisy"))
     source = tmp_path / "run" / FILE
     for folder in (finished, copy, noisy):
         folder.mkdir()
         (folder / FILE).write_bytes(source.read_bytes())
     spoil(noisy / FILE)
+    orders: list[list[str]] = []
     for seed in (11, 22, 33):
         config = load_config(
             "quickstart-sana",
-            [f"evaluation.seed={seed}", "evaluation.num_images=96", "pipeline.device=cpu"],
+            [f"evaluation.seed={seed}", "evaluation.num_images=600", "pipeline.device=cpu"],
         )
         loras = [str(path) for path in (third, finished, noisy, copy)]
         contest = hold_contest(config, loras, tmp_path / f"seed{seed}")
         write_leaderboard(contest, tmp_path / f"seed{seed}")
         for row in ranking(contest):
             print(seed, {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()})
+        orders.append([row["name"] for row in ranking(contest)])
         means = {own.name: own.mean(OVERALL) for own in contest.contestants}
-        (early,) = (name for name in means if name.endswith("step-000006"))
-        assert means[BASE] < means[early] < means["finished"] == means["copy"], (seed, means)
+        (early,) = (name for name in means if name.endswith("step-000016"))
+        assert means[BASE] < means[early] < means["noisy"] <= means["finished"] == means["copy"]
         same = [p for p in contest.pairs if {p.first, p.second} == {"finished", "copy"}]
         assert same and not any(pair.differs for pair in same)
         assert all(pair.contrast.mean == 0 for pair in same)
+    assert orders[0] == orders[1] == orders[2]
 
 
 def spoil(file) -> None:

@@ -33,7 +33,7 @@ def run(request, tiny_config, tmp_path_factory):
             "batch_size": 2,
         },
     )
-    assert [row.name for row in align(config)] == ["brightness"]
+    assert [row.name for row in align(config).comparisons] == ["brightness"]
     return request.param, config.pipeline.path, folder
 
 

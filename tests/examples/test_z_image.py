@@ -168,7 +168,7 @@ def test_a_run_from_a_folder_learns_and_is_evaluated(config, tmp_path):
         "num_inference_steps": 2,
         "guidance_scale": 5.0,
     }
-    (row,) = align(config(evaluation=evaluation))
+    (row,) = align(config(evaluation=evaluation)).comparisons
     assert row.name == "brightness" and row.before != row.after
     lines = [line for line in read_metrics(tmp_path / "run") if "loss" in line]
     assert len(lines) == 2 and all(line["grad/norm"] > 0 for line in lines)

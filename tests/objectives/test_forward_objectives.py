@@ -3,12 +3,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from toy_images import OBJECTIVES, REWARD, SNAPSHOT, compared, images, loss_of, moved, noising
 from toy_policy import Toy, gradient
 
 from flowrl.objectives.advantage import Advantages
 from flowrl.objectives.awm import AWM, LIKELIHOODS, awm_loss
-from flowrl.objectives.base import OldPolicy, checkpointed
+from flowrl.objectives.base import Models, OldPolicy, checkpointed
 from flowrl.objectives.dpo import (
     DGPO,
     DPO,
@@ -163,6 +164,25 @@ def test_values_at_the_reference_are_those_of_no_knowledge():
     assert at_the_reference(OBJECTIVES["awm"]())[1]["policy/clip_share"] == 0
     for name in ("gdro", "dgpo", "lair"):
         assert at_the_reference(OBJECTIVES[name]())[1]["policy/implicit_reward_std"] < 1e-6
+
+
+def test_the_reference_point_of_likes_is_a_mean_over_all_processes():
+    objective, toy = KTO(**compared(implicit_beta=5.0)), Toy()
+    batch = objective.prepare(images())
+    asked: list[Tensor] = []
+
+    def of_all(values: Tensor) -> Tensor:
+        asked.append(values)
+        return torch.tensor(0.25)
+
+    models = Models(policy=toy, reference=moved(toy), update_mean=of_all)
+    errors = objective.errors(models, batch)
+    loss, _ = objective.loss(models, batch)
+    expected = kto_loss(errors.policy, errors.anchor, batch.signal, 5.0, z0=torch.tensor(0.25))
+    assert objective.needs.update_mean and not objective.needs.whole_update
+    torch.testing.assert_close(loss, expected.mean())
+    (gain,) = asked
+    torch.testing.assert_close(gain, (errors.anchor - errors.policy).detach())
 
 
 def test_images_that_are_not_liked_may_weigh_more():

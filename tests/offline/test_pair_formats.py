@@ -2,6 +2,7 @@
 
 import io
 import json
+from datetime import datetime
 
 import pytest
 from PIL import Image
@@ -44,8 +45,14 @@ def only(source):
     return pair, encoded(pair.chosen), encoded(pair.rejected), left_out
 
 
-def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
+def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path, caplog):
+    texts = ["image_0_uid", "image_0_url", "image_1_uid", "image_1_url", "model_0", "model_1"]
     columns = {
+        **{name: ["x"] * 4 for name in texts},
+        "are_different": [True] * 4,
+        "user_id": [3] * 4,
+        "num_example_per_prompt": [1] * 4,
+        "__index_level_0__": [0, 1, 2, 3],
         "caption": ["a cat", "a dog", "a cow", "a hen"],
         "jpg_0": [BAD, GOOD, GOOD, GOOD],
         "jpg_1": [GOOD, BAD, BAD, BAD],
@@ -53,19 +60,37 @@ def test_pick_a_pic_has_images_in_its_table_and_ties_are_left_out(tmp_path):
         "label_1": [1.0, 0.0, 0.5, 0.0],
         "has_label": [True, True, True, False],
         "ranking_id": [7, 8, 9, 10],
+        "created_at": [datetime(2022, 11, 12, 13, 14)] * 4,
+        "best_image_uid": ["u", None, "u", "u"],
     }
     parquet(tmp_path / "data" / "train-0.parquet", columns)
     pairs, left_out = read_pairs(tmp_path)
     assert [pair.record.text for pair in pairs] == ["a cat", "a dog"]
     assert all(encoded(p.chosen) == GOOD and encoded(p.rejected) == BAD for p in pairs)
-    assert pairs[0].record.metadata == {"ranking_id": 7}
+    first, second = (pair.record.metadata for pair in pairs)
+    assert (first["ranking_id"], first["best_image_uid"], first["model_0"]) == (7, "u", "x")
+    assert second["ranking_id"] == 8 and "best_image_uid" not in second
+    assert set(first).isdisjoint({"created_at", "jpg_0", "jpg_1", "label_0", "label_1", "caption"})
     assert "row 3: label_0 is 0.5, a tie" in left_out[0] and "has_label is false" in left_out[1]
-    for name in ("train-0", "b"):
+    parquet(tmp_path / "data" / "test_unique-0.parquet", columns)
+    assert len(read_pairs(tmp_path)[0]) == 4
+    assert "has the parts test_unique, train: all are read" in caplog.text
+    for name in ("train-0", "test_unique-0", "b"):
         (tmp_path / "data" / f"{name}.parquet").unlink(missing_ok=True)
     ties = {key: values[2:] for key, values in columns.items()}
     parquet(tmp_path / "data" / "b.parquet", ties)
     with pytest.raises(UserError, match="holds no decided pair; .*row 1: label_0 is 0.5, a tie"):
         read_pairs(tmp_path)
+
+
+def test_a_row_with_an_empty_field_is_left_out_and_the_others_are_read(tmp_path):
+    columns = {
+        "caption": ["a cat", None, "a cow"], "jpg_0": [GOOD] * 3, "jpg_1": [BAD] * 3,
+        "label_0": [None, 1.0, 1.0],
+    }  # fmt: skip
+    pairs, left_out = read_pairs(parquet(tmp_path / "a.parquet", columns))
+    assert [pair.record.text for pair in pairs] == ["a cow"]
+    assert "row 1: label_0 is empty" in left_out[0] and "row 2: caption is empty" in left_out[1]
 
 
 def test_open_image_preferences_has_images_as_structures(tmp_path):
@@ -105,6 +130,13 @@ def test_flow_factorys_second_version(images):
     broken = row | {"supervision": {"chosen": media("good.png")}}
     with pytest.raises(UserError, match="line 1: .* lacks 'rejected'"):
         read_pairs(jsonl(images / "a.jsonl", broken))
+    two = {"media": media("good.png")["media"] * 2}
+    broken = row | {"supervision": {"chosen": two, "rejected": media("bad.png")}}
+    with pytest.raises(UserError, match="has 2 media in supervision.chosen, expected one image"):
+        read_pairs(jsonl(images / "a.jsonl", broken))
+    broken = row | {"supervision": {"chosen": media(""), "rejected": media("bad.png")}}
+    with pytest.raises(UserError, match=r'of images "supervision\.chosen\.media\[0\]\.path"'):
+        read_pairs(jsonl(images / "a.jsonl", broken))
 
 
 def test_verl_omni_has_scores(images):
@@ -127,6 +159,13 @@ def test_twin_folders_pair_images_of_one_name(tmp_path):
     (tmp_path / "chosen" / "1.txt").write_text("a cat\n")
     pair, chosen, rejected, _ = only(tmp_path)
     assert (pair.record.text, chosen, rejected) == ("a cat", GOOD, BAD)
+    for alone in ("chosen/0.png", "rejected/3.png"):
+        (tmp_path / alone).write_bytes(GOOD)
+    (pair,), left_out = read_pairs(tmp_path)
+    assert pair.record.text == "a cat"
+    assert [line.partition(":")[0] for line in left_out] == [
+        str(tmp_path / "chosen/0.png"), str(tmp_path / "rejected/3.png"),
+    ]  # fmt: skip
     (tmp_path / "rejected" / "1.png").rename(tmp_path / "rejected" / "2.png")
     with pytest.raises(UserError, match="there is no image of its name in .*rejected"):
         read_pairs(tmp_path)

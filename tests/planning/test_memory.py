@@ -116,7 +116,20 @@ def test_as_many_texts_are_encoded_at_once_as_there_are_and_all_before_encoders_
 
     assert rows() == 2
     assert rows(evaluation_batch=5) == 5
-    assert rows(evaluation_batch=99) == rows(text_encoders="free") == 64
+    assert rows(evaluation_batch=99) == 64
+    first = {"text_encoders": "free", "evaluation_batch": 99}
+    assert [rows(**first, encoded_tokens=n) for n in (12, 512, 9999)] == [64, 8, 1]
+
+
+def test_encoders_that_are_not_kept_are_alone_on_the_device_one_at_a_time():
+    both = replace(SIZE, text_encoders=(ENCODER, replace(ENCODER, parameters=300)))
+    for where in ("offload", "free"):
+        planner = _Planner(both, setup(NAME, text_encoders=where, reward_bytes=5))
+        (first,) = [p.parts for p in planner.footprints() if p.phase == "encode"]
+        assert first["text encoders"] == 2 * max(ENCODER.parameters, 300)
+        assert first["reward models"] == 5 and not first.get("transformer")
+    kept = next(p.parts for p in _Planner(both, setup(NAME)).footprints() if p.phase == "encode")
+    assert kept["text encoders"] == 2 * (ENCODER.parameters + 300) and kept["transformer"]
 
 
 def test_in_fp16_a_t5_keeps_what_transformers_keeps_in_fp32():
@@ -205,8 +218,15 @@ def test_of_a_network_in_parts_a_gpu_holds_its_share_and_what_computes_now():
 
 def test_a_machine_s_memory_holds_every_process_s_pipeline_but_one_network_in_parts():
     of = {
-        (gpus, n): host_bytes(SIZE, setup(NAME, parts=n), gpus) for gpus in (1, 8) for n in (1, 8)
+        (gpus, n): host_bytes(SIZE, setup(NAME, parts=n), gpus)["loading"]
+        for gpus in (1, 8)
+        for n in (1, 8)
     }
     others = of[8, 8] - of[1, 1]  # of seven more processes: all but the transformer
     assert of[8, 1] == 8 * of[1, 1]
     assert 0 < others == 7 * (of[1, 1] - parts("rollout")["transformer"])
+    # Freed encoders are gone when the transformer is read.
+    free = host_bytes(SIZE, setup(NAME, text_encoders="free", prompts=3, host_reward_bytes=7), 2)
+    assert of[1, 1] * 2 - free["loading"] == 2 * _Planner(SIZE, setup(NAME)).encoders
+    assert free["encoded prompts"] == 2 * _Planner(SIZE, setup(NAME)).text(3, False)
+    assert free["reward models"] == 14

@@ -11,6 +11,7 @@ from flowrl.cli import main
 from flowrl.config import load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError
+from flowrl.planning import duration
 from flowrl.planning import plan as planning
 from flowrl.planning.memory import Footprint
 from flowrl.planning.model_specs import build_network, spec_for
@@ -18,6 +19,8 @@ from flowrl.planning.plan import (
     CLIP_H,
     CLIP_L,
     DETECTORS,
+    HPSV3,
+    gpus_of,
     make_plan,
     memory_class,
     parse_memory,
@@ -58,10 +61,14 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     pickscore, clipscore = {"name": "pickscore"}, {"name": "clipscore"}
     assert size(pickscore) == 4 * CLIP_H
     assert size(pickscore | {"args": {"dtype": "bf16"}}) == 2 * CLIP_H
+    assert size(clipscore | {"args": {"model": "hf-hub:apple/DFN5B-CLIP-ViT-H-14"}}) == 4 * CLIP_H
     assert size(pickscore | {"args": {"device": "cpu"}}) == 0
     assert (
         size({"name": "hpsv3", "executor": {"kind": "http", "urls": ["http://127.0.0.1:1"]}}) == 0
     )
+    measure = {"measure": "clip+dinov2"}
+    assert size({"name": "diversity", "args": measure}, clipscore) == 4 * (CLIP_L + 86_580_480)
+    assert size({"name": "hpsv3"}, {"name": "hpsv3"}) == 2 * HPSV3
     geneval = {"name": "geneval", "args": {"detector": "owlv2", "colors": "clip"}}
     assert size(geneval) == 4 * (DETECTORS["owlv2"] + CLIP_L)
     assert size({"name": "ocr"}) == size({"name": "geneval"}) == 0
@@ -75,6 +82,19 @@ def test_networks_of_rewards_are_counted_once_in_a_process_and_in_each_of_a_pool
     assert size(clipscore | pool, {"name": "aesthetic"} | pool, clipscore) == 4 * 5 * CLIP_L
     several = geneval | pool | {"args": geneval["args"] | {"mode": ["partial", "strict"]}}
     assert size(several, several | {"component": "strict"}) == 2 * size(geneval)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("quickstart", marks=pytest.mark.slow),
+        pytest.param("quickstart-flux", marks=pytest.mark.slow),
+        "quickstart-sana",
+    ],
+)
+def test_the_quickstarts_are_planned_as_they_lie_in_the_package(name):
+    found = make_plan(load_config(name))
+    assert found.peak is not None and found.peak.total > 0 and not found.unknown
 
 
 def test_shapes_come_from_a_folder_or_a_known_name():
@@ -150,8 +170,8 @@ def test_the_fewest_changes_that_fit_are_recommended_in_their_groups():
     assert words and not any("base_bits" in word for word in words)
     # Where likelihoods are compared both batches change together. In 16 bits; the recommended
     # recipe keeps one shape, and its ratio is 1.
-    config = load_config("flux.1-dev-grpo-80gb")
-    found = find_remedies(config, pretended, 21 * GIB)
+    config = load_config("flux.1-dev-grpo-80gb", ["pipeline.decode_batch=2"])
+    found = find_remedies(config, pretended, 11 * GIB)
     pair = ("optim.micro_batch=6", "rollout.batch_size=6")
     assert found.best is not None and found.best.changes == pair
     for remedy in found.alone:
@@ -251,3 +271,46 @@ def test_make_plan_notes_and_refuses(monkeypatch):
     with pytest.raises(UserError, match="set lora.targets, or make lora_targets an attribute"):
         make_plan(load_config("quickstart", ["lora.targets=null"]))
     assert make_plan(load_config("quickstart", ["lora.targets=[attn.to_q]"])).phases
+
+
+def test_the_recipe_says_how_many_gpus_and_what_does_not_fit_ends_with_1(run, monkeypatch):
+    assert [gpus_of(name) for name in ("flux.1-dev-grpo-80gb", "quickstart")] == [8, 1]
+
+    def faked(size, setup):
+        whole = 4 * GIB if setup.text_encoders == "keep" else 3 * GIB
+        return [
+            Footprint(phase="encode", parts={"CUDA overhead": 0, "all": whole}),
+            Footprint(phase="training", parts={"CUDA overhead": 0, "all": GIB}),
+        ]
+
+    monkeypatch.setattr(planning, "footprints", faked)
+    code, out, _ = run("quickstart", "--memory", "3GB")
+    assert code == 1 and "memory.text_encoders=offload" in out
+    assert "micro_batch" not in out  # which changes nothing here
+    code, out, _ = run("quickstart", "--memory", "2GB", "memory.text_encoders=free")
+    assert code == 1 and "each alone gives" not in out  # no empty table
+    assert "Everything but encoding fits, with 1.00 GB: encode on the CPU" in out
+    code, out, _ = run("quickstart", "--memory", "4GB", "--json")
+    assert code == 0 and json.loads(out)["time"]["hours"] is None
+
+
+@pytest.mark.slow
+def test_operations_are_those_of_every_block_and_time_is_theirs_by_the_rate():
+    config = load_config("quickstart")
+    work = planning.count_work(config)
+    kind = work.kinds[0]
+    spec = spec_for("tiny-sd3")
+    setup = planning.build_setup(config, spec, work.needs, planning.split_work(kind.load, 1), kind)
+    one = duration.forward_of(spec, setup)
+    assert duration.block_counts(spec.config)["num_layers"] > duration.SHORT + 1
+    whole = duration._operations(one, duration.block_counts(spec.config))
+    assert duration.forward_operations(one) == whole > 0
+    found = make_plan(config, gpus=2).duration
+    assert found is not None and found.seconds is found.hours is found.cost(1.0) is None
+    passes = work.first.sampling + 2 * work.first.training + work.first.recomputed
+    passes += work.first.reference
+    assert found.iteration == whole * passes + work.first.images * duration.decode_operations(one)
+    assert found.run > config.run.iterations * found.iteration * 0.99
+    timed = replace(found, rate=found.iteration / 10)
+    assert timed.seconds == pytest.approx(5) and timed.hours is not None
+    assert timed.cost(3.0) == pytest.approx(timed.hours * 2 * 3)

@@ -6,10 +6,16 @@ import pytest
 
 from flowrl.config import load_config
 from flowrl.config.load import preset_folder, preset_names
-from flowrl.planning.plan import make_plan, memory_class
+from flowrl.planning.plan import (
+    host_rewards_bytes,
+    make_plan,
+    memory_class,
+    rewards_bytes,
+)
 
 REAL = [name for name in preset_names() if re.search(r"-\d+gb$", name)]
 QUICK = [name for name in REAL if re.search(r"medium-grpo-24", name)]
+SMALL = [name for name in REAL if re.search(r"-(12|16)gb$", name)]
 SLOW = [name for name in REAL if name not in QUICK]
 
 
@@ -29,3 +35,25 @@ def test_a_recipe_fits_the_gpus_it_is_for_and_none_of_them_waits(names):
         if config.objective.kind == "grpo":  # a smaller last batch would round otherwise
             shares = plan.geometry.shares
             assert not {rows % config.optim.micro_batch for s in shares for rows in s.rows} - {0}
+
+
+@pytest.mark.slow
+def test_recipes_for_small_cards_leave_a_gigabyte_with_their_rewards():
+    assert len(SMALL) == 4
+    for name in SMALL:
+        config, memory = load_config(name), memory_class(name)
+        plan = make_plan(config, memory=memory)
+        assert memory is not None and plan.peak is not None
+        assert plan.peak.total <= memory - 1.0e9, plan.peak
+        assert all(rewards_bytes([r]) + host_rewards_bytes([r]) for r in config.rewards)
+
+
+@pytest.mark.slow
+def test_flux_at_512_pixels_trains_in_28_gb_and_in_12_with_4_bits():
+    exact = load_config("flux.1-dev-nft-12gb", ["memory.base_bits=null", "lora.rank=4"])
+    rounded = load_config("flux.1-dev-nft-12gb", ["lora.rank=16"])
+    for config, most in ((exact, 28e9), (rounded, 12e9)):
+        assert config.memory.gradient_checkpointing and config.optim.micro_batch == 1
+        assert config.pipeline.height == config.pipeline.width == 512
+        plan = make_plan(config, memory=int(most))
+        assert plan.fits and plan.phases[0].phase == "encode"

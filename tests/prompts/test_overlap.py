@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 from flowrl.build.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.prompts.generate.geneval import KINDS, geneval_kinds
-from flowrl.prompts.overlap import check_overlap, overlaps, request_of, requests_in
-from flowrl.prompts.records import PromptRecord
+from flowrl.prompts.overlap import (
+    check_overlap,
+    hold_out,
+    overlaps,
+    plain_text,
+    request_of,
+    requests_in,
+)
+from flowrl.prompts.records import PromptRecord, records_of
 from flowrl.utils.distributed import Runtime
 
 KINDS_OF = {kind.name: kind for kind in geneval_kinds(["cat", "dog", "bus", "cup"])}
@@ -97,3 +104,18 @@ def test_requests_of_files_are_read_from_metadata_alone(tmp_path):
     path.write_text('{"prompt": "a cat"}\n')
     with pytest.raises(UserError, match="'a cat' has neither include"):
         requests_in([path])
+
+
+def test_prompts_held_out_share_no_request_with_those_of_training_whatever_the_words():
+    rows = [{"prompt": f"{number} {shape}"} for number in range(20) for shape in ("red", "Red!")]
+    rows += [{"prompt": "a cat", "paraphrases": ["0 red"]}]
+    prompts = records_of(rows)
+    training, held_out = hold_out(prompts, 0.25)
+    assert not overlaps(training, held_out)
+    assert sorted(p.uid for p in (*training, *held_out)) == sorted(p.uid for p in prompts)
+    asked = {plain_text(prompt.text) for prompt in held_out}
+    assert len(asked) in (5, 6)  # of 21 requests; 5 where a paraphrase asks for one of them
+    again = hold_out(prompts[::-1], 0.25)[1]
+    assert {p.uid for p in again} == {p.uid for p in held_out}
+    with pytest.raises(UserError, match="the 2 prompts of prompts.train ask for one thing"):
+        hold_out(records_of([{"prompt": "a cat"}, {"prompt": "A cat."}]), 0.1)

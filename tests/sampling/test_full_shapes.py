@@ -93,6 +93,23 @@ def test_rows_that_are_made_up_have_no_part_in_the_gradient():
     assert len(in_full_batches(field, 3, spare, lambda n: n + 1)(*nothing)) == 0 and len(seen) == 1
 
 
+def test_a_process_without_rows_has_a_backward_pass_where_others_have_one():
+    cond = Conditioning(tensors={"text": torch.zeros(1, 1)})
+    spare = Spare(x=torch.ones(1, 1), cond=cond)
+    inputs: list[torch.Tensor] = []
+
+    def field(x, sigma, cond):
+        inputs.append(x)
+        return x
+
+    x = torch.ones(2, 1, requires_grad=True)
+    full = in_full_batches(field, 3, spare, lambda n: n + 1)
+    moved = full((2 * x)[:0], torch.tensor(0.5).expand(0), cond.take(torch.arange(0)))
+    assert inputs[0].requires_grad and (inputs[0] == 1).all() and moved.requires_grad
+    full(x.detach()[:0], torch.tensor(0.5).expand(0), cond.take(torch.arange(0)))
+    assert not inputs[1].requires_grad
+
+
 def test_other_rewards_leave_every_objective_something_to_learn(make_learner):
     learner = make_learner(
         objective={"kind": "sft"}, rollout={"tree": {"kind": "ode"}},

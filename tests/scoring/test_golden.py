@@ -1,5 +1,7 @@
 import json
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +17,7 @@ from flowrl.scoring.golden import (
     write_references,
 )
 
-SHIPPED = read_references(golden.PATH)
+SHIPPED = golden.shipped_references()
 MINE = """
 import math, torch
 
@@ -123,14 +125,11 @@ def test_the_command_records_compares_and_never_passes_the_rest(mine, tmp_path, 
     with pytest.raises(UserError, match=f"were not compared: {NAME}"):
         command([NAME], file=path)
     with pytest.raises(UserError, match="were not compared: golden_mine:Absent"):
-        command(["golden_mine:Absent"], write=True, file=path)
-    for words in ({"file": path}, {"names": [NAME]}):
-        with pytest.raises(UserError, match="--write needs the names of rewards and --file"):
-            command(write=True, **words)
+        command(["golden_mine:Absent"], record=True, file=path)
     assert read_references(path) == {}
     # The command records then compares and fails on a difference.
     path = tmp_path / "golden.json"
-    command([NAME], write=True, file=path, tolerance=0.01)
+    command([NAME], record=True, file=path, tolerance=0.01)
     command([NAME], file=path)
     assert "scores agree" in capsys.readouterr().out
     mine.shift = 1.0
@@ -138,3 +137,36 @@ def test_the_command_records_compares_and_never_passes_the_rest(mine, tmp_path, 
         command([NAME], file=path)
     with pytest.raises(UserError, match="do not score as recorded"):
         command(file=path)
+
+
+def test_recording_takes_what_has_no_reference_yet_and_the_file_can_be_added(
+    mine, tmp_path, monkeypatch, capsys
+):
+    built_in = {"brightness": NAME, NAME: NAME, "golden_mine:Absent": "golden_mine:Absent"}
+    monkeypatch.setattr(golden, "BUILT_IN", built_in)
+    monkeypatch.chdir(tmp_path)
+    command(record=True)
+    out = capsys.readouterr().out
+    assert "golden_mine:Absent" in out and "not installed" in out
+    assert "add recorded-scores.json to rewards/golden/ in a pull request" in " ".join(out.split())
+    assert list(read_references(golden.RECORDED)) == [NAME]  # brightness has one
+
+    shipped = tmp_path / "golden.json"
+    write_references(shipped, {})
+    (tmp_path / "golden").mkdir()
+    golden.RECORDED.rename(tmp_path / "golden" / "by-me.json")
+    monkeypatch.setattr(golden, "PATH", shipped)
+    assert list(golden.shipped_references()) == [NAME]
+    command([NAME])
+    monkeypatch.setattr(golden, "BUILT_IN", {"golden_mine:Absent": ""})
+    with pytest.raises(UserError, match="were not compared"):
+        command(record=True, file=tmp_path / "none.json")
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_the_page_of_rewards_names_the_weights_without_reference_scores():
+    from flowrl.planning.plan import REWARDS
+
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"No reference scores yet: ([^.]*)\.", page)
+    assert set(re.findall(r"`(\w+)`", line)) == {*REWARDS, "hpsv3"} - set(SHIPPED)

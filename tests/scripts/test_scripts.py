@@ -1,8 +1,12 @@
 """The scripts: a family's training with its default recipe, gallery entries of finished runs."""
 
 import importlib.util
+import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -63,6 +67,20 @@ def test_a_run_to_go_on_with_brings_its_own_recipe(tmp_path, monkeypatch):
         script("train_sana").main(words)
     script("train_flux").main(["--resume_from_checkpoint", "latest"])
     assert calls[-1][0][0][0] == script("train_flux").RECIPE
+
+
+@pytest.mark.slow
+def test_the_check_of_two_gpus_shows_on_a_cpu_that_it_works(tmp_path):
+    words = ["--device", "cpu", "--gpus", "2", "--iterations", "1", "--output", "two.json"]
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "two_gpus.py", *words], cwd=tmp_path, capture_output=True,
+        text=True, env=os.environ | {"PYTHONPATH": str(SCRIPTS.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "two.json").read_text())
+    assert found["bits_equal"] == {"null": True, "node": True, "all": True}
+    assert found["weights_gb"]["node"] < 0.7 * found["weights_gb"]["null"]
+    assert 0 < found["from_one_process"] < 1e-3 and found["device"] == "cpu"
 
 
 # --- gallery entries ----------------------------------------------------------------------------

@@ -1,54 +1,64 @@
-"""Two iterations of each objective, run by several processes; `test_processes.py` starts it.
+"""Two iterations of each objective, done by several processes; `test_processes.py` starts it.
 
-python processes.py FOLDER SHARD DTYPE CASE... writes FOLDER/CASE-WORLD-SHARD-DTYPE: the rewards of
-the first iteration and the weights after the second.
+python processes.py FOLDER CASE:SHARD:DTYPE... writes FOLDER/CASE-WORLD-SHARD-DTYPE for each:
+rewards, metrics, and all adapters after the second iteration. SHARD is whole, node or all; node
+divides four processes into two machines. DTYPE is single or double, where what is meant for fp32
+is float64.
 """
 
+import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate.state import AcceleratorState
 
 torch.set_num_threads(1)
-if "double" in sys.argv[1:4]:  # arithmetic that is meant for fp32 is done in float64
-    torch.Tensor.float = torch.Tensor.double
 
-from flowrl.api import align  # noqa: E402, F401
+import flowrl.api  # noqa: E402, F401  # first, as everybody does
 from flowrl.backbones.loading import load_pipeline  # noqa: E402
 from flowrl.build.learner import ProvidedObjects, build_learner  # noqa: E402
 from flowrl.config import parse_config  # noqa: E402
+from flowrl.offline import source  # noqa: E402
+from flowrl.sampling.source import Sampler  # noqa: E402
 from flowrl.utils.distributed import Runtime  # noqa: E402
 from flowrl.utils.files import save_state  # noqa: E402
 
-# Five prompts over 2 or 4 processes are uneven shares; micro-batches are smaller than a group.
+# Five prompts over 2 or 4 processes are uneven shares, and micro-batches are smaller than some.
 ODE = {
-    "prompts_per_iteration": 5, "group_size": 4, "num_inference_steps": 3, "batch_size": 6,
+    "prompts_per_iteration": 5, "group_size": 2, "num_inference_steps": 2, "batch_size": 3,
     "tree": {"kind": "ode"}, "merge_lora": False,
 }  # fmt: skip
+LONG = ODE | {"num_inference_steps": 3}
 CHAINS = ODE | {"tree": {"kind": "flow_grpo"}}
-TREE = ODE | {"tree": {"kind": "branch_grpo", "splits": [0]}}
-FAN = ODE | {"tree": {"kind": "tree_grpo", "branch": 4, "window": {"kind": "fixed", "size": 1}}}
+TREE = LONG | {"group_size": 4, "tree": {"kind": "branch_grpo", "splits": [0]}}
+FAN = LONG | {"tree": {"kind": "tree_grpo", "branch": 2, "window": {"kind": "fixed", "size": 1}}}
 TWO_STAGE = CHAINS | {
     "explore": {
-        "candidates": 6, "num_inference_steps": 2, "precision": "bf16",
+        "candidates": 4, "num_inference_steps": 2, "precision": "bf16",
         "audit": {"every": 1, "prompts": 1},
     }
 }  # fmt: skip
+NFT = {"kind": "nft", "noising": {"count": 2}}
 SCORED = {
     "grpo": ({"kind": "grpo"}, CHAINS),
     "tree": ({"kind": "grpo", "kl_coef": 0.1}, TREE),
     "two_stage": ({"kind": "grpo"}, TWO_STAGE),
     "spo": ({"kind": "spo", "min_gap": 0.0}, FAN),
-    "nft": ({"kind": "nft", "noising": {"count": 2}}, ODE),
+    "nft": (NFT, ODE),
     "dpo": ({"kind": "dpo", "sft_coef": 0.1, "noising": {"count": 2}}, ODE),
+    "kto": ({"kind": "kto", "noising": {"count": 2}}, ODE),
+    "dgpo": ({"kind": "dgpo", "kl_coef": 0.1}, ODE),
     "gdro": ({"kind": "gdro", "noising": {"count": 2}}, ODE),
+    "lair": ({"kind": "lair"}, ODE),
     "sft": ({"kind": "sft"}, ODE),
     "rwr": ({"kind": "rwr"}, ODE),
     "awm": ({"kind": "awm", "old_kl_coef": 0.1, "noising": {"count": 2}}, ODE),
-    "dgpo": ({"kind": "dgpo", "kl_coef": 0.1}, ODE),
-    "lair": ({"kind": "lair"}, ODE),
+    "all_adapters": (NFT | {"kl_coef": 0.1}, ODE),
+    "bf16": (NFT | {"kl_coef": 0.1}, ODE),
 }
-FOLLOWED = {
+FOLLOWED = {  # along the reward's gradient
     "refl": {},
     "draft": {"steps": 2, "kl_coef": 0.1},
     "draft_lv": {},
@@ -59,24 +69,22 @@ FOLLOWED = {
     "flowbp_bridge": {"steps": 2},
     "flowbp_lagrange": {"supports": 1, "active": 1},
 }
-CASES = [*SCORED, *FOLLOWED, "stored", "half"]
+CASES = [*SCORED, *FOLLOWED, "stored"]
+# Policy, old policy, reference and average, over recomputed blocks.
+ALL_ADAPTERS = {"ema": {"decay": 0.5}, "memory": {"gradient_checkpointing": True}}
 
 
 def config_of(case: str, folder: Path, shard: str):
     rewards, prompts = [{"name": "brightness"}], "tiny:colors:train"
-    more = {}
     if case in FOLLOWED:
-        objective, rollout = {"kind": case} | FOLLOWED[case], ODE
+        objective, rollout = {"kind": case} | FOLLOWED[case], LONG
         rewards, prompts = [{"name": "tiny_colors"}], "tiny:color_attr:train"
     elif case == "stored":
         objective = {"kind": "gdro", "noising": {"count": 2}}
         rollout = ODE | {"store": {"path": str(folder / "store")}}
-    elif case == "half":  # 16 bits, recomputed blocks, a moving average
-        objective, rollout = {"kind": "nft", "noising": {"count": 2}}, ODE
-        more = {"ema": {"decay": 0.5}, "memory": {"gradient_checkpointing": True}}
     else:
         objective, rollout = SCORED[case]
-    half = {"dtype": "bf16"} if case == "half" else {}
+    half = {"dtype": "bf16"} if case == "bf16" else {}
     return parse_config(
         {
             "pipeline": {"path": "tiny-sd3", "max_sequence_length": 12, "device": "cpu"} | half,
@@ -85,10 +93,10 @@ def config_of(case: str, folder: Path, shard: str):
             "prompts": {"train": prompts},
             "rollout": rollout,
             "objective": objective,
-            "optim": {"lr": 1e-3, "micro_batch": 6},
+            "optim": {"lr": 1e-3, "micro_batch": 4},
             "rewards": rewards,
             "run": {"iterations": 2, "output_dir": str(folder / f"run-{case}")},
-            **more,
+            **(ALL_ADAPTERS if case in ("all_adapters", "bf16") else {}),
         }
     )
 
@@ -103,10 +111,25 @@ def dark_first(prompts_of: list[str]):
     return reward
 
 
+@contextmanager
+def arithmetic(dtype: str):
+    """Do in float64 inside the block what is meant for fp32, if `dtype` is double."""
+    single, stored = torch.Tensor.float, source.DTYPES
+    if dtype == "double":
+        torch.Tensor.float = torch.Tensor.double
+        source.DTYPES = stored | {"float32": torch.float64}  # which would else be refused
+    try:
+        yield
+    finally:
+        torch.Tensor.float, source.DTYPES = single, stored
+
+
 def run(case: str, folder: Path, shard: str, dtype: str) -> None:
     config = config_of(case, folder, shard)
-    mixed = "bf16" if case == "half" else "no"
-    runtime = Runtime(device="cpu", mixed_precision=mixed)
+    AcceleratorState._reset_state()  # or the first case's precision would be everyone's
+    runtime = Runtime(device="cpu", mixed_precision="bf16" if case == "bf16" else "no")
+    if shard == "node" and runtime.world_size == 4:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
     first: list[str] = []
     rewards = None if case in (*FOLLOWED, "stored") else {"brightness": dark_first(first)}
     pipeline = None
@@ -114,22 +137,30 @@ def run(case: str, folder: Path, shard: str, dtype: str) -> None:
         pipeline = load_pipeline("tiny-sd3", dtype="fp32", device="cpu").to(torch.float64)
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, rewards=rewards))
     if rewards:
+        assert isinstance(learner.source, Sampler)
         first += [p.text for p in learner.source.prompts.at(0)]
     generator = torch.Generator().manual_seed(0)
     for p in learner.policy.parameters():
         p.data += 0.02 * torch.randn(p.shape, generator=generator)
+    if learner.objective.needs.old is not None:
+        learner.policy.update_old()
     rollouts = [learner.iterate(i) for i in range(2)]
     seen = {
-        "reward": rollouts[0][0].reward.float(),
-        "start": rollouts[1][0].reward.float(),
-        "weights": torch.cat([p.data.flatten() for p in learner.policy.parameters()]),
-        "loss": rollouts[0][1].get("loss", 0.0),
+        "rewards": torch.stack([rollout.reward for rollout, _ in rollouts]),
+        "metrics": [{k: v for k, v in m.items() if not k.startswith("time/")} for _, m in rollouts],
+        "adapters": {
+            name: torch.cat([t.flatten() for t in tensors])
+            for name, tensors in learner.policy.state_dict()["adapters"].items()
+        },
     }
     if runtime.is_main:
         save_state(folder / f"{case}-{runtime.world_size}-{shard}-{dtype}", seen)
+        print(case, runtime.world_size, shard, dtype, flush=True)
 
 
 if __name__ == "__main__":
-    folder, shard, dtype, *cases = sys.argv[1:]
-    for case in cases:
-        run(case, Path(folder), shard, dtype)
+    folder, *words = sys.argv[1:]
+    for word in words:
+        case, shard, dtype = word.split(":")
+        with arithmetic(dtype):
+            run(case, Path(folder), shard, dtype)

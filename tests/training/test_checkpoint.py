@@ -23,6 +23,7 @@ from flowrl.training.checkpoint import (
     restore_random_state,
     set_aside,
 )
+from flowrl.training.owner import owner_of
 from flowrl.utils.files import load_state, save_state, write_text
 
 
@@ -169,7 +170,7 @@ with claim(Path(sys.argv[1]), resume=None):
 """
 
 
-def test_a_folder_in_use_is_refused_to_another_process_until_that_dies(tmp_path):
+def test_a_folder_in_use_names_its_process_and_is_refused_to_another_until_that_dies(tmp_path):
     command, pipe = [sys.executable, "-c", HOLD, str(tmp_path)], subprocess.PIPE
     path = os.environ | {"PYTHONPATH": os.getcwd()}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=path) as holder:
@@ -177,9 +178,14 @@ def test_a_folder_in_use_is_refused_to_another_process_until_that_dies(tmp_path)
         for resume in (None, "latest"):
             with pytest.raises(UserError, match="in use"), claim(tmp_path, resume=resume):
                 pass
+        owner = owner_of(tmp_path)
+        assert owner and owner.pid == holder.pid and owner.process() is not None
         holder.kill()
+    assert owner_of(tmp_path) == owner and owner.process() is None
     with claim(tmp_path, resume=None):
-        pass
+        own = owner_of(tmp_path)
+        assert own and own.pid == os.getpid()
+    assert owner_of(tmp_path) is None
 
 
 def test_random_numbers_go_on_where_they_were(tmp_path):

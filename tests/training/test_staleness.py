@@ -87,9 +87,24 @@ def test_rewards_of_the_next_images_are_asked_before_this_iteration_is_learned(
     assert events == ["asked", "asked", "learned", *["asked", "learned"] * 2, "learned"]
 
 
+def test_grpo_learns_late_with_the_ratio_to_the_weights_that_sampled(config_for, learner_of):
+    chains = {"prompts_per_iteration": 1, "group_size": 4, "num_inference_steps": 2,
+              "batch_size": 4, "tree": {"kind": "flow_grpo"}, "staleness": 1}  # fmt: skip
+    learner = learner_of(config_for("a", objective={"kind": "grpo"}, rollout=chains))
+    _, first = learner.iterate(0)
+    assert first["policy/ratio_error_max"] < 1e-3
+    rollout = learner.source.collect(1, Timer())
+    now = learner.learn(rollout, 1)  # the weights have moved once since it was sampled
+    assert now["policy/ratio_error_max"] > 1e-2
+    # Given the weights that sampled it, the policy is its own old policy: the means are theirs.
+    again = learner_of(config_for("b", objective={"kind": "grpo"}, rollout=chains))
+    assert again.learn(rollout, 1)["policy/ratio_error_max"] < 1e-3
+
+
 def test_what_learns_from_its_own_steps_or_chooses_by_scores_is_refused(config_for, learner_of):
     for changes, said in (
-        ({"objective": {"kind": "grpo"}, "rollout": {"staleness": 1}}, "kind grpo needs images of"),
+        ({"objective": {"kind": "refl"}, "rewards": [{"name": "tiny_colors"}],
+          "prompts": {"train": "tiny:color_attr:train"}}, "kind refl follows the gradient along"),
         ({"rollout": {"staleness": 1, "group_size": 2, "num_inference_steps": 2, "batch_size": 4,
                       "tree": {"kind": "ode"},
                       "explore": {"candidates": 4, "num_inference_steps": 2}}},

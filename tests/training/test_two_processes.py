@@ -12,6 +12,8 @@ import torch
 from flowrl.config import config_yaml
 from flowrl.utils.files import load_state
 
+pytestmark = pytest.mark.slow  # processes that are started take a minute
+
 # Runs once as it is and once under a launcher; every process writes what it saw.
 SCRIPT = """
 import dataclasses
@@ -115,11 +117,10 @@ for place in ("", f"-{runtime.rank}"):
     asked = ["memory.text_encoders=free", f"memory.prompt_cache={prompts}"]
     case = load_config(Path(sys.argv[1]), asked)
     texts, given = TextCaches(case), ProvidedObjects()
-    learned = build_learner(case, runtime, given, texts)
+    needed = all_prompts_to_encode(case, given)
+    learned = build_learner(case, runtime, given, texts, needed)
     backbone = learned.policy.backbone
     build_evaluator(case, backbone.pipeline, learned.specs, given, texts)
-    needed = all_prompts_to_encode(case, given)
-    texts.encode_and_free(backbone.pipeline, needed, runtime)
     seen[f"texts {len(place)}"] = [
         len(needed),
         len(texts.get(backbone, 1.0).known),

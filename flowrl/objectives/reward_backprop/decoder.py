@@ -24,6 +24,11 @@ def check_differentiable(specs: Sequence[RewardSpec], kind: str) -> None:
                 "does not say `differentiable = True`: take one that does, hold this one out with "
                 "held_out: true, or choose an objective that needs scores alone, such as grpo"
             )
+        if getattr(spec.executor, "offload", False):
+            raise UserError(
+                f"objective.kind {kind} follows the reward's gradient, so the networks of reward "
+                f"{spec.name!r} are needed while it learns: set executor.offload to false"
+            )
         if spec.transform is rank:
             raise UserError(
                 f"objective.kind {kind} follows the reward's gradient, and the transform of reward "
@@ -94,7 +99,8 @@ def differentiate(
     """
     pairs = list(zip(prompts, metadata, strict=True))
     fits = torch.tensor([[s.applies(p, m) for s in specs] for p, m in pairs]).bool()
-    scores = torch.full(fits.shape, math.nan)
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    scores = torch.full(fits.shape, math.nan, dtype=dtype)
     slopes = images.new_zeros(len(specs), *images.shape)
     texts = [f"{words}. {prompt}" if words else prompt for prompt in prompts]
     for column, spec in enumerate(specs):

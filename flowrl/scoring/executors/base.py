@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl.errors import UserError
+from flowrl.scoring.executors.offload import park, restore
 
 Reward = Callable[[Tensor, list[str], list[dict]], Any]  # see the docstring of `flowrl_rewards`
 
@@ -83,9 +84,22 @@ def joined(parts: Sequence[Answer], seconds: float) -> Answer:
 
 
 def to_levels(images: Tensor) -> Tensor:
-    """Return images in [0, 1], of any shape and finite, as uint8 levels on the CPU."""
+    """Return images (B, ...) in [0, 1], finite, as uint8 levels on the CPU."""
     # In place where nobody else holds the numbers: images are large, and a GPU waits for this.
-    return (images.detach().float() * 255).round_().clamp_(0, 255).byte().cpu()
+    images = images.detach()
+    if images.device.type != "cpu":
+        return (images.float() * 255).round_().clamp_(0, 255).byte().cpu()
+    levels = torch.empty(images.shape, dtype=torch.uint8)
+    # One image after the other: the floats of all of them would not fit the processor's cache.
+    for image, its in zip(images, levels, strict=True):
+        its.copy_((image.float() * 255).round_().clamp_(0, 255))
+    return levels
+
+
+def all_finite(images: Tensor) -> bool:
+    """Return whether no number is NaN or infinite."""
+    # One quick pass: a sum with such a number is none either. A GPU waits for this.
+    return bool(images.sum(dtype=torch.float32).isfinite() or images.isfinite().all())
 
 
 def read_answer(answer: Any, count: int) -> Answer:
@@ -261,6 +275,7 @@ class InlineExecutor:
     Args:
         micro_batch: most images of one call; None is all.
         background: call it at once in a thread of its own, for rewards that wait for a network.
+        offload: keep its networks on the CPU while nothing is asked of it.
         gpu: number of the GPU that is current in this thread; None leaves it to torch.
     """
 
@@ -271,13 +286,16 @@ class InlineExecutor:
         *,
         micro_batch: int | None = None,
         background: bool = False,
+        offload: bool = False,
         gpu: int | None = None,
     ):
         self.reward, self.name, self.micro_batch = reward, name, micro_batch
+        self.offload, self._waiting = offload, 0
         self._thread = _Background(f"reward {name}", gpu) if background else None
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
         work = functools.partial(self._ask, images, prompts, metadata)
+        self._waiting += 1
         return self._thread.submit(work) if self._thread is not None else _Later(work)
 
     def close(self) -> None:
@@ -286,6 +304,16 @@ class InlineExecutor:
 
     def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Answer:
         began = time.perf_counter()
+        restore(self.reward)  # which another executor may have parked
+        try:
+            parts = self._ask_parts(images, prompts, metadata)
+        finally:
+            self._waiting -= 1
+            if self.offload and not self._waiting:
+                park(self.reward)
+        return joined(parts, time.perf_counter() - began)
+
+    def _ask_parts(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> list[Answer]:
         parts: list[Answer] = []
         start = 0
         while start < len(images):
@@ -300,4 +328,4 @@ class InlineExecutor:
                 part = failed(size, f"the device's memory does not suffice for {size}: {error}")
             parts.append(part)
             start += size
-        return joined(parts, time.perf_counter() - began)
+        return parts

@@ -56,24 +56,40 @@ def _unirl_write(body: Body) -> Body:
 
 def _unirl_read(answer: Any, body: Body) -> list[Body]:
     results = answer["results"]
-    errors = answer.get("errors") or [{}] * len(results)
+    errors = answer.get("errors")
+    if not isinstance(errors, list) or len(errors) != len(results):  # one text for all, or none
+        errors = [errors] * len(results)
     reward, _, part = body["reward"].partition("/")
     return [
-        _unirl_result(scores.get(reward), error.get(reward), reward, part)
+        _unirl_result(_own(scores, reward), _own(error, reward), reward, part)
         for scores, error in zip(results, errors, strict=True)
     ]
 
 
-def _unirl_result(scores: Body | None, error: str | None, reward: str, part: str) -> Body:
-    if not scores:
-        return {"score": None, "error": error or f"the server gave no score of {reward}"}
+def _own(found: Any, reward: str) -> Any:
+    """Return what an item's object has for a reward; anything but an object as it is."""
+    return found.get(reward) if isinstance(found, dict) else found
+
+
+def _unirl_result(scores: Any, error: Any, reward: str, part: str) -> Body:
+    if not scores or not isinstance(scores, dict):
+        told = str(error) if error else f"the server gave no score of {reward}"
+        return {"score": None, "error": told}
     wanted = part or (reward if reward in scores else "")
     if not wanted and len(scores) == 1:
         wanted = next(iter(scores))
     if wanted not in scores:
         parts = ", ".join(f"{reward}/{name}" for name in scores)
         return {"score": None, "error": f"{reward} has several parts: name one of {parts}"}
-    return {"score": float(scores[wanted]), "error": None}
+    return _scored(scores[wanted], f"{reward}/{wanted}")
+
+
+def _scored(value: Any, name: str) -> Body:
+    """Return one item's result; what is no number is missing, and costs no other item."""
+    try:
+        return {"score": float(value), "error": None}
+    except (TypeError, ValueError):
+        return {"score": None, "error": f"the server gave {value!r:.40} for {name}"}
 
 
 # --- Flow-Factory ---------------------------------------------------------------------------------
@@ -95,7 +111,7 @@ def _flow_factory_read(answer: Any, body: Body) -> list[Body]:
     if answer.get("error"):
         raise ValueError(f"answered with an error: {answer['error']}")
     rewards = answer["rewards"]
-    return [{"score": None if value is None else float(value), "error": None} for value in rewards]
+    return [_scored(value, body["reward"]) for value in rewards]
 
 
 DIALECTS = {

@@ -35,6 +35,7 @@ from flowrl.errors import UserError
 from flowrl.scoring.executors.base import (
     Answer,
     RewardFailure,
+    all_finite,
     failed,
     joined,
     read_answer,
@@ -155,13 +156,16 @@ class HTTPExecutor:
         return named or answer.scores, dict(answer.reasons)
 
     def submit(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> "Future[Answer]":
-        if not images.isfinite().all():
+        if not all_finite(images):
             future: Future[Answer] = Future()
             future.set_result(failed(len(images), "images hold NaN or infinite pixels"))
             return future
-        levels = to_levels(images).permute(0, 2, 3, 1).contiguous().numpy()
+        levels = to_levels(images).numpy()
+        pixels = np.empty((len(levels), *levels.shape[2:], 3), np.uint8)
+        for channel in range(3):  # a third of the time of one transposed copy
+            pixels[..., channel] = levels[:, channel]
         session = self._opened()
-        return session.start(self._answer, session.client, levels, prompts, metadata)
+        return session.start(self._answer, session.client, pixels, prompts, metadata)
 
     def close(self) -> None:
         """End all threads; what was not answered is cancelled."""

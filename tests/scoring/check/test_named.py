@@ -7,6 +7,7 @@ import pytest
 import uvicorn
 import yaml
 
+from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.check import check_named
 from flowrl.scoring.server import make_app
 from flowrl.scoring.spec import BUILT_IN, load_reward
@@ -20,8 +21,10 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "clipscore": "run `hf download openai/clip-vit-large-patch14",
     "hpsv2": "run `hf download xswu/HPSv2",
     "aesthetic": "run `hf download trl-lib/ddpo-aesthetic-predictor",
-    "imagereward": "pip install image-reward",
-    "hpsv3": "pip install hpsv3",
+    "aesthetic_v2_5": "give its path as `head`",
+    "imagereward": "run `hf download THUDM/ImageReward ImageReward.pt`",
+    "hpsv3": "`pip install --no-deps hpsv3` brings it",
+    "mps": "run `hf download RE-N-Y/mpsv1 model.safetensors`",
     "vlm_judge": "a judge needs the server",
     "vlm_questions": "a judge needs the server",
     "unified_reward": "a judge needs the server",
@@ -46,11 +49,34 @@ def test_every_other_built_in_reward_says_in_one_line_what_is_missing(tmp_path, 
     for name in LACKING:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        for package in ("ImageReward", "hpsv3"):
-            monkeypatch.setitem(sys.modules, package, None)
         (finding,) = check_named(name).results
         assert finding.state == "missing" and LACKING[name] in finding.detail, finding
         assert "\n" not in finding.detail
+
+
+def test_ones_own_prompts_are_counted_and_the_detector_that_suits_them_is_named():
+    def record(number: int, name: str, **more) -> PromptRecord:
+        asked = {"tag": "single_object", "include": [{"class": name, "count": 1} | more]}
+        return PromptRecord(uid=str(number), text=f"a {name}", metadata=asked)
+
+    square, dog = record(0, "square", color="red"), record(1, "dog")
+    zebra, unicorn = record(2, "zebra", color="blue"), record(3, "unicorn")
+    for prompts, state, counted, suits in (
+        ([square, square], "ok", "2 of 2 prompts", "args: {detector: tiny} suits (shapes of the"),
+        ([square, dog], "problem", "1 of 2 prompts", "{detector: owlv2, colors: clip} suits"),
+        ([dog], "problem", "0 of 1 prompts", "args: {detector: mask2former} suits (COCO's"),
+        ([dog, zebra], "problem", "0 of 2", "{detector: mask2former, colors: clip} suits"),
+        ([dog, unicorn], "problem", "0 of 2", "{detector: owlv2} suits (any words"),
+    ):
+        checked = check_named("geneval", prompts=prompts)
+        assert [result.state for result in checked.results] == ["ok", state]
+        detail = checked.results[1].detail
+        assert detail.startswith(counted) and suits in detail, detail
+    assert len(check_named("geneval").results) == 1
+    assert "does not know 'dog'" in check_named("geneval", prompts=[dog]).results[1].detail
+    args = {"detector": "mask2former", "colors": "clip"}
+    judged = check_named("geneval", args, prompts=[dog, zebra]).results[-1]
+    assert judged.state == "ok" and "{detector: mask2former, colors: clip}" in judged.detail
 
 
 def test_a_reward_that_cannot_be_made_is_a_problem():

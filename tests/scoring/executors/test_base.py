@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowrl.errors import UserError
-from flowrl.scoring.executors.base import Answer, RewardFailure, ask, failed, read_answer, to_levels
+from flowrl.scoring.executors.base import (
+    Answer,
+    RewardFailure,
+    all_finite,
+    ask,
+    failed,
+    read_answer,
+    to_levels,
+)
 
 THREE = torch.zeros(3, 3, 4, 4)
 NO_NUMBER = "the reward gave no finite number"
@@ -128,3 +136,18 @@ def test_what_a_reward_raises_is_why_its_scores_are_missing_unless_no_image_can_
         with pytest.raises(type(error)) as caught:
             asked(raising(error))
         assert caught.value is error
+
+
+def test_levels_are_those_of_the_plain_formula_and_one_bad_pixel_is_found():
+    images = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    images[0].flatten()[:6] = torch.tensor([0.5, 1.5, 2.5, 254.5, 0, 255]) / 255
+    images[1].flatten()[:2] = torch.tensor([-0.1, 1.2])
+    for own in (images, images.bfloat16(), images.double(), images.transpose(2, 3), images[:0]):
+        plain = (own.float() * 255).round().clamp(0, 255).byte()
+        assert torch.equal(to_levels(own), plain)
+        assert all_finite(own)
+    assert all_finite(torch.full((4,), 3e38))  # whose sum is infinite
+    for bad in (math.nan, math.inf, -math.inf):
+        broken = images.clone()
+        broken[2, 1, 4, 6] = bad
+        assert not all_finite(broken)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from flowrl.build.learner import build_rewards
-from flowrl.cli.rewards import _shared_gpus
+from flowrl.cli.rewards import _gpu_numbers, _shared_gpus
 from flowrl.config import parse_config
+from flowrl.errors import UserError
 from flowrl.scoring.executors.pool import PoolExecutor, visible_name
 from flowrl.utils.distributed import Runtime
 
@@ -77,3 +78,12 @@ def test_a_server_s_processes_take_the_machine_s_gpus_in_turn(cuda, monkeypatch)
     for gpus, expected in ((4, [[0, 1, 2], [3, 0, 1]]), (0, [[], []])):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         assert _shared_gpus(2, 3) == expected
+
+
+def test_a_server_has_a_worker_on_each_of_the_gpus_that_are_named():
+    assert _gpu_numbers("0-3,6") == [0, 1, 2, 3, 6]
+    assert _shared_gpus(2, 5, [0, 1, 2, 3, 6]) == [[0, 1, 2, 3, 6]] * 2
+    assert _shared_gpus(1, 3, [4, 5]) == [[4, 5, 4]]
+    for wrong in ("", "all", "3-1", "0-", "-1", "1,,2"):
+        with pytest.raises(UserError, match="expected numbers of GPUs, as in 0-7"):
+            _gpu_numbers(wrong)

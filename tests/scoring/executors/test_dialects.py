@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.scoring.executors.http import HTTPExecutor
 
@@ -97,6 +98,34 @@ def test_what_unirls_service_could_not_score_is_missing_with_its_reason():
     assert found.scores[0].isnan() and found.scores[1] == 1 and "no GPU" in found.reasons[0]
 
 
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"results": [{"pickscore": {"pickscore": None}}], "errors": [None]},
+        {"results": [None], "errors": "out of memory"},
+        {"results": [{"pickscore": "high"}], "errors": [{"pickscore": 3}]},
+    ],
+)
+def test_a_broken_item_of_unirl_costs_no_other_item(broken):
+    def post(path, body):
+        whole = {"pickscore": {"pickscore": 0.5}}
+        errors = broken["errors"]
+        return {
+            "results": [*broken["results"], whole],
+            "errors": [*errors, {}] if isinstance(errors, list) else errors,
+        }
+
+    with serving(UNIRL, post) as url:
+        found = asked("pickscore", url, "unirl")
+    assert found.scores[0].isnan() and found.scores[1] == 0.5 and list(found.reasons) == [0]
+
+
+def test_a_missing_score_of_flow_factory_costs_no_other_item():
+    with serving({"/health": {}}, lambda path, body: {"rewards": [None, 0.5]}) as url:
+        found = asked("mine", url, "flow_factory")
+    assert found.scores[0].isnan() and found.scores[1] == 0.5
+
+
 def flow_factory(path, body):
     assert path == "/compute" and body["prompt"] == PROMPTS and body["video"] is None
     return {"rewards": [brightness(text) for text in body["image"]]}
@@ -116,3 +145,21 @@ def test_a_server_of_another_kind_is_an_error_that_says_so():
         assert found.scores.isnan().all() and "no JSON of scores" in found.reasons[0]
     with pytest.raises(UserError, match="dialect is one of flowrl, unirl, flow_factory"):
         HTTPExecutor("mine", ["http://127.0.0.1:1"], dialect="pickle")
+
+
+def test_the_command_score_asks_a_server_in_its_dialect(tmp_path, capsys):
+    for name, level in (("a", 0), ("b", 255)):
+        Image.new("RGB", (8, 8), (level,) * 3).save(tmp_path / f"{name}.png")
+
+    def post(path, body):
+        return {"rewards": [brightness(text) for text in body["image"]]}
+
+    words = ["score", str(tmp_path), "--reward", "mine", "--prompt", "x", "--json"]
+    with serving({"/health": {}}, post) as url, pytest.raises(SystemExit) as end:
+        main([*words, "--server", url, "--dialect", "flow_factory"])
+    assert not end.value.code
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
+    assert [row["mine"] for row in rows] == [0.0, 1.0]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--dialect", "unirl"])
+    assert end.value.code and "without --server" in capsys.readouterr().err

@@ -1,0 +1,350 @@
+"""What this machine does with flowrl, part by part, as one file that others can read.
+
+Weights are random, or those of the built-in pipelines, so that nothing is downloaded. Without a GPU
+the same parts run on two blocks of each network, which says that they work and nothing of speed.
+"""
+
+import functools
+import importlib.util
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl import __version__
+from flowrl.bench.iteration import bench_iteration, work_of
+from flowrl.bench.two_stage import PUBLISHED, bench_solrl
+from flowrl.config import load_config
+from flowrl.errors import UserError
+from flowrl.planning.model_specs import model_spec
+from flowrl.quantization.backends import capability_of, precision_name, resolve
+from flowrl.utils.files import write_text
+
+Result = dict[str, Any]
+SIZES = ("sd3.5-medium", "sd3.5-large", "flux.1-dev", "sana-1.6b")
+QUICKSTARTS = ("quickstart", "quickstart-flux", "quickstart-sana")
+ITERATIONS = 10  # of each quickstart
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
+# On a CPU: two blocks of each kind, and as little work as shows that everything runs.
+SMALL = {"prompts": 1, "group_size": 2, "steps": 3, "batch": 2, "micro_batch": 2}
+LOW_BITS = ("fp8", "nvfp4")
+TESTS = Path(__file__).parents[2] / "tests"
+
+
+def certify(
+    folder: Path,
+    *,
+    recipes: Sequence[str] = (),
+    only: Sequence[str] = (),
+    show: Callable[[str], None] = print,
+) -> Path:
+    """Run the parts that the machine's file lacks, and write it after each; return the file.
+
+    Args:
+        recipes: their checkpoints' sizes alone are measured; all where none is given.
+        only: names of the parts to run; all where none is given.
+
+    Raises:
+        UserError: for a part that does not exist.
+    """
+    parts = _parts(recipes)
+    if unknown := [name for name in only if name not in parts]:
+        raise UserError(f"there is no part {unknown[0]!r}, expected some of {', '.join(parts)}")
+    about = machine()
+    path = folder / f"{_slug(about['card'])}.json"
+    record = _read(path)
+    done = record.get("parts", {}) if record.get("machine") == about else {}
+    for name in only or parts:
+        if "seconds" in (last := done.get(name, {})) and "error" not in last:
+            show(f"{name}: done before")
+            continue
+        began = time.perf_counter()
+        done[name] = _tried(parts[name])
+        if "skipped" not in done[name]:
+            done[name]["seconds"] = round(time.perf_counter() - began, 2)
+        write_text(
+            path, json.dumps({"machine": about, "parts": done}, indent=1, default=str) + "\n"
+        )
+        show(f"{name}: {_told(done[name])}")
+    return path
+
+
+def machine() -> Result:
+    """Return the public name of the card, or of the CPU's architecture, and versions."""
+    on_gpu = torch.cuda.is_available()
+    return {
+        "card": torch.cuda.get_device_name() if on_gpu else f"CPU {platform.machine()}",
+        "cards": torch.cuda.device_count() if on_gpu else 0,
+        "memory_gb": torch.cuda.get_device_properties(0).total_memory / 1e9 if on_gpu else None,
+        "blocks": "all" if on_gpu else "2 of each kind: says nothing of speed",
+        "flowrl": __version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+    } | {name: version(name) for name in PACKAGES}
+
+
+def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
+    """Return the parts by name, in the order they run."""
+    paths = {load_config(recipe).pipeline.path for recipe in recipes}
+    sizes = [
+        n for n in SIZES if not paths or {model_spec(n).checkpoint, *model_spec(n).also} & paths
+    ]
+    return {
+        "processes": _processes,
+        "rewards": _rewards,
+        **{f"iteration {name}": functools.partial(_iteration, name) for name in sizes},
+        **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
+        "compile": _compile,
+        "two stages": _two_stages,
+        **{name: functools.partial(_quickstart, name) for name in QUICKSTARTS},
+        "gpu tests": _gpu_tests,
+    }
+
+
+def _tried(part: Callable[[], Result]) -> Result:
+    try:
+        return part()
+    except Exception as error:  # a part that fails is a result, too, and the others still run
+        return {
+            "error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        }
+
+
+def _told(found: Result) -> str:
+    for state in ("skipped", "error"):
+        if state in found:
+            return f"{state}: {found[state]}"
+    return f"{found['seconds']:.0f} s"
+
+
+# --- parts --------------------------------------------------------------------------------------
+
+
+def _iteration(name: str) -> Result:
+    """Measure an iteration at real size: its share of bare forwards, its memory by the plan."""
+    if torch.cuda.is_available():
+        return bench_iteration(name=name, gradient_checkpointing=True)
+    work = replace(work_of(name, SMALL), guidance=1.0, kl_coef=0.0)
+    return bench_iteration(name=name, work=work, pixels=64, layers=2, dtype="fp32", device="cpu")
+
+
+def _kernels(name: str) -> Result:
+    """Compare rankings of low-bit candidates with exact ones; emulated where there is no kernel."""
+    from flowrl.api import audit
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    asked = name
+    try:
+        resolved = resolve(name, capability_of(device))  # type: ignore[arg-type]
+    except UserError as error:
+        if name != "nvfp4":
+            return {"skipped": str(error)}
+        asked = "nvfp4-emulated"
+        resolved = resolve("nvfp4-emulated", capability_of(device))
+    changes = ["rollout.explore.min_dim=0"]
+    rows = audit("quickstart", changes, prompts=2, candidates=16, precisions=[asked])
+    return {"precision": precision_name(resolved), "native": resolved.native, "rows": rows}
+
+
+def _compile() -> Result:
+    """Compare a compiled forward of two SD3.5-Medium blocks with the plain one."""
+    from flowrl.bench.random_model import RandomBackbone, random_text
+    from flowrl.bench.timing import compare_turns, time_turns
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backbone = RandomBackbone(
+        "sd3.5-medium", device=device, dtype=torch.float32, pixels=64, layers=2
+    )
+    text = random_text(backbone.size, 1, guided=False, device=device, dtype=torch.float32)
+    x = torch.zeros(1, *backbone.latent_shape(), device=device)
+    network = backbone.transformer
+    compiled = torch.compile(network)
+
+    def forward(one: Any) -> torch.Tensor:
+        backbone.transformer = one
+        with torch.no_grad():
+            return backbone.velocity(x, torch.ones((), device=device), text)
+
+    difference = (forward(compiled) - forward(network)).abs().max().item()
+    jobs = {"plain": lambda: forward(network), "compiled": lambda: forward(compiled)}
+    turns = time_turns(jobs, 3, device)
+    return {"difference": difference, **compare_turns(turns["compiled"], turns["plain"])}
+
+
+def _two_stages() -> Result:
+    """Compare two-stage rollouts with sampling all candidates exactly."""
+    on_gpu = torch.cuda.is_available()
+    return bench_solrl(
+        model="tiny-sd3", counts=PUBLISHED.scaled(1.0 if on_gpu else 0.25), prompts=1,
+        precision="auto", min_dim=None, batch=24 if on_gpu else 6, compile=on_gpu, threads=1,
+        repeats=3 if on_gpu else 1, device="auto",
+    )  # fmt: skip
+
+
+def _quickstart(name: str) -> Result:
+    """Train a quickstart for a few iterations, without its evaluations."""
+    from flowrl.api import align
+
+    with tempfile.TemporaryDirectory() as folder:
+        changes = [
+            f"run.iterations={ITERATIONS}", f"run.output_dir={folder}/run", "run.trackers=[]",
+            "run.max_minutes=null", "evaluation.prompts=null",
+        ]  # fmt: skip
+        began = time.perf_counter()
+        align(load_config(name, changes))
+        seconds = time.perf_counter() - began
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = [row["reward"] for row in map(json.loads, lines) if "reward" in row]
+    return {"iterations": ITERATIONS, "seconds_each": seconds / ITERATIONS, "rewards": rewards}
+
+
+def _rewards() -> Result:
+    """Ask small rewards in a pool, and say which GPU a process of it would take."""
+    from flowrl.scoring.executors.pool import PoolExecutor
+
+    images, prompts = torch.rand(2, 3, 64, 64), ["a red circle"] * 2
+    pool = PoolExecutor("brightness", None, "brightness", workers=1, timeout=120.0)
+    try:
+        answer = pool.submit(images, prompts, [{}, {}]).result()
+    finally:
+        pool.close()
+    return {"answers": len(answer.scores), "cards": torch.cuda.device_count()}
+
+
+PROCESS = """
+import os, sys, torch
+import torch.distributed as dist
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+cuda = torch.cuda.is_available()
+if cuda: torch.cuda.set_device(rank)
+dist.init_process_group("nccl" if cuda else "gloo")
+x = torch.full((1024,), rank + 1.0, device="cuda" if cuda else "cpu")
+dist.all_reduce(x)
+assert x[0].item() == world * (world + 1) / 2, x[0]
+dist.destroy_process_group()
+"""
+
+
+def _processes() -> Result:
+    """Sum over a process for each GPU, or two on the CPU, by a free port."""
+    import os
+    import socket
+
+    world = max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 2
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS], env={**os.environ, **common, "RANK": str(rank)},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    for process, error in zip(started, errors, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"all-reduce failed: {error.strip().splitlines()[-1]}")
+    return {"processes": world, "backend": "nccl" if torch.cuda.is_available() else "gloo"}
+
+
+def _gpu_tests() -> Result:
+    """Run the tests that want a GPU, from a clone."""
+    if not torch.cuda.is_available():
+        return {"skipped": "no GPU"}
+    if not TESTS.is_dir() or importlib.util.find_spec("pytest") is None:
+        return {"skipped": "no clone with tests, or no pytest"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(TESTS)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if found.returncode:
+        raise RuntimeError(found.stdout.strip().splitlines()[-1])
+    return {"summary": found.stdout.strip().splitlines()[-1]}
+
+
+# --- files and their page -----------------------------------------------------------------------
+
+
+def _read(path: Path) -> Result:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise UserError(f"{path} is no file of flowrl certify: {error}; remove it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _slug(card: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in card.lower()).strip("-")
+
+
+def write_page(folder: Path) -> Path:
+    """Render all machines' files of a folder as one page beside them; return it."""
+    records = {path.name: _read(path) for path in sorted(folder.glob("*.json"))}
+    lines = [
+        "# What ran where",
+        "",
+        "Made by `flowrl certify --page` from the files beside it.",
+        "",
+    ]
+    for name, record in records.items():
+        about, parts = record.get("machine", {}), record.get("parts", {})
+        lines += [
+            f"## {_cell(about.get('card', name))}", "",
+            f"[{name}]({name}): flowrl {_cell(about.get('flowrl'))}, torch "
+            f"{_cell(about.get('torch'))}, blocks: {_cell(about.get('blocks'))}.", "",
+            "| part | seconds | found |", "|---|---|---|",
+        ]  # fmt: skip
+        lines += [
+            f"| {_cell(part)} | {_cell(row.get('seconds', ''))} | {_cell(_figures(row))} |"
+            for part, row in parts.items()
+        ]
+        lines.append("")
+    lines += ["## Not run on a GPU", ""]
+    lines += [f"- {part}" for part in not_run(list(records.values()))] or ["Nothing is missing."]
+    path = folder / "README.md"
+    write_text(path, "\n".join(lines) + "\n")
+    return path
+
+
+def not_run(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the parts that no file of a GPU has."""
+    ran = {
+        part
+        for record in records
+        if record.get("machine", {}).get("cards")
+        for part, row in record.get("parts", {}).items()
+        if "error" not in row and "skipped" not in row
+    }
+    return [part for part in _parts(()) if part not in ran]
+
+
+SHOWN = (
+    "error", "skipped", "forward_share", "images_per_second", "of_planned", "peak_gb", "measured",
+    "predicted", "ratio", "difference", "seconds_each", "native", "precision", "processes",
+    "summary",
+)  # fmt: skip
+
+
+def _figures(row: Mapping[str, Any]) -> str:
+    found = ((name, row[name]) for name in SHOWN if row.get(name) is not None)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in found
+    )
+
+
+def _cell(value: Any) -> str:
+    """Return a value as text that ends no cell of a table and is no HTML."""
+    text = str(value).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    return " ".join(text.split())

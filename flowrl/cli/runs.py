@@ -1,0 +1,110 @@
+"""`flowrl runs`: the run folders, what they take on disk, and less of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowrl.cli._console import AsJson, print_table
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.web.runs import RunFiles
+
+Found = Annotated[Path, typer.Argument(metavar="[RUNS]", help="Folder of run folders, or one run.")]
+
+
+def runs(
+    folder: Found = Path("runs"),
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="Remove from finished runs what neither resuming nor the card needs: checkpoints "
+            "but the newest, and what was set aside.",
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before removing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List runs with state, score and size on disk; with --prune remove what is left over.
+
+    The LoRA, the newest checkpoint, metrics, ledger, evaluations, gallery and card always stay. A
+    run that is unfinished or in use is not touched.
+
+    Examples:
+
+      flowrl runs
+
+      flowrl runs runs/quickstart --prune
+    """
+    from flowrl.web.runs import RunFolders
+
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: name the one that holds your runs.")
+    found = RunFolders(folder).runs()
+    if not found:
+        raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
+    if not prune:
+        print_table([_row(run) for run in found], as_json=as_json, whole="run")
+        return
+    spare = {run.name: (run, list(_spare(run))) for run in found}
+    rows = [
+        {"run": name, "to remove": len(paths), "MB": _megabytes(paths)}
+        for name, (_, paths) in spare.items()
+        if paths
+    ]
+    if not rows:
+        typer.echo("Nothing to remove.")
+        return
+    print_table(rows, as_json=as_json, whole="run")
+    if not yes:
+        typer.confirm("Remove these?", abort=True)
+    for run, paths in spare.values():
+        if paths:
+            _remove(run, paths)
+
+
+def _row(run: "RunFiles") -> dict[str, object]:
+    told = run.summary()
+    return {
+        "run": told["run"],
+        "state": told["state"],
+        "iteration": told["step"],
+        "of": told["iterations"],
+        "base": told["base"],
+        "held out": told["held_out"],
+        "MB": _megabytes([run.path]),
+    }
+
+
+def _spare(run: "RunFiles") -> Iterator[Path]:
+    """Yield the folders of a finished run that nothing needs any more."""
+    if run.state().name != "finished":
+        return
+    for step in run.checkpoints()[:-1]:
+        yield run.path / "checkpoints" / f"step-{step:06d}"
+    if (run.path / "set-aside").is_dir():
+        yield run.path / "set-aside"
+
+
+def _megabytes(paths: list[Path]) -> float:
+    """Return the size of files and folders; a link counts as itself."""
+    files = [f for p in paths for f in (p.rglob("*") if p.is_dir() else [p])]
+    total = sum(f.lstat().st_size for f in files if f.is_symlink() or f.is_file())
+    return round(total / 1e6, 1)
+
+
+def _remove(run: "RunFiles", paths: list[Path]) -> None:
+    """Remove folders of a run while nobody else has it."""
+    import shutil
+
+    from flowrl.training.checkpoint import LATEST, STATE, claim, remove_checkpoint
+
+    with claim(run.path, resume=LATEST):
+        for path in paths:
+            if (path / STATE).is_file():
+                remove_checkpoint(path)
+            else:
+                shutil.rmtree(path)

@@ -1,0 +1,115 @@
+"""`flowrl ui`: a page over run folders."""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flowrl.cli._console import token_of
+from flowrl.errors import Interrupted, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastapi import FastAPI
+
+Host = Annotated[str, typer.Option(help="Address to listen at.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
+TokenVariable = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Variable with the token to ask for; else a new one."),
+]
+OpenBrowser = Annotated[
+    bool, typer.Option("--open", help="Open the page in this machine's browser.")
+]
+
+
+def ui(
+    runs: Annotated[
+        Path, typer.Argument(metavar="[RUNS]", help="Folder of run folders, or one run.")
+    ] = Path("runs"),
+    host: Host = "127.0.0.1",
+    port: Port = 8401,
+    token_env: TokenVariable = None,
+    open_browser: OpenBrowser = False,
+) -> None:
+    """Show runs in the browser: curves as they grow, images, recipes; compare, stop, resume, start.
+
+    Prints an address with a token: whoever has it sees the runs and can start programs here, so
+    keep it. Listens to this machine alone; --host with another address needs --token-env. On a
+    server, forward the port: ssh -L 8401:127.0.0.1:8401 SERVER. Stop with Ctrl-C; runs go on.
+
+    Examples:
+
+      flowrl ui
+
+      flowrl ui runs/quickstart --port 0 --open
+    """
+    token = checked_token(host, token_env)
+    if runs.exists() and not runs.is_dir():
+        raise UserError(f"{runs} is a file, expected a folder of runs or a run.")
+    from flowrl.web.app import make_app
+
+    shown = f"runs in {os.fspath(runs)}"
+    app = serve_page(
+        lambda hosts: make_app(runs, token=token, hosts=hosts), shown, host, port, token,
+        open_browser,
+    )  # fmt: skip
+    if left := app.state.jobs.running():
+        print(f"Started here and going on: {left} of the runs.")
+
+
+def checked_token(host: str, variable: str | None) -> str:
+    """Return the token that a page asks for, that of a variable or a new one.
+
+    Raises UserError for a token that cannot be sent, and where other machines are let in without
+    one that was chosen.
+    """
+    from flowrl.cli.rewards import is_loopback
+    from flowrl.scoring.protocol import TOKEN_RULE, is_sendable
+
+    if variable is None and not is_loopback(host):
+        raise UserError(
+            f"--host {host} lets other machines in: name the variable with a token that they must "
+            "send, as in --token-env UI_TOKEN."
+        )
+    token = token_of(variable) or secrets.token_urlsafe(24)
+    if not is_sendable(token):
+        raise UserError(f"the page's token {TOKEN_RULE}")
+    return token
+
+
+def serve_page(
+    make_app: "Callable[[Sequence[str]], FastAPI]", what: str, host: str, port: int, token: str,
+    open_browser: bool,
+) -> "FastAPI":  # fmt: skip
+    """Serve a page until Ctrl-C; print its address, with the token, first.
+
+    make_app: of the names under which the page may be asked for. what: is shown, for the print.
+    """
+    import webbrowser
+    from urllib.parse import quote
+
+    import uvicorn
+
+    from flowrl.cli.rewards import bound, listen
+
+    with bound(host, port) as listening:
+        listen(listening)
+        found = listening.getsockname()[1]
+        shown = f"[{host}]" if ":" in host else host
+        address = f"http://{shown}:{found}/#token={quote(token, safe='')}"
+        app = make_app(("127.0.0.1", "localhost", "::1", host.lower()))
+        # Flushed: programs that read this through a pipe wait for it.
+        print(f"{what} at {address}", flush=True)
+        if open_browser:
+            webbrowser.open(address)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+        )
+        with suppress(Interrupted):  # Ctrl-C is how it ends; uvicorn has closed all by then
+            uvicorn.Server(config).run(sockets=[listening])
+    return app

@@ -1,0 +1,113 @@
+"""`flowrl vote`: your taste in some clicks, and a LoRA that has it."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from flowrl.cli._console import Lora
+from flowrl.cli.train import Words, print_what_next, recipe_request
+from flowrl.cli.ui import Host, OpenBrowser, Port, TokenVariable, checked_token, serve_page
+from flowrl.errors import UserError
+
+if TYPE_CHECKING:
+    from flowrl.voting.app import Questions
+
+
+def vote(  # noqa: PLR0913  # an argument for each option
+    words: Words = None,
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", "-o", help="Folder of images and votes.")
+    ] = Path("votes"),
+    images: Annotated[
+        Path | None,
+        typer.Option(help="A folder of images that says their prompts, in place of drawing some."),
+    ] = None,
+    lora: Lora = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts to draw images of.")] = 60,
+    per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 4,
+    goal: Annotated[int, typer.Option(min=1, help="Votes to count up to.")] = 50,
+    pairs: Annotated[
+        Literal["informative", "random"],
+        typer.Option(help="Ask what tells most about your taste, or any pair."),
+    ] = "informative",
+    seed: Annotated[int, typer.Option(min=0, help="Of the images and the order.")] = 0,
+    train: Annotated[
+        bool, typer.Option("--train", help="Train on the votes there are, and ask nothing.")
+    ] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the votes as pairs: .jsonl as flowrl, or .json as HPDv3 has them."
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8402,
+    token_env: TokenVariable = None,
+    open_browser: OpenBrowser = False,
+) -> None:
+    """Say which of two images you like, on a page; then train a LoRA on your votes.
+
+    Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is on disk at once: stop with Ctrl-C, and the
+    same command goes on. --train then runs DPO on the votes.
+
+    Examples:
+
+      flowrl vote quickstart-sana
+
+      flowrl vote quickstart-sana --train run.iterations=40
+
+      flowrl vote quickstart-sana --lora runs/quickstart-sana -o votes/aligned
+
+      flowrl vote quickstart-sana --export votes.jsonl
+    """
+    from flowrl.config import load_config
+
+    request = recipe_request(words, "flowrl vote quickstart-sana")
+    config = load_config(request.recipe, request.overrides)
+    folder = images or output_dir
+    if export is not None:
+        _export(folder, export)
+        return
+    if train:
+        from flowrl.voting.learn import train_on_votes
+
+        print_what_next(config, train_on_votes(config, folder))
+        return
+    from flowrl.voting.app import Questions
+    from flowrl.voting.ballot import Ballot
+    from flowrl.voting.candidates import read_candidates
+    from flowrl.voting.learn import draw_candidates, encoder_of
+
+    if images is None:
+        draw_candidates(
+            config, folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
+        )
+    candidates = read_candidates(folder, encoder_of(config))
+    questions = Questions(
+        candidates, Ballot(folder), goal=goal, informative=pairs == "informative", seed=seed
+    )
+    _serve(questions, host, port, token_env, open_browser)
+
+
+def _export(folder: Path, path: Path) -> None:
+    from flowrl.voting.ballot import Ballot, write_pairs
+
+    kinds: dict[str, Literal["flowrl", "hpdv3"]] = {".jsonl": "flowrl", ".json": "hpdv3"}
+    if path.suffix not in kinds:
+        raise UserError(f"--export {path} ends with neither .jsonl (flowrl) nor .json (HPDv3).")
+    written = write_pairs(Ballot(folder).votes, folder, path, kinds[path.suffix])
+    typer.echo(f"{written} pairs in {path}")
+
+
+def _serve(
+    questions: "Questions", host: str, port: int, token_env: str | None, open_browser: bool
+) -> None:
+    from flowrl.voting.app import make_app
+
+    token = checked_token(host, token_env)
+    serve_page(
+        lambda hosts: make_app(questions, token=token, hosts=hosts),
+        f"images in {os.fspath(questions.candidates.folder)}", host, port, token, open_browser,
+    )  # fmt: skip

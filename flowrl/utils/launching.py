@@ -1,0 +1,107 @@
+"""Start a program as several processes of this machine, as torchrun does, and end with it."""
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+
+from flowrl.errors import UserError
+from flowrl.utils.stopping import passed_on
+
+PATIENCE = 60.0  # seconds after a failure in which the other processes save and end by themselves
+SAVING = 30.0  # seconds between asking those that are left to end and killing them
+
+
+def check_no_launcher(option: str) -> None:
+    """Raise UserError if a launcher has started this process as one of several."""
+    if "LOCAL_RANK" in os.environ:
+        raise UserError(
+            f"{option} starts the processes itself, but a launcher has started this one already: "
+            f"leave {option} out, or start without the launcher"
+        )
+
+
+def count_processes(gpus: str, *, device: str) -> tuple[int, bool]:
+    """Return how many processes to start, and whether they compute on the CPU.
+
+    Args:
+        gpus: "auto" for as many as there are GPUs, or a number; without a GPU they share the CPU.
+        device: `pipeline.device` of the recipe.
+
+    Raises:
+        UserError: for another word, and for more processes than GPUs.
+    """
+    import torch
+
+    if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
+        raise UserError(f"--gpus is {gpus!r}, expected auto or a number of GPUs from 1")
+    present = 0 if device == "cpu" else torch.cuda.device_count()
+    if gpus == "auto":
+        return max(present, 1), not present
+    if device == "cuda" and not present or present and int(gpus) > present:
+        raise UserError(
+            f"--gpus is {gpus}, but torch finds {present} here: give a smaller number, or auto"
+        )
+    return int(gpus), not present
+
+
+def run_processes(command: Sequence[str], count: int, *, cpu: bool) -> int:
+    """Run a command as `count` processes that find each other; wait for all of them.
+
+    Signals are passed on to them, so that each ends when it can. When one fails the others get
+    PATIENCE seconds to save and to end.
+
+    Returns:
+        The exit code of the first that failed, as a shell has it, or 0.
+    """
+    from torch.distributed import TCPStore
+
+    # Held here, as torchrun does: so it outlives each of the processes that write into it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0,
+    }  # fmt: skip
+    if cpu:
+        threads = max(1, (os.cpu_count() or 1) // count)
+        common["ACCELERATE_USE_CPU"] = "true"
+        common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def tell(number: int) -> None:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    try:
+        with passed_on(tell):
+            for rank in range(count):
+                own = common | {"RANK": rank, "LOCAL_RANK": rank}
+                environment = os.environ | {name: str(value) for name, value in own.items()}
+                # In a session of its own: Ctrl-C would reach it twice, which ends it at once.
+                processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            return _wait(processes)
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait until all have ended; return the code of the first failure."""
+    failed, code = 0.0, 0
+    asked = False
+    while running := [process for process in processes if process.poll() is None]:
+        codes = [process.returncode for process in processes if process.returncode]
+        if codes and not code:
+            failed, code = time.monotonic(), codes[0]
+        late = time.monotonic() - failed if code else 0.0
+        for process in running:
+            if late > PATIENCE + SAVING:
+                process.kill()
+            elif late > PATIENCE and not asked:
+                process.terminate()
+        asked = late > PATIENCE
+        time.sleep(0.1)
+    code = code or next((p.returncode for p in processes if p.returncode), 0)
+    return code if code >= 0 else 128 - code

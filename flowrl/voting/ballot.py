@@ -1,0 +1,115 @@
+"""Votes: an append-only journal, and the pairs that they decide."""
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from flowrl.errors import UserError
+from flowrl.utils.files import write_text
+
+FILE = "votes.jsonl"
+Choice = Literal["first", "second", "tie", "skip"]
+CHOICES: tuple[Choice, ...] = get_args(Choice)
+PairFormat = Literal["flowrl", "hpdv3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vote:
+    """What a person said of two images of one prompt."""
+
+    prompt: str
+    first: str  # image files, below the folder of candidates
+    second: str
+    choice: Choice
+
+    @property
+    def preferred(self) -> tuple[str, str] | None:
+        """Return (better, worse), None for a tie and for a pair that was skipped."""
+        decided = {"first": (self.first, self.second), "second": (self.second, self.first)}
+        return decided.get(self.choice)
+
+
+class Ballot:
+    """The journal of votes in a folder. A line is on disk before `cast` returns.
+
+    `{"undo": true}` takes the last vote back; a line that a killed process left unfinished is none.
+    """
+
+    def __init__(self, folder: Path):
+        self.path = folder / FILE
+        self._votes = list(_read(self.path))
+
+    @property
+    def votes(self) -> Sequence[Vote]:
+        """Return the votes that count, oldest first."""
+        return tuple(self._votes)
+
+    def cast(self, vote: Vote) -> None:
+        """Write a vote."""
+        self._append(asdict(vote) | {"time": round(time.time(), 3)})
+        self._votes.append(vote)
+
+    def undo(self) -> Vote | None:
+        """Take the last vote back and return it; None where there is none."""
+        if not self._votes:
+            return None
+        self._append({"undo": True})
+        return self._votes.pop()
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "ab") as file:
+            if file.tell() and not _ends_a_line(self.path):
+                file.write(b"\n")  # after a line that was cut off
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _ends_a_line(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _read(path: Path) -> list[Vote]:
+    found: list[Vote] = []
+    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
+        try:
+            row = json.loads(line)
+            if row.get("undo"):
+                found[-1:] = []
+            elif row["choice"] in CHOICES:
+                names = ("prompt", "first", "second", "choice")
+                found.append(Vote(**{name: row[name] for name in names}))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue  # a line that was cut off
+    return found
+
+
+def write_pairs(votes: Iterable[Vote], folder: Path, path: Path, kind: PairFormat) -> int:
+    """Write decided votes as pairs that others read, too; return their number.
+
+    Args:
+        folder: of the images; the file names them from where it lies itself.
+        kind: "flowrl" writes lines of prompt, chosen and rejected, as open-image-preferences has
+            them; "hpdv3" one JSON list of prompt, path1 (preferred) and path2.
+
+    Raises UserError when no vote decides anything.
+    """
+    names = {"flowrl": ("chosen", "rejected"), "hpdv3": ("path1", "path2")}[kind]
+    rows = []
+    for vote in votes:
+        if vote.preferred is not None:
+            images = (os.path.relpath(folder / name, path.parent) for name in vote.preferred)
+            rows.append({"prompt": vote.prompt} | dict(zip(names, images, strict=True)))
+    if not rows:
+        raise UserError(f"no vote in {folder} prefers an image: there is nothing to learn from")
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    text = "[\n" + ",\n".join(lines) + "\n]\n" if kind == "hpdv3" else "\n".join(lines) + "\n"
+    write_text(path, text)
+    return len(rows)

@@ -1,0 +1,97 @@
+"""The images that a person is asked about, and the features that they are compared by."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from flowrl.errors import UserError
+from flowrl.scoring.files import labelled_images
+from flowrl.utils.files import load_state, save_state
+from flowrl.utils.images import to_tensor
+from flowrl.utils.progress import Steps
+
+FEATURES = "features.safetensors"
+GRID = 4  # cells of the autoencoder's latents, each way
+MOST = 32  # features that are kept
+BATCH = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Images, several of each prompt."""
+
+    folder: Path
+    files: tuple[str, ...]  # (N,) below the folder
+    texts: tuple[str, ...]  # (N,) the prompts
+    numbers: tuple[int, ...]  # (N,) of the prompts
+    features: Tensor  # (N, D) float32, of mean 0 and at most unit spread
+
+
+def read_candidates(folder: Path, autoencoder: Any) -> Candidates:
+    """Read a folder of images that says their prompts; compute features, or find them there.
+
+    Args:
+        folder: in GenEval's layout, or with metadata.jsonl (see `labelled_images`).
+        autoencoder: encodes images (B, 3, H, W) in [0, 1] into latents (B, C, h, w); images of
+            other sizes are made as large as it says in `size`, (height, width).
+
+    Raises UserError for a folder without prompts, and when no prompt has two images.
+    """
+    images = labelled_images(folder)
+    if images is None:
+        raise UserError(
+            f"{folder} does not say what its images show: expected 00000/metadata.jsonl beside "
+            "00000/samples, or metadata.jsonl with file_name and prompt"
+        )
+    texts = tuple(image.prompt for image in images)
+    order = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    numbers = tuple(order[text] for text in texts)
+    if len(order) == len(texts):
+        raise UserError(f"no prompt of {folder} has two images, and votes compare two of a prompt")
+    files = tuple(image.path.relative_to(folder).as_posix() for image in images)
+    features = _features(folder, files, autoencoder)
+    return Candidates(folder=folder, files=files, texts=texts, numbers=numbers, features=features)
+
+
+def _features(folder: Path, files: Sequence[str], autoencoder: Any) -> Tensor:
+    path = folder / FEATURES
+    if path.is_file():
+        saved = load_state(path)
+        if saved["files"] == list(files):
+            return saved["features"]
+    latents = []
+    with Steps("looking", -(-len(files) // BATCH)) as steps:
+        for start in range(0, len(files), BATCH):
+            batch = [_image(folder / name, autoencoder.size) for name in files[start:][:BATCH]]
+            latents.append(F.adaptive_avg_pool2d(autoencoder(torch.cat(batch)).float().cpu(), GRID))
+            steps.advance()
+    features = compressed(torch.cat(latents).flatten(1))
+    save_state(path, {"files": list(files), "features": features})
+    return features
+
+
+def _image(path: Path, size: tuple[int, int]) -> Tensor:
+    try:
+        with Image.open(path) as image:
+            pixels = to_tensor([image.convert("RGB")])
+    except (OSError, UnidentifiedImageError) as error:
+        raise UserError(f"{path} is no image that can be read: {error}") from error
+    if pixels.shape[-2:] != size:
+        pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
+    return pixels
+
+
+def compressed(x: Tensor) -> Tensor:
+    """Return the principal components of rows (N, D), at most MOST, the widest with spread 1."""
+    centred = x.double() - x.double().mean(0)
+    u, s, _ = torch.linalg.svd(centred, full_matrices=False)
+    kept = s[:MOST] > 1e-6 * s[:1].clamp(min=1e-12)
+    parts = (u * s)[:, :MOST][:, kept]
+    spread = parts.std(0).max().clamp(min=1e-12) if parts.numel() else 1.0
+    return (parts / spread).float()

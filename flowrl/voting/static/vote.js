@@ -1,0 +1,64 @@
+// Two images, five keys. A vote is shown as done when the server has written it.
+
+import { get, send, image, TOKEN } from "./ask.js";
+
+const KEYS = { 1: "first", 2: "second", t: "tie", s: "skip" };
+const SMALL = 128; // pixels up to which an image is shown in hard pixels
+const by = (id) => document.getElementById(id);
+let shown = null; // the pair that is on the page
+let busy = false;
+
+function trouble(error) {
+  by("trouble").textContent = error.message;
+  by("trouble").hidden = false;
+}
+
+async function show(answer) {
+  by("trouble").hidden = true;
+  by("done").max = answer.goal;
+  by("done").value = Math.min(answer.votes, answer.goal);
+  by("told").textContent = `${answer.votes} of ${answer.goal} votes` +
+    (answer.votes >= answer.goal ? ": enough to train. Stop the program with Ctrl-C, or go on." : "");
+  shown = answer.pair;
+  by("prompt").textContent = shown ? shown.prompt : "All pairs were asked";
+  for (const name of ["first", "second"]) {
+    const button = by(name);
+    button.disabled = !shown;
+    const picture = button.querySelector("img");
+    if (picture.src) URL.revokeObjectURL(picture.src);
+    picture.removeAttribute("src");
+    if (!shown) continue;
+    const address = await image(`/api/image?row=${shown[name]}`);
+    if (address === null) { picture.alt = "This image cannot be shown: skip it"; continue; }
+    picture.alt = name === "first" ? "First image" : "Second image";
+    picture.onload = () => button.classList.toggle("small", picture.naturalWidth <= SMALL);
+    picture.src = address;
+  }
+}
+
+async function act(work) {
+  if (busy) return;
+  busy = true;
+  try { await show(await work()); } catch (error) { trouble(error); } finally { busy = false; }
+}
+
+const vote = (choice) => shown && act(() => send("/api/vote", { ...shown, choice }));
+const undo = () => act(() => send("/api/undo", {}));
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.repeat) return;
+  const choice = KEYS[event.key.toLowerCase()];
+  if (choice) vote(choice);
+  else if (event.key.toLowerCase() === "u") undo();
+});
+for (const button of document.querySelectorAll("[data-choice]")) {
+  button.addEventListener("click", () => vote(button.dataset.choice));
+}
+by("undo").addEventListener("click", undo);
+
+const given = new URLSearchParams(location.hash.slice(1)).get("token");
+if (given) {
+  sessionStorage.setItem(TOKEN, given);
+  history.replaceState(null, "", location.pathname);
+}
+act(async () => (await get("/api/next")).data);

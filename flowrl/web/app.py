@@ -1,0 +1,325 @@
+"""The server of `flowrl ui`: a page, and what it asks for, as JSON and PNG.
+
+The page itself holds nothing of a run and needs no token; all below `/api` asks for it, as
+`Authorization: Bearer TOKEN`, which no other site can make a browser send. The page has it from
+the fragment of its address, which browsers do not send either. Requests for another host's name are
+refused, so that no name that leads to this machine opens it to a foreign page, and the page may
+load from this server alone.
+
+A page asks again and again; an answer that would be the same is 304 without a body.
+"""
+
+import hmac
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowrl.config.load import preset_names
+from flowrl.errors import UserError
+from flowrl.utils.digests import digest
+from flowrl.web.jobs import Jobs
+from flowrl.web.metrics_log import MetricsLog, chosen_first, held_out_first
+from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+STATIC = {
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/ask.js": ("ask.js", "text/javascript"),
+    "/chart.js": ("chart.js", "text/javascript"),
+    "/lists.js": ("lists.js", "text/javascript"),
+    "/parts.js": ("parts.js", "text/javascript"),
+    "/run.js": ("run.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+MAX_BODY = 64 * 2**10  # bytes
+MOST_POINTS = 2000  # of a curve in an answer
+MOST_CURVES = 400  # runs times metrics in an answer
+BUDGET = 8 * 2**20  # bytes of metrics that one answer reads; the page asks again for the rest
+
+
+def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
+    """Return the ASGI application that shows the runs below `root`.
+
+    Args:
+        token: that every request below /api carries.
+        hosts: names and addresses, without ports, under which the page may be asked for.
+    """
+    from fastapi import FastAPI
+
+    app = FastAPI(title="flowrl", openapi_url=None, docs_url=None, redoc_url=None)
+    folders, jobs = RunFolders(root), Jobs(root)
+    app.state.jobs = jobs
+    _add_page(app)
+    _add_tables(app, folders, jobs)
+    _add_curves(app, folders)
+    _add_images(app, folders)
+    _add_acting(app, folders, jobs)
+    _add_errors(app)
+    app.add_middleware(Guard, token=token, hosts=frozenset(hosts))
+    return app
+
+
+class Guard:
+    """Refuses requests of others before anything reads them, and adds HEADERS to every answer."""
+
+    def __init__(self, app: "ASGIApp", token: str, hosts: frozenset[str]):
+        self.app, self.token, self.hosts = app, f"Bearer {token}".encode(), hosts
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if scope["type"] == "lifespan":
+            return await self.app(scope, receive, send)
+
+        async def with_headers(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                added = [(n.lower().encode(), v.encode()) for n, v in HEADERS.items()]
+                message = message | {"headers": [*message.get("headers", ()), *added]}
+            await send(message)
+
+        if scope["type"] != "http":  # a websocket: there are none
+            raise RuntimeError("this server speaks HTTP alone")
+        refusal = self._refusal(scope)
+        answer = self.app if refusal is None else json_answer({"error": refusal[1]}, refusal[0])
+        await answer(scope, receive, with_headers)
+
+    def _refusal(self, scope: "Scope") -> tuple[int, str] | None:
+        """Return a status and a sentence for a request that is refused."""
+        given = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        host = given.get("host", b"").decode("latin-1")
+        if host_name(host) not in self.hosts:
+            return 421, "this page answers under the address that flowrl ui printed"
+        if not scope["path"].startswith("/api"):
+            return None
+        if not hmac.compare_digest(given.get("authorization", b""), self.token):
+            return 401, "this page asks for the token that flowrl ui printed"
+        if scope["method"] in ("GET", "HEAD"):
+            return None
+        origin = given.get("origin", b"").decode("latin-1")
+        if origin and origin.partition("://")[2] != host:
+            return 403, "another site's page sent this"
+        if given.get("content-type", b"").partition(b";")[0] != b"application/json":
+            return 415, "expected application/json"
+        size = given.get("content-length", b"")
+        if not size.isdigit() or int(size) > MAX_BODY:
+            return 413, f"expected a body of at most {MAX_BODY} bytes"
+        return None
+
+
+def host_name(host: str) -> str:
+    """Return the name in a Host header, without its port and brackets, in lower case."""
+    name, _, port = host.rpartition(":")
+    known = name if name and port.isdigit() and not name.endswith(":") else host
+    return known.strip("[]").lower()
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def json_answer(content: Any, status: int = 200) -> "Response":
+    from starlette.responses import Response
+
+    # ASCII: halves of characters, which a damaged file may hold, have no UTF-8.
+    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return Response(body, status, media_type="application/json")
+
+
+def unless_known(request: "Request", stamp: Any, make: Callable[[], Any]) -> "Response":
+    """Answer with what `make` returns, or 304 when the client has the answer of this stamp.
+
+    stamp: anything that changes with the answer, with the same `repr` while it does not.
+    """
+    from starlette.responses import Response
+
+    tag = f'"{digest(repr((request.url.query, stamp)).encode())}"'
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers={"ETag": tag})
+    answer = json_answer(make())
+    answer.headers["ETag"] = tag
+    return answer
+
+
+def _add_page(app: "FastAPI") -> None:
+    from starlette.responses import Response
+
+    folder = files("flowrl.web") / "static"
+    for path, (name, media) in STATIC.items():
+        data = (folder / name).read_bytes()
+
+        def page(data: bytes = data, media: str = media) -> Response:
+            return Response(data, media_type=media)
+
+        app.add_api_route(path, page, methods=["GET"], response_model=None)
+
+
+def _add_tables(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    def summary(run: RunFiles) -> dict[str, Any]:
+        return run.summary() | {"asked": jobs.asked(run)}
+
+    @app.get("/api/runs")
+    def runs(request: Request) -> Response:
+        found = folders.runs()
+        stamp = [(run.stamp(), jobs.asked(run)) for run in found]
+        return unless_known(request, stamp, lambda: {"runs": [summary(run) for run in found]})
+
+    @app.get("/api/run")
+    def run(request: Request, run: str) -> Response:
+        chosen, log = folders.run(run), folders.log(run)
+        whole = log.read(BUDGET)
+        stamp = (chosen.stamp(), log.version, whole, jobs.asked(chosen))
+        return unless_known(
+            request, stamp, lambda: summary(chosen) | chosen.details(log) | {"whole": whole}
+        )
+
+    @app.get("/api/recipe")
+    def recipe(run: str, other: str | None = None) -> Response:
+        chosen = folders.run(run)
+        found: dict[str, Any] = {"text": chosen.recipe_text()}
+        if other is not None:
+            pair = (chosen, folders.run(other))
+            found["differences"] = recipe_differences(*pair)
+            found["without"] = [one.name for one in pair if not one.recipe()]
+        return json_answer(found)
+
+    @app.get("/api/jobs")
+    def told(request: Request) -> Response:
+        content = {"presets": preset_names(), "jobs": jobs.told()}
+        return unless_known(request, content, lambda: content)
+
+
+def read_all(logs: Sequence[MetricsLog]) -> bool:
+    """Read on in each of the logs, BUDGET bytes in all; return whether nothing is left to read."""
+    left, whole = BUDGET, True
+    for log in logs:
+        if left <= 0:
+            return False
+        before = log.offset
+        whole = log.read(left) and whole
+        left -= max(0, log.offset - before)
+    return whole
+
+
+def _add_curves(app: "FastAPI", folders: RunFolders) -> None:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    @app.get("/api/curves")
+    def curves(request: Request, points: int = 600) -> Response:
+        names, metrics = (
+            list(dict.fromkeys(request.query_params.getlist(key))) for key in ("run", "metric")
+        )
+        if len(names) * max(1, len(metrics)) > MOST_CURVES:
+            raise UserError(f"at most {MOST_CURVES} curves at a time")
+        logs = {name: folders.log(name) for name in names}
+        whole = read_all(list(logs.values()))
+        most = min(max(points, 2), MOST_POINTS)
+
+        def content() -> dict[str, Any]:
+            known = held_out_first({name for log in logs.values() for name in list(log.series)})
+            drawn = {name: log.points(metrics, most) for name, log in logs.items()}
+            chosen = chosen_first(known)
+            return {"whole": whole, "names": known, "chosen": chosen, "runs": drawn}
+
+        stamp = [(name, log.version) for name, log in logs.items()]
+        return unless_known(request, (stamp, whole), content)
+
+
+def _add_images(app: "FastAPI", folders: RunFolders) -> None:
+    from starlette.responses import Response
+
+    @app.get("/api/sample")
+    def sample(run: str, step: int) -> Response:
+        return Response(folders.run(run).sample(step), media_type="image/png")
+
+    @app.get("/api/heldout")
+    def held_out(run: str, step: int) -> Response:
+        return json_answer(folders.run(run).held_out(step))
+
+    @app.get("/api/heldout/image")
+    def held_out_image(run: str, step: int, row: int) -> Response:
+        return Response(folders.run(run).held_out_image(step, row), media_type="image/png")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The body of a request to do something; each action has its fields."""
+
+    run: str = ""
+    job: str = ""
+    recipe: str = ""
+    changes: tuple[str, ...] = ()
+    folder: str = ""
+
+
+def _add_acting(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
+    from starlette.responses import Response
+
+    @app.post("/api/stop")
+    def stop(wish: Wish) -> Response:
+        if wish.job:
+            jobs.end(wish.job)
+        else:
+            jobs.stop(folders.run(wish.run))
+        return json_answer({})
+
+    @app.post("/api/resume")
+    def resume(wish: Wish) -> Response:
+        return json_answer(jobs.resume(folders.run(wish.run)).told())
+
+    @app.post("/api/plan")
+    def plan(wish: Wish) -> Response:
+        return json_answer(jobs.plan(wish.recipe, wish.changes).told())
+
+    @app.post("/api/start")
+    def start(wish: Wish) -> Response:
+        return json_answer(jobs.start(wish.job, wish.folder).told())
+
+
+def _add_errors(app: "FastAPI") -> None:
+    from fastapi.exceptions import RequestValidationError
+    from starlette.exceptions import HTTPException
+
+    def answered(status: int, sentence: Callable[[Any], str]) -> Callable[..., Any]:
+        async def answer(_: "Request", error: Any) -> "Response":
+            return json_answer({"error": sentence(error)}, status)
+
+        return answer
+
+    kinds: Mapping[type[Exception], tuple[int, Callable[[Any], str]]] = {
+        UserError: (409, str),
+        KeyError: (404, lambda _: "there is no such run here"),
+        FileNotFoundError: (404, lambda _: "this file is missing or cannot be read"),
+        RequestValidationError: (422, lambda _: "this is not a request of the page"),
+        Exception: (500, lambda error: f"{type(error).__name__} in the server"),
+    }
+    for kind, (status, sentence) in kinds.items():
+        app.add_exception_handler(kind, answered(status, sentence))
+
+    async def other(_: "Request", error: Any) -> "Response":
+        return json_answer({"error": str(error.detail)}, error.status_code)
+
+    app.add_exception_handler(HTTPException, other)

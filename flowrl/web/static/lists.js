@@ -1,0 +1,235 @@
+// The list of runs, their comparison, and starting a recipe.
+
+import { get, send } from "/ask.js";
+import { format } from "/chart.js";
+import { Curves, ago, attempt, el, heldOut, runLink, setText, stateBadge, table } from "/parts.js";
+
+const MOST_COMPARED = 20; // runs, until somebody chooses
+
+function compareLink(names) {
+  return `#/compare?${names.map((name) => `run=${encodeURIComponent(name)}`).join("&")}`;
+}
+
+// --- runs
+
+class RunRow {
+  constructor(name, onChoice) {
+    this.check = el("input", { type: "checkbox", "aria-label": `Compare ${name}`, onchange: onChoice });
+    this.state = el("td", { "data-label": "State" });
+    this.steps = el("td", { "data-label": "Iterations", class: "number" });
+    this.held = el("td", { "data-label": "Held-out" });
+    this.reward = el("td", { "data-label": "Reward", class: "number" });
+    this.changed = el("td", { "data-label": "Changed" });
+    this.root = el("tr", {},
+      el("td", { class: "pick" }, this.check),
+      el("th", { scope: "row" }, el("a", { href: runLink(name) }, name)),
+      this.state, this.steps, this.held, this.reward, this.changed);
+    this.said = "";
+  }
+
+  show(run) {
+    const now = JSON.stringify(run) + ago(run.updated);
+    if (now === this.said) return;
+    this.said = now;
+    this.state.replaceChildren(stateBadge(run));
+    this.steps.textContent = run.iterations ? `${run.step} of ${run.iterations}` : String(run.step);
+    this.held.replaceChildren(...heldOut(run));
+    this.reward.textContent = run.reward === null ? "" : format(run.reward);
+    this.changed.textContent = ago(run.updated);
+  }
+}
+
+export function listView() {
+  const rows = new Map();
+  const compare = el("a", { class: "button", href: "#/compare" }, "Compare all");
+  const filter = el("input", { type: "search", autocomplete: "off", oninput: hide });
+  const body = el("tbody", {});
+  const place = el("div", { hidden: true },
+    el("div", { class: "bar" }, el("label", { class: "inline" }, "Filter", filter), compare),
+    el("div", { class: "wide" }, el("table", { class: "cards" },
+      el("caption", { class: "hidden" }, "Runs, those that changed last first"),
+      el("thead", {}, el("tr", {}, ["", "Run", "State", "Iterations", "Held-out", "Reward", "Changed"]
+        .map((name) => el("th", { scope: "col" }, name || el("span", { class: "hidden" }, "Compare"))))),
+      body)));
+  const empty = el("p", {}, "Looking for runs...");
+  const heading = el("h1", {}, "Runs");
+
+  function hide() {
+    const wanted = filter.value.trim().toLowerCase();
+    for (const [name, row] of rows) row.root.hidden = !name.toLowerCase().includes(wanted);
+  }
+
+  function choose() {
+    const chosen = [...rows].filter(([, row]) => row.check.checked).map(([name]) => name);
+    compare.href = chosen.length ? compareLink(chosen) : "#/compare";
+    compare.textContent = chosen.length ? `Compare ${chosen.length} chosen` : "Compare all";
+  }
+
+  async function update(signal) {
+    const { data, changed } = await get("/api/runs", signal);
+    if (changed) {
+      for (const name of [...rows.keys()]) {
+        if (!data.runs.some((run) => run.run === name)) { rows.get(name).root.remove(); rows.delete(name); }
+      }
+      for (const run of data.runs) {
+        if (rows.has(run.run)) continue;
+        const row = new RunRow(run.run, choose);
+        rows.set(run.run, row);
+        body.append(row.root);
+      }
+      hide();
+    }
+    for (const run of data.runs) rows.get(run.run).show(run);
+    place.hidden = !data.runs.length;
+    empty.hidden = data.runs.length > 0;
+    setText(empty, "There are no runs in this folder yet. Train a recipe, or start one on the page Start.");
+  }
+
+  return { title: "Runs", root: el("div", {}, heading, empty, place), update };
+}
+
+// --- comparison
+
+export function compareView(query) {
+  const asked = query.getAll("run");
+  const root = el("div", {}, el("h1", {}, "Compare runs"));
+  const legend = el("ul", { class: "legend", "aria-label": "Runs" });
+  const values = el("div", {});
+  const difference = el("div", {});
+  const [one, other] = [0, 1].map(() => el("select", { onchange: showDifference }));
+  let curves = null, names = [], wake = 0;
+
+  function build(runs) {
+    names = runs.map((run) => run.run);
+    curves = new Curves(names, () => { wake += 1; });
+    const options = () => names.map((name) => el("option", { value: name }, name));
+    one.replaceChildren(...options());
+    other.replaceChildren(...options());
+    if (names.length > 1) other.value = names[1];
+    legend.replaceChildren(...runs.map((run, index) => el("li", {},
+      el("span", { class: `key c${index % 8} dash${Math.floor(index / 8) % 3}` }),
+      el("a", { href: runLink(run.run) }, run.run))));
+    root.append(legend, curves.root, el("h2", {}, "Held-out scores"), values,
+      el("h2", {}, "Recipes"),
+      el("div", { class: "bar" }, el("label", { class: "inline" }, "Run", one),
+        el("label", { class: "inline" }, "against", other)), difference);
+    showDifference();
+  }
+
+  async function showDifference() {
+    await attempt(async () => difference.replaceChildren(await differenceTable(one.value, other.value)));
+  }
+
+  async function update(signal) {
+    const { data, changed } = await get("/api/runs", signal);
+    const runs = asked.length
+      ? asked.map((name) => data.runs.find((run) => run.run === name)).filter(Boolean)
+      : data.runs.slice(0, MOST_COMPARED);
+    if (!runs.length) {
+      setText(root.querySelector("h1"), "Compare runs: there are none here");
+      return null;
+    }
+    if (!curves) build(runs);
+    if (changed) values.replaceChildren(table("On held-out prompts, before training and last",
+      ["Run", "State", "Iteration", "Scores"],
+      runs.map((run) => [run.run, stateBadge(run), String(run.held_out_step ?? ""), el("div", {}, heldOut(run, 8))])));
+    const before = wake;
+    const whole = curves.take((await get(curves.path(), signal)).data);
+    return whole && before === wake ? null : 0;
+  }
+
+  return { title: "Compare", root, update, leave: () => curves?.leave() };
+}
+
+export async function differenceTable(one, other) {
+  if (one === other) return el("p", { class: "muted" }, "Choose two different runs.");
+  const query = new URLSearchParams({ run: one, other });
+  const { data } = await get(`/api/recipe?${query}`);
+  if (data.without.length) return el("p", {}, `No recipe is saved in ${data.without.join(" and ")}.`);
+  if (!data.differences.length) return el("p", {}, "Their recipes are the same.");
+  return table(`Options in which ${one} and ${other} differ`, ["Option", one, other],
+    data.differences.map((line) => [line.option, el("code", {}, line.one), el("code", {}, line.other)]));
+}
+
+// --- start
+
+export function startView() {
+  const presets = el("datalist", { id: "presets" });
+  const recipe = el("input", { list: "presets", required: true, autocomplete: "off", placeholder: "quickstart" });
+  const changes = el("textarea", { rows: 4, spellcheck: "false", placeholder: "optim.lr=5e-4" });
+  const form = el("form", { class: "start", onsubmit: plan },
+    el("label", {}, "Recipe: a preset, or a YAML file on the server's machine", recipe), presets,
+    el("label", {}, "Changes, KEY=VALUE, one a line", changes),
+    el("button", { type: "submit" }, "Plan"));
+  const list = el("div", { class: "jobs" });
+  const cards = new Map();
+  const root = el("div", {}, el("h1", {}, "Start a recipe"),
+    el("p", {}, "A recipe is planned first: what it costs and whether it fits. Then it can be started ",
+      "on this machine, in one process."),
+    form, el("h2", {}, "Commands of this page"), list);
+  const none = el("p", { class: "muted" }, "None yet.");
+  list.append(none);
+
+  async function plan(event) {
+    event.preventDefault();
+    const words = { recipe: recipe.value.trim(), changes: changes.value.split("\n") };
+    await attempt(() => send("/api/plan", words), "Planning: see below.");
+  }
+
+  async function update(signal) {
+    const { data } = await get("/api/jobs", signal);
+    if (!presets.children.length) presets.append(...data.presets.map((name) => el("option", { value: name })));
+    none.hidden = data.jobs.length > 0;
+    const known = new Set(data.jobs.map((job) => job.job));
+    for (const [name, card] of cards) {
+      if (!known.has(name)) { card.root.remove(); cards.delete(name); }
+    }
+    for (const job of [...data.jobs].reverse()) {
+      if (!cards.has(job.job)) {
+        cards.set(job.job, new JobCard(job));
+        list.prepend(cards.get(job.job).root);
+      }
+      cards.get(job.job).show(job);
+    }
+  }
+
+  return { title: "Start", root, update };
+}
+
+class JobCard {
+  constructor(job) {
+    this.name = job.job;
+    this.state = el("span", { class: "state" });
+    this.says = el("pre", { tabindex: 0, "aria-label": `Output of ${job.kind} ${job.title}` });
+    this.folder = el("input", { required: true, autocomplete: "off", pattern: "[A-Za-z0-9_][A-Za-z0-9_.+\\-]{0,99}" });
+    this.folder.value = (job.title.split(/[\\/]/).pop() ?? "").replace(/\.ya?ml$/, "");
+    this.form = el("form", { class: "bar", hidden: true, onsubmit: (event) => this.start(event) },
+      el("label", { class: "inline" }, "Folder", this.folder), el("button", {}, "Start training"));
+    this.end = el("button", { type: "button", class: "quiet", onclick: () => this.stop() }, "Stop");
+    this.kind = job.kind;
+    this.root = el("section", { class: "card", "aria-label": `${job.kind} ${job.title}` },
+      el("h3", {}, `${job.kind} ${job.title} `, this.state),
+      el("p", {}, el("code", {}, job.command)), this.says, this.form,
+      el("div", { class: "bar" }, this.end));
+  }
+
+  show(job) {
+    const failed = job.exit !== null && job.exit !== 0;
+    setText(this.state, job.exit === null ? "running" : failed ? `failed (${job.exit})` : "done");
+    this.state.className = `state ${job.exit === null ? "running" : failed ? "failed" : "finished"}`;
+    setText(this.says, job.says);
+    this.says.hidden = !job.says;
+    this.form.hidden = !(this.kind === "plan" && job.exit === 0);
+    this.end.hidden = job.exit !== null;
+  }
+
+  async start(event) {
+    event.preventDefault();
+    const wish = { job: this.name, folder: this.folder.value.trim() };
+    await attempt(() => send("/api/start", wish), "Started: it appears among the runs once it has loaded.");
+  }
+
+  async stop() {
+    await attempt(() => send("/api/stop", { job: this.name }), "Asked to stop.");
+  }
+}

@@ -1,0 +1,72 @@
+"""`flowrl recipes` and `flowrl init`: what there is to train, and a recipe of one's own."""
+
+import json
+
+import pytest
+
+from flowrl.cli import main
+from flowrl.cli.recipes import family_of, parent_of
+from flowrl.config import load_config
+from flowrl.config.load import preset_names
+from flowrl.errors import UserError
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(list(words))
+    out, err = capsys.readouterr()
+    return int(end.value.code or 0), out, err
+
+
+def test_every_recipe_is_listed_with_what_decides_a_choice(capsys):
+    code, out, _ = run(capsys, "recipes", "--json")
+    rows = {row["recipe"]: row for row in map(json.loads, out.splitlines())}
+    assert code == 0 and list(rows) == preset_names()
+    row = rows["sd3.5-medium-nft-24gb"]
+    assert (row["method"], row["GPU"], row["pixels"]) == ("DiffusionNFT", "24 GB", 512)
+    assert row["run here"] == "no"
+    assert rows["quickstart"]["GPU"] == "none" and rows["quickstart"]["run here"] == "yes"
+    _, some, _ = run(capsys, "recipes", "FLUX", "gdro", "--json")
+    assert [json.loads(line)["recipe"] for line in some.splitlines()] == ["flux.1-dev-gdro-80gb"]
+    assert run(capsys, "recipes", "nonesuch")[0] == 1
+
+
+def test_answers_become_a_recipe_that_says_what_it_is_and_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    file = tmp_path / "mine.yaml"
+    answers = ["--model", "tiny-sana", "--prompts", str(tmp_path / "prompts.txt")]
+    code, out, _ = run(capsys, "init", str(file), *answers, "--reward", "brightness", "--memory=0")
+    assert code == 0 and f"flowrl train {file} --dry-run" in out
+    config = load_config(file)
+    assert config.pipeline.path == "tiny-sana" and config.pipeline.backbone == "sana"
+    assert config.prompts.held_out == 0.1 and config.evaluation.prompts is None
+    assert [reward.name for reward in config.rewards] == ["brightness"]
+    before = file.read_bytes()
+    code, _, err = run(capsys, "init", str(file), *answers, "--reward", "ocr", "--memory=0")
+    assert code == 1 and "is there already" in err and file.read_bytes() == before
+
+
+def test_a_wrong_answer_writes_nothing(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    for answers, told in (
+        (["--model", "me/strange", "--memory=0"], "its name says no family"),
+        (["--model", "tiny-sd3", "--reward", "pikscore", "--memory=0"], "did you mean pickscore?"),
+        (["--model", "black-forest-labs/FLUX.1-dev", "--memory=0"], "needs a GPU"),
+        (["--model", "black-forest-labs/FLUX.1-dev", "--memory=4GB"], "the smallest is for"),
+    ):
+        rest = [] if "--reward" in answers else ["--reward", "brightness"]
+        words = ["init", str(file), *answers, "--prompts", "a.txt", *rest]
+        code, _, err = run(capsys, *words)
+        assert code == 1 and told in " ".join(err.split()), err
+    assert not file.exists()
+
+
+def test_the_parent_is_of_the_pipelines_family_and_fits_the_card(tmp_path):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    assert family_of(str(tmp_path)) == "flux"
+    assert parent_of("flux", 24 * 10**9, "x") == "flux.1-dev-nft-24gb"
+    assert parent_of("sd3", 80 * 10**9, "sd3.5-medium") == "sd3.5-medium-nft-80gb"
+    assert parent_of("sd3", 48 * 10**9, "sd3.5-large") == "sd3.5-large-grpo-fast-48gb"
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "QwenPipeline"}))
+    with pytest.raises(UserError, match="is a QwenPipeline"):
+        family_of(str(tmp_path))

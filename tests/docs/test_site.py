@@ -1,0 +1,66 @@
+"""The documentation site: built strictly, and as complete as the code."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowrl.config import Config
+from flowrl.config.messages import walk
+from flowrl.training.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built so that a broken link or a page outside the navigation is an error."""
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert built.returncode == 0, built.stderr[-3000:]
+    return folder
+
+
+def headings(page: Path) -> list[str]:
+    """Return the text of a page's second-level headings that are code."""
+    found = re.findall(r"<h2[^>]*><code>(.*?)</code>(.*?)<a", page.read_text(), re.DOTALL)
+    return [name + more.strip() for name, more in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_site_builds_strictly_and_has_every_option_command_metric_and_function(site):
+    from scripts.docs_site import commands, public_names
+
+    pages = sorted((site / "reference" / "options").glob("*/index.html"))
+    options = {(o.path, o.variant) for o in walk(Config)}
+    sections = {path for path, _ in options if "." not in path}
+    assert {page.parent.name for page in pages} == sections
+    assert sum(len(headings(page)) for page in pages) == len(options) - len(sections)
+    told = headings(site / "reference" / "commands" / "index.html")
+    assert told == [name for name, _ in commands()] and len(told) > 25
+    rows = re.findall(r"<tr>\s*<td><code>", (site / "metrics" / "index.html").read_text())
+    assert len(rows) == len(METRICS)
+    python = (site / "reference" / "python" / "index.html").read_text()
+    assert headings(site / "reference" / "python" / "index.html") == public_names()
+    assert python.count('class="doc doc-contents') >= len(public_names())
+
+
+@pytest.mark.slow
+def test_the_site_asks_no_other_machine_for_anything(site):
+    """Scripts, styles, fonts and pictures come with it; links may lead away."""
+    fetched = re.compile(r'<(?:script|img|link|iframe)[^>]*(?:src|href)="(https?:[^"]*)"')
+    found = {
+        url
+        for page in site.rglob("*.html")
+        if "gallery" not in page.parts
+        for url in fetched.findall(page.read_text(encoding="utf-8"))
+    }
+    assert not found

@@ -1,0 +1,107 @@
+"""Run folders to look at, made without training; a server of the page and a browser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from flowrl.bench.ui import chromium, find_chromium
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.ledger import Ledger
+
+RECIPE = {
+    "pipeline": {"path": "tiny-sd3"},
+    "objective": {"kind": "grpo"},
+    "optim": {"lr": 1e-3},
+    "run": {"iterations": 8},
+}
+
+
+@pytest.fixture(scope="session")
+def make_folder_in() -> Callable[..., Path]:
+    """A run folder of 4 iterations with two evaluations, and a checkpoint at 4, below a folder.
+
+    stop: the content of its last event, None for a run without one.
+    """
+
+    def make(
+        root: Path, name: str = "run", *, stop: dict | None = None,
+        prompts: tuple[str, ...] = ("a red circle",), recipe: dict | None = None,
+    ) -> Path:  # fmt: skip
+        folder = root / name
+        folder.mkdir(parents=True)
+        ledger = Ledger(folder)
+        ledger.begin(
+            version="0", recipe=recipe or RECIPE, facts={}, step=None, changed={}, run_id=None
+        )
+        lines = [{"step": 0, "eval/brightness": 0.25}]
+        lines += [{"step": i, "reward/mean": i / 10, "loss": 0.5} for i in range(1, 5)]
+        lines += [{"step": 4, "eval/brightness": 0.75}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "config.yaml").write_text("run:\n  iterations: 8\n")
+        for step in (0, 4):
+            images = torch.full((len(prompts), 3, 4, 4), 50 * (step + 1), dtype=torch.uint8)
+            evaluation = Evaluation(
+                scores=torch.full((len(prompts), 1), step / 8), names=("brightness",),
+                images=images, prompts=prompts, draws=(0,) * len(prompts), key="",
+            )  # fmt: skip
+            evaluation.save(folder / "evaluations" / f"step-{step:06d}.safetensors")
+        (folder / "samples").mkdir()
+        Image.new("RGB", (8, 4), "red").save(folder / "samples" / "step-000004.png")
+        (folder / "checkpoints" / "step-000004").mkdir(parents=True)
+        (folder / "checkpoints" / "step-000004" / "state.safetensors").touch()
+        if stop is not None:
+            ledger.append("stop", step=4, seconds=2.0, **stop)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_folder(make_folder_in: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """The same below `runs` of the test's own folder."""
+    return partial(make_folder_in, tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def serve() -> Callable[[Path], Any]:
+    """A context manager that serves the runs below a folder and yields the page's address."""
+    import uvicorn
+
+    from flowrl.web.app import make_app
+
+    @contextlib.contextmanager
+    def serving(root: Path) -> Iterator[str]:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            app = make_app(root, token="a-token", hosts=["127.0.0.1"])
+            server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listening.getsockname()[1]}/#token=a-token"
+            finally:
+                server.should_exit = True
+                thread.join()
+
+    return serving
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A headless Chromium of the system; names resolve to nothing in it."""
+    pytest.importorskip("playwright.sync_api", reason="needs playwright: .[test]")
+    if find_chromium() is None:
+        pytest.skip("needs Chromium, as Debian's package chromium")
+    with chromium() as browser:
+        yield browser

@@ -1,0 +1,153 @@
+"""Who is let in and what is answered: token, host, origin, paths, 304s."""
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from flowrl.bench.ui import write_run
+from flowrl.web.app import POLICY, STATIC, host_name, make_app
+
+TOKEN = "a-token"
+HOME = "http://127.0.0.1:8401"
+
+
+@pytest.fixture
+def client(make_folder, tmp_path):
+    make_folder("run")
+    make_folder("other", recipe={"optim": {"lr": 2}})
+    return TestClient(make_app(tmp_path / "runs", token=TOKEN, hosts=["127.0.0.1"]), HOME)
+
+
+def ask(client: TestClient, path: str, method: str = "GET", **given) -> httpx.Response:
+    headers = {"authorization": f"Bearer {TOKEN}"} | given.pop("headers", {})
+    return client.request(method, path, headers=headers, **given)
+
+
+def addresses(client: TestClient) -> list[tuple[str, str]]:
+    found = [(m, r.path) for r in client.app.routes for m in r.methods - {"HEAD"}]
+    assert len([path for _, path in found if path.startswith("/api/")]) == 12
+    return found
+
+
+def test_every_address_with_anything_of_a_run_wants_the_token(client):
+    for method, path in addresses(client):
+        for wrong in ({}, {"authorization": "Bearer other"}, {"authorization": TOKEN}):
+            answer = client.request(method, path, headers=wrong, json={})
+            if path in STATIC:
+                assert answer.status_code == 200 and "run" not in answer.headers, path
+            else:
+                assert answer.status_code == 401 and set(answer.json()) == {"error"}, path
+
+
+def test_another_hosts_name_is_refused(client):
+    for method, path in addresses(client):
+        for host in ("example.com", "127.0.0.1.example.com", "example.com:8401", ""):
+            assert ask(client, path, method, headers={"host": host}).status_code == 421, path
+    assert ask(client, "/api/runs", headers={"host": "127.0.0.1:1"}).status_code == 200
+
+
+def test_names_of_hosts_are_read_without_ports_and_brackets():
+    hosts = ["localhost", "LOCALHOST:8401", "[::1]:8401", "[::1]", "::1", "127.0.0.1:80"]
+    names = ["localhost", "localhost", "::1", "::1", "::1", "127.0.0.1"]
+    assert [host_name(host) for host in hosts] == names
+
+
+def test_only_the_page_itself_can_make_a_browser_act(client):
+    def status(**headers) -> int:
+        return ask(client, "/api/stop", "POST", headers=headers, content="{}").status_code
+
+    fine = {"content-type": "application/json"}
+    assert status(**fine, origin=HOME) == status(**fine) == 404  # there is no run ""
+    assert status(**fine, origin="http://example.com") == 403
+    assert status(**fine, origin="http://127.0.0.1:9") == 403
+    assert status(**{"content-type": "text/plain"}) == 415
+    big = ask(client, "/api/stop", "POST", headers=fine, content="x" * 100_000)
+    assert big.status_code == 413
+    assert ask(client, "/api/runs", "OPTIONS").status_code in (405, 415)
+
+
+def test_every_answer_forbids_loading_from_elsewhere_framing_and_keeping(client):
+    for path in ("/", "/page.js", "/api/runs", "/api/none", "/none"):
+        headers = ask(client, path).headers
+        assert headers["content-security-policy"] == POLICY, path
+        assert headers["x-content-type-options"] == "nosniff", path
+        assert headers["cache-control"] == "no-store", path
+    assert "default-src 'none'" in POLICY and "unsafe" not in POLICY and "http" not in POLICY
+    assert client.get("/").status_code == 200
+
+
+def test_no_path_leads_to_a_file(client, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    for path in (
+        "/../secret", "/%2e%2e/secret", "/static/page.html", "/page.css/../../app.py",
+        "//etc/passwd", "/api/../../secret", "/runs/run/config.yaml",
+    ):  # fmt: skip
+        answer = ask(client, path)
+        assert answer.status_code == 404 and "secret" not in answer.text, path
+    for name in ("..", "../runs/run", "run/../other", "/etc", "run/", "%2e%2e", "run\0", ""):
+        for path in ("/api/run", "/api/recipe", "/api/sample", "/api/heldout", "/api/curves"):
+            answer = ask(client, path, params={"run": name, "step": 4, "metric": "loss"})
+            assert answer.status_code == 404, (path, name)
+
+
+def test_run_curves_recipe_and_images_are_answered(client):
+    assert {r["run"] for r in ask(client, "/api/runs").json()["runs"]} == {"run", "other"}
+    run = ask(client, "/api/run?run=run").json()
+    assert [name for name, _ in run["metrics"]] == ["eval/brightness", "reward/mean", "loss"]
+    assert run["samples"] == [4] and run["evaluations"] == [0, 4] and run["whole"]
+    curves = ask(client, "/api/curves?run=run&run=other&metric=loss&metric=none").json()
+    assert curves["names"][0] == curves["chosen"][0] == "eval/brightness"
+    assert curves["runs"]["run"] == {"loss": {"x": [1, 2, 3, 4], "y": [0.5] * 4}}
+    assert curves["runs"]["run"] == curves["runs"]["other"]
+    recipe = ask(client, "/api/recipe?run=run&other=other").json()
+    assert recipe["text"].startswith("run:") and recipe["without"] == []
+    assert "optim.lr" in {line["option"] for line in recipe["differences"]}
+    sample = ask(client, "/api/sample?run=run&step=4")
+    assert sample.headers["content-type"] == "image/png" and sample.content[:4] == b"\x89PNG"
+    assert ask(client, "/api/heldout/image?run=run&step=4&row=0").content[:4] == b"\x89PNG"
+    assert ask(client, "/api/heldout/image?run=run&step=4&row=1").status_code == 404
+
+
+def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
+    for path in ("/api/runs", "/api/run?run=run", "/api/curves?run=run&metric=loss", "/api/jobs"):
+        first = ask(client, path)
+        tag = {"if-none-match": first.headers["etag"]}
+        again = ask(client, path, headers=tag)
+        assert (again.status_code, again.content) == (304, b""), path
+        with open(tmp_path / "runs" / "run" / "metrics.jsonl", "a") as file:
+            file.write('{"step": 5, "loss": 0.25}\n')
+        now = ask(client, path, headers=tag)
+        assert now.status_code == (304 if path == "/api/jobs" else 200), path
+
+
+def test_a_long_file_is_read_over_several_answers(client, tmp_path, monkeypatch):
+    monkeypatch.setattr("flowrl.web.app.BUDGET", 1)
+    monkeypatch.setattr("flowrl.web.metrics_log.PIECE", 100)
+    found = [ask(client, "/api/curves?run=run&metric=reward/mean").json() for _ in range(6)]
+    assert [one["whole"] for one in found] == sorted(one["whole"] for one in found)
+    assert not found[0]["whole"] and found[-1]["whole"]
+    assert found[-1]["runs"]["run"]["reward/mean"]["x"] == [1, 2, 3, 4]
+
+
+def test_an_answer_has_as_many_bytes_for_a_long_run_as_for_a_short_one(client, tmp_path):
+    write_run(tmp_path / "runs" / "short", 500, 5, 0)
+    write_run(tmp_path / "runs" / "long", 6000, 5, 0)
+    sizes = {}
+    for name in ("short", "long"):
+        answer = ask(client, f"/api/curves?run={name}&metric=reward/mean&metric=loss&points=200")
+        assert answer.json()["whole"]
+        assert len(answer.json()["runs"][name]["reward/mean"]["x"]) <= 200
+        sizes[name] = len(answer.content)
+    assert sizes["long"] < 1.5 * sizes["short"]
+
+
+def test_questions_that_make_no_sense_are_refused_in_one_sentence(client):
+    for path, status in {
+        "/api/run": 422, "/api/sample?run=run&step=x": 422, "/api/sample?run=run&step=-1": 404,
+        "/api/curves?run=none": 404, "/api/none": 404, "/api/curves?" + "metric=a&" * 9: 200,
+    }.items():  # fmt: skip
+        answer = ask(client, path)
+        assert answer.status_code == status, path
+        assert status == 200 or set(answer.json()) == {"error"}, path
+    many = "&".join(f"metric={i}" for i in range(300)) + "&run=run&run=other"
+    assert ask(client, f"/api/curves?{many}").status_code == 409

@@ -1,0 +1,476 @@
+"""The page of `flowrl ui` in a real Chromium: live, hostile and missing things, keyboard, sizes."""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+from itertools import product
+
+import pytest
+import torch
+
+from flowrl.api import align
+from flowrl.bench.ui import write_run
+from flowrl.config import load_config
+from flowrl.training.ledger import Ledger
+from flowrl.training.owner import owner_of
+from flowrl.training.tracking import read_metrics
+from flowrl.utils.files import load_state
+from flowrl.web import app
+from flowrl.web.app import BUDGET
+from flowrl.web.metrics_log import PIECE
+
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+STOPPED = {"reason": "interrupted", "complete": False, "detail": ""}
+
+
+@pytest.fixture(scope="module")
+def root(make_folder_in, tmp_path_factory):
+    root = tmp_path_factory.mktemp("page") / "runs"
+    make_folder_in(root, "one", stop=STOPPED)
+    make_folder_in(root, "other", recipe={"optim": {"lr": 5}})
+    return root
+
+
+@pytest.fixture(scope="module")
+def address(root, serve):
+    with serve(root) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def context(browser):
+    context = browser.new_context(viewport={"width": 1366, "height": 900})
+    context.set_default_timeout(60_000)
+    yield context
+    context.close()
+
+
+@pytest.fixture
+def page(context):
+    page = context.new_page()
+    page.faults, page.asked = [], []
+    page.on("pageerror", lambda error: page.faults.append(str(error)))
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    page.close()
+    assert not page.faults
+
+
+def opened(page, address: str, view: str = ""):
+    """Open the page, and a view of it once it has its token."""
+    page.goto(address)
+    page.wait_for_selector("h1")
+    if view:
+        page.evaluate("view => { location.hash = view; }", view)
+    return page
+
+
+def reading(page, metric: str):
+    return page.locator(f'[data-metric="{metric}"] .reading')
+
+
+def test_a_value_appears_after_it_is_logged_and_its_curve_ends_there(
+    page, make_folder_in, tmp_path, serve, monkeypatch
+):
+    folder = make_folder_in(tmp_path / "runs", "live")
+    events, read_all = [], app.read_all
+
+    def read(logs):
+        whole = read_all(logs)
+        events.append(logs[0].series["reward/mean"].summary()["last_step"])
+        return whole
+
+    monkeypatch.setattr(app, "read_all", read)
+    with serve(tmp_path / "runs") as address:
+        opened(page, address, "#/run?run=live")
+        page.wait_for_selector('[data-metric="reward/mean"] .value')
+        assert reading(page, "reward/mean").inner_text() == "at 4: 0.4"
+        names = page.locator("figcaption").all_inner_texts()
+        assert names[0] == "brightness, held-out"  # before those of training
+        for step in (5, 6):
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"step": step, "reward/mean": step / 8}) + "\n")
+            events.append("written")
+            want = f"at {step}: {step / 8}"
+            page.wait_for_function(
+                "want => document.querySelector('[data-metric=\"reward/mean\"] .reading')"
+                ".textContent.trim() === want", arg=want,
+            )  # fmt: skip
+            after = events[len(events) - events[::-1].index("written") :]
+            # One question may have been on its way; the next, a second later, finds the value.
+            assert step in after[:2] and step - 1 not in after[1:]
+        label = page.locator('[data-metric="reward/mean"] canvas').get_attribute("aria-label")
+        assert "0.1 at 1, 0.75 at 6, lowest 0.1, highest 0.75" in label
+
+
+@pytest.mark.slow
+def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, tmp_path, serve):
+    root = tmp_path / "runs"
+    failed = {"reason": "error", "complete": False, "detail": "ValueError: no"}
+    finished = {"reason": "finished", "complete": True, "detail": ""}
+    ends = {
+        "stopped": (STOPPED, "asked to stop; it can go on"),
+        "failed": (failed, "ValueError: no"),
+        "killed": (None, "its process ended without a word"),
+        "finished": (finished, "iteration 4 of 8"),
+    }
+    for name, (stop, _) in ends.items():
+        make_folder_in(root, name, stop=stop)
+    with open(root / "killed" / "metrics.jsonl", "a") as file:
+        signal = {"signal/rms": 2.0, "signal/repeats": 0.125, "signal/share/step_1": 0.75}
+        file.write(json.dumps({"step": 5, "reward/missing/ocr": 0.25} | signal) + "\n")
+    audit = {"iteration": 3, "precision": "nvfp4", "action": "keep", "text": "rho is 0.8"}
+    (root / "killed" / "audits.jsonl").write_text(json.dumps(audit) + "\n")
+    with serve(root) as address:
+        opened(page, address)
+        for name, (_, words) in ends.items():
+            page.evaluate("name => { location.hash = `#/run?run=${name}`; }", name)
+            page.wait_for_selector(f".state.{name}")
+            page.wait_for_selector(f"text={words}")
+            can_go_on = page.get_by_role("button", name="Resume").is_visible()
+            assert can_go_on == (name != "finished")
+            assert not page.get_by_role("button", name="Stop").is_visible()
+        page.evaluate("location.hash = '#/run?run=killed'")
+        for row in (
+            "1 n/a 0.75 n/a",
+            "all 2 0.125",
+            "ocr 25.0 % 25.0 %",
+            "3 nvfp4 keep rho is 0.8",
+        ):
+            page.get_by_role("row", name=row, exact=True).wait_for()
+        page.evaluate("location.hash = '#/run?run=finished'")
+        page.wait_for_selector("text=Every image got every score that applies to it.")
+
+
+def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
+    page, make_folder_in, tmp_path, serve
+):
+    root = tmp_path / "runs"
+    prompts = (HOSTILE, "word " * 200_000, "x" * 1_000_000)
+    stop = {"reason": "error", "complete": False, "detail": HOSTILE}
+    name = HOSTILE.replace("/", "")
+    folder = make_folder_in(root, name, prompts=prompts, stop=stop)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, f"eval/{HOSTILE[:40]}": 1.0}) + "\n")
+    (folder / "samples" / "step-000004.png").write_bytes(b"\x89PNG\r\n\x1a\nno image")
+    (folder / "samples" / "step-000006.png").write_text(HOSTILE)
+    (folder / "evaluations" / "step-000008.safetensors").write_text(HOSTILE)
+    with serve(root) as address:
+        opened(page, address)
+        page.get_by_role("link", name=name).click()
+        page.wait_for_selector("text=The images of this evaluation are missing")
+        page.wait_for_selector(".sheet .missing:not([hidden])")
+        page.get_by_label("Held-out images over time").press("ArrowLeft")
+        page.wait_for_selector(".pair img:not([hidden])")
+        assert page.locator(".prompt").first.inner_text() == HOSTILE
+        assert page.locator(".detail").inner_text() == HOSTILE
+        lengths = page.locator(".prompt").evaluate_all("all => all.map(p => p.textContent.length)")
+        assert len(lengths) == 3 and max(lengths) < 2100
+        assert page.locator("h1").inner_text() == name
+        page.set_viewport_size({"width": 390, "height": 844})
+        assert too_wide(page) <= 0
+    assert page.evaluate("window.hacked === undefined && !document.querySelector('img[src=x]')")
+
+
+def too_wide(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+
+def sent_to(server: socket.socket) -> bytes:
+    """Return what was sent to a server: Chromium may open a connection and say nothing there."""
+    found = b""
+    with contextlib.suppress(TimeoutError):
+        while True:
+            connection, _ = server.accept()
+            connection.settimeout(0.2)
+            with connection, contextlib.suppress(TimeoutError):
+                found += connection.recv(1000)
+    return found
+
+
+def test_nothing_is_asked_of_another_server_not_even_by_force(page, address):
+    base = address.partition("#")[0]
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
+        opened(page, address, view)
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
+    foreign = [url for url in page.asked if not url.startswith((base, f"blob:{base}"))]
+    assert len(page.asked) > 12 and not foreign
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(0.2)
+        there = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        refused = page.evaluate(
+            """async there => {
+                const told = [];
+                addEventListener("securitypolicyviolation", e => told.push(e.effectiveDirective));
+                await fetch(there).catch(() => {});
+                for (const tag of ["img", "script", "iframe"]) {
+                    const made = document.createElement(tag);
+                    made.src = there;
+                    document.body.append(made);
+                }
+                document.body.insertAdjacentHTML("beforeend", "<p style='color:red'>");
+                await new Promise(done => setTimeout(done, 100));
+                return told.sort();
+            }""",
+            there,
+        )
+        assert not sent_to(other)
+    wanted = ["connect-src", "frame-src", "img-src", "script-src-elem", "style-src-attr"]
+    assert sorted(set(refused)) == wanted
+
+
+def test_without_its_token_the_page_shows_nothing_and_asks_for_it(browser, address):
+    base = address.partition("#")[0]
+    context = browser.new_context()
+    page = context.new_page()
+    for start in (base, f"{base}#token=wrong"):
+        page.goto(start)
+        page.wait_for_selector("text=Open the address that flowrl ui printed")
+        assert "one" not in page.locator("main").inner_text().split()
+        page.goto("about:blank")
+    page.goto(base)
+    page.get_by_label("Token").fill("a-token")
+    page.keyboard.press("Enter")
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    assert "token" not in page.url
+    page.reload()  # the tab keeps it
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    context.close()
+
+
+def tabs_to(page, script: str) -> None:
+    """Press Tab until the focused element is the one that `script` describes."""
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        if page.evaluate(f"(e => {script})(document.activeElement)"):
+            outline = page.evaluate(
+                "(e => { const s = getComputedStyle(e);"
+                " return s.outlineStyle !== 'none' && parseFloat(s.outlineWidth) >= 2; })"
+                "(document.activeElement)"
+            )
+            assert outline, script
+            return
+    raise AssertionError(f"Tab does not come to {script}")
+
+
+def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(page, address):
+    opened(page, address)
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    tabs_to(page, "e.className === 'skip'")
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "main"
+    tabs_to(page, "e.textContent === 'one'")
+    page.keyboard.press("Enter")
+    page.wait_for_selector('[data-metric="reward/mean"] .value')
+    assert page.evaluate("document.activeElement.tagName") == "H1"
+    tabs_to(page, "e.parentElement.dataset.metric === 'reward/mean'")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert reading(page, "reward/mean").inner_text() == "at 3: 0.3"
+    page.keyboard.press("Home")
+    assert reading(page, "reward/mean").inner_text() == "at 1: 0.1"
+    tabs_to(page, "e.tagName === 'SUMMARY'")
+    page.keyboard.press("Enter")
+    tabs_to(page, "e.value === 'loss'")
+    page.keyboard.press("Space")
+    page.wait_for_selector('[data-metric="loss"] .value')
+    assert page.evaluate("document.activeElement.value") == "loss"
+    page.wait_for_selector(".pair img:not([hidden])")
+    tabs_to(page, "e.type === 'range' && !e.disabled")
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector("output:text('the base, before training')")
+    page.wait_for_selector("figcaption:has-text('brightness 0')")
+    tabs_to(page, "e.tagName === 'SELECT'")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("th:has-text('optim.lr')")
+
+
+@pytest.mark.slow
+def test_runs_are_compared_in_one_chart_and_by_their_recipes(page, address):
+    opened(page, address)
+    for name in ("one", "other"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Compare 2 chosen").click()
+    page.wait_for_selector('[data-metric="eval/brightness"] .value:nth-of-type(2)')
+    text = reading(page, "eval/brightness").inner_text()
+    assert text.startswith("latest:") and "one 0.75" in text and "other 0.75" in text
+    page.wait_for_selector("th:has-text('optim.lr')")
+
+
+NAMELESS = """() => [...document.querySelectorAll(
+    'main :is(input, select, textarea, button, a, img, canvas, progress, [role])')]
+  .filter(e => e.checkVisibility())
+  .filter(e => !(e.ariaLabel || e.alt || e.labels?.length || e.textContent.trim()))
+  .map(e => e.outerHTML)"""
+CONTRASTS = """() => {
+  const style = getComputedStyle(document.body);
+  const light = name => {
+    const hex = style.getPropertyValue(name).trim();
+    const parts = [1, 3, 5].map(i => parseInt(hex.slice(i, i + 2), 16) / 255)
+      .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+  };
+  const ratio = (a, b) => {
+    const [high, low] = [light(a), light(b)].sort((x, y) => y - x);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const pairs = {"--edge": 3, "--on-accent": 4.5};
+  for (const name of ["--text", "--muted", "--accent", "--bad"]) pairs[name] = 4.5;
+  for (let i = 0; i < 8; i += 1) pairs[`--c${i}`] = 4.5;
+  return Object.entries(pairs).map(([name, least]) => [
+    name, least, Math.min(...(name === "--on-accent" ? ["--accent"] : ["--back", "--raised"])
+      .map(back => ratio(name, back)))]);
+}"""
+
+
+def test_every_view_fits_phone_and_desk_and_is_legible_in_light_and_dark(page, address):
+    seen = set()
+    for view in ("", "#/run?run=one", "#/compare", "#/start"):
+        opened(page, address, view)
+        page.wait_for_selector("main :is(.reading .value, .state, .start)")
+        for width, scheme in product((390, 1366), ("light", "dark")):
+            page.set_viewport_size({"width": width, "height": 844})
+            page.emulate_media(color_scheme=scheme)
+            assert too_wide(page) <= 0, (view, width)
+            assert page.evaluate(NAMELESS) == [], (view, width)
+            small = page.evaluate(
+                "[...document.querySelectorAll('main button, main .button')]"
+                ".filter(e => e.checkVisibility() && e.clientHeight < 36).length"
+            )
+            assert small == 0, (view, width)
+            seen.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+            for name, least, contrast in page.evaluate(CONTRASTS):
+                assert contrast >= least, (scheme, name, contrast)
+    assert len(seen) == 2  # both schemes were drawn
+
+
+@pytest.mark.slow
+def test_a_server_that_has_gone_is_told_and_the_page_goes_on_when_it_is_back(page, address):
+    opened(page, address)
+    page.get_by_role("link", name="one", exact=True).wait_for()
+    page.route(re.compile("/api/"), lambda route: route.abort())
+    page.wait_for_selector("text=The server does not answer")
+    assert page.get_by_role("link", name="one", exact=True).is_visible()
+    page.unroute(re.compile("/api/"))
+    page.wait_for_selector("#trouble", state="hidden")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_20_runs_of_10000_iterations_are_listed_unread_and_compared_piece_by_piece(
+    page, tmp_path, serve
+):
+    for number in range(20):
+        write_run(tmp_path / "runs" / f"run-{number:02d}", 10_000, 20, number)
+    size = sum(path.stat().st_size for path in tmp_path.rglob("metrics.jsonl"))
+    page.set_default_timeout(300_000)
+    answers = []
+    page.on("response", lambda answer: answers.append(answer) if "/api/" in answer.url else None)
+    with serve(tmp_path / "runs") as address:
+        opened(page, address)
+        page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 20")
+        assert {one.url.partition("/api/")[2] for one in answers} == {"runs"}
+        assert len(answers[0].body()) < 20_000 < size / 1000
+        assert "0.4 to 0.65 (+0.25)" in page.locator("tbody tr").first.inner_text()
+        page.evaluate("location.hash = '#/compare'")
+        page.wait_for_selector('[data-metric="reward/mean"] .value')
+        page.wait_for_function(
+            "() => document.querySelector('.bar .muted').hidden &&"
+            " document.querySelectorAll('[data-metric=\"reward/mean\"] .value').length === 20"
+        )
+        curves = [one for one in answers if "/curves" in one.url and one.status == 200]
+        told = [one.json() for one in curves]
+        assert [one["whole"] for one in told] == [False] * (len(told) - 1) + [True]
+        assert len(told) >= size / (BUDGET + PIECE)
+        assert max(len(one.body()) for one in curves) < size / 50
+        ends = [series["x"][-1] for run in told[-1]["runs"].values() for series in run.values()]
+        assert len(ends) >= 40 and set(ends) == {10_000}
+        answers.clear()
+        page.wait_for_timeout(2500)
+        assert answers and {one.status for one in answers} == {304}  # nothing is sent again
+
+
+# --- a run that trains --------------------------------------------------------------------------
+
+RECIPE = """
+pipeline: {path: tiny-sd3, device: cpu, max_sequence_length: 12}
+lora: {rank: 4, alpha: 6}
+prompts: {train: "tiny:geneval:train", allow_overlap: true}
+rollout: {prompts_per_iteration: 2, group_size: 4, num_inference_steps: 4, batch_size: 8}
+optim: {lr: 0.01, micro_batch: 8, schedule: constant}
+rewards: [{name: brightness}]
+run: {iterations: 5000, checkpoint_every: 5000, sample_every: 0, trackers: []}
+"""
+
+
+def stopped_at(folder, count: int) -> int:
+    """Return the iteration of the last stop, after `count` of them."""
+    stops = [event for event in Ledger(folder).events() if event["event"] == "stop"]
+    assert len(stops) == count and stops[-1]["reason"] == "interrupted"
+    return stops[-1]["step"]
+
+
+def stop_by_the_button(page, metric: str, after: int) -> None:
+    page.wait_for_function(
+        """([metric, after]) => {
+            const place = document.querySelector(`[data-metric="${metric}"] .reading`);
+            return Number((place?.textContent.match(/at (\\d+):/) ?? [0, 0])[1]) > after;
+        }""",
+        arg=[metric, after],
+    )
+    page.get_by_role("button", name="Stop").click()
+    page.wait_for_selector(".state.stopped")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_recipe_is_planned_started_watched_stopped_and_resumed_bit_for_bit(page, serve, tmp_path):
+    root, recipe = tmp_path / "runs", tmp_path / "my.yaml"
+    root.mkdir()
+    recipe.write_text(RECIPE)
+    folder = root / "mine"
+    page.set_default_timeout(200_000)
+    try:
+        with serve(root) as address:
+            opened(page, address, "#/start")
+            page.get_by_label("Recipe: a preset").fill(str(recipe))
+            page.get_by_label("Changes").fill("run.seed=3")
+            page.get_by_role("button", name="Plan").click()
+            page.get_by_label("Folder").fill("mine")
+            page.get_by_role("button", name="Start training").click()
+            page.wait_for_selector("section[aria-label='start mine']")
+            page.evaluate("location.hash = '#/'")
+            page.get_by_role("link", name="mine", exact=True).click()
+            stop_by_the_button(page, "reward/mean", 1)
+            first = stopped_at(folder, 1)
+            page.get_by_role("button", name="Resume").click()
+            stop_by_the_button(page, "reward/mean", first + 1)
+            last = stopped_at(folder, 2)
+    finally:
+        if (owner := owner_of(folder)) and (process := owner.process()):
+            process.send_signal(signal.SIGKILL)
+    assert last > first + 1 >= 3
+    whole = tmp_path / "whole"
+    changes = ["run.seed=3", f"run.iterations={last}", f"run.output_dir={whole}"]
+    align(load_config(recipe, changes))
+    name = f"checkpoints/step-{last:06d}/state.safetensors"
+    for part in ("policy", "optimizer"):
+        assert equal(load_state(folder / name)[part], load_state(whole / name)[part]), part
+    rows = [
+        [{n: v for n, v in row.items() if not n.startswith("time/")} for row in read_metrics(f)]
+        for f in (folder, whole)
+    ]
+    assert rows[0] == rows[1] and len(rows[0]) == last
+
+
+def equal(one, other) -> bool:
+    """Whether nested states are the same in every bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(v, other[k]) for k, v in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return one == other

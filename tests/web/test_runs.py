@@ -1,0 +1,143 @@
+"""What is told of a run folder: how it stands, its images, its recipe; damaged and hostile ones."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from flowrl.training.owner import FILE as OWNER
+from flowrl.training.owner import owned
+from flowrl.web.metrics_log import MetricsLog
+from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
+
+
+def run_of(folder) -> RunFiles:
+    return RunFiles(folder.name, folder)
+
+
+def test_the_state_is_what_ledger_and_process_say(make_folder):
+    ends = {
+        "finished": {"reason": "finished", "complete": True, "detail": ""},
+        "stopped": {"reason": "interrupted", "complete": False, "detail": ""},
+        "failed": {"reason": "error", "complete": False, "detail": "ValueError: no"},
+        "killed": None,
+    }
+    for name, stop in ends.items():
+        run = run_of(make_folder(name, stop=stop))
+        assert run.state().name == name
+        with owned(run.path):
+            assert run.state().name == "running" and run.state().pid == os.getpid()
+        assert run.state().name == name
+    assert run_of(make_folder("again", stop=ends["failed"])).state().detail == "ValueError: no"
+
+
+def test_a_process_that_has_ended_or_another_with_its_number_owns_nothing(make_folder):
+    run = run_of(make_folder())
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    own = psutil.Process().create_time()
+    host = socket.gethostname()
+    for pid, began in [(child.pid, own), (os.getpid(), own - 60), (-1, 0), (10**12, 0)]:
+        (run.path / OWNER).write_text(json.dumps({"pid": pid, "began": began, "host": host}))
+        assert run.state().name == "killed", pid
+    (run.path / OWNER).write_text(json.dumps({"pid": 1, "began": 0, "host": "elsewhere"}))
+    assert run.state().name == "elsewhere"
+    (run.path / OWNER).write_text("{")
+    assert run.state().name == "killed"
+
+
+def test_a_summary_has_base_and_last_held_out_scores(make_folder):
+    found = run_of(make_folder()).summary()
+    assert (found["step"], found["iterations"], found["reward"]) == (4, 8, 0.4)
+    assert found["base"] == {"eval/brightness": 0.25}
+    assert (found["held_out"], found["held_out_step"]) == ({"eval/brightness": 0.75}, 4)
+
+
+def test_held_out_images_and_samples_are_those_of_the_files(make_folder):
+    run = run_of(make_folder(prompts=("a red circle", "two stars")))
+    assert run.samples() == [4] and run.evaluations() == [0, 4] and run.checkpoints() == [4]
+    told = run.held_out(4)
+    assert told == {
+        "prompts": ["a red circle", "two stars"], "names": ["brightness"], "scores": [[0.5], [0.5]],
+    }  # fmt: skip
+    assert run.held_out_image(4, 1)[:4] == b"\x89PNG" == run.sample(4)[:4]
+    for ask in (
+        lambda: run.sample(5), lambda: run.held_out(1), lambda: run.held_out_image(4, 2),
+        lambda: run.held_out_image(4, -1), lambda: run.sample(-4), lambda: run.sample(10**300),
+    ):  # fmt: skip
+        with pytest.raises(FileNotFoundError):
+            ask()
+
+
+def test_damaged_files_are_missing_files(make_folder):
+    run = run_of(make_folder())
+    path = run.path / "evaluations" / "step-000004.safetensors"
+    whole = path.read_bytes()
+    for data in (b"", whole[:40], b"\xff" * 400, whole[:200] + b"\0" * 50 + whole[250:]):
+        path.write_bytes(data)
+        for ask in (lambda: run.held_out(4), lambda: run.held_out_image(4, 0)):
+            with pytest.raises(FileNotFoundError):
+                ask()
+    (run.path / "samples" / "step-000004.png").write_bytes(b"<html>")
+    with pytest.raises(FileNotFoundError):
+        run.sample(4)
+    for name in ("ledger.jsonl", "config.yaml", "audits.jsonl", "metrics.jsonl"):
+        (run.path / name).write_bytes(b'{"event": [1]}\n\xff\xfe[[[[{')
+    log = MetricsLog(run.path / "metrics.jsonl")
+    log.read(1)
+    assert run.details(log)["state"] == "unknown"
+    json.dumps(run.details(log), allow_nan=False)
+
+
+def test_no_link_leads_out_of_a_run(make_folder, tmp_path):
+    run, other = run_of(make_folder()), make_folder("other")
+    sample = run.path / "samples" / "step-000004.png"
+    sample.unlink()
+    sample.symlink_to(other / "samples" / "step-000004.png")
+    with pytest.raises(FileNotFoundError):
+        run.sample(4)
+    (tmp_path / "runs" / "linked").symlink_to(tmp_path)
+    assert {r.name for r in RunFolders(tmp_path / "runs").runs()} == {"run", "other"}
+
+
+def test_runs_are_found_below_folders_and_not_inside_of_runs(make_folder, tmp_path):
+    make_folder("a")
+    make_folder("group/b")
+    make_folder("a/set-aside/001/c")
+    (tmp_path / "runs" / "empty").mkdir()
+    folders = RunFolders(tmp_path / "runs")
+    assert {run.name for run in folders.runs()} == {"a", "group/b"}
+    assert [run.name for run in RunFolders(tmp_path / "runs" / "a").runs()] == ["a"]
+    for name in ("..", "../runs/a", "a/..", str(tmp_path / "runs" / "a"), "empty", ""):
+        with pytest.raises(KeyError):
+            folders.run(name)
+        with pytest.raises(KeyError):
+            folders.log(name)
+
+
+def test_recipes_differ_where_options_do(make_folder):
+    one = run_of(make_folder("a", recipe={"optim": {"lr": 1}, "lora": {"rank": 4}}))
+    other = run_of(make_folder("b", recipe={"optim": {"lr": 2}, "lora": {"rank": 4}}))
+    assert recipe_differences(one, other) == [{"option": "optim.lr", "one": "1", "other": "2"}]
+    (one.path / "ledger.jsonl").unlink()  # then the file tells
+    assert one.recipe() == {"run": {"iterations": 8}}
+
+
+def test_audits_are_told_newest_first_and_what_is_none_is_left_out(make_folder):
+    run = run_of(make_folder())
+    audit = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8", "steps": 4}
+    lines = [json.dumps(audit | {"iteration": i}) for i in (3, 6)]
+    (run.path / "audits.jsonl").write_text("\n".join([lines[0], "{", "[]", '{"a": 1}', lines[1]]))
+    told = {"precision": "nvfp4", "action": "keep", "text": "rho 0.8"}
+    assert run.audits() == [told | {"iteration": 6}, told | {"iteration": 3}]
+
+
+def test_long_texts_are_cut(make_folder):
+    run = run_of(make_folder(prompts=("x" * 10**6,), stop={"reason": "error", "complete": False,
+                                                           "detail": "y" * 10**6}))  # fmt: skip
+    assert len(run.held_out(4)["prompts"][0]) < 2100 and len(run.state().detail) < 2100
+    assert all(len(json.dumps(event)) < 5000 for event in run.told_events())
