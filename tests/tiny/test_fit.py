@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from flowrl.errors import UserError
 from scripts.pretrain_tiny import fit as loop
-from scripts.pretrain_tiny import latents, pretrain
 
 STEPS = 6
 
@@ -13,7 +13,10 @@ class Stopped(Exception):
     pass
 
 
-def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict, dict]:
+def fit(
+    folder, *, stop_at: int | None = None, steps: int = STEPS, decay: float = 0.3,
+    name: str = "toy", begin_at: str | None = None,
+) -> tuple[dict, dict]:  # fmt: skip
     """A small regression -> weights and their average."""
     torch.manual_seed(0)
     module, ema = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
@@ -22,14 +25,17 @@ def fit(folder, *, stop_at: int | None = None, steps: int = STEPS) -> tuple[dict
     def loss_at(step: int) -> torch.Tensor:
         if step == stop_at:
             raise Stopped
-        x = torch.randn(8, 4, generator=latents.generator_at(0, step))
+        x = torch.randn(8, 4, generator=loop.generator_at(0, step))
         return (module(x) - x.flip(1)).square().mean()
 
     optimizers = [
         torch.optim.AdamW([module.weight], lr=0.1),
         torch.optim.AdamW([module.bias], lr=0.2),
     ]
-    pretrain.fit("toy", module, optimizers, loss_at, steps=steps, decay=0.3, folder=folder, ema=ema)
+    loop.fit(
+        name, module, optimizers, loss_at, steps=steps, decay=decay, folder=folder, ema=ema,
+        begin_at=begin_at,
+    )  # fmt: skip
     return module.state_dict(), ema.state_dict()
 
 
@@ -50,13 +56,28 @@ def test_stopped_and_resumed_the_weights_are_bit_identical(tmp_path, monkeypatch
         assert same(fit(folder, steps=steps), wholes[steps])
 
 
-def test_the_learning_rate_rises_stays_and_falls_to_zero(monkeypatch):
+def test_two_decays_begin_where_the_plateau_ended(tmp_path, monkeypatch):
+    """So that a base with defects and a ceiling without differ by what the decay saw alone."""
+    plateau = fit(tmp_path, name="plateau", decay=0)
+    one = fit(tmp_path, name="one", begin_at="plateau", decay=1)
+    assert same(one, fit(tmp_path, name="other", begin_at="plateau", decay=1))
+    assert not same(one, plateau) and same(plateau, fit(tmp_path, name="plateau", decay=0))
+    monkeypatch.setattr(loop, "SAVE_SECONDS", -1)
+    with pytest.raises(Stopped):
+        fit(tmp_path, name="third", begin_at="plateau", decay=1, stop_at=3)
+    assert same(one, fit(tmp_path, name="third", begin_at="plateau", decay=1))
+    with pytest.raises(Stopped):
+        fit(tmp_path, name="fourth", begin_at="plateau", decay=1, stop_at=3)
+    with pytest.raises(UserError, match="too late to train 12"):
+        fit(tmp_path, name="fourth", begin_at="plateau", decay=1, steps=12)
+
+
+def test_the_learning_rate_rises_stays_and_falls_to_zero():
     factors = [loop.trapezoid(step, 1000, 0.3) for step in range(1001)]
     assert factors[0] == 1 / loop.WARM_UP and factors[-1] == 0
     assert set(factors[loop.WARM_UP : 700]) == {1.0}
     assert factors[850] == pytest.approx(0.5)
-    monkeypatch.setattr(loop, "WARM_UP", 1)
     for steps, decay in ((1000, 0.3), (16_500, 0.15), (20, 0.15), (7, 0.3)):
         start = loop.decay_start(steps, decay)
-        assert loop.trapezoid(start - 1, steps, decay) == pytest.approx(1, abs=1e-9)
-        assert loop.trapezoid(start, steps, decay) < 1 - 1e-9
+        assert loop.trapezoid(start - 1, steps, decay, warm_up=1) == pytest.approx(1, abs=1e-9)
+        assert loop.trapezoid(start, steps, decay, warm_up=1) < 1 - 1e-9
