@@ -1,9 +1,9 @@
 """Make the weights of a tiny pipeline again, from a seed.
 
-    python -m scripts.pretrain_tiny --backbone sana --work build/sana --output flowrl/assets/tiny-sana
-    python -m scripts.pretrain_tiny --backbone sd3 --work build/sd3 --output flowrl/assets/tiny-sd3
+    python -m scripts.pretrain_tiny --backbone sana --work build/sana --output build/tiny-sana
+    python -m scripts.pretrain_tiny --backbone sd3 --work build/sd3 --output build/tiny-sd3
     python -m scripts.pretrain_tiny --backbone flux --teacher build/sd3 \\
-        --work build/flux --output flowrl/assets/tiny-flux
+        --work build/flux --output build/tiny-flux
 
 The stages: images, autoencoder, text encoders, the flow at a constant learning rate, and from
 there two decays: one on images without defects, whose score is the ceiling, and one on images with
@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from rich.progress import track as progress
 
-from flowrl.utils.files import write_text
+from flowrl.errors import UserError
+from flowrl.utils.files import load_state, write_text
 from scripts.pretrain_tiny import flux, latents, sana, sd3
-from scripts.pretrain_tiny.flow import Examples, Texts, TinyModel, fit_flow
+from scripts.pretrain_tiny.flow import Examples, Stage, Texts, TinyModel, fit_flow
 from scripts.pretrain_tiny.images import images
 from scripts.pretrain_tiny.text import fit_text
 
@@ -83,13 +84,17 @@ def save_half(pipeline, folder: Path) -> None:
 
 
 def autoencoder(args: argparse.Namespace, drawn: np.ndarray) -> Any:
-    """Train that of a backbone, or load the finished one; its latents are normalised."""
+    """Train that of a backbone, or load the finished one; its latents are normalised.
+
+    A student has its teacher's.
+    """
     make, _ = MODELS[args.backbone]
     torch.manual_seed(args.seed)
     vae = make().to(args.device)
     latents.fit_autoencoder(
-        vae, drawn, steps=args.vae_steps, seed=args.seed, folder=args.work, track=track
-    )
+        vae, drawn, steps=args.vae_steps, seed=args.seed, folder=args.teacher or args.work,
+        track=track,
+    )  # fmt: skip
     vae.eval().requires_grad_(False)
     latents.normalise_latents(vae, drawn)
     return vae
@@ -112,8 +117,25 @@ def examples(
     return Examples(latents=found, texts=torch.tensor([texts.index[c] for c in captions]))
 
 
+def teacher_at(args: argparse.Namespace, stage: str) -> TinyModel | None:
+    """Return the tiny SD3 of `--teacher` as it was after a decay; None without a teacher."""
+    if args.teacher is None:
+        return None
+    path = args.teacher / f"{stage}.safetensors"
+    if not path.is_file():
+        raise UserError(f"--teacher: there is no {path}; finish the tiny SD3 first")
+    teacher = model_with_text(args, "sd3", args.teacher)
+    teacher.transformer.load_state_dict(load_state(path)["ema"])
+    teacher.transformer.to(args.device).eval().requires_grad_(False)
+    return teacher
+
+
 def main() -> None:
     args = arguments()
+    if (args.backbone == "flux") != (args.teacher is not None):
+        raise UserError(
+            "--teacher is needed for flux, which learns guidance from it, and for no other"
+        )
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     sets = {
@@ -128,22 +150,22 @@ def main() -> None:
     torch.manual_seed(args.seed + 3)
     network = model.transformer.to(args.device)
     ema = copy.deepcopy(network).requires_grad_(False)
-    stages = (
-        ("plateau", "clean", args.plateau, None),
-        ("ceiling", "clean", args.decay, "plateau"),
-        ("base", "defects", args.decay, "plateau"),
+    stages = (  # with the images of each
+        (Stage(name="plateau", steps=args.plateau, seed=args.seed + 10), "clean"),
+        (Stage(name="ceiling", steps=args.decay, seed=args.seed + 11, begin_at="plateau"), "clean"),
+        (Stage(name="base", steps=args.decay, seed=args.seed + 12, begin_at="plateau"), "defects"),
     )
-    for turn, (stage, kind, steps, begin_at) in enumerate(stages):
+    for stage, kind in stages:
         fit_flow(
             stage, model, ema, learn[kind], texts,
-            steps=steps, seed=args.seed + 10 + turn, folder=args.work, batch=args.batch,
-            begin_at=begin_at, network=torch.compile(network) if args.compile else None,
-            track=track,
+            folder=args.work, batch=args.batch,
+            teacher=teacher_at(args, "ceiling" if kind == "clean" else "base"),
+            network=torch.compile(network) if args.compile else None, track=track,
         )  # fmt: skip
-        if stage != "plateau":
-            folder = args.output if stage == "base" else args.work / "ceiling"
+        if stage.begin_at:
+            folder = args.output if stage.name == "base" else args.work / "ceiling"
             save_half(model.pipeline(copy.deepcopy(ema).cpu(), copy.deepcopy(vae).cpu()), folder)
-            print(f"The {stage} lies in {folder}.")
+            print(f"The {stage.name} lies in {folder}.")
 
 
 if __name__ == "__main__":

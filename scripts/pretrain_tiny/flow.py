@@ -69,6 +69,16 @@ class Examples:
     texts: Tensor  # (N,) long, of which text of `Texts` each is the image
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stage of the flow's training."""
+
+    name: str
+    steps: int
+    seed: int
+    begin_at: str | None = None  # the stage where it begins; then its learning rate falls to 0
+
+
 class Texts:
     """All captions, "" first, as conditioning of a model with frozen text encoders."""
 
@@ -112,25 +122,25 @@ def sigmas(size: int, generator: torch.Generator) -> Tensor:
 
 
 def fit_flow(
-    name: str, model: TinyModel, ema: nn.Module, examples: Examples, texts: Texts,
-    *, steps: int, seed: int, folder: Path, batch: int = 64, begin_at: str | None = None,
-    teacher: tuple[TinyModel, Texts] | None = None, network: Any = None,
+    stage: Stage, model: TinyModel, ema: nn.Module, examples: Examples, texts: Texts,
+    *, folder: Path, batch: int = 64, teacher: TinyModel | None = None, network: Any = None,
     track: Track = plain_track,
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
-    A stage that begins where another ended (`begin_at`) lets the learning rate fall to 0 and sees
-    longer texts, too; the first keeps it. With a `teacher` of the same latents, regress its guided
-    velocity at a guidance drawn for each image, so that the model learns to guide itself (Meng et
-    al. 2023, arXiv 2210.03142).
+    A stage that begins where another ended lets the learning rate fall to 0 and sees longer texts,
+    too; the first keeps it. With a `teacher` of the same latents, regress its guided velocity at a
+    guidance drawn for each image, so that the model learns to guide itself (Meng et al. 2023,
+    arXiv 2210.03142).
 
     network: the model's transformer, or a compiled copy of it for the short text length.
     """
     device = next(model.transformer.parameters()).device
-    decays = begin_at is not None
+    decays = stage.begin_at is not None
+    taught = None if teacher is None else Texts(teacher, texts.names[1:], device)
 
     def loss_at(step: int) -> Tensor:
-        generator = generator_at(seed, step)
+        generator = generator_at(stage.seed, step)
         length = text_length(generator, model.short, model.long, often_short=not decays)
         size = batch // 4 if length == model.long else batch  # long texts cost many times more
         rows = torch.randint(len(examples.latents), (size,), generator=generator)
@@ -141,9 +151,9 @@ def fit_flow(
         x0, noise, sigma, chosen = (t.to(device) for t in (x0, noise, sigma, chosen))
         s = sigma[:, None, None, None]
         x, target, guidance = (1 - s) * x0 + s * noise, noise - x0, None
-        if teacher is not None:
+        if teacher is not None and taught is not None:
             guidance = 1 + (GUIDANCE - 1) * torch.rand(size, generator=generator).to(device)
-            target = guided_velocity(*teacher, x, sigma, chosen, guidance)
+            target = guided_velocity(teacher, taught, x, sigma, chosen, guidance)
         plain = network is None or length != model.short
         v = model.velocity(
             model.transformer if plain else network, x, sigma, texts(chosen, length), guidance
@@ -151,9 +161,9 @@ def fit_flow(
         return F.mse_loss(v.float(), target)
 
     fit(
-        name, model.transformer, flow_optimizers(model.transformer), loss_at,
-        steps=steps, decay=1.0 if decays else 0.0, folder=folder, ema=ema, begin_at=begin_at,
-        track=track,
+        stage.name, model.transformer, flow_optimizers(model.transformer), loss_at,
+        steps=stage.steps, decay=1.0 if decays else 0.0, folder=folder, ema=ema,
+        begin_at=stage.begin_at, track=track,
     )  # fmt: skip
 
 
