@@ -10,6 +10,7 @@ from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
 from scripts.compare import statistics
 from scripts.compare.data import TUNING, Image, Line, read_curves, read_images, read_rows
+from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Page
 from scripts.compare.runs import chosen, rates
 from scripts.compare.statistics import Curve
@@ -152,6 +153,40 @@ def differences_table(results: Results) -> list[dict[str, str]]:
     return rows
 
 
+def variety_table(results: Results) -> list[dict[str, str]]:
+    """A row a method whose images' layouts were read: how they vary, beside the law."""
+    rows = []
+    for method, kept in results.images.items():
+        runs = {seed: _variety(images) for seed, images in kept.items()}
+        if any(run is None for run in runs.values()):
+            continue
+        found = {seed: run for seed, run in runs.items() if run is not None}
+        base, last = found[-1], [run for seed, run in found.items() if seed >= 0]
+        row = {"method": method, "right images with a choice": str(base.images)}
+        row["right images with a choice"] += f" → {sum(run.images for run in last) / len(last):.0f}"
+        law = statistics.over_seeds([run.law for run in last]).mean
+        row["same layout, two of a request"] = _change(base, last, "collisions")
+        row["by the law"] = _number(law)
+        row["entropy of layouts, nats"] = _change(base, last, "entropy")
+        row["divergence from the law, nats"] = _change(base, last, "divergence")
+        rows.append(row)
+    return rows
+
+
+def _variety(images: Sequence[Image]) -> Variety | None:
+    if not any(LAYOUT in image.scores for image in images):
+        return None
+    layout, freedom = (
+        [image.scores.get(name, math.nan) for image in images] for name in (LAYOUT, FREEDOM)
+    )
+    return variety([image.request for image in images], layout, freedom)
+
+
+def _change(base: Variety, last: Sequence[Variety], name: str) -> str:
+    after = statistics.over_seeds([getattr(run, name) for run in last])
+    return f"{_number(getattr(base, name))} → {_interval(after, sign=False)}"
+
+
 def tuning_table(page: Page, data: Path) -> list[dict[str, str]]:
     """A row for every value that was tried on validation prompts, the chosen ones marked."""
     best = chosen(page, data)
@@ -212,6 +247,8 @@ def text_of(results: Results, data: Path) -> str:
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
     if table := differences_table(results):
         parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
+    if table := variety_table(results):
+        parts += ["## Diversity", markdown(table), VARIETY]
     parts += ["## Curves"]
     for name in costs(results):
         for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
@@ -233,6 +270,13 @@ EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "
     "reached. *Reaches* is when the mean curve first stands at the baseline's last score, *stays "
     "above* from when on no evaluation is below, both as shares of the baseline's whole cost."
+)
+
+
+VARIETY = (
+    "Of images that the second judge finds right: how often two of one request show the same "
+    "layout (without bias), and the entropy of layouts pooled over requests with as many of them. "
+    "The drawing program draws all layouts of a request equally often."
 )
 
 

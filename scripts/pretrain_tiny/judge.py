@@ -15,11 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from flowrl_rewards.tiny_judge import LETTERS, OBJECTS, SIGNS, WEIGHTS, JudgeNetwork
+from safetensors.torch import save
 from torch import Tensor
 
 from flowrl.tiny.draw import QUARTERS, draw
 from flowrl.tiny.world import COLORS, SHAPES, WORDS
-from flowrl.utils.files import save_state
+from flowrl.utils.files import write_bytes
 from scripts.pretrain_tiny.fit import fit, generator_at
 
 NOTHING, OTHER = 0, 1
@@ -131,7 +132,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     network = train(args.work, args.steps, 128, 0, args.images)
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    save_state(args.output, {name: t.half() for name, t in network.state_dict().items()})
+    weights = {name: t.half().contiguous() for name, t in network.state_dict().items()}
+    write_bytes(args.output, save(weights))
     print(f"Of 4,000 fresh drawings the judge names {agreement(network, 4_000, 1):.4f} wholly.")
 
 

@@ -1,6 +1,7 @@
 """Methods side by side: intervals, data files, pages, and runs that happen once."""
 
 import math
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,8 @@ import pytest
 import torch
 from scipy import stats
 
+from flowrl.tiny.draw import draw
+from flowrl.tiny.world import split_prompts
 from scripts.compare import __main__ as program
 from scripts.compare import runs, statistics
 from scripts.compare.control import Random
@@ -25,6 +28,7 @@ from scripts.compare.data import (
     write_images,
     write_rows,
 )
+from scripts.compare.law import Freedom, Layout, variety
 from scripts.compare.page import Method, Page, load_page, page_names
 from scripts.compare.report import Results, differences_table, render, scores_table
 
@@ -275,3 +279,44 @@ def test_a_page_is_made_by_one_command_from_run_to_picture(tmp_path, monkeypatch
     again = (tmp_path / "trees" / CURVES).read_bytes()
     program.main([*words, "--collect", "--seeds", "2"])
     assert (tmp_path / "trees" / CURVES).read_bytes() == again
+
+
+# --- the tiny world's law ------------------------------------------------------------------------
+
+
+def test_layouts_of_drawn_images_are_named_and_diverge_from_the_law_by_nothing():
+    """Images drawn by the law, and images that always show the first layout."""
+    prompts = [
+        p for tag in ("counting", "position", "two_object") for p in split_prompts(tag, "test")[:20]
+    ]
+    requests = [i for i in range(len(prompts)) for _ in range(6)]
+    metadata = [prompts[i] for i in requests]
+    drawn = torch.stack(
+        [
+            torch.from_numpy(draw(p, random.Random(i)).copy()).permute(2, 0, 1) / 255
+            for i, p in enumerate(metadata)
+        ]
+    )
+    texts = [p["prompt"] for p in metadata]
+    layout, freedom = Layout()(drawn, texts, metadata), Freedom()(drawn, texts, metadata)
+    right = ~layout.isnan()
+    assert (right | (freedom == 1)).float().mean() > 0.98 and (freedom == 1).any()
+    assert (layout[right] < freedom[right]).all() and (layout[right] >= 0).all()
+    found = variety(requests, layout.tolist(), freedom.tolist())
+    assert found.collisions == pytest.approx(found.law, abs=0.04)
+    assert abs(found.divergence) < 0.06
+    same = variety(requests, (layout * 0).tolist(), freedom.tolist())
+    assert same.collisions == 1 and same.divergence > 1
+
+
+def test_the_variety_of_few_images_is_not_biased():
+    generator, runs = np.random.default_rng(0), []
+    for _ in range(400):
+        freedom = np.repeat([4.0, 12.0], 40)
+        layout = generator.integers(0, freedom)
+        runs.append(
+            variety(np.repeat(np.arange(20), 4).tolist(), layout.tolist(), freedom.tolist())
+        )
+    for name, law in (("collisions", (1 / 4 + 1 / 12) / 2), ("divergence", 0.0)):
+        values = [getattr(run, name) for run in runs]
+        assert np.mean(values) == pytest.approx(law, abs=4 * np.std(values) / 20)
