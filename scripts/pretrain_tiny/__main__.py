@@ -152,8 +152,8 @@ def main() -> None:
     ema = copy.deepcopy(network).requires_grad_(False)
     stages = (  # with the images of each
         (Stage(name="plateau", steps=args.plateau, seed=args.seed + 10), "clean"),
-        (Stage(name="ceiling", steps=args.decay, seed=args.seed + 11, begin_at="plateau"), "clean"),
         (Stage(name="base", steps=args.decay, seed=args.seed + 12, begin_at="plateau"), "defects"),
+        (Stage(name="ceiling", steps=args.decay, seed=args.seed + 11, begin_at="plateau"), "clean"),
     )
     for stage, kind in stages:
         fit_flow(
