@@ -43,6 +43,7 @@ class Page:
     proxy: str  # the trained reward
     quality: str
     diversity: str  # measure, or "" where there is none
+    judge: str  # a second held-out measure, by which runs may stop; "" where gold need not turn
     seeds: int
     steps: tuple[int, ...]  # of evaluation
     validation: str  # prompts to tune on
@@ -83,5 +84,5 @@ def load_page(name: str) -> Page:
             )
         )
     data["steps"] = tuple(data["steps"])
-    optional = {"diversity": "", "seeds": 5, "validation": ""}
+    optional = {"diversity": "", "judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)

@@ -14,6 +14,14 @@ from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Page
 from scripts.compare.runs import chosen, rates
 from scripts.compare.statistics import Curve
+from scripts.compare.turning import (
+    PATIENCE,
+    QUALITY_LOST,
+    RULES,
+    SATURATED,
+    stopped,
+    turn,
+)
 
 Table = Sequence[Mapping[str, str]]
 
@@ -153,6 +161,36 @@ def differences_table(results: Results) -> list[dict[str, str]]:
     return rows
 
 
+def turns_table(results: Results) -> list[dict[str, str]]:
+    """A row a method: where its gold score is highest, and what it lost from there."""
+    rows = []
+    for method, runs in results.lines.items():
+        found = turn(list(runs.values()), results.page)
+        rows.append(
+            {
+                "method": method,
+                "gold at its highest": _interval(found.gold, sign=False),
+                "iteration": str(found.iteration),
+                "proxy there → at the end": f"{_number(found.proxy)} → {_number(found.proxy_last)}",
+                "gold at the end": _interval(found.last, sign=False),
+                "lost since": _interval(found.lost),
+            }
+        )
+    return rows
+
+
+def rules_table(results: Results) -> list[dict[str, str]]:
+    """A row a method: its gold score where each rule would have stopped it."""
+    return [
+        {"method": method}
+        | {
+            name: _interval(stopped(list(runs.values()), results.page, rule), sign=False)
+            for name, rule in RULES.items()
+        }
+        for method, runs in results.lines.items()
+    ]
+
+
 def variety_table(results: Results) -> list[dict[str, str]]:
     """A row a method whose images' layouts were read: how they vary, beside the law."""
     rows = []
@@ -247,6 +285,9 @@ def text_of(results: Results, data: Path) -> str:
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
     if table := differences_table(results):
         parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
+    if page.judge:
+        parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
+        parts += [markdown(rules_table(results)), RULES_SAY]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
     parts += ["## Curves"]
@@ -273,6 +314,15 @@ EQUAL = (
 )
 
 
+TURNS = (
+    "The highest of noisy means is a little too high, so that *lost since* is an upper bound; it "
+    "is paired by seed."
+)
+RULES_SAY = (
+    f"Gold where each rule would have ended a run: {PATIENCE} evaluations without a rise of the "
+    f"second judge (its best is kept), quality {QUALITY_LOST} below the base's, the proxy "
+    f"{SATURATED:.0%} of its way to 1. No rule sees gold."
+)
 VARIETY = (
     "Of images that the second judge finds right: how often two of one request show the same "
     "layout (without bias), and the entropy of layouts pooled over requests with as many of them. "

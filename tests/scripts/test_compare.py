@@ -31,6 +31,7 @@ from scripts.compare.data import (
 from scripts.compare.law import Freedom, Layout, variety
 from scripts.compare.page import Method, Page, load_page, page_names
 from scripts.compare.report import Results, differences_table, render, scores_table
+from scripts.compare.turning import RULES, stopped, turn
 
 # --- intervals -----------------------------------------------------------------------------------
 
@@ -96,7 +97,7 @@ METHODS = tuple(
 )
 PAGE = Page(
     name="small", title="Small", text="What was planted.", baseline="chains", score="strict",
-    gold="strict", proxy="partial", quality="good", diversity="", seeds=3, steps=(5, 28),
+    gold="strict", proxy="partial", quality="good", diversity="", judge="", seeds=3, steps=(5, 28),
     validation="tiny:colors:train", methods=METHODS,
 )  # fmt: skip
 
@@ -279,6 +280,48 @@ def test_a_page_is_made_by_one_command_from_run_to_picture(tmp_path, monkeypatch
     again = (tmp_path / "trees" / CURVES).read_bytes()
     program.main([*words, "--collect", "--seeds", "2"])
     assert (tmp_path / "trees" / CURVES).read_bytes() == again
+
+
+# --- over-optimisation ---------------------------------------------------------------------------
+
+
+def hacked(seed: int, gold: list[float], judge: list[float], quality: list[float]) -> list[Line]:
+    proxy = [0.5, 0.7, 0.9, 0.96, 0.99]
+    columns = zip(gold, judge, quality, proxy, strict=True)
+    return [
+        Line(
+            method="chains", seed=seed, iteration=10 * i, forwards=i, images=i,
+            scores=dict(zip(("strict", "judge", "good", "partial"), scores, strict=True)),
+        )
+        for i, scores in enumerate(columns)
+    ]  # fmt: skip
+
+
+def test_gold_turns_where_its_mean_is_highest_and_rules_see_all_but_gold():
+    page = replace(PAGE, judge="judge")
+    runs_ = [
+        hacked(0, [0.5, 0.6, 0.7, 0.6, 0.4], [0.5, 0.6, 0.62, 0.6, 0.5], [4.0, 4.0, 4.0, 3.8, 3]),
+        hacked(1, [0.5, 0.7, 0.6, 0.5, 0.3], [0.5, 0.6, 0.55, 0.5, 0.7], [4.0, 3.8, 4.0, 3.8, 3]),
+    ]
+    found = turn(runs_, page)
+    assert found.iteration == 10  # the first of equal means
+    assert (found.gold.mean, found.last.mean) == pytest.approx((0.65, 0.35))
+    paired = statistics.over_seeds([0.4 - 0.6, 0.3 - 0.7])
+    assert (found.lost.mean, found.lost.low) == pytest.approx((paired.mean, paired.low))
+    assert (found.proxy, found.proxy_last) == pytest.approx((0.7, 0.99))
+    kept = {name: stopped(runs_, page, rule).mean for name, rule in RULES.items()}
+    assert kept == pytest.approx(
+        {
+            "to the end": (0.4 + 0.3) / 2,
+            "the second judge stands": (0.7 + 0.7) / 2,  # its best: evaluations 2 and 1
+            "quality falls": (0.7 + 0.5) / 2,  # before 3 and before 1
+            "the proxy is sated": (0.6 + 0.5) / 2,  # 0.95 is first passed at 3
+        }
+    )
+    blind = [[replace(line, scores=line.scores | {"strict": 0.0}) for line in r] for r in runs_]
+    assert [rule(a, page) for rule in RULES.values() for a in runs_] == [
+        rule(a, page) for rule in RULES.values() for a in blind
+    ]
 
 
 # --- the tiny world's law ------------------------------------------------------------------------
