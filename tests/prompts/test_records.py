@@ -15,7 +15,7 @@ from flowrl.prompts.records import (
     prompt_uid,
     reworded,
 )
-from flowrl.tiny.world import GENEVAL_TAGS, TAGS, split_prompts
+from flowrl.tiny.world import GENEVAL_TAGS, TAGS, TIERS, split_prompts
 
 
 def records(count: int, tag: str = "a") -> list[PromptRecord]:
@@ -92,8 +92,9 @@ def test_the_tiny_world_is_read_by_name_and_kinds_take_turns():
     }
     assert [p.metadata["tag"] for p in load_prompts("tiny:all:train", limit=7)] == list(TAGS)
     word = load_prompts("tiny:ocr:train", limit=1)[0]
-    assert word.metadata == {"tag": "ocr", "ocr_text": word.metadata["ocr_text"]}
-    assert word.metadata["ocr_text"] in word.text
+    text, tier = word.metadata["ocr_text"], word.metadata["tier"]
+    assert word.metadata == {"tag": "ocr", "ocr_text": text, "request": f"ocr: {text}", "tier": tier}
+    assert text in word.text and tier in TIERS
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 40), st.integers(0, 3))

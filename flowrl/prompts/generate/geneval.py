@@ -15,7 +15,6 @@ from flowrl.prompts.generate.templates import (
     sample_sets,
 )
 from flowrl.prompts.overlap import request_of
-from flowrl.tiny.world import NUMBERS, one
 
 # In this order everywhere. The default ratio is what Flow-GRPO (arXiv 2505.05470) trains on.
 KINDS = ("position", "counting", "color_attr", "colors", "two_object", "single_object")
@@ -26,6 +25,7 @@ PREFIXES = (
     "a plain picture with ", "a scene with ", "",
 )  # fmt: skip
 AXES = (("left of", "right of"), ("above", "below"))
+NUMBERS = {2: "two", 3: "three", 4: "four"}
 COLORLESS = ("person",)  # is given no colour
 
 
@@ -126,3 +126,13 @@ def _color_attr(side: int, pair: tuple[str, str], colors: tuple[str, str]) -> di
     (a, b), (c, d) = (pair[::-1], colors[::-1]) if side else (pair, colors)
     text = f"{article(f'{c} {a}')} and {article(f'{d} {b}')}"
     return {"text": text, "include": [one(a, c), one(b, d)]}
+
+
+def one(name: str, color: str | None = None, position: list | None = None) -> dict:
+    """Return GenEval's `include` entry that asks for exactly one object."""
+    entry: dict = {"class": name, "count": 1}
+    if color:
+        entry["color"] = color
+    if position:
+        entry["position"] = position
+    return entry
