@@ -42,6 +42,7 @@ class Card:
     command: str  # what makes the run again
     config: str  # the resolved configuration, YAML
     evaluation: str = ""  # what the summary was measured on, no full stop
+    planted: str = ""  # what is wrong with the base on purpose, of a built-in pipeline
     summary: Sequence[EvaluationComparison] = ()
     legend: str = ""  # what the summary's rows are, where a reward's name does not say it
     curves: Mapping[str, Points] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
 from flowrl.sampling.two_stage import SelectRule
+from flowrl.tiny.defects import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run
@@ -264,6 +265,7 @@ def card(
         command="flowrl train config.yaml run.output_dir=runs/again",
         config=public_config(config_yaml(config)),
         evaluation=measured if pairs else "",
+        planted=planted() if built_in else "",
         summary=summary,
         legend=legend(summary, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),

@@ -57,3 +57,13 @@ def _next(value: str, values: tuple[str, ...], taken: list[str]) -> str:
     place = values.index(value)
     turn = values[place + 1 :] + values[:place]
     return next(v for v in turn if v not in taken)
+
+
+def planted() -> str:
+    """Say what was planted, for every page and card that shows a result of a tiny pipeline."""
+    shares = ", ".join(f"{1 - right:.0%}" for right in TIERS.values())
+    return (
+        "Planted: of the images that the tiny pipelines learned from, some show something else "
+        f"than their caption says ({', '.join(DEFECTS.values())}). Their share is {shares}, by "
+        "the request's tier. Pretraining saw every request; alignment sees those of train alone."
+    )

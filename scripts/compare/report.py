@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowrl.tiny.defects import planted
 from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
@@ -279,6 +280,7 @@ def text_of(results: Results, data: Path) -> str:
     parts = [
         f"# {page.title}",
         page.text.strip(),
+        planted(),
         f"`python -m scripts.compare --page {page.name}`",
     ]
     parts[-1] += " renders this page from the data beside it."

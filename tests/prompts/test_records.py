@@ -93,7 +93,8 @@ def test_the_tiny_world_is_read_by_name_and_kinds_take_turns():
     assert [p.metadata["tag"] for p in load_prompts("tiny:all:train", limit=7)] == list(TAGS)
     word = load_prompts("tiny:ocr:train", limit=1)[0]
     text, tier = word.metadata["ocr_text"], word.metadata["tier"]
-    assert word.metadata == {"tag": "ocr", "ocr_text": text, "request": f"ocr: {text}", "tier": tier}
+    own = {"tag": "ocr", "ocr_text": text, "request": f"ocr: {text}", "tier": tier}
+    assert word.metadata == own
     assert text in word.text and tier in TIERS
 
 
