@@ -33,7 +33,7 @@ def request_of(metadata: Mapping[str, Any]) -> Hashable | None:
             if entry.get("position")
         ]
         # "Two clocks" is often said as two and not three: the second says nothing new.
-        limits = {(name, count + 1, color) for name, count, color in objects}
+        limits = {(name, count + 1, *others) for name, count, *others in objects}
         others = [_object(entry) for entry in exclude if _object(entry) not in limits]
         parts = (objects, relations, others)
         found.append(("objects", *(tuple(sorted(part, key=repr)) for part in parts)))
@@ -45,9 +45,12 @@ def _entries(value: Any) -> list[Mapping[str, Any]]:
     return [e for e in entries if isinstance(e, Mapping) and "class" in e]
 
 
-def _object(entry: Mapping[str, Any]) -> tuple[str, int, str]:
-    name, color = str(entry["class"]), str(entry.get("color") or "")
-    return name.casefold(), int(entry.get("count", 1)), color.casefold()
+def _object(entry: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Return name, count, color and, of the tiny world, size and place."""
+    name, *others = (
+        str(entry.get(key) or "").casefold() for key in ("class", "color", "size", "place")
+    )
+    return name, int(entry.get("count", 1)), *others
 
 
 def _relation(mine: tuple, position: Any, objects: Sequence[tuple]) -> tuple:

@@ -18,6 +18,7 @@ from flowrl.prompts.overlap import (
     requests_in,
 )
 from flowrl.prompts.records import PromptRecord, records_of
+from flowrl.tiny.world import SPLITS, TAGS, requests, split_prompts
 from flowrl.utils.distributed import Runtime
 
 KINDS_OF = {kind.name: kind for kind in geneval_kinds(["cat", "dog", "bus", "cup"])}
@@ -119,3 +120,13 @@ def test_prompts_held_out_share_no_request_with_those_of_training_whatever_the_w
     assert {p.uid for p in again} == {p.uid for p in held_out}
     with pytest.raises(UserError, match="the 2 prompts of prompts.train ask for one thing"):
         hold_out(records_of([{"prompt": "a cat"}, {"prompt": "A cat."}]), 0.1)
+
+
+def test_no_request_of_the_tiny_world_is_in_two_splits():
+    """By the metadata that the check reads: class, count, colour, size, place, relation."""
+    found = {
+        split: {request_of(p) for tag in TAGS for p in split_prompts(tag, split)}
+        for split in SPLITS
+    }
+    assert sum(map(len, found.values())) == len(set.union(*found.values()))
+    assert sum(map(len, found.values())) == sum(len(requests(tag)) for tag in TAGS)
