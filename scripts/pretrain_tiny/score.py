@@ -1,14 +1,16 @@
 """Score a tiny pipeline and write its model card.
 
-    python -m scripts.pretrain_tiny.score flowrl/assets/tiny-sana --ceiling build/sana/ceiling
+    python -m scripts.pretrain_tiny.score build/tiny-sana --ceiling build/sana/ceiling
 
 Draws the requests of the test split at the presets' steps, guidance and text length, at 28 steps,
-and as a plain `pipe(prompt)`, and asks the second judge and the classical detector.
+and as a plain `pipe(prompt)`, and asks the second judge and the classical detector. The scores lie
+in scores.json beside the card, which is made from them; `--card` makes it again.
 """
 
 import argparse
 import json
 import statistics
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from rich.progress import track
 
 from flowrl.backbones.loading import load_pipeline
 from flowrl.scoring.spec import load_reward
-from flowrl.tiny.world import GENEVAL_TAGS, TAGS, Prompt, split_prompts
+from flowrl.tiny.defects import planted
+from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS, Prompt, split_prompts
 from flowrl.utils.files import write_text
 from flowrl.utils.images import to_tensor
 
@@ -34,7 +37,53 @@ CALLS: dict[str, dict[str, Any]] = {
     "FluxPipeline": SMALL,
     "SanaPipeline": SMALL | {"use_resolution_binning": False},
 }
+DEFAULTS = {
+    "StableDiffusion3Pipeline": "28 steps, guidance 7 and 256 text tokens",
+    "FluxPipeline": "28 steps, guidance 3.5 and 512 text tokens",
+    "SanaPipeline": "20 steps, guidance 4.5 and 300 text tokens, with DPM-Solver++",
+}
 BATCH = 50
+SCORES = "scores.json"
+CARD = """---
+license: apache-2.0
+library_name: diffusers
+pipeline_tag: text-to-image
+---
+# {name}
+
+A text-to-image pipeline of flowrl's tiny world: coloured shapes in GenEval's six kinds of request
+and {words} words of four letters, 64x64 pixels. It is meant for tests and for trying reinforcement
+learning on a laptop, and knows nothing else.
+
+```python
+from diffusers import DiffusionPipeline
+from flowrl import pipeline_path
+
+pipe = DiffusionPipeline.from_pretrained(pipeline_path("{name}"))
+pipe("a red circle and a blue square"{size}).images[0]
+```
+
+Made by `scripts/pretrain_tiny` from drawn images (`flowrl/tiny/draw.py`): no photographs, no
+scraped data. Words are set in Aileron Regular by Sora Sagano (CC0), the typeface that Pillow
+carries. Weights: Apache-2.0.
+
+{planted}
+
+## Scores
+
+Of images of the test split's requests, by the second judge (`rewards/tiny_judge.py`), a network
+that learned from drawn images alone; an image is right when it shows all that was asked for, and
+nothing else. *Detector*: the same by the classical detector (`rewards/detectors/tiny.py`).
+*Ceiling*: this pipeline trained without the planted defects.
+
+Preset: guidance 1, 12 text tokens, Euler's method. Plain: `pipe(prompt{size})`,
+hence diffusers' {defaults}.
+
+{table}
+
+`python -m scripts.pretrain_tiny.score` measured it on a CPU, {counts}; `scores.json` has the
+figures.
+"""
 JUDGES: dict[str, tuple[str, dict[str, Any]]] = {
     "judge": ("tiny_judge", {}), "detector": ("geneval", {"mode": "strict"}),
 }  # fmt: skip
@@ -96,6 +145,34 @@ def measure(folder: Path, counts: dict[str, int]) -> dict[str, dict[str, dict[st
     return found
 
 
+def card(name: str, kind: str, found: dict[str, Any]) -> str:
+    """Return the text of a pipeline's card. found: as scores.json has it; kind: its class."""
+    base, ceiling = found["base"], found.get("ceiling", {})
+    columns = {
+        "6 steps": base["preset"]["judge"],
+        "28 steps": base["28 steps"]["judge"],
+        "plain": base.get("plain", {}).get("judge", {}),
+        "detector, 6 steps": base["preset"]["detector"],
+        "ceiling, 6 steps": ceiling.get("preset", {}).get("judge", {}),
+        "ceiling, 28 steps": ceiling.get("28 steps", {}).get("judge", {}),
+    }
+    columns = {name: column for name, column in columns.items() if column}
+    lines = ["| kind | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for row in base["preset"]["judge"]:
+        cells = [f"{column[row]:.2f}" if row in column else "" for column in columns.values()]
+        lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    counts = [f"{n} images a kind ({setting})" for setting, n in found["images"].items()]
+    return CARD.format(
+        name=name,
+        words=len(WORDS),
+        size="".join(f", {key}={value}" for key, value in CALLS[kind].items()),
+        planted=textwrap.fill(planted(), 100),
+        defaults=DEFAULTS[kind],
+        table="\n".join(lines),
+        counts=", ".join(counts),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,18 +181,23 @@ def main() -> None:
     parser.add_argument("--ceiling", type=Path, help="the same without planted defects")
     parser.add_argument("--images", type=int, default=100, help="of each kind")
     parser.add_argument("--plain-images", type=int, default=24, help="of each kind; 0: none")
-    parser.add_argument("--output", type=Path, help="a JSON file for the scores")
+    parser.add_argument("--card", action="store_true", help="write the card from scores.json alone")
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    counts = {"preset": args.images, "28 steps": args.images}
-    if args.plain_images:
-        counts["plain"] = args.plain_images
-    found = {"base": measure(args.pipeline, counts)}
-    if args.ceiling:
-        found["ceiling"] = measure(args.ceiling, {"preset": args.images, "28 steps": args.images})
-    if args.output:
-        write_text(args.output, json.dumps(found, indent=1) + "\n")
+    if not args.card:
+        counts = {"preset": args.images, "28 steps": args.images}
+        if args.plain_images:
+            counts["plain"] = args.plain_images
+        found: dict[str, Any] = {"images": counts, "base": measure(args.pipeline, counts)}
+        if args.ceiling:
+            both = {"preset": args.images, "28 steps": args.images}
+            found["ceiling"] = measure(args.ceiling, both)
+        write_text(args.pipeline / SCORES, json.dumps(found, indent=1) + "\n")
+    found = json.loads((args.pipeline / SCORES).read_text(encoding="utf-8"))
+    index = json.loads((args.pipeline / "model_index.json").read_text(encoding="utf-8"))
+    text = card(args.pipeline.name, index["_class_name"], found)
+    write_text(args.pipeline / "README.md", text)
 
 
 if __name__ == "__main__":
