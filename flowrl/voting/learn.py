@@ -70,7 +70,9 @@ def draw_candidates(
     )
     every = training_prompts(config, ProvidedObjects())
     chosen = PromptSampler(every, min(prompts, len(every)), seed, balance=config.prompts.balance)
-    return draw_prompts(options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed)
+    return draw_prompts(
+        options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, own_noise=True
+    )  # otherwise votes would be about four noises
 
 
 def train_on_votes(config: Config, folder: Path) -> TrainedRun:
@@ -89,7 +91,8 @@ def training_config(config: Config, folder: Path) -> Config:
     The recipe's own rewards become held-out ones, so that its card still shows what they say.
     """
     data = config.model_dump(mode="json")
-    data["objective"] = {"kind": "dpo"}
+    if config.objective.kind not in ("dpo", "kto"):
+        data["objective"] = {"kind": "dpo"}
     others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
     data["rewards"] = [{"name": "preference"}, *others.values()]
     data["rollout"] |= {
