@@ -260,7 +260,7 @@ def test_commands_of_a_page_run_in_order(page, started, reader):
         if command.startswith(SERVERS) and "--train" not in command:
             listens(command)
             continue
-        if command == "flowrl vote quickstart-sana --train run.iterations=40":
+        if command == "flowrl vote quickstart-vote --train":
             vote_twice(reader / "votes")
         run(words_of(command))
 
