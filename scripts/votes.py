@@ -1,17 +1,21 @@
-"""How well `flowrl vote` learns a taste: scripted voters with hidden rules, on the tiny SANA.
+"""How well `flowrl vote` learns a taste: scripted voters with hidden rules, on the tiny SD3.
 
-    python -m scripts.votes --output gallery/votes
+    python -m scripts.votes                 # makes what is missing in gallery/votes/votes.csv
+    python -m scripts.votes --page          # writes the table of docs/vote.md from it
 
-A voter sees pairs of base images of 60 training prompts that name no colour, clicks by a hidden
-rule, and DPO trains on the clicks. Then base and LoRA draw 200 held-out prompts from the same
-noises, and the rule says which image wins; a tie counts half. Rows of votes.csv that are there are
-not made again.
+A voter sees pairs of base images of 60 prompts that name no colour, clicks by a hidden rule, and
+`flowrl vote --train` learns from the clicks. Then base and LoRA draw 216 other prompts from the
+same noises, and the rule says which image wins; a tie counts half.
 """
 
 import argparse
 import csv
+import json
 import random
-from collections.abc import Callable
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +24,22 @@ from PIL import Image
 
 from flowrl.build.backbone import call_settings
 from flowrl.config import Config, load_config
-from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
-from flowrl.prompts.records import load_prompts
+from flowrl.evaluation.drawing import Drawing, DrawingOptions
+from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
+from flowrl.utils.files import write_text
 from flowrl.voting.app import Questions
 from flowrl.voting.ballot import Ballot, Choice
 from flowrl.voting.candidates import Candidates, read_candidates
-from flowrl.voting.learn import draw_candidates, encoder_of, train_on_votes
+from flowrl.voting.learn import encoder_of, train_on_votes
 
 KINDS = "single_object+two_object+counting+position"  # that leave colours open
-TESTS, MARGIN = 200, 1e-3
+KEPT_BACK = 100  # prompts of the training list that no voter sees; 116 others are its test's
+PROMPTS, PER_PROMPT = 60, 4  # as `flowrl vote` draws
+BATCH = 54  # images that are drawn at a time
+MARGIN = 1e-3  # of the rule, below which two images are a tie
+ARMS = (("informative", 50), ("random", 50), ("informative", 37))  # 37: 26 % fewer
+PAGE = Path("docs/vote.md")
+HEADER = "rule,seed,pairs,clicks,ties,win_rate"
 Rule = Callable[[np.ndarray], float]  # (H, W, 3) in [0, 255] -> how much it is liked
 
 
@@ -36,10 +47,10 @@ def ink(x: np.ndarray) -> np.ndarray:
     return np.abs(x - x[0, 0]).max(-1) > 60
 
 
-def red(x: np.ndarray) -> float:
-    """Share of the drawn pixels that are reddish."""
-    reddish = (x[..., 0] > 150) & (x[..., 1] < 120) & (x[..., 2] < 120)
-    return float(reddish.sum() / max(1, ink(x).sum()))
+def blue(x: np.ndarray) -> float:
+    """Share of the drawn pixels that are blue."""
+    found = (x[..., 2] > 150) & (x[..., 0] < 110) & (x[..., 1] < 130)
+    return float(found.sum() / max(1, ink(x).sum()))
 
 
 def left(x: np.ndarray) -> float:
@@ -53,17 +64,17 @@ def fewer(x: np.ndarray) -> float:
     return 1 - float(ink(x).mean())
 
 
-def red_and_left(x: np.ndarray) -> float:
-    """Both, in equal shares of their usual spread."""
-    return red(x) + 3 * left(x)
+def blue_and_left(x: np.ndarray) -> float:
+    """Both, in about equal shares of their usual spread."""
+    return blue(x) + 2 * left(x)
 
 
 RULES: dict[str, tuple[Rule, float]] = {  # and the share of clicks that are wrong
-    "red": (red, 0.0),
     "left": (left, 0.0),
     "fewer": (fewer, 0.0),
-    "red and left": (red_and_left, 0.0),
-    "red, 10 % wrong": (red, 0.1),
+    "left, 10 % wrong": (left, 0.1),
+    "blue": (blue, 0.0),
+    "blue and left": (blue_and_left, 0.0),
 }
 
 
@@ -87,74 +98,191 @@ def click(candidates: Candidates, ballot: Ballot, rule: Rule, wrong: float, **as
         )
 
 
-def win_rate(config: Config, rule: Rule, lora: str, folder: Path, base: Path) -> float:
-    """Draw the test prompts with a LoRA; return its share of wins against the base."""
-    for place, its in ((base, None), (folder, lora)):
-        settings = call_settings(config)
-        options = DrawingOptions(
-            model=config.pipeline.path, lora=its, guidance=float(settings["guidance_scale"]),
-            steps=int(settings["num_inference_steps"]), device="cpu",
-            max_sequence_length=int(settings["max_sequence_length"]),
-        )  # fmt: skip
-        prompts = load_prompts(f"tiny:{KINDS}:test", limit=TESTS)
-        draw_prompts(options.build(), prompts, place, per_prompt=1, seed=1000)
-    wins = []
-    for image in sorted(folder.glob("*/samples/0000.png")):
-        after, before = rule(pixels(image)), rule(pixels(base / image.relative_to(folder)))
-        wins.append(0.5 if abs(after - before) < MARGIN else float(after > before))
-    return float(np.mean(wins))
+def prompts() -> tuple[list[PromptRecord], list[PromptRecord]]:
+    """Return the prompts that voters may see, and others for the test."""
+    every = load_prompts(f"tiny:{KINDS}:train")
+    back = PromptSampler(every, KEPT_BACK, seed=0).at(0)
+    hidden = {record.text for record in back}
+    seen = [record for record in every if record.text not in hidden]
+    return seen, [*load_prompts(f"tiny:{KINDS}:test"), *back]
 
 
-def one(rule: str, seed: int, pairs: str, clicks: int, work: Path, changes: list[str]) -> float:
-    """Return the win rate of one voter."""
-    changes = [*changes, "pipeline.device=cpu", f"run.seed={seed}", "run.trackers=[]"]
-    changes += [f"prompts.train=tiny:{KINDS}:train", "evaluation.prompts=null"]
-    config = load_config("quickstart-sana", changes)
+def recipe(seed: int, work: Path, changes: Sequence[str]) -> Config:
+    """Return the recipe with a seed, and prompts that voters may see."""
+    asked = work / "prompts.txt"
+    write_text(asked, "".join(f"{record.text}\n" for record in prompts()[0]))
+    fixed = [f"run.seed={seed}", f"prompts.train={asked}"]
+    fixed += ["pipeline.device=cpu", "run.trackers=[]", "evaluation.prompts=null"]
+    return load_config("quickstart-vote", [*fixed, "rewards=[{name: tiny_quality}]", *changes])
+
+
+def drawing_of(config: Config, lora: str | None) -> Drawing:
+    """Load the pipeline that draws as the recipe's evaluation does."""
+    settings = call_settings(config)
+    drawing = DrawingOptions(
+        model=config.pipeline.path, lora=lora, guidance=float(settings["guidance_scale"]),
+        steps=int(settings["num_inference_steps"]), device="cpu",
+        max_sequence_length=int(settings["max_sequence_length"]),
+    ).build()  # fmt: skip
+    drawing.pipeline.set_progress_bar_config(disable=True)
+    return drawing
+
+
+@torch.no_grad()
+def drawn(drawing: Drawing, texts: Sequence[str], seed: int) -> list[Image.Image]:
+    """Draw an image of each text, the first from the noise of `seed`, the next from the next."""
+    found: list[Image.Image] = []
+    for start in range(0, len(texts), BATCH):
+        part = list(texts[start:][:BATCH])
+        noises = [torch.Generator().manual_seed(seed + start + k) for k in range(len(part))]
+        found += drawing.pipeline(part, generator=noises, **drawing.call).images
+    return [image.convert("RGB") for image in found]
+
+
+def test_images(config: Config, lora: str | None) -> np.ndarray:
+    """Draw the test prompts. (N, H, W, 3)"""
+    texts = [record.text for record in prompts()[1]]
+    return np.stack([np.asarray(x) for x in drawn(drawing_of(config, lora), texts, 10**6)])
+
+
+def draw_candidates(config: Config, folder: Path, seed: int) -> None:
+    """Draw what `flowrl vote` would, in batches: the same prompts, noises and files."""
+    if (folder / "drawn").exists():
+        return
+    every = load_prompts(str(config.prompts.train))
+    chosen = PromptSampler(every, PROMPTS, seed).at(0)
+    texts = [record.text for record in chosen for _ in range(PER_PROMPT)]
+    for k, image in enumerate(drawn(drawing_of(config, None), texts, seed)):
+        place = folder / f"{k // PER_PROMPT:05d}"
+        (place / "samples").mkdir(parents=True, exist_ok=True)
+        write_text(place / "metadata.jsonl", json.dumps({"prompt": texts[k]}) + "\n")
+        image.save(place / "samples" / f"{k % PER_PROMPT:04d}.png")
+    (folder / "drawn").touch()
+
+
+def base_images(work: Path) -> np.ndarray:
+    """Return the base's test images, drawn once."""
+    file = work / "base.npy"
+    if not file.exists():
+        np.save(file, test_images(recipe(0, work, ()), None))
+    return np.load(file).astype(float)
+
+
+def win_rate(rule: Rule, after: np.ndarray, before: np.ndarray) -> float:
+    """Return the share of images that the rule likes more than the base's; a tie counts half."""
+    gains = [rule(x) - rule(y) for x, y in zip(after, before, strict=True)]
+    return statistics.mean(0.5 if abs(gain) < MARGIN else float(gain > 0) for gain in gains)
+
+
+def one(
+    rule: str, seed: int, pairs: str, clicks: int, work: Path, changes: Sequence[str]
+) -> tuple[int, float]:
+    """Return how many clicks of one voter were ties, and its win rate after training."""
+    config = recipe(seed, work, changes)
     liking, wrong = RULES[rule]
     shared = work / f"candidates-{seed}"
-    draw_candidates(config, shared, prompts=60, per_prompt=4, lora=None, seed=seed)
+    draw_candidates(config, shared, 10**4 * seed)
     candidates = read_candidates(shared, encoder_of(config))
-    folder = work / f"{rule}-{seed}-{pairs}-{clicks}".replace(" ", "_").replace(",", "")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in candidates.folder.iterdir():
-        if not (folder / name.name).exists() and name.is_dir():
-            (folder / name.name).symlink_to(name.resolve())
-    informative = pairs == "informative"
-    click(candidates, Ballot(folder), liking, wrong, goal=clicks, informative=informative,
+    name = re.sub(r"\W+", "_", f"{rule}-{seed}-{pairs}-{clicks}")
+    folder = Path(tempfile.mkdtemp(prefix=name, dir=work))
+    for place in shared.iterdir():
+        if place.is_dir():
+            (folder / place.name).symlink_to(place.resolve())
+    ballot = Ballot(folder)
+    click(candidates, ballot, liking, wrong, goal=clicks, informative=pairs == "informative",
           seed=seed)  # fmt: skip
     trained = train_on_votes(config, folder)
-    return win_rate(config, liking, str(trained.folder), folder / "test", work / "base")
+    ties = sum(vote.choice == "tie" for vote in ballot.votes)
+    return ties, win_rate(
+        liking, test_images(config, str(trained.folder)).astype(float), base_images(work)
+    )
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Return the page's table: means over seeds, and how far seeds differ."""
+    found = ["| hidden rule | seeds | 50 informative clicks | 50 random | 37 informative |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for rule in RULES:
+        cells = []
+        for pairs, clicks in ARMS:
+            own = rates(rows, rule, pairs, clicks)
+            spread = f" ({min(own.values()):.2f} to {max(own.values()):.2f})" if own else ""
+            cells.append(f"{statistics.mean(own.values()):.2f}{spread}" if own else "")
+        seeds = {len(rates(rows, rule, *arm)) for arm in ARMS}
+        if any(cells):
+            found.append(f"| {rule} | {max(seeds)} | " + " | ".join(cells) + " |")
+    return "\n".join(found)
+
+
+def rates(rows: Sequence[dict[str, str]], rule: str, pairs: str, clicks: int) -> dict[int, float]:
+    """Return the win rates of an arm by seed."""
+    return {
+        int(row["seed"]): float(row["win_rate"])
+        for row in rows
+        if (row["rule"], row["pairs"], row["clicks"]) == (rule, pairs, str(clicks))
+    }
+
+
+def saved_clicks(rows: Sequence[dict[str, str]]) -> str:
+    """Say whether 37 informative clicks do as well as 50 random ones, voter by voter."""
+    gaps = []
+    for rule in RULES:
+        few, many = (rates(rows, rule, *arm) for arm in (ARMS[2], ARMS[1]))
+        gaps += [few[seed] - many[seed] for seed in sorted(few.keys() & many.keys())]
+    if len(gaps) < 2:
+        return "How many clicks informative pairs save has not been measured yet."
+    gap, error = statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
+    return (
+        f"37 informative clicks, 26 % fewer, win {gap:+.3f} +- {error:.3f} more than 50 random "
+        f"ones (mean over {len(gaps)} voters, and its standard error)."
+    )
+
+
+def write_page(data: Path) -> None:
+    """Write the table into docs/vote.md, between its markers."""
+    rows = list(csv.DictReader(data.read_text().splitlines()))
+    page = PAGE.read_text()
+    start, end = "<!-- votes -->\n", "\n<!-- end of votes -->"
+    head, _, rest = page.partition(start)
+    text = f"{table(rows)}\n\n{saved_clicks(rows)}"
+    write_text(PAGE, head + start + text + end + rest.partition(end)[2])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, default=Path("gallery/votes"))
+    parser.add_argument("--data", type=Path, default=Path("gallery/votes/votes.csv"))
     parser.add_argument("--work", type=Path, default=Path("runs/votes"))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--clicks", type=int, nargs="+", default=[25, 38, 50])
-    parser.add_argument("--pairs", nargs="+", default=["informative", "random"])
+    parser.add_argument("--arms", type=int, nargs="+", default=[0, 1, 2], help="of ARMS")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--page", action="store_true", help="write the page, and train nothing")
     parser.add_argument("changes", nargs="*", help="options of the training, as KEY=VALUE")
     args = parser.parse_args()
+    if args.page:
+        write_page(args.data)
+        return
     torch.set_num_threads(args.threads)
-    args.output.mkdir(parents=True, exist_ok=True)
-    table = args.output / "votes.csv"
-    if not table.exists():
-        table.write_text("rule,seed,pairs,clicks,win_rate\n")
-    done = {tuple(row[:4]) for row in csv.reader(table.read_text().splitlines())}
+    args.work.mkdir(parents=True, exist_ok=True)
+    args.data.parent.mkdir(parents=True, exist_ok=True)
+    if not args.data.exists():
+        args.data.write_text(HEADER + "\n")
+    done = {tuple(row[:4]) for row in csv.reader(args.data.read_text().splitlines())}
     for seed in range(args.seeds):
         for rule in args.rules:
-            for pairs in args.pairs:
-                for clicks in args.clicks:
-                    if (rule, str(seed), pairs, str(clicks)) in done:
-                        continue
-                    rate = one(rule, seed, pairs, clicks, args.work, args.changes)
-                    with table.open("a", newline="") as file:
-                        csv.writer(file).writerow([rule, seed, pairs, clicks, f"{rate:.4f}"])
-                    print(f"{rule}, seed {seed}, {clicks} {pairs} clicks: {rate:.3f}", flush=True)
+            for pairs, clicks in (ARMS[k] for k in args.arms):
+                if (rule, str(seed), pairs, str(clicks)) in done:
+                    continue
+                ties, rate = one(rule, seed, pairs, clicks, args.work, args.changes)
+                with args.data.open("a", newline="") as file:
+                    row = [rule, seed, pairs, clicks, ties, f"{rate:.4f}"]
+                    csv.writer(file, lineterminator="\n").writerow(row)
+                print(f"{rule}, seed {seed}, {clicks} {pairs} clicks: {rate:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ the same parts run on two blocks of each network, which says that they work and 
 import functools
 import importlib.util
 import json
+import os
 import platform
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +24,7 @@ import torch
 
 from flowrl import __version__
 from flowrl.bench.iteration import bench_iteration, work_of
-from flowrl.bench.two_stage import PUBLISHED, bench_solrl
+from flowrl.bench.two_stage import PUBLISHED, bench_sizes, parse_counts
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import model_spec
@@ -35,7 +37,7 @@ QUICKSTARTS = ("quickstart", "quickstart-flux", "quickstart-sana")
 ITERATIONS = 10  # of each quickstart
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate")
 # On a CPU: two blocks of each kind, and as little work as shows that everything runs.
-SMALL = {"prompts": 1, "group_size": 2, "steps": 3, "batch": 2, "micro_batch": 2}
+SMALL = {"prompts": 1, "group_size": 2, "steps": 2, "batch": 2, "micro_batch": 2}
 LOW_BITS = ("fp8", "nvfp4")
 TESTS = Path(__file__).parents[2] / "tests"
 
@@ -104,7 +106,8 @@ def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
         **{f"iteration {name}": functools.partial(_iteration, name) for name in sizes},
         **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
         "compile": _compile,
-        "two stages": _two_stages,
+        # A size that a card of 24 GB holds; of the recipes', where they name others.
+        "two stages": functools.partial(_two_stages, sizes[0] if sizes else SIZES[0]),
         **{name: functools.partial(_quickstart, name) for name in QUICKSTARTS},
         "gpu tests": _gpu_tests,
     }
@@ -132,9 +135,11 @@ def _told(found: Result) -> str:
 def _iteration(name: str) -> Result:
     """Measure an iteration at real size: its share of bare forwards, its memory by the plan."""
     if torch.cuda.is_available():
-        return bench_iteration(name=name, gradient_checkpointing=True)
+        return bench_iteration(name=name, gradient_checkpointing=True, repeats=2)
     work = replace(work_of(name, SMALL), guidance=1.0, kl_coef=0.0)
-    return bench_iteration(name=name, work=work, pixels=64, layers=2, dtype="fp32", device="cpu")
+    return bench_iteration(
+        name=name, work=work, pixels=64, layers=2, dtype="fp32", repeats=1, device="cpu"
+    )
 
 
 def _kernels(name: str) -> Result:
@@ -180,14 +185,16 @@ def _compile() -> Result:
     return {"difference": difference, **compare_turns(turns["compiled"], turns["plain"])}
 
 
-def _two_stages() -> Result:
-    """Compare two-stage rollouts with sampling all candidates exactly."""
+def _two_stages(name: str) -> Result:
+    """Compare two-stage rollouts with sampling all candidates exactly, at real size."""
     on_gpu = torch.cuda.is_available()
-    return bench_solrl(
-        model="tiny-sd3", counts=PUBLISHED.scaled(1.0 if on_gpu else 0.25), prompts=1,
-        precision="auto", min_dim=None, batch=24 if on_gpu else 6, compile=on_gpu, threads=1,
+    (row,) = bench_sizes(
+        name=name, precision="auto", plans=[PUBLISHED if on_gpu else parse_counts("2/4@2/3")],
+        prompts=1, batch=8 if on_gpu else 2, decode_batch=4 if on_gpu else 2,
+        pixels=512 if on_gpu else 64, layers=None if on_gpu else 2, min_dim=None, compile=on_gpu,
         repeats=3 if on_gpu else 1, device="auto",
     )  # fmt: skip
+    return row
 
 
 def _quickstart(name: str) -> Result:
@@ -207,55 +214,124 @@ def _quickstart(name: str) -> Result:
     return {"iterations": ITERATIONS, "seconds_each": seconds / ITERATIONS, "rewards": rewards}
 
 
+class NetworkReward:
+    """A small network whose weights are always the same, on the GPU that a process has, if any."""
+
+    name, bounds = "network", (-10.0, 10.0)
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.network = torch.nn.Linear(3, 1).requires_grad_(False)
+        self.network.weight.fill_(1.0)
+        self.network.bias.fill_(torch.cuda.device_count() / 100)  # how many a process sees
+        self.network.to(self.device)
+
+    def __call__(self, images: torch.Tensor, prompts: list[str], metadata: list) -> torch.Tensor:
+        return self.network(images.mean((2, 3)).to(self.network.weight.device)).squeeze(1).cpu()
+
+
 def _rewards() -> Result:
-    """Ask small rewards in a pool, and say which GPU a process of it would take."""
-    from flowrl.scoring.executors.pool import PoolExecutor
+    """Ask a network in training, in a thread, parked on the CPU in between, and in processes.
 
-    images, prompts = torch.rand(2, 3, 64, 64), ["a red circle"] * 2
-    pool = PoolExecutor("brightness", None, "brightness", workers=1, timeout=120.0)
-    try:
-        answer = pool.submit(images, prompts, [{}, {}]).result()
-    finally:
-        pool.close()
-    return {"answers": len(answer.scores), "cards": torch.cuda.device_count()}
+    A process for each GPU, which sees that one alone; all places have to give the same scores.
+    """
+    from flowrl.build.learner import build_rewards
+    from flowrl.config import parse_config
+
+    cards, target = torch.cuda.device_count(), f"{__name__}:NetworkReward"
+    executors: dict[str, dict[str, Any]] = {
+        "training": {"kind": "inline"},
+        "thread": {"kind": "inline", "background": True},
+        "parked on the CPU": {"kind": "inline", "offload": True},
+        "processes": {"kind": "pool", "workers": max(cards, 1), "micro_batch": 1}
+        | ({"gpus": list(range(cards))} if cards else {}),
+    }
+    entries = [
+        {"name": target, "label": label, "executor": executor}
+        for label, executor in executors.items()
+    ]
+    specs = build_rewards(
+        parse_config({"prompts": {"train": "given"}, "rewards": entries}), gpu=0 if cards else None
+    )
+    count = 2 * max(cards, 1)
+    images = torch.rand(count, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    wanted = images.double().sum(1).mean((1, 2))
+    found = {}
+    for spec in specs:
+        executor, seen = spec.get_executor(), min(cards, 1) if spec.name == "processes" else cards
+        try:
+            answer = executor.submit(images, ["p"] * count, [{}] * count).result(120)
+        finally:
+            executor.close()
+        found[spec.name] = (answer.scores.double() - wanted - seen / 100).abs().max().item()
+    if wrong := [place for place, off in found.items() if not off < 1e-2]:  # levels of uint8
+        raise RuntimeError(f"rewards in {', '.join(wrong)} have other scores: {found}")
+    return {"places": list(found), "cards": cards, "difference": max(found.values())}
 
 
-PROCESS = """
-import os, sys, torch
+MEGABYTES = 64  # of an all-reduce
+PROCESS = f"""
+import json, os, time, torch
 import torch.distributed as dist
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 cuda = torch.cuda.is_available()
+device = torch.device("cuda", rank) if cuda else torch.device("cpu")
 if cuda: torch.cuda.set_device(rank)
 dist.init_process_group("nccl" if cuda else "gloo")
-x = torch.full((1024,), rank + 1.0, device="cuda" if cuda else "cpu")
-dist.all_reduce(x)
-assert x[0].item() == world * (world + 1) / 2, x[0]
+def summed():
+    x = torch.full(({MEGABYTES} * 2**18,), rank + 1.0, device=device)
+    began = time.perf_counter()
+    dist.all_reduce(x)
+    assert x[0].item() == x[-1].item() == world * (world + 1) / 2, x[0]
+    return time.perf_counter() - began
+summed()
+seconds = min(summed() for _ in range(3))
+versions = [torch.__version__, torch.version.cuda, str(torch.cuda.nccl.version()) if cuda else ""]
+print(json.dumps({{"versions": versions, "seconds": seconds,
+                   "card": torch.cuda.get_device_name(rank) if cuda else "CPU"}}))
 dist.destroy_process_group()
 """
 
 
 def _processes() -> Result:
-    """Sum over a process for each GPU, or two on the CPU, by a free port."""
-    import os
-    import socket
+    """Sum over a process for each GPU, or two on the CPU, by a free port; compare their versions.
 
+    Raises RuntimeError where a process fails, or has another torch, CUDA or NCCL.
+    """
     world = max(torch.cuda.device_count(), 1) if torch.cuda.is_available() else 2
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS], env={**os.environ, **common, "RANK": str(rank)},
-            stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(world)
     ]  # fmt: skip
-    errors = [process.communicate(timeout=120)[1] for process in started]
-    for process, error in zip(started, errors, strict=True):
+    try:
+        outputs = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()  # one that waits for another that failed
+    for process, (_, error) in zip(started, outputs, strict=True):
         if process.returncode:
             raise RuntimeError(f"all-reduce failed: {error.strip().splitlines()[-1]}")
-    return {"processes": world, "backend": "nccl" if torch.cuda.is_available() else "gloo"}
+    found = [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    if len({tuple(one["versions"]) for one in found}) > 1:
+        raise RuntimeError(f"processes differ in torch, CUDA, NCCL: {found}")
+    return {
+        "processes": world,
+        "backend": "nccl" if torch.cuda.is_available() else "gloo",
+        "all_reduce_gb_per_second": MEGABYTES / 1024 / max(one["seconds"] for one in found),
+        "nccl": found[0]["versions"][2] or None,
+        "process_cards": [one["card"] for one in found],
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _gpu_tests() -> Result:
@@ -330,18 +406,45 @@ def not_run(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 SHOWN = (
-    "error", "skipped", "forward_share", "images_per_second", "of_planned", "peak_gb", "measured",
-    "predicted", "ratio", "difference", "seconds_each", "native", "precision", "processes",
+    "error", "skipped", "forward_share", "training_by_bare", "images_per_second", "of_planned",
+    "peak_gb", "operations_per_second", "measured", "predicted", "ratio", "difference",
+    "seconds_each", "native", "precision", "processes", "all_reduce_gb_per_second", "places",
     "summary",
 )  # fmt: skip
 
 
+def not_run_sentence(folder: Path) -> str:
+    """Return the README's line about what the folder's files of GPUs lack."""
+    missing = not_run([_read(path) for path in sorted(folder.glob("*.json"))])
+    if not missing:
+        return "Every part of `flowrl certify` has been run on a GPU"
+    return f"Not run on a GPU yet, of the parts of `flowrl certify`: {', '.join(missing)}"
+
+
+def failed_parts(path: Path) -> list[str]:
+    """Return the parts of a machine's file that ended with an error."""
+    return [name for name, row in _read(path).get("parts", {}).items() if "error" in row]
+
+
 def _figures(row: Mapping[str, Any]) -> str:
-    found = ((name, row[name]) for name in SHOWN if row.get(name) is not None)
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in found
-    )
+    found = [
+        f"{name.replace('_', ' ')} {_figure(row[name])}"
+        for name in SHOWN
+        if row.get(name) is not None
+    ]
+    return ", ".join(found + [_audited(one) for one in row.get("rows", ())])
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, list):
+        return " and ".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _audited(row: Mapping[str, Any]) -> str:
+    """Return how low-bit candidates rank beside exact ones."""
+    shown = (name for name in ("rho", "tau", "overlap") if isinstance(row.get(name), float))
+    return ", ".join(f"{name} {row[name]:.3g}" for name in shown)
 
 
 def _cell(value: Any) -> str:

@@ -4,6 +4,7 @@ The loop is training's own; text and rewards are noise: what an iteration costs 
 what a network of random weights happens to earn.
 """
 
+import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,13 +17,14 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import move, random_text
-from flowrl.bench.rollout import sampler, with_random_rewards
-from flowrl.bench.timing import Phase, Timeline, device_name, on_gpu, watched
+from flowrl.bench.rollout import sampler, training_passes, with_random_rewards
+from flowrl.bench.timing import Phase, Timeline, device_name, on_gpu, spread, watched
 from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.build.work_split import split_work
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
-from flowrl.planning.memory import footprints
+from flowrl.planning.duration import forward_of, forward_operations
+from flowrl.planning.memory import MemorySetup, footprints
 from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec, shortened
 from flowrl.planning.plan import build_setup, count_work
 from flowrl.prompts.records import PromptRecord
@@ -34,6 +36,7 @@ from flowrl.trajectory import Conditioning, Rollout
 from flowrl.utils.distributed import Runtime
 
 PHASES = ("encode", "rollout", "decode", "rewards", "training")
+BARE = "bare training"  # the forwards and backwards of training's rows, and nothing else
 RANK = 32
 SHARE = 0.9  # of sampling that is to be spent in the transformer's forwards
 OF_PLANNED = 0.1  # how far the peak may be from the plan
@@ -84,9 +87,12 @@ def bench_iteration(
     dtype: str = "bf16",
     precision: str | None = None,
     gradient_checkpointing: bool = False,
+    repeats: int = 3,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Measure the second of two iterations: settings, speed, and its memory beside the plan's.
+    """Measure iterations after a first one: settings, speed, and memory beside the plan's.
+
+    Seconds and shares are medians over the iterations, and memory is that of the largest.
 
     Args:
         name: of a published model.
@@ -111,9 +117,11 @@ def bench_iteration(
     with tempfile.TemporaryDirectory() as folder:
         config = _config(pipeline, work, gradient_checkpointing, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
-        phases, velocities = measure(_learner(config, runtime, name, work, layers))
+        learner = _learner(config, runtime, name, work, layers)
+        iterations, velocities = measure(learner, repeats)
     shorter = replace(spec, config=shortened(spec.config, layers), text_encoders=())
-    planned = plan(shorter, config, runtime.device)
+    setup = setup_of(shorter, config, runtime.device)
+    planned = plan(shorter, setup)
     return {
         "size": name,
         "checkpoint": spec.checkpoint,
@@ -129,8 +137,10 @@ def bench_iteration(
         **asdict(work),
         "gradient_checkpointing": gradient_checkpointing,
         "velocities": velocities,
-        **_speed(phases, work.prompts * work.group_size),
-        **_memory(phases, planned),
+        "iterations": repeats,
+        **_speed(iterations, work.prompts * work.group_size),
+        "operations_per_second": _rate(iterations, shorter, setup, velocities),
+        **_memory(iterations, planned),
     }
 
 
@@ -210,26 +220,37 @@ class WatchedSampler:
         pass
 
 
-def measure(learner: Learner) -> tuple[dict[str, Phase], int]:
-    """Return the phases of an iteration, and the velocities of its rollout."""
-    source, timeline = sampler(learner), Timeline(learner.runtime.device)
+Phases = Mapping[str, Phase]  # of one iteration, by PHASES
+
+
+def measure(learner: Learner, repeats: int) -> tuple[list[Phases], int]:
+    """Return the phases of iterations after a first one, and the velocities of a rollout."""
     learner.iterate(0)  # warms up and creates the optimiser's state
+    found = [_measured(learner, number) for number in range(1, repeats + 1)]
+    return [phases for phases, _ in found], found[0][1]
+
+
+def _measured(learner: Learner, number: int) -> tuple[Phases, int]:
+    """Return the phases of an iteration and then of its bare passes, and its velocities."""
+    source, timeline = sampler(learner), Timeline(learner.runtime.device)
     generator = watched(
         source.generator, timeline, sync="rollout", sample="rollout", decode="decode",
         reward="rewards",
     )  # fmt: skip
     observed = WatchedSampler(own=replace(source, generator=generator), timeline=timeline)
     with timeline.forwards_of(learner.policy.network):
-        rollout, _ = replace(learner, source=observed).iterate(1)
-    found = timeline.phases()
-    return {name: found.get(name, Phase()) for name in PHASES}, rollout.tree.forwards
+        rollout, _ = replace(learner, source=observed).iterate(number)
+    timeline.enter(None)
+    transitions: Any = learner.objective.prepare(rollout)
+    timeline.enter(BARE)
+    with learner.runtime.autocast():
+        training_passes(learner, transitions, learner.optim.micro_batch)
+    phases = timeline.phases()
+    return {name: phases.get(name, Phase()) for name in (*PHASES, BARE)}, rollout.tree.forwards
 
 
-def plan(spec: ModelSpec, config: Config, device: torch.device) -> dict[str, int]:
-    """Return the bytes of each phase that `flowrl plan` predicts, as torch's statistics see them.
-
-    They lack the driver's memory, and what lies idle between tensors.
-    """
+def setup_of(spec: ModelSpec, config: Config, device: torch.device) -> MemorySetup:
+    """Return what `flowrl plan` would plan for this device."""
     if config.pipeline.precision is not None:  # "auto" as this GPU has it
         format = precision_name(resolve(config.pipeline.precision, capability_of(device)))
         section = config.pipeline.model_copy(update={"precision": format})
@@ -237,13 +258,41 @@ def plan(spec: ModelSpec, config: Config, device: torch.device) -> dict[str, int
     work = count_work(config)
     kind = work.kinds[0]  # every iteration is of one kind here
     setup = build_setup(config, spec, work.needs, split_work(kind.load, 1), kind)
-    setup = replace(setup, text_tokens=None)  # the noise is as long as the model's own text
+    return replace(setup, text_tokens=None)  # the noise is as long as the model's own text
+
+
+def plan(spec: ModelSpec, setup: MemorySetup) -> dict[str, int]:
+    """Return the bytes of each phase that `flowrl plan` predicts, as torch's statistics see them.
+
+    They lack the driver's memory, and what lies idle between tensors.
+    """
     return {found.phase: found.allocated for found in footprints(spec, setup)}
 
 
-def _speed(phases: Mapping[str, Phase], images: int) -> dict[str, Any]:
-    """Return the speeds; forward_share, of sampling, is to be SHARE or more."""
-    total = sum(phase.seconds for phase in phases.values())
+def _rate(
+    iterations: Sequence[Phases], spec: ModelSpec, setup: MemorySetup, velocities: int
+) -> float:
+    """Return the operations a second of the rollout's forwards, for `planning.duration.RATES`."""
+    rows = velocities * (1 + setup.rollout_doubles)
+    seconds = statistics.median(phases["rollout"].forward_seconds for phases in iterations)
+    return forward_operations(forward_of(spec, setup)) * rows / seconds
+
+
+def _speed(iterations: Sequence[Phases], images: int) -> dict[str, Any]:
+    """Return the speeds; forward_share, of sampling, is to be SHARE or more.
+
+    training_by_bare: learning by its rows' bare forwards and backwards; a frozen network that a KL
+    term asks is in the first alone.
+    """
+    rows = [_speed_of(phases, images) for phases in iterations]
+    shares = spread([row["forward_share"] for row in rows])
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | {
+        "forward_share_spread": shares
+    }
+
+
+def _speed_of(phases: Phases, images: int) -> dict[str, float]:
+    total = sum(phases[name].seconds for name in PHASES)
     sampling, decoding = phases["rollout"], phases["decode"]
     both = sampling.seconds + decoding.seconds
     return {
@@ -252,27 +301,33 @@ def _speed(phases: Mapping[str, Phase], images: int) -> dict[str, Any]:
         "images_per_second_in_rollout": images / (total - phases["training"].seconds),
         "forward_share": sampling.forward_seconds / sampling.seconds,
         "forward_share_with_decoding": sampling.forward_seconds / both,
+        "training_by_bare": phases["training"].seconds / phases[BARE].seconds,
     }
 
 
-def _memory(phases: Mapping[str, Phase], planned: Mapping[str, int]) -> dict[str, Any]:
+def _memory(iterations: Sequence[Phases], planned: Mapping[str, int]) -> dict[str, Any]:
     """Return the largest of all phases, and each; None for what was not measured or planned.
 
     Bytes that tensors had; a GPU gives its processes more.
     """
-    peaks = [phase.peak for phase in phases.values() if phase.peak is not None]
-    rows = [
-        {
-            "phase": name,
-            "seconds": phase.seconds,
-            "forwards": phase.forwards,
-            "in_forwards": phase.forward_seconds / phase.seconds if phase.seconds else None,
-            **_compare(phase.peak, planned.get(name)),
-        }
-        for name, phase in phases.items()
-    ]
-    whole = _compare(max(peaks, default=None), max(planned[n] for n in planned if n in phases))
+    rows = [_phase(name, [phases[name] for phases in iterations], planned) for name in PHASES]
+    peaks = [phases[name].peak for phases in iterations for name in PHASES]
+    whole = _compare(
+        max(filter(None, peaks), default=None), max(planned[n] for n in planned if n in PHASES)
+    )
     return whole | {"phases": rows}
+
+
+def _phase(name: str, turns: Sequence[Phase], planned: Mapping[str, int]) -> dict[str, Any]:
+    """Return a phase's medians over the iterations, and its highest peak."""
+    shares = [turn.forward_seconds / turn.seconds for turn in turns if turn.seconds]
+    return {
+        "phase": name,
+        "seconds": statistics.median(turn.seconds for turn in turns),
+        "forwards": turns[0].forwards,
+        "in_forwards": statistics.median(shares) if shares else None,
+        **_compare(max((t.peak for t in turns if t.peak), default=None), planned.get(name)),
+    }
 
 
 def _compare(peak: int | None, planned: int | None) -> dict[str, float | None]:

@@ -3,7 +3,7 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -44,19 +44,6 @@ def best_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[
         name: min(found, key=lambda parts: parts["total"])
         if "total" in found[0]
         else {part: min(each[part] for each in found) for part in found[0]}
-        for name, found in in_turns(jobs, repeats).items()
-    }
-
-
-def median_parts(jobs: Mapping[str, Callable[[], Seconds]], repeats: int) -> dict[str, Seconds]:
-    """Return the seconds of the parts of each job, which take turns: see `in_turns`.
-
-    Parts with a "total" all come from the round whose total is the median; others are medians.
-    """
-    return {
-        name: sorted(found, key=lambda parts: parts["total"])[len(found) // 2]
-        if "total" in found[0]
-        else {part: statistics.median(each[part] for each in found) for part in found[0]}
         for name, found in in_turns(jobs, repeats).items()
     }
 
@@ -113,14 +100,19 @@ def compare_turns(job: TimedTurns, other: TimedTurns) -> dict[str, float | str]:
     The spread is that of the middle half of the rounds.
     """
     ratios = [a / b for a, b in zip(job.seconds, other.seconds, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     return {
         "seconds": statistics.median(job.seconds),
-        "ratio": statistics.median(ratios) if len(ratios) > 1 else middle,
-        "spread": f"{low:.3f} to {high:.3f}",
+        "ratio": statistics.median(ratios),
+        "spread": spread(ratios),
         "wall seconds": statistics.median(job.wall),
         "wall ratio": statistics.median(a / b for a, b in zip(job.wall, other.wall, strict=True)),
     }
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return where the middle half of the rounds' values lies."""
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return f"{low:.3f} to {high:.3f}"
 
 
 def best_of(jobs: Mapping[str, Callable[[], object]], repeats: int) -> Seconds:

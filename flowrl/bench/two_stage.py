@@ -6,6 +6,7 @@ published sizes with random weights. Both stand beside what the cost model predi
 
 import functools
 import math
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,15 @@ from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import RandomBackbone, move
 from flowrl.bench.rollout import bench_learner, sampler
-from flowrl.bench.timing import Seconds, Timeline, device_name, median_parts, on_gpu, watched
+from flowrl.bench.timing import (
+    Seconds,
+    Timeline,
+    device_name,
+    in_turns,
+    on_gpu,
+    spread,
+    watched,
+)
 from flowrl.build.rollout import EXPLORING
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
@@ -82,10 +91,12 @@ LABELS = {
     "q": "q: low-bit speed factor",
     "phi": "phi: fixed cost an image",
     "measured": "measured ratio",
+    "spread": "the same, middle half of the rounds",
     "predicted": "predicted ratio",
     "q_to_break_even": "q from which two stages pay",
     "to_uncompiled_peft": "ratio to N with uncompiled PEFT",
     "recompiled": "graphs compiled again",
+    "rounds": "rounds",
     "peak_memory_gb": "peak memory, GB",
 }
 
@@ -164,7 +175,7 @@ def parse_counts(text: str) -> MeasuredCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Median seconds of one run."""
+    """Seconds of one round."""
 
     device: str
     prompts: int
@@ -256,8 +267,8 @@ def full_batch(most: int, *counts: int) -> int:
 
 def measure(
     source: Sampler, peft: RolloutGenerator, learn: Callable[[], None], *, repeats: int
-) -> Costs:
-    """Measure the costs in alternating rounds, see `median_parts`; the first one compiles.
+) -> list[Costs]:
+    """Measure the costs of alternating rounds, see `in_turns`; the first one compiles.
 
     Args:
         source: explores and samples exactly, as in training; without audits.
@@ -270,40 +281,55 @@ def measure(
     low, _ = source.explorer.preview(0, candidates)
     every = replace(plan, roots=preview.roots)
     single = replace(source, explorer=None, plan=lambda iteration: every)
-    graphs: list[int] = []
     peaks: list[int] = []
-    best = median_parts(
-        {
-            "learn": lambda: learn() or {},
-            "single": lambda: _collect(single, None, []),
-            "two": lambda: _collect(source, low, peaks),
-            "exact": lambda: _batch(exact, candidates, plan, finish=True),
-            "low": lambda: _batch(low, candidates, preview),
-            "peft": lambda: _batch(peft, candidates, plan),
-            "graphs": lambda: graphs.append(recompilations()) or {},
-        },
-        repeats,
-    )
-    return Costs(
-        device=device_name(exact.backbone.device),
-        prompts=len(candidates.prompt) // preview.roots,
-        counts=MeasuredCounts(
-            keep=plan.roots,
-            candidates=preview.roots,
-            preview_steps=low.num_inference_steps,
-            steps=exact.num_inference_steps,
-        ),
-        batch=exact.batch_size,
-        single=best["single"]["total"],
-        two=best["two"].pop("total"),
-        split=best["two"],
-        exact_step=best["exact"]["step"],
-        low_step=best["low"]["step"],
-        peft_step=best["peft"]["step"],
-        finish=best["exact"]["finish"],
-        graphs=graphs[-1] - graphs[0],
-        memory=max(peaks, default=None),
-    )
+    graphs: list[int] = []  # compiled when the first round is over, then later
+    jobs: dict[str, Callable[[], Seconds]] = {
+        "learn": lambda: learn() or {},
+        "single": lambda: _collect(single, None, []),
+        "two": lambda: _collect(source, low, peaks),
+        "exact": lambda: _batch(exact, candidates, plan, finish=True),
+        "low": lambda: _batch(low, candidates, preview),
+        "peft": lambda: _batch(peft, candidates, plan),
+        "graphs": lambda: graphs.append(recompilations()) or {},
+    }
+    found = in_turns(jobs, repeats)
+    steps = {"preview_steps": low.num_inference_steps, "steps": exact.num_inference_steps}
+    return [
+        Costs(
+            device=device_name(exact.backbone.device),
+            prompts=len(candidates.prompt) // preview.roots,
+            counts=MeasuredCounts(keep=plan.roots, candidates=preview.roots, **steps),
+            batch=exact.batch_size,
+            single=single["total"],
+            two=two.pop("total"),
+            split=two,
+            exact_step=whole["step"],
+            low_step=cheap["step"],
+            peft_step=trained["step"],
+            finish=whole["finish"],
+            graphs=recompilations() - graphs[0],
+            memory=max(peaks, default=None),
+        )
+        for single, two, whole, cheap, trained in zip(
+            *(found[name] for name in ("single", "two", "exact", "low", "peft")), strict=True
+        )
+    ]
+
+
+RATIOS = ("q", "phi", "measured", "predicted", "of_predicted", "to_uncompiled_peft")
+
+
+def medians(rounds: Sequence[Costs]) -> dict[str, Any]:
+    """Return the row of the round whose two stages took the median, with medians of all ratios.
+
+    A ratio compares what one round took, so that what slows a round down slows down both sides.
+    """
+    rows = [costs.row() for costs in rounds]
+    middle = sorted(rows, key=lambda row: row["two"])[len(rows) // 2]
+    ratios = {name: statistics.median(row[name] for row in rows) for name in RATIOS}
+    pays = break_even_gain(**asdict(rounds[0].counts), fixed=ratios["phi"])
+    between = spread([row["measured"] for row in rows])
+    return middle | ratios | {"spread": between, "q_to_break_even": pays, "rounds": len(rows)}
 
 
 def _collect(source: Sampler, low: RolloutGenerator | None, peaks: list[int]) -> Seconds:
@@ -439,9 +465,9 @@ def bench_solrl(
             policy.update_old(0.5)
 
         peft = _beside_weights(source.generator, policy, OLD)
-        costs = measure(source, peft, learn, repeats=repeats)
+        found = medians(measure(source, peft, learn, repeats=repeats))
     what = {"model": model, "precision": precision_name(resolved), "native": resolved.native}
-    return what | {"compiled": rollout["compile"]} | costs.row()
+    return what | {"compiled": rollout["compile"]} | found
 
 
 # --- on networks of published sizes with random weights -----------------------------------------
@@ -475,7 +501,7 @@ def bench_sizes(
     repeats: int,
     device: str,
 ) -> list[dict[str, Any]]:
-    """Return one row a plan: `Costs.row`, and what is quantised.
+    """Return one row a plan: see `medians`, and what is quantised.
 
     Raises:
         UserError: unknown name, a CPU for a network of full depth, a precision that the device
@@ -510,8 +536,8 @@ def bench_sizes(
     for plan in plans:
         source = sampler_of(networks, plan, prompts, batch, decode_batch)
         peft = _beside_weights(source.generator, networks.policy, POLICY)
-        costs = measure(source, peft, lambda: move(networks.policy), repeats=repeats)
-        rows.append({"size": name, "plan": str(plan), **what, **costs.row()})
+        rounds = measure(source, peft, lambda: move(networks.policy), repeats=repeats)
+        rows.append({"size": name, "plan": str(plan), **what, **medians(rounds)})
     torch.compiler.reset()  # which would hold on to this network beside the next
     return rows
 

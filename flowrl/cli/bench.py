@@ -225,7 +225,8 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     Prints seconds by phase and the ratio beside the cost model's, ((s/S)/q + phi)/(1 + phi) + K/N:
     q is the speed of a cheap step over an exact one, phi the time to decode and score an image over
     that to sample it, both measured in this run. Expected are ratios of at most 1.1 times the
-    model's. On a CPU seconds are the processor's own, and q is 1 or less.
+    model's. On a CPU seconds are the processor's own, and q is 1 or less. Jobs take turns, and each
+    ratio is the median of the rounds' own.
 
     Sizes need a GPU and have not been run on one yet, neither fp8 on Hopper nor nvfp4 on Blackwell.
 
@@ -294,14 +295,19 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     gradient_checkpointing: Annotated[
         bool, typer.Option(help="Compute activations again in the backward pass.")
     ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Iterations that are measured, after a first one.")
+    ] = 3,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """One iteration of Flow-GRPO on pipelines of real size with random weights.
 
     Seconds, images a second, the share of sampling that is spent in the transformer's forwards
-    (0.90 or more are expected on a GPU), and the most memory of each phase beside what `flowrl
-    plan` predicts for the same settings (within 10 % are expected). Text and rewards are noise.
+    (0.90 or more are expected on a GPU), learning by its bare passes, and the most memory of each
+    phase beside what `flowrl plan` predicts for the same settings (within 10 % are expected). Text
+    and rewards are noise. Seconds and shares are medians over the iterations; on a CPU seconds are
+    the processor's own.
 
     Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
 
@@ -327,7 +333,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     for name in names:
         row = bench_iteration(
             name=name, work=work_of(name, given), pixels=pixels, layers=layers, dtype=dtype,
-            precision=precision, gradient_checkpointing=gradient_checkpointing, device=device,
+            precision=precision, gradient_checkpointing=gradient_checkpointing, repeats=repeats,
+            device=device,
         )  # fmt: skip
         if as_json:
             print_table([row], as_json=True)
@@ -461,7 +468,7 @@ def certify(
     kernels with the agreement of their rankings, compilation, two-stage rollouts, the quickstarts
     for 10 iterations, rewards in processes, an all-reduce of all GPUs, and `pytest -m gpu`. A
     second call goes on where the first ended. Without a GPU two blocks of each network run, which
-    shows that the parts work.
+    shows that the parts work. The exit code is 1 when a part failed.
 
     Examples:
 
@@ -472,12 +479,16 @@ def certify(
       flowrl certify --page
     """
     from flowrl.bench.certify import certify as run
-    from flowrl.bench.certify import write_page
+    from flowrl.bench.certify import failed_parts, not_run_sentence, write_page
 
     if page:
         typer.echo(write_page(folder))
+        typer.echo(f"{not_run_sentence(folder)}.")
         return
-    typer.echo(run(folder, recipes=words or (), only=part or (), show=typer.echo))
+    path = run(folder, recipes=words or (), only=part or (), show=typer.echo)
+    typer.echo(path)
+    if failed_parts(path):
+        raise typer.Exit(1)
 
 
 def _print_costs(rows: list[dict[str, Any]], as_json: bool) -> None:

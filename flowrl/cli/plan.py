@@ -8,6 +8,7 @@ import typer
 
 from flowrl.cli._console import print_table
 from flowrl.cli.train import Words, recipe_request
+from flowrl.utils.imports import without_garbage_collection
 
 if TYPE_CHECKING:
     from flowrl.config import Config
@@ -72,19 +73,12 @@ def plan(
 
       flowrl plan my_recipe.yaml --price-per-call 0.002
     """
-    from flowrl.config import load_config
-    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
-    from flowrl.planning.reward_work import reward_work
-
     request = recipe_request(words, "flowrl plan quickstart")
-    bytes_of_gpu = None if memory is None else parse_memory(memory)
     sharded = [] if shard is None else [f"runtime.shard={shard}"]
-    config = load_config(request.recipe, [*request.overrides, *sharded])
-    if bytes_of_gpu is None:
-        bytes_of_gpu = memory_class(Path(request.recipe).name)
-    gpus = gpus or gpus_of(request.recipe)
-    found = make_plan(config, gpus=gpus, memory=bytes_of_gpu, measure=measure)
-    rewards = reward_work(config, found.work)
+    with without_garbage_collection():
+        config, found, rewards = _planned(
+            request.recipe, [*request.overrides, *sharded], gpus, memory, measure
+        )
     if as_json:
         whole = _as_json(config, found, price) | _rewards_json(rewards, price_per_call)
         print(json.dumps(whole))
@@ -92,6 +86,20 @@ def plan(
         _show(config, found, rewards, price, price_per_call)
     if found.fits is False:
         raise typer.Exit(1)
+
+
+def _planned(
+    recipe: str, overrides: list[str], gpus: int | None, memory: str | None, measure: bool
+) -> "tuple[Config, Plan, list[RewardWork]]":
+    from flowrl.config import load_config
+    from flowrl.planning.plan import gpus_of, make_plan, memory_class, parse_memory
+    from flowrl.planning.reward_work import reward_work
+
+    given = None if memory is None else parse_memory(memory)
+    config = load_config(recipe, overrides)
+    of_gpu = memory_class(Path(recipe).name) if given is None else given
+    found = make_plan(config, gpus=gpus or gpus_of(recipe), memory=of_gpu, measure=measure)
+    return config, found, reward_work(config, found.work)
 
 
 def _show(

@@ -50,13 +50,14 @@ def vote(  # noqa: PLR0913  # an argument for each option
     """Say which of two images you like, on a page; then train a LoRA on your votes.
 
     Keys: 1, 2, t (tie), s (skip), u (undo). Each vote is on disk at once: stop with Ctrl-C, and the
-    same command goes on. --train then runs DPO on the votes.
+    same command goes on. --train then runs DPO on the votes, or KTO with objective.kind=kto; with
+    --open the gallery opens after it.
 
     Examples:
 
-      flowrl vote quickstart-sana
+      flowrl vote quickstart-vote
 
-      flowrl vote quickstart-sana --train run.iterations=40
+      flowrl vote quickstart-vote --train
 
       flowrl vote quickstart-sana --lora runs/quickstart-sana -o votes/aligned
 
@@ -73,18 +74,20 @@ def vote(  # noqa: PLR0913  # an argument for each option
     if train:
         from flowrl.voting.learn import train_on_votes
 
-        print_what_next(config, train_on_votes(config, folder))
+        trained = train_on_votes(config, folder)
+        print_what_next(config, trained)
+        if open_browser and trained.gallery is not None:
+            typer.launch(trained.gallery.resolve().as_uri())
         return
     from flowrl.voting.app import Questions
     from flowrl.voting.ballot import Ballot
-    from flowrl.voting.candidates import read_candidates
-    from flowrl.voting.learn import draw_candidates, encoder_of
+    from flowrl.voting.learn import candidates_of, draw_candidates
 
     if images is None:
         draw_candidates(
             config, folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
         )
-    candidates = read_candidates(folder, encoder_of(config))
+    candidates = candidates_of(config, folder)
     questions = Questions(
         candidates, Ballot(folder), goal=goal, informative=pairs == "informative", seed=seed
     )

@@ -103,14 +103,25 @@ def digest(lora: LoRA) -> str:
 
 
 def draw_prompts(
-    drawing: Drawing, prompts: Sequence[PromptRecord], folder: Path, *, per_prompt: int, seed: int
+    drawing: Drawing,
+    prompts: Sequence[PromptRecord],
+    folder: Path,
+    *,
+    per_prompt: int,
+    seed: int,
+    own_noise: bool = False,
 ) -> Path:
     """Draw images of each prompt in GenEval's official layout; go on where an earlier call ended.
 
     `00000/metadata.jsonl` is the prompt's row, `00000/samples/0000.png` has the seed `seed`, the
     next image the next one. Raises UserError for a folder that was drawn in another way.
+
+    Args:
+        own_noise: seeds go on from prompt to prompt. Otherwise they begin anew at each, as GenEval
+            has them, and the first images of all prompts come from the same noise.
     """
     how = drawing.identity() | {"seed": seed, "prompts": _names(prompts)}
+    how |= {"own_noise": True} if own_noise else {}
     text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
     saved = folder / SETTINGS
     if saved.is_file() and saved.read_text("utf-8") != text:
@@ -125,8 +136,9 @@ def draw_prompts(
     with Steps(
         "drawing", len(prompts) * per_prompt, start=len(prompts) * per_prompt - len(missing)
     ) as steps:
-        for record, path, number in missing:
-            image = drawing.image(record.text, seed + number, record.negative)
+        for record, path, index, number in missing:
+            first = seed + index * per_prompt if own_noise else seed
+            image = drawing.image(record.text, first + number, record.negative)
             write_bytes(path, png(image))
             steps.advance()
     return folder
@@ -138,8 +150,8 @@ def _names(prompts: Sequence[PromptRecord]) -> str:
 
 def _missing(
     prompts: Sequence[PromptRecord], folder: Path, per_prompt: int
-) -> Iterator[tuple[PromptRecord, Path, int]]:
-    """Write the rows of the prompts; yield the images that are not there yet."""
+) -> Iterator[tuple[PromptRecord, Path, int, int]]:
+    """Write the rows of the prompts; yield images that are not there, with prompt and number."""
     for index, record in enumerate(prompts):
         place = folder / f"{index:05d}"
         own = {} if record.negative is None else {"negative": record.negative}
@@ -148,4 +160,4 @@ def _missing(
         for number in range(per_prompt):
             path = place / SAMPLES / f"{number:04d}.png"
             if not path.is_file():
-                yield record, path, number
+                yield record, path, index, number

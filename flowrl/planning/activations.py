@@ -9,20 +9,20 @@ backward runs without a GPU, and attention is counted with its (L, L) matrix; on
 is 13 to 25 % below these counts, ten times as slow, and has no peak within a block (torch 2.15).
 """
 
-import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from flowrl.backbones.loading import enable_vae_tiling
@@ -33,6 +33,7 @@ from flowrl.planning.model_specs import (
     build_network,
     keep_fp32,
 )
+from flowrl.utils.imports import without_garbage_collection
 
 # sample: a forward without gradients. train: a forward and a backward. train_with_reference: the
 # same with a forward of the reference in between.
@@ -63,11 +64,12 @@ def transformer_peak(
     blocks tell those of any depth. count_all: count all blocks instead.
     """
 
+    # Networks do the same for any number of rows but one, whose copies need not be made.
+    many = replace(forward, rows=ROWS if forward.rows > 1 else 1)
+
     def peaks(depths: Mapping[str, int]) -> Mapping[Any, int]:
-        key = forward.dtype, forward.rank, forward.targets
-        network = _adapted_network(forward.spec, tuple(depths.items()), *key)
-        with _checkpointing(network, forward.dtype) if checkpointing else nullcontext():
-            return _count(network, forward, mode)
+        recording = _recording(many, tuple(depths.items()), mode, checkpointing)
+        return recording.peaks({ROWS: forward.rows})
 
     full = block_counts(forward.spec.config)
     short = {kind: min(n, SHORT) for kind, n in full.items()}
@@ -81,6 +83,16 @@ def transformer_peak(
             for region in base:
                 found[region] += (n - short[kind]) * (longer[region] - base[region])
     return max(found.values())
+
+
+@lru_cache(maxsize=64)
+def _recording(
+    forward: Forward, counts: tuple[tuple[str, int], ...], mode: Mode, checkpointing: bool
+) -> "Recording":
+    key = forward.dtype, forward.rank, forward.targets
+    network = _adapted_network(forward.spec, counts, *key)
+    with _checkpointing(network, forward.dtype) if checkpointing else nullcontext():
+        return _record(network, forward, mode)
 
 
 @lru_cache(maxsize=64)
@@ -223,11 +235,18 @@ def transformer_inputs(f: Forward) -> dict[str, Tensor]:
 # --- counting -----------------------------------------------------------------------------------
 
 
-def _count(network: nn.Module, forward: Forward, mode: Mode) -> Mapping[Any, int]:
-    """Return the peak in bytes of each region, see `_regions`."""
+# Rows of a recorded forward, a prime: what its bytes can be divided by has a part for each row,
+# since no width and no number of tokens is a multiple of it.
+ROWS = 65_537
+
+
+def _record(network: nn.Module, forward: Forward, mode: Mode) -> "Recording":
+    """Return what comes and goes in each region, see `_regions`."""
     inputs, cast = transformer_inputs(forward), autocast(forward.dtype)
     counter = _counter(network, *inputs.values())
-    with _without_garbage_collection(), _regions(network, counter) as begin, counter, cast:
+    # Checkpointing leaves cycles behind. When they go depends on everything else that Python does;
+    # so the count is the same every time, and the most that it can be.
+    with without_garbage_collection(), _regions(network, counter) as begin, counter, cast:
         begin("forward")
         with torch.set_grad_enabled(mode != "sample"):
             v = network(**inputs, return_dict=False)[0].float()
@@ -241,7 +260,7 @@ def _count(network: nn.Module, forward: Forward, mode: Mode) -> Mapping[Any, int
             cast.forget()
             begin("backward")
             torch.autograd.backward(loss)
-    return counter.peaks
+    return counter.recording()
 
 
 def _counter(network: nn.Module, *inputs: Tensor) -> "MemoryCounter":
@@ -294,23 +313,6 @@ def _places(blocks: list[nn.Module]) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Keep alive what only Python's garbage collector would free.
-
-    Checkpointing leaves such cycles behind. When they go depends on everything else that Python
-    does; so the count is the same every time, and the most that it can be.
-    """
-    gc.collect()
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
-@contextmanager
 def _checkpointing(network: Any, dtype: torch.dtype) -> Iterator[None]:
     """Checkpoint as diffusers does; blocks that run again do so under autocast, too."""
 
@@ -352,46 +354,166 @@ class MemoryCounter(TorchDispatchMode):
         super().__init__()
         self.block, self.kernels = block, kernels or {}
         self.live = 0  # bytes alive now
-        self.peaks: dict[Any, int] = {}  # most bytes in each region that was entered
-        self._region: Any = None
+        self._regions: list[Any] = [None]
+        self._moves: list[tuple[int, int, int]] = []  # see Recording
         self._outside = [tensor.untyped_storage() for tensor in outside]
         self._known: dict[int, Any] = {id(storage): None for storage in self._outside}
+
+    @property
+    def peaks(self) -> dict[Any, int]:
+        """Return the most bytes in each region that was entered."""
+        return self.recording().peaks({})
 
     @property
     def peak(self) -> int:
         return max(self.peaks.values(), default=0)
 
+    def recording(self) -> "Recording":
+        return Recording(
+            moves=np.array(self._moves, dtype=np.int64).reshape(-1, 3),
+            regions=tuple(self._regions),
+            block=self.block,
+        )
+
     def enter(self, region: Any) -> None:
         """Count what is alive from now on for this region."""
-        self._region = region
-        self._note(self.live)
+        self._regions.append(region)
+        self._move(0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
+        out = computed(func, args, kwargs or {})
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._hold(leaf.untyped_storage())
         if func in self.kernels:
-            self._note(self.live + self.kernels[func](args, out))
+            self._move(0, self.kernels[func](args, out))
         return out
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)  # torch keeps one Python object a storage for as long as it lives
         if key in self._known:
             return
-        size = -(-storage.nbytes() // self.block) * self.block
+        size = storage.nbytes()
 
         def release(_: Any) -> None:
-            self.live -= size
+            self._move(-size)
             del self._known[key]
 
         self._known[key] = weakref.ref(storage, release)
-        self.live += size
-        self._note(self.live)
+        self._move(size)
 
-    def _note(self, live: int) -> None:
-        if live > self.peaks.get(self._region, -1):
-            self.peaks[self._region] = live
+    def _move(self, size: int, kernel: int = 0) -> None:
+        whole = -(-abs(size) // self.block) * self.block
+        self.live += whole if size >= 0 else -whole
+        self._moves.append((len(self._regions) - 1, size, kernel))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recording:
+    """What came and went, in order, of which the peaks for other sizes are computed."""
+
+    moves: np.ndarray  # (N, 3): place in `regions`, bytes that come or go, bytes of a kernel
+    regions: tuple[Any, ...]  # as they were entered, the same ones also more than once
+    block: int
+
+    def peaks(self, sizes: Mapping[int, int]) -> dict[Any, int]:
+        """Return the most bytes in each region.
+
+        sizes: bytes that can be divided by a key are taken times its value by the key.
+        """
+        place, size, kernel = self.moves.T
+        for prime, value in sizes.items():
+            size, kernel = (np.where(n % prime == 0, n // prime * value, n) for n in (size, kernel))
+        whole = -(-abs(size) // self.block) * self.block
+        live = np.cumsum(np.sign(size) * whole) + kernel
+        most = np.full(len(self.regions), -1)
+        np.maximum.at(most, place, live)
+        found: dict[Any, int] = {}
+        for region, bytes_ in zip(self.regions, most.tolist(), strict=True):
+            if bytes_ >= 0:
+                found[region] = max(bytes_, found.get(region, 0))
+        return found
+
+
+# What operations on the meta device made, by operation and arguments: torch's own answer takes
+# Python up to a millisecond, and the blocks of a network ask the same again.
+_MADE: dict[Any, Any] = {}
+_Layout = tuple[Sequence[int], Sequence[int], torch.dtype]  # of a tensor: shape, strides, dtype
+
+
+def computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call an operation, or make tensors like those of an equal call on the meta device."""
+    key = None
+    if _makes_new_tensors(func):
+        try:
+            key = func, _layout(args), _layout(tuple(kwargs.items()))
+            made = _MADE.get(key)
+        except TypeError:  # arguments that are no key
+            key = made = None
+        if made is not None:
+            return _again(made)
+    out = func(*args, **kwargs)
+    if key is not None and (made := _made(out, (args, kwargs))) is not None:
+        _MADE[key] = made
+    return out
+
+
+class EqualCallsOnce(TorchDispatchMode):
+    """Asks torch once for the results of equal calls on the meta device, see `computed`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return computed(func, args, kwargs or {})
+
+
+@cache
+def _makes_new_tensors(func: Any) -> bool:
+    schema = func._schema
+    returns = all(result.alias_info is None for result in schema.returns)
+    return returns and not schema.is_mutable
+
+
+def _layout(value: Any) -> Any:
+    """Return what the result of an operation can depend on without memory, to be a key."""
+    if isinstance(value, Tensor):
+        return value.device.type, value.shape, value.stride(), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_layout, value))
+    return type(value), value
+
+
+def _made(out: Any, given: Any) -> Any:
+    """Return the layouts of a call's results; None if they are no new tensors on the meta device.
+
+    Some results are views whatever their schema says.
+    """
+    results = list(out) if isinstance(out, tuple | list) else [out]
+    old = {id(t.untyped_storage()) for t in tree_leaves(given) if isinstance(t, Tensor)}
+    found: list[_Layout | None] = []
+    for result in results:
+        if result is None:  # a gradient that nobody asked for
+            found.append(None)
+            continue
+        if not isinstance(result, Tensor) or result.device.type != "meta":
+            return None
+        storage, layout = result.untyped_storage(), (result.shape, result.stride(), result.dtype)
+        if id(storage) in old or storage.nbytes() != _strided(layout).untyped_storage().nbytes():
+            return None
+        old.add(id(storage))
+        found.append(layout)
+    return found if isinstance(out, tuple | list) else found[0]
+
+
+def _again(made: Any) -> Any:
+    return tuple(map(_empty, made)) if isinstance(made, list) else _empty(made)
+
+
+def _empty(layout: _Layout | None) -> Tensor | None:
+    return None if layout is None else _strided(layout)
+
+
+def _strided(layout: _Layout) -> Tensor:
+    shape, strides, dtype = layout
+    return _ATEN.empty_strided.default(shape, strides, dtype=dtype, device="meta")
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -443,17 +565,24 @@ class CUDAEmulation(TorchFunctionMode):
             return _FusedRMSNorm.apply(args[0], weight)
         return func(*args, **kwargs)
 
-    def _cast(self, values: Any, dtype: torch.dtype) -> Any:
-        def cast(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point() or tensor.dtype == dtype:
-                return tensor
-            if not (tensor.requires_grad and tensor.is_leaf and dtype == self.lower):
-                return tensor.to(dtype)
-            if id(tensor) not in self._weights:  # a weight is cast once
-                self._weights[id(tensor)] = (tensor, tensor.to(dtype))
-            return self._weights[id(tensor)][1]
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        """Cast all tensors of arguments; not torch's tree_map, which takes ten times as long."""
+        if isinstance(value, Tensor):
+            return self._cast_tensor(value, dtype)
+        if type(value) in (tuple, list):
+            return type(value)([self._cast(part, dtype) for part in value])
+        if isinstance(value, dict):
+            return {key: self._cast(part, dtype) for key, part in value.items()}
+        return value
 
-        return tree_map_only(Tensor, cast, values)
+    def _cast_tensor(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if not (tensor.requires_grad and tensor.is_leaf and dtype == self.lower):
+            return tensor.to(dtype)
+        if id(tensor) not in self._weights:  # a weight is cast once
+            self._weights[id(tensor)] = (tensor, tensor.to(dtype))
+        return self._weights[id(tensor)][1]
 
 
 def autocast(dtype: torch.dtype) -> CUDAEmulation:

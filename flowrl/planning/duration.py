@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowrl.planning.activations import (
+    EqualCallsOnce,
     Forward,
     autocast,
     block_counts,
@@ -115,16 +117,23 @@ def decode_operations(forward: Forward) -> float:
     network: Any = build_network(spec.autoencoder, spec.autoencoder_config, forward.dtype)
     h, w = forward.height // spec.factor, forward.width // spec.factor
     z = torch.empty((1, spec.channels, h, w), dtype=forward.dtype, device="meta")
-    with FlopCounterMode(display=False) as counter, autocast(forward.dtype), torch.no_grad():
+    with _counted(forward) as counter:
         network.decode(z, return_dict=False)
     return counter.get_total_flops()
 
 
 def _operations(forward: Forward, counts: Mapping[str, int]) -> float:
     network, inputs = _network(forward, counts), transformer_inputs(forward)
-    with FlopCounterMode(display=False) as counter, autocast(forward.dtype), torch.no_grad():
+    with _counted(forward) as counter:
         network(**inputs, return_dict=False)
     return counter.get_total_flops()
+
+
+@contextmanager
+def _counted(forward: Forward) -> Iterator[FlopCounterMode]:
+    counter = FlopCounterMode(display=False)
+    with EqualCallsOnce(), counter, autocast(forward.dtype), torch.no_grad():
+        yield counter
 
 
 def _network(forward: Forward, counts: Mapping[str, int]) -> nn.Module:

@@ -1,9 +1,11 @@
-"""Load a user's own component by its import path."""
+"""Load a user's own component by its import path, and many modules in less time."""
 
+import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -32,3 +34,18 @@ def search_working_directory() -> None:
     """Let imports look in the working directory last: the `flowrl` command starts without it."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep what only Python's garbage collector would free; it looks through all that is imported.
+
+    With torch, transformers and diffusers that search takes a fifth of their import.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
-from flowrl.voting.ballot import CHOICES, Ballot, Vote
+from flowrl.voting.ballot import ANSWERS, CHOICES, Ballot, Vote
 from flowrl.voting.candidates import Candidates
 from flowrl.voting.choose import Pair, all_pairs, next_pair
 from flowrl.web.app import Guard, json_answer
@@ -27,7 +27,6 @@ STATIC = {
     "/page.css": ("flowrl.web", "page.css", "text/css"),
     "/icon.svg": ("flowrl.web", "icon.svg", "image/svg+xml"),
 }
-ANSWERS = {"first": 1.0, "second": 0.0, "tie": 0.5, "skip": None}
 
 
 class Questions:

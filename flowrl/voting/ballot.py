@@ -14,6 +14,7 @@ from flowrl.utils.files import write_text
 FILE = "votes.jsonl"
 Choice = Literal["first", "second", "tie", "skip"]
 CHOICES: tuple[Choice, ...] = get_args(Choice)
+ANSWERS = {"first": 1.0, "second": 0.0, "tie": 0.5, "skip": None}  # as the taste is learned
 PairFormat = Literal["flowrl", "hpdv3"]
 
 

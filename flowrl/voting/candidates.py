@@ -17,8 +17,9 @@ from flowrl.utils.images import to_tensor
 from flowrl.utils.progress import Steps
 
 FEATURES = "features.safetensors"
+KIND = "cells and whole"  # of features that were saved
 GRID = 4  # cells of the autoencoder's latents, each way
-MOST = 32  # features that are kept
+MOST = 64  # features that are kept
 BATCH = 16
 
 
@@ -63,16 +64,16 @@ def _features(folder: Path, files: Sequence[str], autoencoder: Any) -> Tensor:
     path = folder / FEATURES
     if path.is_file():
         saved = load_state(path)
-        if saved["files"] == list(files):
+        if saved["files"] == list(files) and saved.get("kind") == KIND:
             return saved["features"]
     latents = []
     with Steps("looking", -(-len(files) // BATCH)) as steps:
         for start in range(0, len(files), BATCH):
             batch = [_image(folder / name, autoencoder.size) for name in files[start:][:BATCH]]
-            latents.append(F.adaptive_avg_pool2d(autoencoder(torch.cat(batch)).float().cpu(), GRID))
+            latents.append(autoencoder(torch.cat(batch)).float().cpu())
             steps.advance()
-    features = compressed(torch.cat(latents).flatten(1))
-    save_state(path, {"files": list(files), "features": features})
+    features = compressed(described(torch.cat(latents)))
+    save_state(path, {"kind": KIND, "files": list(files), "features": features})
     return features
 
 
@@ -85,6 +86,25 @@ def _image(path: Path, size: tuple[int, int]) -> Tensor:
     if pixels.shape[-2:] != size:
         pixels = F.interpolate(pixels, size, mode="bilinear", antialias=True)
     return pixels
+
+
+def described(latents: Tensor) -> Tensor:
+    """Return what is where in an image, and what is in it wherever it is. (N, D)
+
+    latents: (N, C, h, w). The first part are means over a grid's cells, for a taste in layouts; the
+    others each channel's mean, spread and extremes, for one in colours, amounts and styles, which
+    few votes would not find in cells. Every part has the same spread in all.
+    """
+    cells = latents.flatten(2)  # (N, C, h * w)
+    parts = [
+        F.adaptive_avg_pool2d(latents, GRID).flatten(1),
+        cells.mean(2),
+        cells.std(2),
+        cells.quantile(0.1, 2),
+        cells.quantile(0.9, 2),
+    ]
+    centred = [part.double() - part.double().mean(0) for part in parts]
+    return torch.cat([x / x.square().sum(1).mean().sqrt().clamp(min=1e-12) for x in centred], 1)
 
 
 def compressed(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-PRIOR = 1.0  # standard deviation of a weight before any vote
+PRIOR = 3.0  # standard deviation of a weight before any vote
 STEPS = 25  # of Newton's method
 NODES = 48  # of the quadrature over what is not known of a pair
 TRIED = 400  # pairs that are compared for each question
@@ -37,12 +37,21 @@ class Taste:
 
         differences: (M, D), features of the first image minus those of the second.
         """
+        p, shares = self._answers(differences)
+        return _entropy(p @ shares) - _entropy(p) @ shares
+
+    def probability(self, differences: Tensor) -> Tensor:
+        """Return how probable it is that the first image of each pair is preferred. (M,)"""
+        p, shares = self._answers(differences)
+        return p @ shares
+
+    def _answers(self, differences: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probabilities under some weights (M, NODES), and how much these count."""
         x = differences.double()
         spread = ((x @ self.covariance) * x).sum(1).clamp(min=0).sqrt()
         nodes, shares = (torch.from_numpy(t) for t in np.polynomial.hermite_e.hermegauss(NODES))
-        shares = shares / shares.sum()
-        p = torch.sigmoid((x @ self.mean)[:, None] + spread[:, None] * nodes)  # (M, NODES)
-        return _entropy(p @ shares) - _entropy(p) @ shares
+        p = torch.sigmoid((x @ self.mean)[:, None] + spread[:, None] * nodes)
+        return p, shares / shares.sum()
 
 
 def _entropy(p: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """From a recipe to candidates, and from votes to a LoRA."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,17 @@ from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
 from flowrl.utils.distributed import Runtime
-from flowrl.voting.ballot import Ballot, write_pairs
+from flowrl.voting.ballot import ANSWERS, Ballot, Vote, write_pairs
+from flowrl.voting.candidates import Candidates, read_candidates
+from flowrl.voting.choose import taste_of
 
+SURE = 0.7  # probability from which an expected vote is learned from
+DPO = {  # held to the base: with few pairs DPO alone runs away from both images
+    "kind": "dpo",
+    "implicit_beta": 40.0,
+    "kl_coef": 0.3,
+    "noising": {"times": {"kind": "schedule", "fraction": 0.6}},
+}
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
 
 
@@ -70,17 +80,53 @@ def draw_candidates(
     )
     every = training_prompts(config, ProvidedObjects())
     chosen = PromptSampler(every, min(prompts, len(every)), seed, balance=config.prompts.balance)
-    return draw_prompts(options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed)
+    return draw_prompts(
+        options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, own_noise=True
+    )  # otherwise votes would be about four noises
+
+
+def candidates_of(config: Config, folder: Path) -> Candidates:
+    """Read a folder of images, with features of the recipe's autoencoder."""
+    return read_candidates(folder, encoder_of(config))
 
 
 def train_on_votes(config: Config, folder: Path) -> TrainedRun:
-    """Train a LoRA with DPO on the decided votes of a folder of candidates.
+    """Train a LoRA with DPO or KTO on the votes of a folder of candidates.
 
+    And on votes that are expected: few votes say little of single images, and much of the taste.
     Raises UserError when no vote decides anything.
     """
-    write_pairs(Ballot(folder).votes, folder, folder / PAIRS, "flowrl")
+    votes = Ballot(folder).votes
+    write_pairs(votes, folder, folder / PAIRS, "flowrl")
+    expected = expected_votes(candidates_of(config, folder), votes)
+    write_pairs([*votes, *expected], folder, folder / PAIRS, "flowrl")
     collect_pairs(config, folder / PAIRS, folder / STORE)
     return align(training_config(config, folder))
+
+
+def expected_votes(candidates: Candidates, votes: Sequence[Vote]) -> list[Vote]:
+    """Return votes that nobody cast: for a prompt's best image against its worst, as expected.
+
+    Only those that the votes make probable enough; none where no vote prefers an image.
+    """
+    rows = {name: row for row, name in enumerate(candidates.files)}
+    known = [v for v in votes if v.first in rows and v.second in rows]
+    if not any(vote.preferred for vote in known):
+        return []
+    pairs = [((rows[v.first], rows[v.second]), ANSWERS[v.choice]) for v in known]
+    taste, features = taste_of(candidates.features, pairs), candidates.features
+    liking = taste.scores(features).tolist()
+    members: dict[int, list[int]] = {}
+    for row, prompt in enumerate(candidates.numbers):
+        members.setdefault(prompt, []).append(row)
+    found = []
+    for own in members.values():
+        best, worst = (end(own, key=liking.__getitem__) for end in (max, min))
+        if taste.probability(features[[best]] - features[[worst]]).item() >= SURE:
+            first, second = candidates.files[best], candidates.files[worst]
+            prompt = candidates.texts[best]
+            found.append(Vote(prompt=prompt, first=first, second=second, choice="first"))
+    return found
 
 
 def training_config(config: Config, folder: Path) -> Config:
@@ -89,7 +135,8 @@ def training_config(config: Config, folder: Path) -> Config:
     The recipe's own rewards become held-out ones, so that its card still shows what they say.
     """
     data = config.model_dump(mode="json")
-    data["objective"] = {"kind": "dpo"}
+    if config.objective.kind not in ("dpo", "kto"):
+        data["objective"] = DPO
     others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
     data["rewards"] = [{"name": "preference"}, *others.values()]
     data["rollout"] |= {

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +34,8 @@ def run(monkeypatch, tiny_size):
         if plan is not None:
             monkeypatch.setattr(bench, "plan", lambda *given: plan)
         work = work_of(name, LITTLE)
-        options = {"pixels": 64, "layers": 2, "dtype": "fp32", "device": "cpu"} | options
-        return bench_iteration(name=name, work=work, **options)
+        given: dict[str, Any] = {"pixels": 64, "layers": 2, "dtype": "fp32", "repeats": 1}
+        return bench_iteration(name=name, work=work, device="cpu", **given | options)
 
     return make
 
@@ -52,6 +53,7 @@ def test_every_family_is_sampled_and_learned_from(run):
         assert row["device"] == "cpu" and row["layers"].startswith("2 of each kind: says nothing")
         assert row["peak_gb"] is None and row["of_planned"] is None
         assert row["planned_gb"] == 2.0  # nothing is evaluated here
+        assert row["operations_per_second"] > 0 and row["training_by_bare"] > 0
         assert json.loads(json.dumps(row)) == row
 
 
@@ -94,9 +96,26 @@ def test_the_plan_is_that_of_the_same_settings(run, monkeypatch):
 
 def test_the_peak_is_the_largest_of_all_phases_beside_the_largest_plan():
     phases = {"rollout": Phase(seconds=1.0, peak=3 * 10**9), "training": Phase(peak=2 * 10**9)}
-    found = bench._memory(phases, {"rollout": 2 * 10**9, "training": 4 * 10**9})
+    others = {name: Phase(peak=10**9) for name in PHASES}
+    found = bench._memory([others | phases, others], {"rollout": 2 * 10**9, "training": 4 * 10**9})
     assert (found["peak_gb"], found["planned_gb"], found["of_planned"]) == (3.0, 4.0, 0.75)
-    assert [phase["of_planned"] for phase in found["phases"]] == [1.5, 0.5]
+    of_planned = {phase["phase"]: phase["of_planned"] for phase in found["phases"]}
+    assert (of_planned["rollout"], of_planned["training"]) == (1.5, 0.5)
+
+
+def test_seconds_and_shares_are_medians_over_the_iterations():
+    def iteration(seconds, share):
+        phases = {name: Phase(seconds=seconds) for name in (*PHASES, bench.BARE)}
+        phases[bench.BARE] = Phase(seconds=seconds * share)
+        return phases | {"rollout": Phase(seconds=seconds, forward_seconds=share * seconds)}
+
+    found = [iteration(1.0, 0.9), iteration(10.0, 0.8), iteration(2.0, 0.5)]
+    speed = bench._speed(found, 8)
+    assert (speed["forward_share"], speed["seconds"]) == (0.8, 2.0 * len(PHASES))
+    assert speed["forward_share_spread"] == "0.500 to 0.900"
+    assert speed["training_by_bare"] == 1 / 0.8
+    rows = {row["phase"]: row for row in bench._memory(found, {"rollout": 1})["phases"]}
+    assert (rows["rollout"]["in_forwards"], rows["rollout"]["seconds"]) == (0.8, 2.0)
 
 
 def test_changes_leave_the_rest_of_the_work_as_it_is():
@@ -173,7 +192,7 @@ def test_forwards_and_seconds_belong_to_the_phase_that_was_entered_last(clock):
 def test_the_loop_is_training_s_own(make_learner):
     learner = make_learner(optim={"updates_per_rollout": 2, "ratio_tolerance": 100.0})
     before = [p.clone() for p in learner.policy.parameters()]
-    phases, velocities = measure(learner)
+    (phases,), velocities = measure(learner, 1)
     r = {"images": 8, "steps": 4, "batch": 8}
     assert learner.policy.updates == 4
     assert not all(map(torch.equal, before, learner.policy.parameters()))
@@ -181,7 +200,9 @@ def test_the_loop_is_training_s_own(make_learner):
     assert phases["rollout"].forwards == r["steps"]
     # All steps but the last are learned from, 4 images an update, in micro-batches of 8.
     assert phases["training"].forwards == 2 * 2
-    assert tuple(phases) == PHASES
+    assert tuple(phases) == (*PHASES, bench.BARE)
+    assert phases[bench.BARE].seconds > 0 and phases[bench.BARE].forwards == 0  # no longer watched
+    assert all(p.grad is None for p in learner.policy.parameters())
     for name in ("rollout", "decode", "training"):
         assert 0 <= phases[name].forward_seconds < phases[name].seconds
     assert phases["decode"].forwards == phases["rewards"].forwards == 0

@@ -13,7 +13,6 @@ from flowrl.bench.timing import (
     Timeline,
     compare_turns,
     in_turns,
-    median_parts,
     watched,
 )
 from flowrl.bench.two_stage import (
@@ -24,6 +23,7 @@ from flowrl.bench.two_stage import (
     bench_sizes,
     bench_solrl,
     full_batch,
+    medians,
     name_own_options,
     parse_counts,
 )
@@ -97,20 +97,24 @@ def test_batches_are_as_large_as_all_can_be_full_of():
         assert full_batch(most, *counts) == size, (most, counts)
 
 
-def test_jobs_take_turns_there_and_back_and_the_median_round_counts_but_not_the_first():
-    found = iter([(9.0, 9.0), (1.0, 5.0), (2.0, 2.0), (0.5, 6.0)])
-
-    def job() -> dict[str, float]:
-        a, b = next(found)
-        return {"a": a, "b": b, "total": a + b}
-
-    assert median_parts({"job": job}, 3) == {"job": {"a": 1.0, "b": 5.0, "total": 6.0}}
-    found = iter([(0.1, 0.1), (1.0, 5.0), (2.0, 2.0), (4.0, 3.0)])
-    median = median_parts({"job": lambda: dict(zip("ab", next(found), strict=True))}, 3)
-    assert median == {"job": {"a": 2.0, "b": 3.0}}
+def test_jobs_take_turns_there_and_back_and_the_first_round_does_not_count():
     order = []
     rounds = in_turns({name: lambda name=name: order.append(name) for name in "ab"}, 2)
     assert "".join(order) == "abbaab" and {n: len(r) for n, r in rounds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratios_are_the_medians_of_the_rounds_own_and_the_split_is_of_the_middle_round():
+    """A machine that slows down for a round changes seconds of both sides, and no ratio."""
+    slow = replace(COSTS, single=3 * COSTS.single, two=3 * COSTS.two, split={"slow": 1.0})
+    odd = replace(COSTS, two=2 * COSTS.two, low_step=1.0)
+    row = medians([odd, COSTS, slow])
+    assert row["measured"] == pytest.approx(COSTS.measured) and row["q"] == COSTS.gain
+    assert row["two"] == odd.two and row["rounds"] == 3  # seconds of the round in the middle
+    assert [part["part"] for part in row["split"]] == ["explore: sample", "rest"]
+    low, high = map(float, row["spread"].split(" to "))
+    assert low == pytest.approx(COSTS.measured, abs=1e-3) and high > 1.5 * low
+    other = replace(COSTS, exact_step=4.0)  # q of 8: its own round's steps alone decide
+    assert medians([COSTS, other, other])["q"] == 8.0
 
 
 def test_ratios_are_medians_of_rounds_by_the_cpu_s_seconds_or_a_gpu_s_clock():

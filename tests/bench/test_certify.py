@@ -5,6 +5,7 @@ import json
 import pytest
 
 from flowrl.bench import certify
+from flowrl.cli import main
 from flowrl.errors import UserError
 
 
@@ -56,6 +57,34 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
         certify.write_page(tmp_path)
 
 
+def test_the_sentence_about_what_is_missing_follows_the_files_of_gpus(tmp_path):
+    every = list(certify._parts(()))
+    assert certify.not_run_sentence(tmp_path).endswith(": " + ", ".join(every))
+    about = {"card": "X", "cards": 1}
+    for number, ran in enumerate((every[:2], every[2:])):  # two machines, half of it each
+        assert every[2] in certify.not_run_sentence(tmp_path)
+        parts = {name: {"seconds": 1} for name in ran}
+        text = json.dumps({"machine": about, "parts": parts})
+        (tmp_path / f"{number}.json").write_text(text)
+    assert certify.not_run_sentence(tmp_path).startswith("Every part")
+
+
+def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
+    def broken():
+        raise ValueError("broken")
+
+    parts = {"good": dict, "bad": broken}
+    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
+    words = ["certify", "-o", str(tmp_path)]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 1 and "bad: error: ValueError: broken" in capsys.readouterr().out
+    parts["bad"] = dict
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert not ended.value.code and "good: done before" in capsys.readouterr().out
+
+
 def test_parts_of_recipes_are_those_of_their_checkpoints():
     every = certify._parts(())
     assert {f"iteration {name}" for name in certify.SIZES} <= every.keys()
@@ -64,6 +93,22 @@ def test_parts_of_recipes_are_those_of_their_checkpoints():
 
 
 @pytest.mark.slow
-def test_processes_sum_and_a_pool_answers(tmp_path):
-    assert certify._processes()["processes"] >= 1
-    assert certify._rewards()["answers"] == 2
+def test_processes_sum_and_have_the_same_versions(monkeypatch):
+    found = certify._processes()
+    assert found["processes"] >= 1 and found["all_reduce_gb_per_second"] > 0
+    assert len(found["process_cards"]) == found["processes"]
+    monkeypatch.setattr(
+        certify, "PROCESS", 'print(\'{"versions": [\' + __import__("os").environ["RANK"] + "]}")'
+    )
+    with pytest.raises(RuntimeError, match="differ in torch"):
+        certify._processes()
+
+
+@pytest.mark.slow
+def test_a_reward_has_the_same_scores_wherever_it_lies(monkeypatch):
+    found = certify._rewards()
+    assert found["places"] == ["training", "thread", "parked on the CPU", "processes"]
+    call = certify.NetworkReward.__call__
+    monkeypatch.setattr(certify.NetworkReward, "__call__", lambda *given: 1 + call(*given))
+    with pytest.raises(RuntimeError, match="rewards in training, thread, parked"):
+        certify._rewards()

@@ -58,24 +58,6 @@ def test_every_key_on_a_page_is_an_option_and_links_lead_somewhere():
             assert (DOCS / target).exists(), (page, target)
 
 
-def test_every_training_command_of_a_page_is_possible():
-    least = {"export": 1, "memory": 3, "objectives": 1, "recipes": 5, "sol-rl": 1, "stores": 2}
-    for page, count in least.items():
-        found = commands(page, "train", "plan") if page == "recipes" else commands(page, "train")
-        assert len(found) >= count, page
-        for words in found:
-            flags, valued = (
-                ("--print-config", "--dry-run", "--measure"),
-                ("--memory", "--gpus", "--price"),
-            )
-            kept = [word for word in words[1:] if word not in flags]
-            while any(word in valued for word in kept):
-                at = next(i for i, word in enumerate(kept) if word in valued)
-                del kept[at : at + 2]
-            request = sort_arguments(kept)
-            assert load_config(request.recipe, request.overrides), words
-
-
 # --- export.md ----------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 """README and docs/architecture.md: commands and examples run, names and links lead somewhere."""
 
+import json
 import re
 import shlex
+import statistics
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 import typer
 
 from flowrl.backbones.lora_files import read_lora
+from flowrl.bench.certify import not_run_sentence
 from flowrl.cli import app
 from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
+from flowrl.planning.duration import RATES
 from flowrl.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -109,3 +113,25 @@ def test_the_folder_trees_name_every_package_and_every_module():
             for module in path.glob("[a-z]*.py"):
                 if path.name != "cli":
                     assert re.search(rf"\b{module.stem}\b", tree), module
+
+
+def test_what_has_not_been_run_on_a_gpu_is_what_the_files_of_certify_lack():
+    folder = ROOT / "gallery" / "gpu"
+    sentence = " ".join(not_run_sentence(folder).split())
+    assert sentence in " ".join(README.split()), f"the README has to say: {sentence}"
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    for path in folder.glob("*.json"):
+        assert f"[{path.name}]({path.name})" in page, "run flowrl certify --page"
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert not [part for part, row in record["parts"].items() if "error" in row], path
+
+
+def test_the_rates_that_plans_know_are_those_of_the_files_of_gpus():
+    """Of a card's file, the median of its iterations' operations a second."""
+    known = {}
+    for path in (ROOT / "gallery" / "gpu").glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        found = [row.get("operations_per_second") for row in record["parts"].values()]
+        if record["machine"]["cards"] and any(found):
+            known[record["machine"]["card"]] = statistics.median(filter(None, found))
+    assert known == pytest.approx(dict(RATES), rel=0.01)

@@ -3,10 +3,13 @@ import torch
 from small_sizes import TARGETS, small
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flowrl.planning import activations
 from flowrl.planning.activations import (
+    ROWS,
     Forward,
     MemoryCounter,
     add_adapter,
+    computed,
     transformer_inputs,
     transformer_peak,
 )
@@ -82,3 +85,51 @@ def counted(name: str, device: str, checkpointing: bool) -> tuple[int, int]:
         held = tracker.live
         loss.backward()
     return held, tracker.peak
+
+
+@pytest.mark.parametrize("mode, checkpointing", [("sample", False), ("train", True)])
+def test_one_recording_has_the_peaks_of_every_number_of_rows(mode, checkpointing):
+    counts = (("num_layers", 2),)
+    many = activations._recording(forward("sana-1.6b", ROWS, BF16), counts, mode, checkpointing)
+    for rows in (2, 5):
+        direct = activations._recording(
+            forward("sana-1.6b", rows, BF16), counts, mode, checkpointing
+        )
+        assert many.peaks({ROWS: rows}) == direct.peaks({}) != many.peaks({})
+
+
+def test_equal_calls_are_asked_once_and_answered_with_the_same_layout():
+    aten = torch.ops.aten
+    x = torch.empty(3, 4, 5, device="meta").transpose(0, 2)
+    for func, args in (
+        (aten.mul.Tensor, (x, 2.0)),
+        (aten.native_layer_norm, (x, [3], None, None, 1e-5)),
+        (aten.cat, ([x, x], 1)),
+    ):
+        overload = getattr(func, "default", func)
+        torchs, first, again = (overload(*args), *(computed(overload, args, {}) for _ in "ab"))
+        for one, other, same in zip(*map(as_tuple, (torchs, first, again)), strict=True):
+            assert one.shape == other.shape == same.shape and one.dtype == same.dtype
+            assert one.stride() == other.stride() == same.stride()
+            assert same is not other and same.untyped_storage().nbytes() == one.nbytes
+    assert computed(aten.mul.Tensor, (x, 2), {}).dtype == torch.float32
+    whole = torch.empty(3, dtype=torch.long, device="meta")  # 2 and 2.0 are other arguments
+    found = [computed(aten.mul.Tensor, (whole, factor), {}).dtype for factor in (2.0, 2, 2.0)]
+    assert found == [torch.float32, torch.int64, torch.float32]
+
+
+def test_views_and_changes_in_place_are_of_the_tensor_that_was_given():
+    aten = torch.ops.aten
+    x, y = (torch.empty(6, device="meta") for _ in "xy")
+    for tensor in (x, y, x):
+        for func, args in (
+            (aten._unsafe_view.default, ([2, 3],)),  # whose schema says that it is new
+            (aten.view.default, ([3, 2],)),
+            (aten.add_.Tensor, (1.0,)),
+        ):
+            found = computed(func, (tensor, *args), {})
+            assert found.untyped_storage()._cdata == tensor.untyped_storage()._cdata, func
+
+
+def as_tuple(found) -> tuple:
+    return found if isinstance(found, tuple) else (found,)

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 from flowrl.errors import UserError
 from flowrl.voting.app import Questions, make_app
 from flowrl.voting.ballot import FILE, Ballot
-from flowrl.voting.candidates import MOST, compressed, read_candidates
+from flowrl.voting.candidates import GRID, MOST, compressed, described, read_candidates
 
 HOSTILE = "<script>alert(1)</script> \u202e" + "x" * 5000
 
@@ -94,6 +94,17 @@ def test_images_are_shown_and_one_that_is_gone_is_said_to_be(client, folder):
     assert client.get("/api/image?row=0").status_code == 404
 
 
+def test_features_say_what_is_there_and_where(folder):
+    """A taste in a colour is seen in the second part wherever the colour is, one in places not."""
+    latents = torch.zeros(3, 1, 8, 8)
+    latents[0, 0, 0, 0] = latents[1, 0, 7, 7] = latents[2, 0, 7, 6] = 1.0
+    places, whole = described(latents).split((GRID**2, 4), dim=1)
+    assert torch.equal(whole[0], whole[1]) and torch.equal(whole[1], whole[2])
+    assert not torch.equal(places[0], places[1]) and torch.equal(places[1], places[2])
+    latents[0] *= 2
+    assert not torch.equal(*described(latents)[:2, GRID**2 :])
+
+
 def test_features_are_kept_and_have_one_scale(folder):
     first = read_candidates(folder, Encoder())
 
@@ -103,8 +114,8 @@ def test_features_are_kept_and_have_one_scale(folder):
     fail.size = Encoder.size
     assert torch.equal(read_candidates(folder, fail).features, first.features)
     assert first.numbers == (0, 0, 0, 1, 1, 1) and first.texts[3] == HOSTILE
-    x = torch.randn(50, 200, generator=torch.Generator().manual_seed(0))
-    assert compressed(x).shape == (50, MOST)
+    x = torch.randn(100, 200, generator=torch.Generator().manual_seed(0))
+    assert compressed(x).shape == (100, MOST)
     assert compressed(x).std(0).max().item() == pytest.approx(1)
     with pytest.raises(UserError, match="no prompt of .* has two images"):
         for k in (1, 2):

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from flowrl.voting.choose import Taste, all_pairs, learn_taste, next_pair, taste_of
+from flowrl.voting.choose import PRIOR, Taste, all_pairs, learn_taste, next_pair, taste_of
 
 PROMPTS = [row // 4 for row in range(240)]  # 60 prompts, four images each
 
@@ -38,15 +38,18 @@ def test_information_agrees_with_sampling_and_is_nothing_for_equal_images():
     exact = entropy(p.mean(0)) - entropy(p).mean(0)
     assert torch.allclose(taste.information(x), exact, atol=3e-3)  # of the sampling
     assert taste.information(torch.zeros(1, 4)).abs().item() < 1e-9
+    assert torch.allclose(taste.probability(x), p.mean(0), atol=3e-3)
 
 
 def test_the_model_is_the_posterior_and_finds_a_rule():
     x = torch.tensor([[1.0], [1.0], [1.0]])
     taste = learn_taste(x, torch.tensor([1.0, 1.0, 1.0]))
     (w,) = taste.mean.tolist()
-    assert math.isclose(w, 3 * (1 - 1 / (1 + math.exp(-w))), abs_tol=1e-9)  # gradient 0
+    gradient = w / PRIOR**2 - 3 * (1 - 1 / (1 + math.exp(-w)))
+    assert math.isclose(gradient, 0, abs_tol=1e-9)
     none = learn_taste(torch.zeros(0, 2), torch.zeros(0))
-    assert none.mean.tolist() == [0, 0] and torch.equal(none.covariance, torch.eye(2).double())
+    assert none.mean.tolist() == [0, 0]
+    assert torch.allclose(none.covariance, PRIOR**2 * torch.eye(2).double())
 
 
 def test_no_pair_is_asked_twice_and_prompts_take_turns():

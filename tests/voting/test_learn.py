@@ -2,11 +2,18 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from flowrl.config import load_config
 from flowrl.voting.ballot import Ballot, Vote
-from flowrl.voting.learn import draw_candidates, train_on_votes, training_config
+from flowrl.voting.candidates import Candidates
+from flowrl.voting.learn import (
+    draw_candidates,
+    expected_votes,
+    train_on_votes,
+    training_config,
+)
 
 
 def test_the_recipes_own_rewards_are_only_measured(tmp_path):
@@ -14,6 +21,40 @@ def test_the_recipes_own_rewards_are_only_measured(tmp_path):
     assert [r.name for r in config.rewards if not r.held_out] == ["preference"]
     assert {r.name for r in config.rewards if r.held_out} == {"geneval", "tiny_quality"}
     assert config.objective.kind == "dpo" and config.rollout.store is not None
+
+
+def test_dpo_and_kto_are_kept_as_the_reader_sets_them(tmp_path):
+    for kind, beta in (("dpo", 7.0), ("kto", 9.0)):
+        own = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]
+        objective = training_config(load_config("quickstart-sana", own), tmp_path).objective
+        assert (objective.kind, objective.implicit_beta) == (kind, beta)
+    recipe = load_config("quickstart-vote")
+    assert training_config(recipe, tmp_path).objective == recipe.objective
+
+
+def test_images_are_expected_to_be_liked_as_the_votes_say_and_only_where_these_are_clear(tmp_path):
+    features = torch.randn(80, 3, generator=torch.Generator().manual_seed(0))
+    features[:, 2] = 0.01 * features[:, 1]  # of a direction that no vote tells about
+    names = tuple(f"{row // 4:05d}/samples/{row % 4:04d}.png" for row in range(80))
+    candidates = Candidates(
+        folder=tmp_path, files=names, texts=tuple(f"prompt {row // 4}" for row in range(80)),
+        numbers=tuple(row // 4 for row in range(80)), features=features,
+    )  # fmt: skip
+    liking = features[:, 0]
+
+    def vote(a, b, choice=None):
+        choice = choice or ("first" if liking[a] > liking[b] else "second")
+        return Vote(prompt="", first=names[a], second=names[b], choice=choice)
+
+    pairs = [(4 * k, 4 * k + 1) for k in range(20)]
+    found = expected_votes(candidates, [vote(*pair) for pair in pairs])
+    rows = [(names.index(v.first), names.index(v.second)) for v in found]
+    assert len(rows) >= 15 and len({a // 4 for a, _ in rows}) == len(rows)
+    assert sum(bool(liking[a] > liking[b]) for a, b in rows) >= len(rows) - 1
+    assert all(v.prompt == f"prompt {a // 4}" for v, (a, _) in zip(found, rows, strict=True))
+    few = expected_votes(candidates, [vote(*pairs[0])])
+    assert len(few) < len(found)
+    assert expected_votes(candidates, [vote(*pair, "tie") for pair in pairs]) == []
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ const KEYS = { 1: "first", 2: "second", t: "tie", s: "skip" };
 const SMALL = 128; // pixels up to which an image is shown in hard pixels
 const by = (id) => document.getElementById(id);
 let shown = null; // the pair that is on the page
-let busy = false;
+let busy = false; // until both images are there; a vote on what is not seen would be none
 
 function trouble(error) {
   by("trouble").textContent = error.message;
@@ -38,8 +38,13 @@ async function show(answer) {
 
 async function act(work) {
   if (busy) return;
-  busy = true;
-  try { await show(await work()); } catch (error) { trouble(error); } finally { busy = false; }
+  wait(true);
+  try { await show(await work()); } catch (error) { trouble(error); } finally { wait(false); }
+}
+
+function wait(now) {
+  busy = now;
+  by("main").setAttribute("aria-busy", now);
 }
 
 const vote = (choice) => shown && act(() => send("/api/vote", { ...shown, choice }));

@@ -1,0 +1,45 @@
+"""The study of votes: its rules, and the page's table, which is that of its data."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+
+from scripts import votes
+
+ROOT = Path(__file__).parents[2]
+
+
+def image(color, left=0, width=8):
+    x = np.full((64, 64, 3), 240.0)
+    x[20:28, left : left + width] = color
+    return x
+
+
+def test_rules_prefer_what_they_say_and_a_tie_counts_half():
+    black, blue = (20, 20, 20), (30, 60, 220)
+    assert votes.left(image(black, 0)) > votes.left(image(black, 40))
+    assert votes.fewer(image(black, 0, 4)) > votes.fewer(image(black, 0, 8))
+    assert votes.blue(image(blue)) == 1 and votes.blue(image(black)) == 0
+    pairs = [(image(blue), image(black)), (image(blue), image(blue)), (image(black), image(blue))]
+    after, before = (np.stack(part) for part in zip(*pairs, strict=True))
+    assert votes.win_rate(votes.blue, after, before) == 0.5
+    assert votes.win_rate(votes.blue, after[:2], before[:2]) == 0.75
+
+
+def test_voters_never_see_a_prompt_of_the_test():
+    seen, test = votes.prompts()
+    assert len(test) >= 200
+    assert not {record.text for record in seen} & {record.text for record in test}
+
+
+def test_the_page_has_the_table_of_the_data():
+    data = (ROOT / "gallery" / "votes" / "votes.csv").read_text()
+    rows = list(csv.DictReader(data.splitlines()))
+    page = (ROOT / "docs" / "vote.md").read_text()
+    assert f"{votes.table(rows)}\n\n{votes.saved_clicks(rows)}" in page
+    few = [{"rule": "left", "seed": str(s), "pairs": "informative", "clicks": "37",
+            "win_rate": rate} for s, rate in enumerate(("0.8", "0.7"))]  # fmt: skip
+    many = [row | {"pairs": "random", "clicks": "50", "win_rate": "0.6"} for row in few]
+    assert "win +0.150 +- 0.050 more" in votes.saved_clicks(few + many)
+    assert "| left | 2 |  | 0.60 (0.60 to 0.60) | 0.75 (0.70 to 0.80) |" in votes.table(few + many)
