@@ -87,6 +87,7 @@ def bench_iteration(
     dtype: str = "bf16",
     precision: str | None = None,
     gradient_checkpointing: bool = False,
+    text_tokens: int | None = None,
     repeats: int = 3,
     device: str = "auto",
 ) -> dict[str, Any]:
@@ -99,11 +100,13 @@ def bench_iteration(
         pixels: side of an image, None for PIXELS.
         layers: blocks of each kind, None for all.
         dtype, precision, gradient_checkpointing: the options of these names.
+        text_tokens: that the transformer attends to, None for the model's own number.
 
     Raises:
         UserError: unknown name, or a CPU for a network of full depth.
     """
     spec = model_spec(name)
+    spec = replace(spec, text_tokens=text_tokens or spec.text_tokens)
     if layers is None and not on_gpu(device):
         raise UserError(
             f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 and "
@@ -117,7 +120,7 @@ def bench_iteration(
     with tempfile.TemporaryDirectory() as folder:
         config = _config(pipeline, work, gradient_checkpointing, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
-        learner = _learner(config, runtime, name, work, layers)
+        learner = _learner(config, runtime, name, spec, work, layers)
         iterations, velocities = measure(learner, repeats)
     shorter = replace(spec, config=shortened(spec.config, layers), text_encoders=())
     setup = setup_of(shorter, config, runtime.device)
@@ -174,7 +177,12 @@ def _config(
 
 
 def _learner(
-    config: Config, runtime: Runtime, name: str, work: MeasuredWork, layers: int | None
+    config: Config,
+    runtime: Runtime,
+    name: str,
+    spec: ModelSpec,
+    work: MeasuredWork,
+    layers: int | None,
 ) -> Learner:
     """Build training's own around random networks; the text is noise, and any ratio is taken."""
     dtype = DTYPES[config.pipeline.dtype]
@@ -183,7 +191,7 @@ def _learner(
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
     own = sampler(learner)
-    texts = RandomTexts(model_spec(name), own.generator.backbone, guided=work.guidance > 1)
+    texts = RandomTexts(spec, own.generator.backbone, guided=work.guidance > 1)
     source = replace(own, generator=replace(own.generator, text_cache=texts))
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     return replace(learner, source=source, optim=loose)

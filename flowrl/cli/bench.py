@@ -45,7 +45,7 @@ def rollout(
     batch: Batch = 64,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 9,
+    repeats: Repeats = 15,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +104,7 @@ def tree(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 9,
+    repeats: Repeats = 15,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
