@@ -42,7 +42,7 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "flowrl train quickstart --push_to_hub": "an account",
     "flowrl export runs/quickstart --format hub": "an account",
     "export HF_TOKEN": "an account",
-    "flowrl bench": "a GPU; tests/bench runs the subjects",
+    "flowrl bench ": "a GPU; tests/bench runs the subjects",
     "python -m venv judge": "vLLM",
     "judge/bin/vllm": "vLLM and a GPU",
     "torchrun": "several GPUs",
