@@ -24,7 +24,7 @@ import torch
 
 from flowrl import __version__
 from flowrl.bench.iteration import bench_iteration, work_of
-from flowrl.bench.two_stage import PUBLISHED, bench_sizes, parse_counts
+from flowrl.bench.two_stage import PUBLISHED, TINY_MIN_DIM, bench_sizes, parse_counts
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import model_spec
@@ -163,8 +163,11 @@ def _kernels(name: str) -> Result:
             return {"skipped": str(error)}
         asked = "nvfp4-emulated"
         resolved = resolve("nvfp4-emulated", capability_of(device))
-    changes = ["rollout.explore.min_dim=0"]
-    rows = audit("quickstart", changes, prompts=2, candidates=16, precisions=[asked])
+    steps = load_config("quickstart").rollout.num_inference_steps  # so that bits alone differ
+    rows = audit(
+        "quickstart", [f"rollout.explore.min_dim={TINY_MIN_DIM}"], prompts=2, candidates=16,
+        steps=[steps], precisions=[asked],
+    )  # fmt: skip
     return {"precision": precision_name(resolved), "native": resolved.native, "rows": rows}
 
 
@@ -441,7 +444,7 @@ def _figures(row: Mapping[str, Any]) -> str:
         for name in SHOWN
         if row.get(name) is not None
     ]
-    return ", ".join(found + [_audited(one) for one in row.get("rows", ())])
+    return ", ".join(found + [_audited(one) for one in row.get("rows", ()) if "rho" in one])
 
 
 def _figure(value: Any) -> str:
@@ -452,8 +455,8 @@ def _figure(value: Any) -> str:
 
 def _audited(row: Mapping[str, Any]) -> str:
     """Return how low-bit candidates rank beside exact ones."""
-    shown = (name for name in ("rho", "tau", "overlap") if isinstance(row.get(name), float))
-    return ", ".join(f"{name} {row[name]:.3g}" for name in shown)
+    shown = (name for name in ("rho", "tau", "overlap best") if isinstance(row.get(name), float))
+    return f"{row.get('precision')}: " + ", ".join(f"{name} {row[name]:.3g}" for name in shown)
 
 
 def _cell(value: Any) -> str:

@@ -216,7 +216,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
         bool | None, typer.Option(help="Compile the sampling network. Default on a GPU.")
     ] = None,
     threads: Threads = 1,
-    repeats: Repeats = 3,
+    repeats: Repeats = 7,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
