@@ -212,19 +212,19 @@ def _only_factors(layer: Any) -> tuple[Tensor, Tensor, float] | None:
     return None if b.bias is not None else (a.weight, b.weight, layer.scaling[name])
 
 
-def _computes_in(x: Tensor, weight: Tensor) -> torch.dtype | None:
+def _computes_in(x: Tensor, weight: Tensor | None = None) -> torch.dtype | None:
     """Return fp32, or fp64 as in tests, or autocast's bf16; None where these layers do not compute.
 
-    They do on a CPU, with plain tensors.
+    They do on a CPU, with plain tensors. weight: None where the layer has none of its own.
     """
-    plain = x.device.type == "cpu" and type(weight) is nn.Parameter
+    plain = x.device.type == "cpu" and (weight is None or type(weight) is nn.Parameter)
     if not plain or torch.compiler.is_compiling():
         return None
     if torch.is_autocast_enabled("cpu"):
         asked = torch.get_autocast_dtype("cpu")
         return asked if asked == torch.bfloat16 and x.dtype != torch.float64 else None
-    same = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
-    return x.dtype if same else None
+    same = weight is None or x.dtype == weight.dtype
+    return x.dtype if same and x.dtype in (torch.float32, torch.float64) else None
 
 
 # --- Attention -----------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class JointAttention:
         **kwargs: Any,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         x, text = hidden_states, encoder_hidden_states
-        if attention_mask is not None or _computes_in(x, attn.to_out[0].weight) is None:
+        if attention_mask is not None or _computes_in(x) is None:
             return self.own(attn, x, text, attention_mask, *args, **kwargs)
         q, k, v = (_heads(layer(x), attn) for layer in (attn.to_q, attn.to_k, attn.to_v))
         q, k = _normed(attn.norm_q, q), _normed(attn.norm_k, k)
