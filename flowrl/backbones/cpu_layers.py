@@ -285,7 +285,7 @@ def _parts(q: Tensor, k: Tensor) -> list[slice]:
 class JointAttention:
     """What diffusers' `JointAttnProcessor2_0` computes, for SD3.
 
-    The last block drops its text, whose rows are not computed there: None stands for them.
+    The last block drops its text, whose rows but one are not computed there: None stands for them.
     """
 
     def __init__(self, own: Any):
@@ -309,8 +309,9 @@ class JointAttention:
         if text is not None:
             k = torch.cat([k, _normed(attn.norm_added_k, _heads(attn.add_k_proj(text), attn))], 2)
             v = torch.cat([v, _heads(attn.add_v_proj(text), attn)], 2)
-        if text is not None and kept:
-            q = torch.cat([q, _normed(attn.norm_added_q, _heads(attn.add_q_proj(text), attn))], 2)
+            # One row where they are dropped, so that the layer has its gradient, of 0.
+            asked = text if kept else text[:, :1]
+            q = torch.cat([q, _normed(attn.norm_added_q, _heads(attn.add_q_proj(asked), attn))], 2)
         out = _attention(q, k, v).transpose(1, 2).flatten(2)  # (B, tokens, heads * d)
         image, rest = out.split([x.shape[1], out.shape[1] - x.shape[1]], 1)
         image = attn.to_out[1](attn.to_out[0](image))
