@@ -356,19 +356,34 @@ def fuse_layers(network: nn.Module) -> None:
             own["processor"] = JointAttention(processor)
 
 
-@contextmanager
-def ordinary_layers(network: nn.Module) -> Iterator[None]:
-    """Compute as torch, diffusers and PEFT do inside the block."""
-    kept: list[tuple[nn.Module, str, Any]] = []
+def restore_layers(network: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Compute as torch, diffusers and PEFT do again; return what was put in: (module, name, it)."""
+    found: list[tuple[nn.Module, str, Any]] = []
     for module in network.modules():
         own = module.__dict__
         if getattr(own.get("forward"), "func", None) in (_adapted_forward, _frozen_forward):
-            kept.append((module, "forward", own.pop("forward")))
+            found.append((module, "forward", own.pop("forward")))
         if isinstance(own.get("processor"), JointAttention):
-            kept.append((module, "processor", own["processor"]))
+            found.append((module, "processor", own["processor"]))
             own["processor"] = own["processor"].own
+    return found
+
+
+@contextmanager
+def ordinary_layers(network: nn.Module) -> Iterator[None]:
+    """Compute as torch, diffusers and PEFT do inside the block."""
+    kept = restore_layers(network)
     try:
         yield
     finally:
         for module, name, value in kept:
             module.__dict__[name] = value
+
+
+@contextmanager
+def ordinary_layers_after(network: nn.Module) -> Iterator[None]:
+    """Compute as torch, diffusers and PEFT do after the block: the pipeline is the caller's."""
+    try:
+        yield
+    finally:
+        restore_layers(network)
