@@ -306,8 +306,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     Seconds, images a second, the share of sampling that is spent in the transformer's forwards
     (0.90 or more are expected on a GPU), learning by its bare passes, and the most memory of each
     phase beside what `flowrl plan` predicts for the same settings (within 10 % are expected). Text
-    and rewards are noise. Seconds and shares are medians over the iterations; on a CPU seconds are
-    the processor's own.
+    and rewards are noise. Seconds and shares are means over the middle half of the iterations; on
+    a CPU seconds are the processor's own.
 
     Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
 
