@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flowrl.backbones.cpu_layers import ordinary_layers_after
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
@@ -164,7 +165,8 @@ def _train(
     with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
         learner = build_learner(config, runtime, given, texts, needed, pool)
     packed = restore_linear_after(learner.policy.network)
-    with closing(learner.specs), packed, pool or nullcontext():
+    ordinary = ordinary_layers_after(learner.policy.network)
+    with closing(learner.specs), packed, ordinary, pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()

@@ -202,19 +202,22 @@ def one(
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Return the page's table: means over seeds, and how far seeds differ."""
-    found = ["| hidden rule | seeds | 50 informative clicks | 50 random | 37 informative |",
-             "|---|---|---|---|---|"]  # fmt: skip
+    """Return the page's table: means over voters, the least and the most, and how many."""
+    found = ["| hidden rule | 50 informative clicks | 50 random | 37 informative |",
+             "|---|---|---|---|"]  # fmt: skip
     for rule in RULES:
-        cells = []
-        for pairs, clicks in ARMS:
-            own = rates(rows, rule, pairs, clicks)
-            spread = f" ({min(own.values()):.2f} to {max(own.values()):.2f})" if own else ""
-            cells.append(f"{statistics.mean(own.values()):.2f}{spread}" if own else "")
-        seeds = {len(rates(rows, rule, *arm)) for arm in ARMS}
-        if any(cells):
-            found.append(f"| {rule} | {max(seeds)} | " + " | ".join(cells) + " |")
+        arms = [list(rates(rows, rule, *arm).values()) for arm in ARMS]
+        if any(arms):
+            found.append(f"| {rule} | " + " | ".join(map(cell, arms)) + " |")
     return "\n".join(found)
+
+
+def cell(values: Sequence[float]) -> str:
+    """Return a mean, with range and number."""
+    if not values:
+        return "not measured"
+    mean = statistics.mean(values)
+    return f"{mean:.2f} ({min(values):.2f} to {max(values):.2f}, n = {len(values)})"
 
 
 def rates(rows: Sequence[dict[str, str]], rule: str, pairs: str, clicks: int) -> dict[int, float]:
@@ -258,7 +261,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("gallery/votes/votes.csv"))
     parser.add_argument("--work", type=Path, default=Path("runs/votes"))
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
-    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--arms", type=int, nargs="+", default=[0, 1, 2], help="of ARMS")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--page", action="store_true", help="write the page, and train nothing")
@@ -273,7 +276,7 @@ def main() -> None:
     if not args.data.exists():
         args.data.write_text(HEADER + "\n")
     done = {tuple(row[:4]) for row in csv.reader(args.data.read_text().splitlines())}
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for rule in args.rules:
             for pairs, clicks in (ARMS[k] for k in args.arms):
                 if (rule, str(seed), pairs, str(clicks)) in done:

@@ -4,7 +4,6 @@ The loop is training's own; text and rewards are noise: what an iteration costs 
 what a network of random weights happens to earn.
 """
 
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +17,15 @@ from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.random_model import move, random_text
 from flowrl.bench.rollout import sampler, training_passes, with_random_rewards
-from flowrl.bench.timing import Phase, Timeline, device_name, on_gpu, spread, watched
+from flowrl.bench.timing import (
+    Phase,
+    Timeline,
+    device_name,
+    middle_mean,
+    on_gpu,
+    spread,
+    watched,
+)
 from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.build.work_split import split_work
 from flowrl.config import Config, parse_config
@@ -87,23 +94,26 @@ def bench_iteration(
     dtype: str = "bf16",
     precision: str | None = None,
     gradient_checkpointing: bool = False,
+    text_tokens: int | None = None,
     repeats: int = 3,
     device: str = "auto",
 ) -> dict[str, Any]:
     """Measure iterations after a first one: settings, speed, and memory beside the plan's.
 
-    Seconds and shares are medians over the iterations, and memory is that of the largest.
+    Seconds and shares are means over the middle half of the iterations, memory is the largest.
 
     Args:
         name: of a published model.
         pixels: side of an image, None for PIXELS.
         layers: blocks of each kind, None for all.
         dtype, precision, gradient_checkpointing: the options of these names.
+        text_tokens: that the transformer attends to, None for the model's own number.
 
     Raises:
         UserError: unknown name, or a CPU for a network of full depth.
     """
     spec = model_spec(name)
+    spec = replace(spec, text_tokens=text_tokens or spec.text_tokens)
     if layers is None and not on_gpu(device):
         raise UserError(
             f"{name} at its full depth would take a CPU hours: use a GPU, or give --layers 2 and "
@@ -117,7 +127,7 @@ def bench_iteration(
     with tempfile.TemporaryDirectory() as folder:
         config = _config(pipeline, work, gradient_checkpointing, folder)
         runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
-        learner = _learner(config, runtime, name, work, layers)
+        learner = _learner(config, runtime, name, spec, work, layers)
         iterations, velocities = measure(learner, repeats)
     shorter = replace(spec, config=shortened(spec.config, layers), text_encoders=())
     setup = setup_of(shorter, config, runtime.device)
@@ -174,7 +184,12 @@ def _config(
 
 
 def _learner(
-    config: Config, runtime: Runtime, name: str, work: MeasuredWork, layers: int | None
+    config: Config,
+    runtime: Runtime,
+    name: str,
+    spec: ModelSpec,
+    work: MeasuredWork,
+    layers: int | None,
 ) -> Learner:
     """Build training's own around random networks; the text is noise, and any ratio is taken."""
     dtype = DTYPES[config.pipeline.dtype]
@@ -183,7 +198,7 @@ def _learner(
     learner = build_learner(config, runtime, ProvidedObjects(pipeline=pipeline, prompts=prompts))
     move(learner.policy)  # as after some training: factors of 0 would be no test
     own = sampler(learner)
-    texts = RandomTexts(model_spec(name), own.generator.backbone, guided=work.guidance > 1)
+    texts = RandomTexts(spec, own.generator.backbone, guided=work.guidance > 1)
     source = replace(own, generator=replace(own.generator, text_cache=texts))
     loose = learner.optim.model_copy(update={"ratio_tolerance": float("inf")})
     return replace(learner, source=source, optim=loose)
@@ -274,7 +289,7 @@ def _rate(
 ) -> float:
     """Return the operations a second of the rollout's forwards, for `planning.duration.RATES`."""
     rows = velocities * (1 + setup.rollout_doubles)
-    seconds = statistics.median(phases["rollout"].forward_seconds for phases in iterations)
+    seconds = middle_mean([phases["rollout"].forward_seconds for phases in iterations])
     return forward_operations(forward_of(spec, setup)) * rows / seconds
 
 
@@ -286,7 +301,7 @@ def _speed(iterations: Sequence[Phases], images: int) -> dict[str, Any]:
     """
     rows = [_speed_of(phases, images) for phases in iterations]
     shares = spread([row["forward_share"] for row in rows])
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | {
+    return {name: middle_mean([row[name] for row in rows]) for name in rows[0]} | {
         "forward_share_spread": shares
     }
 
@@ -319,13 +334,13 @@ def _memory(iterations: Sequence[Phases], planned: Mapping[str, int]) -> dict[st
 
 
 def _phase(name: str, turns: Sequence[Phase], planned: Mapping[str, int]) -> dict[str, Any]:
-    """Return a phase's medians over the iterations, and its highest peak."""
+    """Return what a phase took in the middle half of the iterations, and its highest peak."""
     shares = [turn.forward_seconds / turn.seconds for turn in turns if turn.seconds]
     return {
         "phase": name,
-        "seconds": statistics.median(turn.seconds for turn in turns),
+        "seconds": middle_mean([turn.seconds for turn in turns]),
         "forwards": turns[0].forwards,
-        "in_forwards": statistics.median(shares) if shares else None,
+        "in_forwards": middle_mean(shares) if shares else None,
         **_compare(max((t.peak for t in turns if t.peak), default=None), planned.get(name)),
     }
 

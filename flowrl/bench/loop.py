@@ -6,12 +6,14 @@ so many forwards, decodes, and forwards with backwards of the same network at th
 
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.iteration import RandomTexts
@@ -27,7 +29,7 @@ from flowrl.trajectory import Rollout, Transitions
 from flowrl.utils.distributed import Runtime
 
 IMAGES, GROUP, STEPS, RANK = 32, 8, 10, 32
-TOKENS, CLIP = 142, 77  # of the text, and of CLIP among them
+TOKENS, CLIP = 142, 14  # of the text, and of the tiny SD3's CLIP among them
 TINY = "tiny-sd3"
 
 
@@ -48,15 +50,19 @@ def bench_loop(
     Args:
         size: a published SD3 with random weights, None for the tiny one.
         layers: blocks of the published one, None for all.
-        dtype: bf16 on a CPU is autocast there, as on a GPU.
+        dtype: bf16 on a CPU is autocast there, as on a GPU; the rows then also have the ratio to
+            the bare passes in fp32, "of fp32".
     """
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
         config = _config(size, pixels, images, steps, dtype, device, folder)
-        learner = _learner(
-            config, Runtime(device=device, mixed_precision=PRECISION[dtype]), size, layers
-        )
-        bare = _BarePasses(learner, images, steps)
+        runtime = Runtime(device=device, mixed_precision=PRECISION[dtype])
+        learner = _learner(config, runtime, size, layers)
+        bare = {"bare": _BarePasses(learner, images, steps)}
+        if dtype != "fp32" and runtime.device.type == "cpu":
+            exact = _config(size, pixels, images, steps, "fp32", device, folder)
+            other = _learner(exact, runtime, size, layers)
+            bare["fp32"] = _BarePasses(other, images, steps, autocast=False)
         rollouts: list[Rollout] = []
 
         def sample() -> None:
@@ -65,21 +71,24 @@ def bench_loop(
         sample()
         jobs: dict[str, Callable[[], object]] = {
             "sampling": sample,
-            "bare sampling": bare.sample,
             "learning": lambda: learner.learn(rollouts[0], 0),
-            "bare learning": bare.learn,
         }
+        for name, passes in bare.items():
+            jobs |= {f"{name} sampling": passes.sample, f"{name} learning": passes.learn}
         turns = time_turns(jobs, repeats, learner.runtime.device)
-    for prefix in ("", "bare "):
+    for prefix in ("", *(f"{name} " for name in bare)):
         turns[f"{prefix}iteration"] = _sum(turns[f"{prefix}sampling"], turns[f"{prefix}learning"])
     about = {
         "network": size or TINY, "layers": layers or "all", "images": images, "dtype": dtype,
         "device": device_name(learner.runtime.device),
     }  # fmt: skip
-    return [
-        {**about, "part": part, **compare_turns(turns[part], turns[f"bare {part}"])}
-        for part in ("sampling", "learning", "iteration")
-    ]
+    rows = []
+    for part in ("sampling", "learning", "iteration"):
+        row = {**about, "part": part, **compare_turns(turns[part], turns[f"bare {part}"])}
+        if "fp32" in bare:
+            row["of fp32"] = compare_turns(turns[part], turns[f"fp32 {part}"])["ratio"]
+        rows.append(row)
+    return rows
 
 
 def _sum(one: TimedTurns, other: TimedTurns) -> TimedTurns:
@@ -89,10 +98,14 @@ def _sum(one: TimedTurns, other: TimedTurns) -> TimedTurns:
 
 
 class _BarePasses:
-    """The passes of the usual loop: steps forwards, steps - 1 forwards and backwards, decodes."""
+    """The passes of the usual loop: steps forwards, steps - 1 forwards and backwards, decodes.
 
-    def __init__(self, learner: Learner, images: int, steps: int):
+    PEFT's and torch's own layers compute them.
+    """
+
+    def __init__(self, learner: Learner, images: int, steps: int, *, autocast: bool = True):
         self.learner, self.images, self.steps = learner, images, steps
+        self.autocast = learner.runtime.autocast if autocast else _no_autocast
         rollout = with_random_rewards(learner.source.collect(0, Timer()))
         found: Any = learner.objective.prepare(rollout)
         assert isinstance(found, Transitions)
@@ -101,22 +114,28 @@ class _BarePasses:
         self.cond = self.rows.cond.take(self.rows.prompt)
 
     def _velocity(self) -> Tensor:
-        with self.learner.runtime.autocast():
+        with self.autocast():
             return self.learner.policy.velocity(self.rows.x, self.rows.sigma, self.cond)
 
     @torch.no_grad()
     def sample(self) -> None:
-        for _ in range(self.steps):
-            self._velocity()
+        with ordinary_layers(self.learner.policy.network):
+            for _ in range(self.steps):
+                self._velocity()
         generator = sampler(self.learner).generator
-        with self.learner.runtime.autocast():
+        with self.autocast():
             for _ in decode(generator.backbone, self.x0, generator.decode_batch):
                 pass
 
     def learn(self) -> None:
-        for _ in range(self.steps - 1):
-            self._velocity().float().square().mean().backward()
+        with ordinary_layers(self.learner.policy.network):
+            for _ in range(self.steps - 1):
+                self._velocity().float().square().mean().backward()
         self.learner.optimizer.zero_grad()
+
+
+def _no_autocast() -> AbstractContextManager[None]:
+    return torch.autocast("cpu", enabled=False)  # type: ignore[return-value]
 
 
 def _config(
@@ -127,7 +146,7 @@ def _config(
             "pipeline": {
                 "path": size and model_spec(size).checkpoint or TINY,
                 "dtype": dtype, "device": device, "height": pixels, "width": pixels,
-                "max_sequence_length": TOKENS - CLIP,
+                "max_sequence_length": TOKENS - 14,
             },
             "lora": {"rank": RANK, "alpha": 2 * RANK},
             "prompts": {"train": "tiny:geneval:train"},

@@ -6,7 +6,6 @@ published sizes with random weights. Both stand beside what the cost model predi
 
 import functools
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from flowrl.bench.timing import (
     Timeline,
     device_name,
     in_turns,
+    middle_mean,
     on_gpu,
     spread,
     watched,
@@ -319,14 +319,14 @@ def measure(
 RATIOS = ("q", "phi", "measured", "predicted", "of_predicted", "to_uncompiled_peft")
 
 
-def medians(rounds: Sequence[Costs]) -> dict[str, Any]:
-    """Return the row of the round whose two stages took the median, with medians of all ratios.
+def summary(rounds: Sequence[Costs]) -> dict[str, Any]:
+    """Return the row of the round whose two stages took the median, with `middle_mean` of ratios.
 
     A ratio compares what one round took, so that what slows a round down slows down both sides.
     """
     rows = [costs.row() for costs in rounds]
     middle = sorted(rows, key=lambda row: row["two"])[len(rows) // 2]
-    ratios = {name: statistics.median(row[name] for row in rows) for name in RATIOS}
+    ratios = {name: middle_mean([row[name] for row in rows]) for name in RATIOS}
     pays = break_even_gain(**asdict(rounds[0].counts), fixed=ratios["phi"])
     between = spread([row["measured"] for row in rows])
     return middle | ratios | {"spread": between, "q_to_break_even": pays, "rounds": len(rows)}
@@ -465,7 +465,7 @@ def bench_solrl(
             policy.update_old(0.5)
 
         peft = _beside_weights(source.generator, policy, OLD)
-        found = medians(measure(source, peft, learn, repeats=repeats))
+        found = summary(measure(source, peft, learn, repeats=repeats))
     what = {"model": model, "precision": precision_name(resolved), "native": resolved.native}
     return what | {"compiled": rollout["compile"]} | found
 
@@ -501,7 +501,7 @@ def bench_sizes(
     repeats: int,
     device: str,
 ) -> list[dict[str, Any]]:
-    """Return one row a plan: see `medians`, and what is quantised.
+    """Return one row a plan: see `summary`, and what is quantised.
 
     Raises:
         UserError: unknown name, a CPU for a network of full depth, a precision that the device
@@ -537,7 +537,7 @@ def bench_sizes(
         source = sampler_of(networks, plan, prompts, batch, decode_batch)
         peft = _beside_weights(source.generator, networks.policy, POLICY)
         rounds = measure(source, peft, lambda: move(networks.policy), repeats=repeats)
-        rows.append({"size": name, "plan": str(plan), **what, **medians(rounds)})
+        rows.append({"size": name, "plan": str(plan), **what, **summary(rounds)})
     torch.compiler.reset()  # which would hold on to this network beside the next
     return rows
 

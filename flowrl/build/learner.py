@@ -234,6 +234,7 @@ def build_policy(
     policy = Policy(
         backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
+        fused=lora.fused and config.runtime.shard is None,
     )  # fmt: skip
     if start is not None:
         policy.start_from(start.state)

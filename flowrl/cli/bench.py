@@ -45,7 +45,7 @@ def rollout(
     batch: Batch = 64,
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 9,
+    repeats: Repeats = 15,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +104,7 @@ def tree(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 20,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts sampled together.")] = 8,
     threads: Threads = 1,
-    repeats: Repeats = 9,
+    repeats: Repeats = 15,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -216,7 +216,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
         bool | None, typer.Option(help="Compile the sampling network. Default on a GPU.")
     ] = None,
     threads: Threads = 1,
-    repeats: Repeats = 3,
+    repeats: Repeats = 7,
     device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
@@ -306,8 +306,8 @@ def iteration(  # noqa: PLR0913  # an argument for each option
     Seconds, images a second, the share of sampling that is spent in the transformer's forwards
     (0.90 or more are expected on a GPU), learning by its bare passes, and the most memory of each
     phase beside what `flowrl plan` predicts for the same settings (within 10 % are expected). Text
-    and rewards are noise. Seconds and shares are medians over the iterations; on a CPU seconds are
-    the processor's own.
+    and rewards are noise. Seconds and shares are means over the middle half of the iterations; on
+    a CPU seconds are the processor's own.
 
     Wants a GPU, of 80 GB for FLUX.1. It has not been run on one yet.
 

@@ -73,17 +73,17 @@ def plan(
 
       flowrl plan my_recipe.yaml --price-per-call 0.002
     """
-    request = recipe_request(words, "flowrl plan quickstart")
-    sharded = [] if shard is None else [f"runtime.shard={shard}"]
     with without_garbage_collection():
+        request = recipe_request(words, "flowrl plan quickstart")
+        sharded = [] if shard is None else [f"runtime.shard={shard}"]
         config, found, rewards = _planned(
             request.recipe, [*request.overrides, *sharded], gpus, memory, measure
         )
-    if as_json:
-        whole = _as_json(config, found, price) | _rewards_json(rewards, price_per_call)
-        print(json.dumps(whole))
-    else:
-        _show(config, found, rewards, price, price_per_call)
+        if as_json:
+            whole = _as_json(config, found, price) | _rewards_json(rewards, price_per_call)
+            print(json.dumps(whole))
+        else:
+            _show(config, found, rewards, price, price_per_call)
     if found.fits is False:
         raise typer.Exit(1)
 

@@ -47,7 +47,7 @@ def runs(
     if not found:
         raise UserError(f"There is no run in {folder}: flowrl train RECIPE makes one.")
     if not prune:
-        print_table([_row(run) for run in found], as_json=as_json, whole="run")
+        print_table([_row(run, as_json) for run in found], as_json=as_json, whole="run")
         return
     spare = {run.name: (run, list(_spare(run))) for run in found}
     rows = [
@@ -66,17 +66,24 @@ def runs(
             _remove(run, paths)
 
 
-def _row(run: "RunFiles") -> dict[str, object]:
+def _row(run: "RunFiles", as_json: bool) -> dict[str, object]:
     told = run.summary()
+    scores = dict if as_json else _scores
     return {
         "run": told["run"],
         "state": told["state"],
         "iteration": told["step"],
         "of": told["iterations"],
-        "base": told["base"],
-        "held out": told["held_out"],
+        "base": scores(told["base"]),
+        "held out": scores(told["held_out"]),
         "MB": _megabytes([run.path]),
     }
+
+
+def _scores(told: dict[str, float | None]) -> str:
+    """Return scores in a line, by their rewards' names."""
+    found = {name.removeprefix("eval/"): score for name, score in told.items() if score is not None}
+    return ", ".join(f"{name} {score:.3f}" for name, score in found.items())
 
 
 def _spare(run: "RunFiles") -> Iterator[Path]:

@@ -29,9 +29,9 @@ def vote(  # noqa: PLR0913  # an argument for each option
     per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 4,
     goal: Annotated[int, typer.Option(min=1, help="Votes to count up to.")] = 50,
     pairs: Annotated[
-        Literal["informative", "random"],
-        typer.Option(help="Ask what tells most about your taste, or any pair."),
-    ] = "informative",
+        Literal["random", "informative"],
+        typer.Option(help="Ask any pair, or the one that tells most about your taste."),
+    ] = "random",
     seed: Annotated[int, typer.Option(min=0, help="Of the images and the order.")] = 0,
     train: Annotated[
         bool, typer.Option("--train", help="Train on the votes there are, and ask nothing.")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
@@ -223,7 +224,8 @@ class Run:
         assert self.evaluator is not None
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
-        with phase("evaluate"), exact_weights(self._policy.network):
+        network = self._policy.network
+        with phase("evaluate"), exact_weights(network), ordinary_layers(network):
             velocity = self.evaluator.backbone.velocity
             evaluation = self.evaluator(velocity, self.runtime, whole=whole)
         if self.runtime.is_main:

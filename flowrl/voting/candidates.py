@@ -17,8 +17,9 @@ from flowrl.utils.images import to_tensor
 from flowrl.utils.progress import Steps
 
 FEATURES = "features.safetensors"
-KIND = "cells and whole"  # of features that were saved
+KIND = "cells, whole and palette"  # of features that were saved
 GRID = 4  # cells of the autoencoder's latents, each way
+LEVELS = 3  # of each of red, green and blue in the palette
 MOST = 64  # features that are kept
 BATCH = 16
 
@@ -66,13 +67,15 @@ def _features(folder: Path, files: Sequence[str], autoencoder: Any) -> Tensor:
         saved = load_state(path)
         if saved["files"] == list(files) and saved.get("kind") == KIND:
             return saved["features"]
-    latents = []
+    latents, palettes = [], []
     with Steps("looking", -(-len(files) // BATCH)) as steps:
         for start in range(0, len(files), BATCH):
-            batch = [_image(folder / name, autoencoder.size) for name in files[start:][:BATCH]]
-            latents.append(autoencoder(torch.cat(batch)).float().cpu())
+            names = files[start:][:BATCH]
+            batch = torch.cat([_image(folder / name, autoencoder.size) for name in names])
+            latents.append(autoencoder(batch).float().cpu())
+            palettes.append(palette(batch))
             steps.advance()
-    features = compressed(described(torch.cat(latents)))
+    features = compressed(described(torch.cat(latents), torch.cat(palettes)))
     save_state(path, {"kind": KIND, "files": list(files), "features": features})
     return features
 
@@ -88,12 +91,24 @@ def _image(path: Path, size: tuple[int, int]) -> Tensor:
     return pixels
 
 
-def described(latents: Tensor) -> Tensor:
+def palette(images: Tensor) -> Tensor:
+    """Return the square roots of the shares of LEVELS^3 colours in images (N, 3, H, W). (N, D)
+
+    images: in [0, 1]. Of roots, two images differ by Hellinger's distance of their colours.
+    """
+    levels = (images * LEVELS).long().clamp(max=LEVELS - 1).flatten(2)  # (N, 3, H * W)
+    colours = levels[:, 0] * LEVELS**2 + levels[:, 1] * LEVELS + levels[:, 2]
+    shares = torch.zeros(len(images), LEVELS**3, dtype=torch.float64)
+    each = torch.ones_like(colours, dtype=torch.float64) / colours.shape[1]
+    return shares.scatter_add_(1, colours, each).sqrt()
+
+
+def described(latents: Tensor, palettes: Tensor) -> Tensor:
     """Return what is where in an image, and what is in it wherever it is. (N, D)
 
     latents: (N, C, h, w). The first part are means over a grid's cells, for a taste in layouts; the
-    others each channel's mean, spread and extremes, for one in colours, amounts and styles, which
-    few votes would not find in cells. Every part has the same spread in all.
+    next each channel's mean, spread and extremes, for one in amounts and styles; the last is the
+    palette (N, D'). Few votes would not find these in cells. Every part has the same spread in all.
     """
     cells = latents.flatten(2)  # (N, C, h * w)
     parts = [
@@ -102,6 +117,7 @@ def described(latents: Tensor) -> Tensor:
         cells.std(2),
         cells.quantile(0.1, 2),
         cells.quantile(0.9, 2),
+        palettes,
     ]
     centred = [part.double() - part.double().mean(0) for part in parts]
     return torch.cat([x / x.square().sum(1).mean().sqrt().clamp(min=1e-12) for x in centred], 1)

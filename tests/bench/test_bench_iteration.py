@@ -103,7 +103,7 @@ def test_the_peak_is_the_largest_of_all_phases_beside_the_largest_plan():
     assert (of_planned["rollout"], of_planned["training"]) == (1.5, 0.5)
 
 
-def test_seconds_and_shares_are_medians_over_the_iterations():
+def test_seconds_and_shares_are_of_the_iterations_in_the_middle():
     def iteration(seconds, share):
         phases = {name: Phase(seconds=seconds) for name in (*PHASES, bench.BARE)}
         phases[bench.BARE] = Phase(seconds=seconds * share)

@@ -13,6 +13,7 @@ from flowrl.bench.timing import (
     Timeline,
     compare_turns,
     in_turns,
+    middle_mean,
     watched,
 )
 from flowrl.bench.two_stage import (
@@ -23,9 +24,9 @@ from flowrl.bench.two_stage import (
     bench_sizes,
     bench_solrl,
     full_batch,
-    medians,
     name_own_options,
     parse_counts,
+    summary,
 )
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import MODEL_SPECS
@@ -103,21 +104,29 @@ def test_jobs_take_turns_there_and_back_and_the_first_round_does_not_count():
     assert "".join(order) == "abbaab" and {n: len(r) for n, r in rounds.items()} == {"a": 2, "b": 2}
 
 
-def test_ratios_are_the_medians_of_the_rounds_own_and_the_split_is_of_the_middle_round():
+def test_ratios_are_of_the_rounds_in_the_middle_and_the_split_is_of_the_middle_round():
     """A machine that slows down for a round changes seconds of both sides, and no ratio."""
     slow = replace(COSTS, single=3 * COSTS.single, two=3 * COSTS.two, split={"slow": 1.0})
     odd = replace(COSTS, two=2 * COSTS.two, low_step=1.0)
-    row = medians([odd, COSTS, slow])
+    row = summary([odd, COSTS, slow])
     assert row["measured"] == pytest.approx(COSTS.measured) and row["q"] == COSTS.gain
     assert row["two"] == odd.two and row["rounds"] == 3  # seconds of the round in the middle
     assert [part["part"] for part in row["split"]] == ["explore: sample", "rest"]
     low, high = map(float, row["spread"].split(" to "))
     assert low == pytest.approx(COSTS.measured, abs=1e-3) and high > 1.5 * low
     other = replace(COSTS, exact_step=4.0)  # q of 8: its own round's steps alone decide
-    assert medians([COSTS, other, other])["q"] == 8.0
+    assert summary([COSTS, other, other])["q"] == 8.0
 
 
-def test_ratios_are_medians_of_rounds_by_the_cpu_s_seconds_or_a_gpu_s_clock():
+def test_the_outer_quarters_of_rounds_do_not_count():
+    for values, mean in (
+        ([5.0], 5.0), ([1.0, 3.0], 2.0), ([9.0, 1.0, 2.0], 2.0), ([1.0, 2.0, 4.0, 99.0], 3.0),
+        ([-99.0, 0.0, 1.0, 2.0, 3.0, 4.0, 99.0], 2.0),
+    ):  # fmt: skip
+        assert middle_mean(values) == mean
+
+
+def test_ratios_are_of_rounds_in_the_middle_by_the_cpu_s_seconds_or_a_gpu_s_clock():
     def turns(*pairs, on_gpu=False):
         made = tuple(TimedTurn(cpu=cpu, wall=wall) for cpu, wall in pairs)
         return TimedTurns(turns=made, on_gpu=on_gpu)

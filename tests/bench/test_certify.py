@@ -43,12 +43,16 @@ def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, m
 
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     about = {"card": "A|<b>", "torch": "2", "flowrl": "1", "blocks": "all", "cards": 1}
-    parts = {"compile": {"ratio": 0.75, "seconds": 3}, "rewards": {"error": "x"}}
+    took = {"seconds": 3, "cpu_seconds": 2.5}
+    audited = [{"precision": "fp8", "rho": 0.9, "tau": 0.8}, {"precision": "random"}]
+    parts = {"compile": {"ratio": 0.75, **took}, "rewards": {"error": "x"},
+             "kernels fp8": {"native": True, "rows": audited}}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps({"machine": about, "parts": parts}))
     cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"two stages": {"seconds": 1}}}
     (tmp_path / "b.json").write_text(json.dumps(cpu))
     text = certify.write_page(tmp_path).read_text()
-    assert "## A\\|&lt;b>" in text and "| compile | 3 | ratio 0.75 |" in text
+    assert "## A\\|&lt;b>" in text and "| compile | 3 | 2.5 | ratio 0.75 |" in text
+    assert "| native True, fp8: rho 0.9, tau 0.8 |" in text
     missing = text.partition("## Not run on a GPU")[2]
     assert "- compile" not in missing
     assert all(f"- {part}\n" in missing for part in ("rewards", "two stages", "quickstart"))

@@ -52,6 +52,18 @@ def test_runs_are_listed_and_pruned_where_they_are_finished(tmp_path, capsys):
     assert run(capsys, "runs", str(tmp_path / "none"))[0] == 1
 
 
+def test_scores_are_shown_by_their_names_before_and_after(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    write_run(tmp_path / "done", finished=True)
+    lines = [{"step": 0, "eval/geneval": 0.25, "eval/ocr": 0.5}, {"step": 3, "eval/geneval": 0.75}]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "done" / "metrics.jsonl").write_text(text)
+    out = run(capsys, "runs", str(tmp_path))[1]
+    assert "geneval 0.250, ocr 0.500" in out and "geneval 0.750" in out and "{" not in out
+    (row,) = map(json.loads, run(capsys, "runs", str(tmp_path), "--json")[1].splitlines())
+    assert row["base"] == {"eval/geneval": 0.25, "eval/ocr": 0.5}
+
+
 def test_without_a_yes_nothing_is_removed(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "done", finished=True)
     monkeypatch.setattr("typer.confirm", lambda *_, abort: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -1,10 +1,12 @@
 """The study of votes: its rules, and the page's table, which is that of its data."""
 
 import csv
+import inspect
 from pathlib import Path
 
 import numpy as np
 
+from flowrl.cli.vote import vote
 from scripts import votes
 
 ROOT = Path(__file__).parents[2]
@@ -42,4 +44,10 @@ def test_the_page_has_the_table_of_the_data():
             "win_rate": rate} for s, rate in enumerate(("0.8", "0.7"))]  # fmt: skip
     many = [row | {"pairs": "random", "clicks": "50", "win_rate": "0.6"} for row in few]
     assert "win +0.150 +- 0.050 more" in votes.saved_clicks(few + many)
-    assert "| left | 2 |  | 0.60 (0.60 to 0.60) | 0.75 (0.70 to 0.80) |" in votes.table(few + many)
+    row = "| left | not measured | 0.60 (0.60 to 0.60, n = 2) | 0.75 (0.70 to 0.80, n = 2) |"
+    assert row in votes.table(few + many)
+
+
+def test_any_pair_is_asked_by_default_as_no_saving_by_informative_ones_was_shown():
+    assert inspect.signature(vote).parameters["pairs"].default == "random"
+    assert "no saving\n  by informative pairs is claimed" in (ROOT / "docs" / "vote.md").read_text()

@@ -10,7 +10,14 @@ from starlette.testclient import TestClient
 from flowrl.errors import UserError
 from flowrl.voting.app import Questions, make_app
 from flowrl.voting.ballot import FILE, Ballot
-from flowrl.voting.candidates import GRID, MOST, compressed, described, read_candidates
+from flowrl.voting.candidates import (
+    GRID,
+    MOST,
+    compressed,
+    described,
+    palette,
+    read_candidates,
+)
 
 HOSTILE = "<script>alert(1)</script> \u202e" + "x" * 5000
 
@@ -98,11 +105,22 @@ def test_features_say_what_is_there_and_where(folder):
     """A taste in a colour is seen in the second part wherever the colour is, one in places not."""
     latents = torch.zeros(3, 1, 8, 8)
     latents[0, 0, 0, 0] = latents[1, 0, 7, 7] = latents[2, 0, 7, 6] = 1.0
-    places, whole = described(latents).split((GRID**2, 4), dim=1)
+    none = torch.zeros(3, 1)
+    places, whole, _ = described(latents, none).split((GRID**2, 4, 1), dim=1)
     assert torch.equal(whole[0], whole[1]) and torch.equal(whole[1], whole[2])
     assert not torch.equal(places[0], places[1]) and torch.equal(places[1], places[2])
     latents[0] *= 2
-    assert not torch.equal(*described(latents)[:2, GRID**2 :])
+    assert not torch.equal(*described(latents, none)[:2, GRID**2 :])
+
+
+def test_a_palette_is_the_share_of_each_colour_wherever_it_is():
+    images = torch.zeros(3, 3, 4, 4)
+    images[0, 2, 0] = images[1, 2, 3] = 1.0  # a quarter is blue
+    images[2, 0, 3] = 1.0  # or red
+    found = palette(images)
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert found.square().sum(1).tolist() == pytest.approx([1, 1, 1])
+    assert found[0].square().unique().tolist() == pytest.approx([0, 0.25, 0.75])
 
 
 def test_features_are_kept_and_have_one_scale(folder):

@@ -75,16 +75,13 @@ def make_folder(make_folder_in: Callable[..., Path], tmp_path: Path) -> Callable
 
 
 @pytest.fixture(scope="session")
-def serve() -> Callable[[Path], Any]:
-    """A context manager that serves the runs below a folder and yields the page's address."""
+def serve_app() -> Callable[[Any], Any]:
+    """A context manager that serves an app whose token is "a-token"; yields its page's address."""
     import uvicorn
 
-    from flowrl.web.app import make_app
-
     @contextlib.contextmanager
-    def serving(root: Path) -> Iterator[str]:
+    def serving(app: Any) -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            app = make_app(root, token="a-token", hosts=["127.0.0.1"])
             server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
@@ -95,6 +92,14 @@ def serve() -> Callable[[Path], Any]:
                 thread.join()
 
     return serving
+
+
+@pytest.fixture(scope="session")
+def serve(serve_app: Callable[[Any], Any]) -> Callable[[Path], Any]:
+    """A context manager that serves the runs below a folder and yields the page's address."""
+    from flowrl.web.app import make_app
+
+    return lambda root: serve_app(make_app(root, token="a-token", hosts=["127.0.0.1"]))
 
 
 @pytest.fixture(scope="module")

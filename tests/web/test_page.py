@@ -255,7 +255,11 @@ def tabs_to(page, script: str) -> None:
     raise AssertionError(f"Tab does not come to {script}")
 
 
-def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(page, address):
+@pytest.mark.parametrize("width", [1366, pytest.param(390, marks=pytest.mark.slow)])
+def test_the_keyboard_alone_opens_a_run_reads_a_curve_moves_over_time_and_compares(
+    page, address, width
+):
+    page.set_viewport_size({"width": width, "height": 844})
     opened(page, address)
     page.get_by_role("link", name="one", exact=True).wait_for()
     tabs_to(page, "e.className === 'skip'")

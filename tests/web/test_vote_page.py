@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from itertools import product
 
 import pytest
@@ -40,23 +39,16 @@ def make_candidates(folder, texts, images=4):
     return folder
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """Serve the votes of a folder; yield the page's address."""
-    import uvicorn
+@pytest.fixture
+def serving(serve_app):
+    """A context manager that serves the votes of a folder and yields the page's address."""
 
-    candidates = read_candidates(folder, Encoder())
-    questions = Questions(candidates, Ballot(folder), goal=4, informative=True, seed=0)
-    app = make_app(questions, token="a-token", hosts=["127.0.0.1"])
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/#token=a-token"
-        finally:
-            server.should_exit = True
-            thread.join()
+    def serve(folder):
+        candidates = read_candidates(folder, Encoder())
+        questions = Questions(candidates, Ballot(folder), goal=4, informative=True, seed=0)
+        return serve_app(make_app(questions, token="a-token", hosts=["127.0.0.1"]))
+
+    return serve
 
 
 @pytest.fixture
@@ -96,7 +88,7 @@ def choices(folder):
     return [vote.choice for vote in Ballot(folder).votes]
 
 
-def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(open_page, tmp_path):
+def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(serving, open_page, tmp_path):
     folder = make_candidates(tmp_path, ["a cat", HOSTILE])
     with serving(folder) as address:
         page = open_page(address)
@@ -125,7 +117,7 @@ def test_keys_vote_and_every_vote_is_on_disk_when_the_page_counts_it(open_page, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "scheme"), product((390, 1366), ("light", "dark")))
-def test_the_page_fits_and_can_be_read(open_page, tmp_path, width, scheme):
+def test_the_page_fits_and_can_be_read(serving, open_page, tmp_path, width, scheme):
     folder = make_candidates(tmp_path, [HOSTILE])
     with serving(folder) as address:
         page = open_page(address, width, scheme)
@@ -144,7 +136,7 @@ def test_the_page_fits_and_can_be_read(open_page, tmp_path, width, scheme):
         told(page, "1 of 4 votes")
 
 
-def test_an_image_that_is_gone_can_be_skipped(open_page, tmp_path):
+def test_an_image_that_is_gone_can_be_skipped(serving, open_page, tmp_path):
     folder = make_candidates(tmp_path, ["a cat"], images=3)
     with serving(folder) as address:
         page = open_page(address)

@@ -10,8 +10,7 @@ from torch import nn
 from flowrl.config.rewards import InlineOptions
 from flowrl.errors import UserError
 from flowrl.objectives.reward_backprop.decoder import check_differentiable
-from flowrl.scoring.executors.base import InlineExecutor
-from flowrl.scoring.executors.offload import networks_of, park, restore
+from flowrl.scoring.executors.base import InlineExecutor, networks_of, park, restore
 from flowrl.scoring.spec import RewardSpec
 
 IMAGES = torch.zeros(1, 3, 2, 2)

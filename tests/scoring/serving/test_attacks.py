@@ -145,6 +145,8 @@ def guarded() -> Callable[..., tuple[str, uvicorn.Server]]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         running.append((server, thread))
+        while not server.started:  # its event loop has files of its own, which a test counts
+            time.sleep(0.01)
         return f"http://127.0.0.1:{listening.getsockname()[1]}"
 
     yield start  # type: ignore[misc]
