@@ -205,7 +205,7 @@ def parent_of(family: str, memory: int, model: str) -> str:
             raise UserError(
                 f"{model} needs a GPU: say how large with --memory 24GB, or take tiny-{family}."
             )
-        return {"sd3": "tiny-sd3-nft-geneval"}.get(family, f"quickstart-{family}")
+        return "quickstart" if family == "sd3" else f"quickstart-{family}"
     starts = {"sd3": "sd3.5-large" if "large" in model.casefold() else "sd3.5-medium",
               "flux": "flux.1-dev", "sana": "sana-1.6b"}  # fmt: skip
     sizes = {n: int(m[1]) * 10**9 for n in preset_names() if (m := CARD.search(n))}
