@@ -112,6 +112,11 @@ class ExploreOptions(Options):
         "best, the worst and others at random; or any.",
         SOL_RL,
     )
+    regenerate: Flag = option(
+        True,
+        "Sample those that are kept again exactly; false learns from the candidates themselves.",
+        SOL_RL,
+    )
     precision: Precision = option(
         "auto", f"In which candidates are computed: {PRECISIONS}.", f"nvfp4 in {SOL_RL}"
     )

@@ -1,7 +1,7 @@
 """Where the loop gets its rollouts: `Sampler` samples them with the policy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -59,13 +59,19 @@ class Sampler:
 
     def draw(self, iteration: int, timer: Timer) -> tuple[DrawnTrees, Explored | None]:
         """Sample this process's share of the trees, and ask the rewards of their images."""
-        plan, explored = self.plan(iteration), None
+        plan = self.plan(iteration)
         if self.explorer is None:
-            request = self.request(iteration, plan)
-        else:
-            candidates = self.request(iteration, self.explorer.plan(iteration))
-            request, explored = self.explorer.explore(iteration, candidates, plan.roots, timer)
-        return self.generator.draw(request, plan, timer), explored
+            return self.generator.draw(self.request(iteration, plan), plan, timer), None
+        previews = self.explorer.plan(iteration)
+        request, explored, preview = self.explorer.explore(
+            iteration, self.request(iteration, previews), plan.roots, timer
+        )
+        if self.explorer.regenerate:
+            return self.generator.draw(request, plan, timer), explored
+        # Drawn once more, so that all candidates need not be held until some are chosen; and for
+        # all rewards, where candidates were shown to those that are trained alone.
+        preview = replace(preview, specs=self.generator.specs)
+        return preview.draw(request, replace(previews, roots=plan.roots), timer), explored
 
     def finish(
         self, iteration: int, drawn: DrawnTrees, timer: Timer, explored: Explored | None = None

@@ -1,7 +1,7 @@
 """Two-stage rollouts of Sol-RL (2604.06916): preview many candidates cheaply, keep a few.
 
 A candidate is the root of a tree, hence a name of noise: the second stage samples trees from the
-very same noise, and only their scores are learned from.
+very same noise, and only their images and scores are learned from.
 """
 
 import math
@@ -30,13 +30,16 @@ class Explorer:
     preview: Callable[[int, RolloutRequest], tuple[RolloutGenerator, Mapping[str, float]]]
     plan: Callable[[int], TreePlan]  # of an iteration; as many roots as a group has candidates
     select: SelectRule
+    regenerate: bool = True  # False learns from the previews themselves, for comparison
 
     def explore(
         self, iteration: int, candidates: RolloutRequest, keep: int, timer: Timer
-    ) -> tuple[RolloutRequest, Explored]:
-        """Select `keep` candidates of each group; return the request for them, in their order.
+    ) -> tuple[RolloutRequest, Explored, RolloutGenerator]:
+        """Select `keep` candidates of each group.
 
         candidates: as many trees of each group as the plan has roots, side by side.
+
+        Returns the request for the selected ones in their order, the scores, and what previewed.
         """
         plan = self.plan(iteration)
         generator, audit = self.preview(iteration, candidates)
@@ -51,7 +54,7 @@ class Explorer:
         rows = chosen + torch.arange(len(proxy))[:, None] * proxy.shape[1]
         forwards = count(plan).times(len(proxy)).forwards
         explored = Explored(proxy=proxy, chosen=chosen, forwards=forwards, audit=audit)
-        return candidates.only(rows.flatten()), explored
+        return candidates.only(rows.flatten()), explored, generator
 
 
 def score_candidates(
