@@ -30,11 +30,12 @@ def main(words: list[str] | None = None) -> None:
         page = load_page(name)
         data, runs = asked.output / name, asked.runs / name
         seeds = asked.seeds or page.seeds
+        some = page.only(asked.method) if asked.method else page
         failed: list[str] = []
         if asked.tune:
-            failed += tune(page, runs, data, at_once=asked.jobs)
+            failed += tune(page, some, runs, data, at_once=asked.jobs)
         if asked.run:
-            failed += run_all(jobs_of(page, runs, data, seeds), at_once=asked.jobs)
+            failed += run_all(jobs_of(some, runs, data, seeds), at_once=asked.jobs)
         if asked.rates:
             measure_rates(page, runs, data, rounds=3, iterations=asked.rate_iterations)
         if asked.run or asked.collect:
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--page", action="append", choices=page_names(), help="may be repeated")
+    parser.add_argument(
+        "--method", action="append", help="tune or run this one alone; may be repeated"
+    )
     parser.add_argument("--seeds", type=int, help="runs of each method; the page's own by default")
     parser.add_argument("--output", type=Path, default=Path("gallery"), help="folder of the pages")
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="folder of runs")

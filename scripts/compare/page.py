@@ -1,7 +1,7 @@
 """What a page compares, as data: `pages/<name>.yaml`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,15 @@ class Page:
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
+
+    def only(self, names: Sequence[str]) -> "Page":
+        """Return the page with these methods alone. Raises UserError for one it does not have."""
+        known = [method.name for method in self.methods]
+        if unknown := [name for name in names if name not in known]:
+            raise UserError(
+                f"page {self.name} has no method {unknown[0]!r}, expected one of {', '.join(known)}"
+            )
+        return replace(self, methods=tuple(self.method(name) for name in names))
 
 
 def page_names() -> list[str]:

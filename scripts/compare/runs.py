@@ -107,10 +107,10 @@ def tuning_jobs(page: Page, runs: Path) -> Iterator[tuple[Method, tuple[str, ...
             yield method, choice, Job(name=name, config=config, folder=folder)
 
 
-def tune(page: Page, runs: Path, data: Path, *, at_once: int) -> list[str]:
-    """Try every method's values on validation prompts; write what each scored."""
+def tune(page: Page, some: Page, runs: Path, data: Path, *, at_once: int) -> list[str]:
+    """Try the values of some methods on validation prompts; write what each of the page scored."""
+    failed = run_all([job for _, _, job in tuning_jobs(some, runs)], at_once=at_once)
     found = list(tuning_jobs(page, runs))
-    failed = run_all([job for _, _, job in found], at_once=at_once)
     rows = [
         {"method": method.name, "options": " ".join(choice)}
         | {"score": f"{lines_of(job.folder, '', 0)[-1].scores[page.score]:.4f}"}

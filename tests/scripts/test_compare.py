@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 
+from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
 from scripts.compare import __main__ as program
@@ -58,6 +59,15 @@ def test_images_of_one_request_count_as_one_draw():
     ratio = (whole.high - whole.low) / (alone.high - alone.low)
     assert ratio == pytest.approx(math.sqrt(20), rel=0.1)
     assert statistics.over_requests(change, request.tolist()) == whole  # the same again
+
+
+def test_some_methods_of_a_page_can_be_run_alone():
+    page = load_page("quickstarts")
+    some = page.only(["quickstart-sana", "quickstart"])
+    assert [method.name for method in some.methods] == ["quickstart-sana", "quickstart"]
+    assert some.baseline == page.baseline and some.method("quickstart") in page.methods
+    with pytest.raises(UserError, match="page quickstarts has no method 'nosuch', expected one of"):
+        page.only(["nosuch"])
 
 
 def test_the_interquartile_mean_leaves_the_outer_quarters_out():
