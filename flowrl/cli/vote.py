@@ -26,7 +26,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
     ] = None,
     lora: Lora = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts to draw images of.")] = 60,
-    per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 4,
+    per_prompt: Annotated[int, typer.Option(min=2, help="Images of each prompt.")] = 8,
     goal: Annotated[int, typer.Option(min=1, help="Votes to count up to.")] = 50,
     pairs: Annotated[
         Literal["random", "informative"],

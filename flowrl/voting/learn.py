@@ -25,7 +25,7 @@ SURE = 0.7  # probability from which an expected vote is learned from
 DPO = {  # held to the base: with few pairs DPO alone runs away from both images
     "kind": "dpo",
     "implicit_beta": 40.0,
-    "kl_coef": 0.1,
+    "kl_coef": 0.2,
     "noising": {"times": {"kind": "schedule", "fraction": 0.6}},
 }
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
