@@ -2,7 +2,7 @@
 
 import os
 import secrets
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from flowrl.cli._console import token_of
 from flowrl.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fastapi import FastAPI
 
@@ -25,6 +25,14 @@ TokenVariable = Annotated[
 OpenBrowser = Annotated[
     bool, typer.Option("--open", help="Open the page in this machine's browser.")
 ]
+
+LEADING = """<!doctype html>
+<meta charset="utf-8">
+<meta name="referrer" content="no-referrer">
+<meta http-equiv="refresh" content="0; url={address}">
+<title>flowrl</title>
+<a href="{address}">Go to the page</a>
+"""
 
 
 def ui(
@@ -90,7 +98,6 @@ def serve_page(
 
     make_app: of the names under which the page may be asked for. what: is shown, for the print.
     """
-    import webbrowser
     from urllib.parse import quote
 
     import uvicorn
@@ -105,11 +112,33 @@ def serve_page(
         app = make_app(("127.0.0.1", "localhost", "::1", host.lower()))
         # Flushed: programs that read this through a pipe wait for it.
         print(f"{what} at {address}", flush=True)
-        if open_browser:
-            webbrowser.open(address)
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
         )
-        with suppress(Interrupted):  # Ctrl-C is how it ends; uvicorn has closed all by then
+        # Ctrl-C is how it ends; uvicorn has closed all by then.
+        with suppress(Interrupted), open_page(address) if open_browser else nullcontext():
             uvicorn.Server(config).run(sockets=[listening])
     return app
+
+
+@contextmanager
+def open_page(address: str) -> "Iterator[None]":
+    """Open an address in this machine's browser, while the block runs.
+
+    Every user of a machine can read the browser's command line, and the address has the token. So
+    the browser is given a file that leads there, which its owner alone can read.
+    """
+    import html
+    import tempfile
+    import webbrowser
+
+    handle, name = tempfile.mkstemp(prefix="flowrl-", suffix=".html")  # of mode 0600
+    path = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(LEADING.format(address=html.escape(address)))
+        if not webbrowser.open(path.as_uri()):
+            print("No browser was found here: open that address in one.", flush=True)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
