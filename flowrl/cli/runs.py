@@ -30,8 +30,8 @@ def runs(
 ) -> None:
     """List runs with state, score and size on disk; with --prune remove what is left over.
 
-    The LoRA, the newest and the best checkpoint, metrics, ledger, evaluations, gallery and card always stay. A
-    run that is unfinished or in use is not touched.
+    The LoRA, the newest and the best checkpoint, metrics, ledger, evaluations, gallery and card
+    always stay. A run that is unfinished or in use is not touched.
 
     Examples:
 

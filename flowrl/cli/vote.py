@@ -7,12 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowrl.cli._console import Lora
-from flowrl.cli.train import Words, print_what_next, recipe_request
+from flowrl.cli.recipes import complete_recipe
+from flowrl.cli.train import print_what_next, recipe_request
 from flowrl.cli.ui import Host, OpenBrowser, Port, TokenVariable, checked_token, serve_page
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
+    from flowrl.config import Config
     from flowrl.voting.app import Questions
+
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="RECIPE|RUN|FOLDER|KEY=VALUE",
+        help="A preset's name or a YAML file, a run, whose LoRA then draws, or a folder of images; "
+        "then changes to the recipe.",
+        show_default=False,
+        autocompletion=complete_recipe,
+    ),
+]
 
 
 def vote(  # noqa: PLR0913  # an argument for each option
@@ -59,39 +73,68 @@ def vote(  # noqa: PLR0913  # an argument for each option
 
       flowrl vote quickstart-vote --train
 
-      flowrl vote quickstart-sana --lora runs/quickstart-sana -o votes/aligned
+      flowrl vote runs/quickstart-sana -o votes/aligned
 
-      flowrl vote quickstart-sana --export votes.jsonl
+      flowrl vote votes --export votes.jsonl
     """
-    from flowrl.config import load_config
-
-    request = recipe_request(words, "flowrl vote quickstart-sana")
-    config = load_config(request.recipe, request.overrides)
+    words, images, lora = _target(words or [], images, lora)
     folder = images or output_dir
     if export is not None:
         _export(folder, export)
         return
+    if images is None or train or pairs == "informative":
+        config = _config(words)
     if train:
         from flowrl.voting.learn import train_on_votes
 
-        trained = train_on_votes(config, folder)
+        trained = train_on_votes(config, folder, lora=lora)
         print_what_next(config, trained)
         if open_browser and trained.gallery is not None:
             typer.launch(trained.gallery.resolve().as_uri())
         return
     from flowrl.voting.app import Questions
     from flowrl.voting.ballot import Ballot
-    from flowrl.voting.learn import candidates_of, draw_candidates
+    from flowrl.voting.candidates import read_candidates
+    from flowrl.voting.learn import draw_candidates, encoder_of
 
     if images is None:
         draw_candidates(
             config, folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
         )
-    candidates = candidates_of(config, folder)
-    questions = Questions(
-        candidates, Ballot(folder), goal=goal, informative=pairs == "informative", seed=seed
-    )
+    informative = pairs == "informative"
+    candidates = read_candidates(folder, encoder_of(config) if informative else None)
+    questions = Questions(candidates, Ballot(folder), goal=goal, informative=informative, seed=seed)
     _serve(questions, host, port, token_env, open_browser)
+
+
+def _target(
+    words: list[str], images: Path | None, lora: str | None
+) -> tuple[list[str], Path | None, str | None]:
+    """Return words, images and LoRA, with what the first word says where it names a folder.
+
+    A run is its recipe and its LoRA; any other folder is one of images, or of earlier votes. A
+    preset's name is the preset.
+    """
+    from flowrl.config.load import preset_names
+
+    folder = Path(words[0]) if words else None
+    if folder is None or words[0] in preset_names() or not folder.is_dir():
+        return words, images, lora
+    recipe = folder / "config.yaml"
+    if recipe.is_file():
+        return [str(recipe), *words[1:]], images, lora or str(folder)
+    return words[1:], folder, lora
+
+
+def _config(words: list[str]) -> "Config":
+    from flowrl.config import load_config
+
+    request = recipe_request(words, "flowrl vote quickstart-sana")
+    if any(change.startswith("run.output_dir=") for change in request.overrides):
+        raise UserError(
+            "run.output_dir is not for votes: the run lies with the images, and -o is their folder."
+        )
+    return load_config(request.recipe, request.overrides)
 
 
 def _export(folder: Path, path: Path) -> None:
