@@ -29,6 +29,7 @@ from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import model_spec
 from flowrl.quantization.backends import capability_of, precision_name, resolve
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 
 Result = dict[str, Any]
@@ -219,9 +220,22 @@ def _quickstart(name: str) -> Result:
         began = time.perf_counter()
         align(load_config(name, changes))
         seconds = time.perf_counter() - began
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [row["reward"] for row in map(json.loads, lines) if "reward" in row]
+        rewards = _mean_rewards(Path(folder) / "run")
     return {"iterations": ITERATIONS, "seconds_each": seconds / ITERATIONS, "rewards": rewards}
+
+
+def _mean_rewards(run: Path) -> list[float]:
+    """Return each iteration's mean reward. Raises RuntimeError where one is missing or not finite.
+
+    Metrics have null for what is not finite.
+    """
+    logged = [row.get("reward/mean") for row in read_metrics(run)]
+    found = [mean for mean in logged if mean is not None]
+    if len(found) != ITERATIONS or len(logged) != ITERATIONS:
+        raise RuntimeError(
+            f"expected a finite mean reward from each of {ITERATIONS} iterations: {logged}"
+        )
+    return found
 
 
 class NetworkReward:

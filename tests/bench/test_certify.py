@@ -7,6 +7,7 @@ import pytest
 from flowrl.bench import certify
 from flowrl.cli import main
 from flowrl.errors import UserError
+from flowrl.training.tracking import Report
 
 
 def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, monkeypatch):
@@ -94,6 +95,24 @@ def test_parts_of_recipes_are_those_of_their_checkpoints():
     assert {f"iteration {name}" for name in certify.SIZES} <= every.keys()
     some = [name for name in certify._parts(["flux.1-dev-nft-12gb"]) if "iteration" in name]
     assert some == ["iteration flux.1-dev"]
+
+
+@pytest.mark.parametrize("lost", [None, "nan", "end"])
+def test_a_quickstart_whose_mean_rewards_are_not_all_finite_fails(monkeypatch, lost):
+    count = certify.ITERATIONS
+
+    def align(config):
+        with Report(config.run.output_dir, trackers=()) as report:
+            for step in range(1, count + 1 if lost != "end" else count):
+                nan = lost == "nan" and step == 2
+                report.log(step, {"reward/mean": float("nan") if nan else 0.5, "loss": 0.0})
+
+    monkeypatch.setattr("flowrl.api.align", align)
+    if lost is None:
+        assert certify._quickstart("quickstart")["rewards"] == [0.5] * count
+        return
+    with pytest.raises(RuntimeError, match="expected a finite mean reward from each of"):
+        certify._quickstart("quickstart")
 
 
 @pytest.mark.slow
