@@ -419,15 +419,22 @@ def write_page(folder: Path) -> Path:
 
 
 def not_run(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the parts that no file of a GPU has."""
+    """Return the parts that no file of a GPU has, or that needed other kernels or more GPUs."""
     ran = {
         part
         for record in records
         if record.get("machine", {}).get("cards")
         for part, row in record.get("parts", {}).items()
-        if "error" not in row and "skipped" not in row
+        if "error" not in row and "skipped" not in row and _shows(part, row)
     }
     return [part for part in _parts(()) if part not in ran]
+
+
+def _shows(part: str, row: Mapping[str, Any]) -> bool:
+    """Whether a part did on its GPUs what it is there for, and did not just stand in for it."""
+    if part.startswith("kernels "):
+        return bool(row.get("native"))  # else the bits were emulated
+    return part != "processes" or row.get("processes", 0) > 1  # one has nobody to sum with
 
 
 SHOWN = (

@@ -68,10 +68,23 @@ def test_the_sentence_about_what_is_missing_follows_the_files_of_gpus(tmp_path):
     about = {"card": "X", "cards": 1}
     for number, ran in enumerate((every[:2], every[2:])):  # two machines, half of it each
         assert every[2] in certify.not_run_sentence(tmp_path)
-        parts = {name: {"seconds": 1} for name in ran}
+        parts = {name: {"seconds": 1, "native": True, "processes": 2} for name in ran}
         text = json.dumps({"machine": about, "parts": parts})
         (tmp_path / f"{number}.json").write_text(text)
     assert certify.not_run_sentence(tmp_path).startswith("Every part")
+
+
+def test_emulated_kernels_and_a_process_alone_have_not_run_on_a_gpu():
+    about = {"card": "X", "cards": 1}
+
+    def missing(native, processes):
+        low_bits = {f"kernels {name}": {"native": native} for name in certify.LOW_BITS}
+        parts = low_bits | {"processes": {"processes": processes}}
+        return set(certify.not_run([{"machine": about, "parts": parts}]))
+
+    kernels = {"kernels fp8", "kernels nvfp4"}
+    assert missing(False, 2) - missing(True, 2) == kernels
+    assert missing(True, 1) - missing(True, 2) == {"processes"}
 
 
 def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
