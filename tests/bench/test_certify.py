@@ -42,6 +42,17 @@ def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, m
         certify.certify(tmp_path, only=["z"])
 
 
+def test_what_a_part_took_stands_beside_the_seconds_that_it_measured(tmp_path, monkeypatch):
+    ran = []
+    parts = {"a": lambda: ran.append("a") or {"seconds": 1234}}
+    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
+    row = json.loads(certify.certify(tmp_path).read_text())["parts"]["a"]
+    assert row["seconds"] == 1234 and row["part_seconds"] < 600
+    assert f"| a | {row['part_seconds']} |" in certify.write_page(tmp_path).read_text()
+    certify.certify(tmp_path)
+    assert ran == ["a"]
+
+
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     about = {"card": "A|<b>", "torch": "2", "flowrl": "1", "blocks": "all", "cards": 1}
     took = {"seconds": 3, "cpu_seconds": 2.5}
@@ -52,6 +63,7 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"two stages": {"seconds": 1}}}
     (tmp_path / "b.json").write_text(json.dumps(cpu))
     text = certify.write_page(tmp_path).read_text()
+    # Files of before `part_seconds`.
     assert "## A\\|&lt;b>" in text and "| compile | 3 | 2.5 | ratio 0.75 |" in text
     assert "| native True, fp8: rho 0.9, tau 0.8 |" in text
     missing = text.partition("## Not run on a GPU")[2]
