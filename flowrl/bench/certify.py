@@ -58,7 +58,7 @@ def certify(
         only: names of the parts to run; all where none is given.
 
     Raises:
-        UserError: for a part that does not exist.
+        UserError: for a part that does not exist, or a recipe whose checkpoint has no size here.
     """
     parts = _parts(recipes)
     if unknown := [name for name in only if name not in parts]:
@@ -104,10 +104,7 @@ def machine() -> Result:
 
 def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
     """Return the parts by name, in the order they run."""
-    paths = {load_config(recipe).pipeline.path for recipe in recipes}
-    sizes = [
-        n for n in SIZES if not paths or {model_spec(n).checkpoint, *model_spec(n).also} & paths
-    ]
+    sizes = _sizes(recipes)
     return {
         "processes": _processes,
         "rewards": _rewards,
@@ -115,10 +112,28 @@ def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
         **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
         "compile": _compile,
         # A size that a card of 24 GB holds; of the recipes', where they name others.
-        "two stages": functools.partial(_two_stages, sizes[0] if sizes else SIZES[0]),
+        f"two stages {sizes[0]}": functools.partial(_two_stages, sizes[0]),
         **{name: functools.partial(_quickstart, name) for name in QUICKSTARTS},
         "gpu tests": _gpu_tests,
     }
+
+
+def _sizes(recipes: Sequence[str]) -> list[str]:
+    """Return the sizes of the recipes' checkpoints, in the order of SIZES; all for no recipe.
+
+    Raises UserError for a recipe of another checkpoint.
+    """
+    by_path = {p: n for n in SIZES for p in (model_spec(n).checkpoint, *model_spec(n).also)}
+    found = set()
+    for recipe in recipes:
+        path = load_config(recipe).pipeline.path
+        if path not in by_path:
+            raise UserError(
+                f"certify measures no size of {recipe}'s checkpoint {path}, expected recipes of "
+                f"{', '.join(SIZES)}: name one of those, or none to run every part"
+            )
+        found.add(by_path[path])
+    return [name for name in SIZES if name in found or not recipes]
 
 
 def _tried(part: Callable[[], Result]) -> Result:

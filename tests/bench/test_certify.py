@@ -60,7 +60,7 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     parts = {"compile": {"ratio": 0.75, **took}, "rewards": {"error": "x"},
              "kernels fp8": {"native": True, "rows": audited}}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps({"machine": about, "parts": parts}))
-    cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"two stages": {"seconds": 1}}}
+    cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"quickstart": {"seconds": 1}}}
     (tmp_path / "b.json").write_text(json.dumps(cpu))
     text = certify.write_page(tmp_path).read_text()
     # Files of before `part_seconds`.
@@ -68,7 +68,9 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     assert "| native True, fp8: rho 0.9, tau 0.8 |" in text
     missing = text.partition("## Not run on a GPU")[2]
     assert "- compile" not in missing
-    assert all(f"- {part}\n" in missing for part in ("rewards", "two stages", "quickstart"))
+    assert all(
+        f"- {part}\n" in missing for part in ("rewards", "two stages sd3.5-medium", "quickstart")
+    )
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(UserError, match="is no file of flowrl certify"):
         certify.write_page(tmp_path)
@@ -118,8 +120,17 @@ def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys
 def test_parts_of_recipes_are_those_of_their_checkpoints():
     every = certify._parts(())
     assert {f"iteration {name}" for name in certify.SIZES} <= every.keys()
-    some = [name for name in certify._parts(["flux.1-dev-nft-12gb"]) if "iteration" in name]
-    assert some == ["iteration flux.1-dev"]
+    assert "two stages sd3.5-medium" in every
+    some = set(certify._parts(["flux.1-dev-nft-12gb"])) & {
+        f"{part} {name}" for part in ("iteration", "two stages") for name in certify.SIZES
+    }
+    assert some == {"iteration flux.1-dev", "two stages flux.1-dev"}
+
+
+def test_a_recipe_of_another_checkpoint_is_refused_with_the_sizes(tmp_path):
+    with pytest.raises(UserError, match=f"quickstart's checkpoint .* {', '.join(certify.SIZES)}"):
+        certify.certify(tmp_path, recipes=["flux.1-dev-nft-12gb", "quickstart"])
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("lost", [None, "nan", "end"])
