@@ -5,6 +5,7 @@ the same parts run on two blocks of each network, which says that they work and 
 """
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -76,11 +77,19 @@ def certify(
         if "skipped" not in done[name]:
             done[name]["part_seconds"] = round(time.perf_counter() - began, 2)
             done[name]["cpu_seconds"] = round(_cpu_seconds() - cpu, 2)
+        _free_device()
         write_text(
             path, json.dumps({"machine": about, "parts": done}, indent=1, default=str) + "\n"
         )
         show(f"{name}: {_told(done[name])}")
     return path
+
+
+def _free_device() -> None:
+    """Return the GPU's memory that nothing uses: other processes of later parts need it."""
+    if torch.cuda.is_available():
+        gc.collect()  # networks that refer to themselves still hold theirs
+        torch.cuda.empty_cache()
 
 
 def _cpu_seconds() -> float:

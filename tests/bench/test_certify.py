@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from flowrl.bench import certify
 from flowrl.cli import main
@@ -51,6 +52,25 @@ def test_what_a_part_took_stands_beside_the_seconds_that_it_measured(tmp_path, m
     assert f"| a | {row['part_seconds']} |" in certify.write_page(tmp_path).read_text()
     certify.certify(tmp_path)
     assert ran == ["a"]
+
+
+def test_each_part_leaves_the_gpu_free_for_other_processes(tmp_path, monkeypatch):
+    did = []
+
+    def broken():
+        did.append("b")
+        raise ValueError
+
+    monkeypatch.setattr(
+        certify, "_parts", lambda _: {"a": lambda: did.append("a") or {}, "b": broken}
+    )
+    monkeypatch.setattr(certify, "machine", lambda: {"card": "X"})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("free"))
+    for on_gpu, expected in ((False, ["a", "b"]), (True, ["a", "free", "b", "free"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        did.clear()
+        certify.certify(tmp_path / str(on_gpu))
+        assert did == expected
 
 
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
