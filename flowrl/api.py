@@ -56,6 +56,7 @@ from flowrl.export.summary import (
     evaluate_strengths,
     finish_run,
     gallery_rows,
+    saved_comparisons,
     write_sweep,
 )
 from flowrl.offline.format import (
@@ -114,7 +115,8 @@ def align(
     """Train a LoRA; return where it lies, and each reward before and after on held-out prompts.
 
     `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
-    saves and returns. A run of this recipe that is finished stays as it is.
+    saves and returns. A run of this recipe that is finished stays as it is, and what it measured
+    is returned again.
 
     Args:
         pipeline, prompts, evaluation_prompts, rewards: a loaded diffusers pipeline, texts, and
@@ -140,7 +142,9 @@ def align(
     config = _changed(config, "run", output_dir=str(start.folder))
     if start.finished:
         LOG.info("%s: nothing is left to do", start.finished)
-        return TrainedRun(folder=start.folder, comparisons=[])
+        quality = config.evaluation.quality
+        again = saved_comparisons(start.folder, quality) if runtime.is_main else []
+        return TrainedRun(folder=start.folder, comparisons=again)
     if runtime.is_main and runtime.idle_gpus:
         LOG.info(
             "GPUs of this machine without work: %d. flowrl train --gpus auto takes all of them.",
