@@ -225,7 +225,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _frozen_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    dtype = None if layer.weight.requires_grad else _computes_in(x, layer.weight)
+    dtype = _computes_in(x, layer.weight) if _is_frozen(layer) else None
     if dtype is None:
         return nn.Linear.forward(layer, x)
     with torch.autocast("cpu", enabled=False):
@@ -234,13 +234,18 @@ def _frozen_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _adapted_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     base = layer.get_base_layer()
-    factors = None if args or kwargs or base.weight.requires_grad else _only_factors(layer)
+    factors = _only_factors(layer) if _is_frozen(base) and not (args or kwargs) else None
     dtype = None if factors is None else _computes_in(x, base.weight)
     if factors is None or dtype is None:
         return type(layer).forward(layer, x, *args, **kwargs)
     function = _Beside if dtype == torch.bfloat16 else _Adapted
     with torch.autocast("cpu", enabled=False):
         return function.apply(*_cast(dtype, x, base.weight, base.bias), *factors)  # type: ignore[no-any-return]
+
+
+def _is_frozen(layer: nn.Linear) -> bool:
+    """Whether neither weight nor bias wants a gradient, as none is computed here."""
+    return not (layer.weight.requires_grad or layer.bias is not None and layer.bias.requires_grad)
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -435,3 +440,13 @@ def ordinary_layers_after(network: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore_layers(network)
+
+
+@contextmanager
+def ordinary_layers_on_error(network: nn.Module) -> Iterator[None]:
+    """Compute as torch, diffusers and PEFT do after an error in the block."""
+    try:
+        yield
+    except BaseException:
+        restore_layers(network)
+        raise

@@ -188,6 +188,18 @@ def test_frozen_layers_pass_gradients_on(onednn):
         assert torch.allclose(ours, its, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_layer_without_lora_whose_part_is_trained_is_torchs(monkeypatch, part):
+    monkeypatch.setattr(cpu_layers, "has_faster_matmul", lambda: True)
+    network, x = nn.Sequential(nn.Linear(16, 24)).requires_grad_(False), torch.randn(5, 16)
+    getattr(network[0], part).requires_grad_(True)
+    expected = passes(network, x)
+    fuse_layers(network)
+    found = passes(network, x)
+    assert len(found) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def dropping(network: Any) -> None:
     network[0].lora_dropout[POLICY] = nn.Dropout(0.5)
 
@@ -201,11 +213,17 @@ def weights_of_their_own(network: Any) -> None:
     network[0].get_base_layer().weight.requires_grad_(True)
 
 
+def a_bias_of_their_own(network: Any) -> None:
+    network[0].get_base_layer().bias.requires_grad_(True)
+
+
 def half(network: Any) -> None:
     network.bfloat16()
 
 
-@pytest.mark.parametrize("change", [dropping, two_adapters, weights_of_their_own, half])
+@pytest.mark.parametrize(
+    "change", [dropping, two_adapters, weights_of_their_own, a_bias_of_their_own, half]
+)
 def test_what_is_not_that_simple_is_computed_by_peft(change):
     network = layer()
     change(network)
