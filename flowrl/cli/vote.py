@@ -9,12 +9,20 @@ import typer
 from flowrl.cli._console import Lora
 from flowrl.cli.recipes import complete_recipe
 from flowrl.cli.train import print_what_next, recipe_request
-from flowrl.cli.ui import Host, OpenBrowser, Port, TokenVariable, checked_token, serve_page
+from flowrl.cli.ui import (
+    AllowedHosts,
+    Host,
+    OpenBrowser,
+    Port,
+    TokenVariable,
+    checked_names,
+    checked_token,
+    serve_page,
+)
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
-    from flowrl.voting.app import Questions
 
 
 Words = Annotated[
@@ -57,6 +65,7 @@ def vote(  # noqa: PLR0913  # an argument for each option
         ),
     ] = None,
     host: Host = "127.0.0.1",
+    allow_host: AllowedHosts = None,
     port: Port = 8402,
     token_env: TokenVariable = None,
     open_browser: OpenBrowser = False,
@@ -82,29 +91,33 @@ def vote(  # noqa: PLR0913  # an argument for each option
     if export is not None:
         _export(folder, export)
         return
-    if images is None or train or pairs == "informative":
-        config = _config(words)
     if train:
         from flowrl.voting.learn import train_on_votes
 
+        config = _config(words)
         trained = train_on_votes(config, folder, lora=lora)
         print_what_next(config, trained)
         if open_browser and trained.gallery is not None:
             typer.launch(trained.gallery.resolve().as_uri())
         return
-    from flowrl.voting.app import Questions
+    from flowrl.voting.app import Questions, make_app
     from flowrl.voting.ballot import Ballot
     from flowrl.voting.candidates import read_candidates
     from flowrl.voting.learn import draw_candidates, encoder_of
 
     if images is None:
         draw_candidates(
-            config, folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
+            _config(words), folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
         )
     informative = pairs == "informative"
-    candidates = read_candidates(folder, encoder_of(config) if informative else None)
+    candidates = read_candidates(folder, encoder_of(_config(words)) if informative else None)
     questions = Questions(candidates, Ballot(folder), goal=goal, informative=informative, seed=seed)
-    _serve(questions, host, port, token_env, open_browser)
+    token = checked_token(host, token_env)
+    serve_page(
+        lambda hosts: make_app(questions, token=token, hosts=hosts),
+        f"images in {os.fspath(folder)}", host, port, token, open_browser,
+        checked_names(allow_host or ()),
+    )  # fmt: skip
 
 
 def _target(
@@ -145,15 +158,3 @@ def _export(folder: Path, path: Path) -> None:
         raise UserError(f"--export {path} ends with neither .jsonl (flowrl) nor .json (HPDv3).")
     written = write_pairs(Ballot(folder).votes, folder, path, kinds[path.suffix])
     typer.echo(f"{written} pairs in {path}")
-
-
-def _serve(
-    questions: "Questions", host: str, port: int, token_env: str | None, open_browser: bool
-) -> None:
-    from flowrl.voting.app import make_app
-
-    token = checked_token(host, token_env)
-    serve_page(
-        lambda hosts: make_app(questions, token=token, hosts=hosts),
-        f"images in {os.fspath(questions.candidates.folder)}", host, port, token, open_browser,
-    )  # fmt: skip
