@@ -6,7 +6,7 @@ useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipelin
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -56,6 +56,7 @@ from flowrl.export.summary import (
     evaluate_strengths,
     finish_run,
     gallery_rows,
+    saved_comparisons,
     write_sweep,
 )
 from flowrl.offline.format import (
@@ -114,7 +115,8 @@ def align(
     """Train a LoRA; return where it lies, and each reward before and after on held-out prompts.
 
     `config.run.output_dir` then holds LoRA, model card, gallery, metrics and checkpoints. Ctrl-C
-    saves and returns. A run of this recipe that is finished stays as it is.
+    saves and returns. A run of this recipe that is finished stays as it is, and what it measured
+    is returned again.
 
     Args:
         pipeline, prompts, evaluation_prompts, rewards: a loaded diffusers pipeline, texts, and
@@ -140,7 +142,9 @@ def align(
     config = _changed(config, "run", output_dir=str(start.folder))
     if start.finished:
         LOG.info("%s: nothing is left to do", start.finished)
-        return TrainedRun(folder=start.folder, comparisons=[])
+        quality = config.evaluation.quality
+        again = saved_comparisons(start.folder, quality) if runtime.is_main else []
+        return TrainedRun(folder=start.folder, comparisons=again)
     if runtime.is_main and runtime.idle_gpus:
         LOG.info(
             "GPUs of this machine without work: %d. flowrl train --gpus auto takes all of them.",
@@ -164,9 +168,7 @@ def _train(
     pool = build_pool(config, runtime, given)
     with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
         learner = build_learner(config, runtime, given, texts, needed, pool)
-    packed = restore_linear_after(learner.policy.network)
-    ordinary = ordinary_layers_after(learner.policy.network)
-    with closing(learner.specs), packed, ordinary, pool or nullcontext():
+    with closing(learner.specs), _layers_given_back(learner), pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
@@ -390,8 +392,8 @@ def collect(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    packed = restore_linear_after(learner.policy.network)
-    with closing(learner.specs), packed, steps or nullcontext(), pool or nullcontext():
+    given_back = _layers_given_back(learner)
+    with closing(learner.specs), given_back, steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         metadata = dataset_metadata(config, sampler)
@@ -546,8 +548,7 @@ def audit(
         _changed(config, "rollout", explore=None), runtime, given, needed=needed
     )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    packed = restore_linear_after(learner.policy.network)
-    with closing(learner.specs), packed, bar or nullcontext():
+    with closing(learner.specs), _layers_given_back(learner), bar or nullcontext():
         for one in resolved:
             preview_layers(_drawing(config, learner), one)  # refuses what cannot work
         with runtime.raise_on_all():
@@ -709,7 +710,7 @@ def signal(
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     needed = prompts_of_iterations(config, given, rollouts)
     learner = build_learner(config, _runtime(config), given, needed=needed)
-    with closing(learner.specs), restore_linear_after(learner.policy.network):
+    with closing(learner.specs), _layers_given_back(learner):
         with learner.runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         found = learner.measure_signal(rollouts)
@@ -765,6 +766,14 @@ def _runtime(config: Config) -> Runtime:
         peer_timeout=config.runtime.peer_timeout,
         answer_timeout=config.runtime.answer_timeout,
     )
+
+
+@contextmanager
+def _layers_given_back(learner: Learner) -> Iterator[None]:
+    """Run a block, and leave the layers as torch and PEFT have them: they are the caller's."""
+    network = learner.policy.network
+    with restore_linear_after(network), ordinary_layers_after(network):
+        yield
 
 
 def _changed(config: Config, section: str, **options: Any) -> Config:

@@ -5,7 +5,8 @@
 
 A voter sees pairs of base images of 60 prompts that name no colour, clicks by a hidden rule, and
 `flowrl vote --train` learns from the clicks. Then base and LoRA draw 216 other prompts from the
-same noises, and the rule says which image wins; a tie counts half.
+same noises, and the rule says which image wins; a tie counts half. How many of them still show
+their prompt, a detector says: GenEval's strict score.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +28,9 @@ from flowrl.build.backbone import call_settings
 from flowrl.config import Config, load_config
 from flowrl.evaluation.drawing import Drawing, DrawingOptions
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts
+from flowrl.scoring.spec import load_reward
 from flowrl.utils.files import write_text
+from flowrl.utils.images import to_tensor
 from flowrl.voting.app import Questions
 from flowrl.voting.ballot import Ballot, Choice
 from flowrl.voting.candidates import Candidates, read_candidates
@@ -34,12 +38,12 @@ from flowrl.voting.learn import encoder_of, train_on_votes
 
 KINDS = "single_object+two_object+counting+position"  # that leave colours open
 KEPT_BACK = 100  # prompts of the training list that no voter sees; 116 others are its test's
-PROMPTS, PER_PROMPT = 60, 4  # as `flowrl vote` draws
+PROMPTS, PER_PROMPT = 60, 8  # as `flowrl vote` draws
 BATCH = 54  # images that are drawn at a time
 MARGIN = 1e-3  # of the rule, below which two images are a tie
-ARMS = (("informative", 50), ("random", 50), ("informative", 37))  # 37: 26 % fewer
+ARMS = (("random", 50), ("informative", 37), ("random", 37))  # 37: 26 % fewer
 PAGE = Path("docs/vote.md")
-HEADER = "rule,seed,pairs,clicks,ties,win_rate"
+HEADER = "rule,seed,pairs,clicks,ties,win_rate,right_before,right_after"
 Rule = Callable[[np.ndarray], float]  # (H, W, 3) in [0, 255] -> how much it is liked
 
 
@@ -174,10 +178,20 @@ def win_rate(rule: Rule, after: np.ndarray, before: np.ndarray) -> float:
     return statistics.mean(0.5 if abs(gain) < MARGIN else float(gain > 0) for gain in gains)
 
 
+def right(images: np.ndarray) -> float:
+    """Return the share of test images that show their prompt, and nothing else."""
+    records = prompts()[1]
+    scores: Any = load_reward("geneval", {"mode": "strict"})(
+        to_tensor([Image.fromarray(x.astype(np.uint8)) for x in images]),
+        [record.text for record in records], [record.metadata for record in records],
+    )  # fmt: skip
+    return float((scores[0] if isinstance(scores, tuple) else scores).mean())
+
+
 def one(
     rule: str, seed: int, pairs: str, clicks: int, work: Path, changes: Sequence[str]
-) -> tuple[int, float]:
-    """Return how many clicks of one voter were ties, and its win rate after training."""
+) -> tuple[int, float, float, float]:
+    """Return the row of one voter: its ties, its win rate after training, and what `right` says."""
     config = recipe(seed, work, changes)
     liking, wrong = RULES[rule]
     shared = work / f"candidates-{seed}"
@@ -193,9 +207,8 @@ def one(
           seed=seed)  # fmt: skip
     trained = train_on_votes(config, folder)
     ties = sum(vote.choice == "tie" for vote in ballot.votes)
-    return ties, win_rate(
-        liking, test_images(config, str(trained.folder)).astype(float), base_images(work)
-    )
+    after, before = test_images(config, str(trained.folder)).astype(float), base_images(work)
+    return ties, win_rate(liking, after, before), right(before), right(after)
 
 
 # --- the page ------------------------------------------------------------------------------------
@@ -203,7 +216,7 @@ def one(
 
 def table(rows: Sequence[dict[str, str]]) -> str:
     """Return the page's table: means over voters, the least and the most, and how many."""
-    found = ["| hidden rule | 50 informative clicks | 50 random | 37 informative |",
+    found = ["| hidden rule | 50 random clicks | 37 informative | 37 random |",
              "|---|---|---|---|"]  # fmt: skip
     for rule in RULES:
         arms = [list(rates(rows, rule, *arm).values()) for arm in ARMS]
@@ -230,18 +243,48 @@ def rates(rows: Sequence[dict[str, str]], rule: str, pairs: str, clicks: int) ->
 
 
 def saved_clicks(rows: Sequence[dict[str, str]]) -> str:
-    """Say whether 37 informative clicks do as well as 50 random ones, voter by voter."""
-    gaps = []
-    for rule in RULES:
-        few, many = (rates(rows, rule, *arm) for arm in (ARMS[2], ARMS[1]))
-        gaps += [few[seed] - many[seed] for seed in sorted(few.keys() & many.keys())]
-    if len(gaps) < 2:
-        return "How many clicks informative pairs save has not been measured yet."
-    gap, error = statistics.mean(gaps), statistics.stdev(gaps) / len(gaps) ** 0.5
-    return (
-        f"37 informative clicks, 26 % fewer, win {gap:+.3f} +- {error:.3f} more than 50 random "
-        f"ones (mean over {len(gaps)} voters, and its standard error)."
+    """Say how fewer clicks, chosen or any, do beside 50 random ones, voter by voter."""
+    many, chosen, few = (
+        {(rule, seed): rate for rule in RULES for seed, rate in rates(rows, rule, *arm).items()}
+        for arm in ARMS
     )
+    told = [
+        f"37 {name} clicks win {gap(some, many)}"
+        for name, some in (("informative", chosen), ("random", few))
+        if len(some.keys() & many.keys()) > 1
+    ]
+    if not told:
+        return "How many clicks informative pairs save has not been measured yet."
+    return (
+        "Than 50 random clicks, " + "; ".join(told) + " (mean difference over the voters of both, "
+        "and its standard error)."
+    )
+
+
+def gap(some: dict[tuple[str, int], float], others: dict[tuple[str, int], float]) -> str:
+    """Return the mean difference over voters of both, with its standard error."""
+    gaps = [some[voter] - others[voter] for voter in sorted(some.keys() & others.keys())]
+    error = statistics.stdev(gaps) / len(gaps) ** 0.5
+    return f"{statistics.mean(gaps):+.3f} +- {error:.3f} (n = {len(gaps)})"
+
+
+def kept_right(rows: Sequence[dict[str, str]]) -> str:
+    """Say what became of the prompts."""
+    before, after = (
+        statistics.mean(float(row[name]) for row in rows)
+        for name in ("right_before", "right_after")
+    )
+    worst = min(RULES, key=lambda rule: right_of(rows, rule))
+    return (
+        f"Of the base's images {before:.0%} show their prompt, of the LoRAs' {after:.0%} "
+        f"(`{worst}`: {right_of(rows, worst):.0%}), by the detector's strict score."
+    )
+
+
+def right_of(rows: Sequence[dict[str, str]], rule: str) -> float:
+    """Return the share of a rule's images that are right after training, 1 without any."""
+    found = [float(row["right_after"]) for row in rows if row["rule"] == rule]
+    return statistics.mean(found) if found else 1.0
 
 
 def write_page(data: Path) -> None:
@@ -250,7 +293,7 @@ def write_page(data: Path) -> None:
     page = PAGE.read_text()
     start, end = "<!-- votes -->\n", "\n<!-- end of votes -->"
     head, _, rest = page.partition(start)
-    text = f"{table(rows)}\n\n{saved_clicks(rows)}"
+    text = f"{table(rows)}\n\n{kept_right(rows)}\n\n{saved_clicks(rows)}"
     write_text(PAGE, head + start + text + end + rest.partition(end)[2])
 
 
@@ -281,11 +324,11 @@ def main() -> None:
             for pairs, clicks in (ARMS[k] for k in args.arms):
                 if (rule, str(seed), pairs, str(clicks)) in done:
                     continue
-                ties, rate = one(rule, seed, pairs, clicks, args.work, args.changes)
+                ties, *shares = one(rule, seed, pairs, clicks, args.work, args.changes)
                 with args.data.open("a", newline="") as file:
-                    row = [rule, seed, pairs, clicks, ties, f"{rate:.4f}"]
+                    row = [rule, seed, pairs, clicks, ties, *(f"{share:.4f}" for share in shares)]
                     csv.writer(file, lineterminator="\n").writerow(row)
-                print(f"{rule}, seed {seed}, {clicks} {pairs} clicks: {rate:.3f}", flush=True)
+                print(f"{rule}, seed {seed}, {clicks} {pairs} clicks: {shares[0]:.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,10 @@ PUBLIC = {
 }  # fmt: skip
 PRIVATE = [
     re.compile(r"(?<![\w.~$}])/(?:home|mnt|root|tmp|work|Users)/\w"),
-    re.compile(r"\b(?!(?:127\.0\.0\.1|0\.0\.0\.0)\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"),
+    # 192.0.2.* is for documentation (RFC 5737): nobody has it.
+    re.compile(
+        r"\b(?!(?:127\.0\.0\.1|0\.0\.0\.0|192\.0\.2\.\d+)\b)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b"
+    ),
     re.compile(r"index[-_]url|\bpypi[.]org|\+cu\d"),
 ]
 URL = re.compile(r"[a-z]+://(?:[^/@\s]*@)?([a-zA-Z0-9][a-zA-Z0-9.-]*)")

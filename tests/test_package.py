@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -76,13 +77,18 @@ def test_public_names_are_there_and_no_others():
         flowrl.trainn  # noqa: B018
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+def built(kind, folder):
+    """Build the package as a wheel or an sdist into a folder; return the file."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return next(folder.glob("*.whl"))
+    [file] = folder.iterdir()
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return built("wheel", tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +165,22 @@ def test_a_run_trains_and_resumes_without_what_only_unix_has(tmp_path):
     assert once.returncode == 0, once.stderr
     tensors = [load_file(tmp_path / name / FILE) for name in ("run", "once")]
     assert all(torch.equal(tensors[0][name], tensor) for name, tensor in tensors[1].items())
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_what_the_wheel_is_built_from_and_no_caches(tmp_path):
+    name = f"flowrl_diffusion-{flowrl.__version__}"
+    with tarfile.open(built("sdist", tmp_path)) as archive:
+        files = {Path(m.name).relative_to(name): m.size for m in archive if m.isfile()}
+    for file in ("README.md", "LICENSE", "pyproject.toml", "PKG-INFO"):
+        assert Path(file) in files, file
+    for folder in ("flowrl", "flowrl/assets", "flowrl_rewards", "rewards", "configs", "tests"):
+        ours = {p.relative_to(ROOT) for p in (ROOT / folder).rglob("*") if p.is_file()}
+        ours = {p for p in ours if "__pycache__" not in p.parts and p.suffix != ".pyc"}
+        assert ours and not [str(p) for p in sorted(ours - set(files))]
+    caches = ("__pycache__", ".pytest_cache", ".ruff_cache", ".git", ".ci", "runs", "dist")
+    assert not [str(p) for p in files if p.suffix == ".pyc" or set(caches) & set(p.parts[:-1])]
+    assert sum(files.values()) < 40e6
 
 
 @pytest.mark.slow

@@ -10,8 +10,10 @@ beside the frozen weight, which would round it away; attention is computed in fp
 """
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,59 @@ def has_faster_matmul() -> bool:
 def _is_exact() -> bool:
     """Whether oneDNN computes in fp32 here, where it would also be allowed to round to bf16."""
     x = torch.arange(128.0 * 128).sin().view(128, 128)
+    limit = 1e-5 * (x.abs() @ x.abs()).max()  # in bf16 an error is 100 times as large
     with _onednn():
-        found = x @ x
-    error = (found - x.double() @ x.double()).abs().max()
-    return bool(error < 1e-5 * (x.abs() @ x.abs()).max())  # in bf16 it is 100 times as large
+        found = _products(x)
+    pairs = zip(found, _products(x.double()), strict=True)
+    return all(bool((ours - exact).abs().max() < limit) for ours, exact in pairs)
+
+
+def _products(x: Tensor) -> list[Tensor]:
+    """Multiply x (128, 128) with itself in each way that layers and attention do below."""
+    heads = x.view(2, 64, 128)
+    out = torch.empty_like(heads)
+    torch.bmm(heads, x.expand(2, -1, -1), out=out)
+    return [
+        x @ x, x @ x.t(), x.t() @ x, F.linear(x, x, x[0]), torch.addmm(x, x, x.t()),
+        out, heads @ heads.mT, heads.mT @ heads,
+    ]  # fmt: skip
 
 
 def _matmul_options() -> Any:
     return getattr(torch.backends.mkldnn, "matmul", None)
+
+
+@dataclass
+class _Allowed:
+    """The blocks that oneDNN computes in, of all threads, and the option's value before them.
+
+    The first to enter saves the value and the last to leave restores it, in whatever order threads
+    come and go. Blocks are a set and not a number, so that an interrupted one is there or is not.
+    """
+
+    # Reentrant: the collector may end a block that was left by an error amid another's entry.
+    lock: Any = field(default_factory=threading.RLock)
+    blocks: set[object] = field(default_factory=set)
+    before: str | None = None  # kept until it is restored, should that be interrupted
+
+    def enter(self, block: object) -> None:
+        with self.lock:
+            first, options = not self.blocks, _matmul_options()
+            if first:
+                self.before = self.before or options.fp32_precision
+            self.blocks.add(block)
+            if first:
+                options.fp32_precision = "bf16"
+
+    def leave(self, block: object) -> None:
+        with self.lock:
+            if block in self.blocks:
+                self.blocks.remove(block)
+                if not self.blocks:
+                    _matmul_options().fp32_precision, self.before = self.before, None
+
+
+_ALLOWED = _Allowed()
 
 
 @contextmanager
@@ -59,14 +106,15 @@ def _onednn() -> Iterator[None]:
     """Let oneDNN compute the matmuls of fp32 inside the block.
 
     torch asks oneDNN only where bf16 is allowed, for which this CPU has no faster way than fp32.
+    The option is the process's: meanwhile oneDNN computes the matmuls of other threads, too, in
+    fp32 as `_is_exact` finds, so that they are rounded otherwise but no less exact.
     """
-    options = _matmul_options()
-    before = options.fp32_precision
-    options.fp32_precision = "bf16"
+    block = object()
     try:
+        _ALLOWED.enter(block)
         yield
     finally:
-        options.fp32_precision = before
+        _ALLOWED.leave(block)
 
 
 def fastest() -> AbstractContextManager[None]:
@@ -177,7 +225,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def _frozen_forward(layer: nn.Linear, x: Tensor) -> Tensor:
-    dtype = None if layer.weight.requires_grad else _computes_in(x, layer.weight)
+    dtype = _computes_in(x, layer.weight) if _is_frozen(layer) else None
     if dtype is None:
         return nn.Linear.forward(layer, x)
     with torch.autocast("cpu", enabled=False):
@@ -186,13 +234,18 @@ def _frozen_forward(layer: nn.Linear, x: Tensor) -> Tensor:
 
 def _adapted_forward(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     base = layer.get_base_layer()
-    factors = None if args or kwargs or base.weight.requires_grad else _only_factors(layer)
+    factors = _only_factors(layer) if _is_frozen(base) and not (args or kwargs) else None
     dtype = None if factors is None else _computes_in(x, base.weight)
     if factors is None or dtype is None:
         return type(layer).forward(layer, x, *args, **kwargs)
     function = _Beside if dtype == torch.bfloat16 else _Adapted
     with torch.autocast("cpu", enabled=False):
         return function.apply(*_cast(dtype, x, base.weight, base.bias), *factors)  # type: ignore[no-any-return]
+
+
+def _is_frozen(layer: nn.Linear) -> bool:
+    """Whether neither weight nor bias wants a gradient, as none is computed here."""
+    return not (layer.weight.requires_grad or layer.bias is not None and layer.bias.requires_grad)
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Tensor | None]:
@@ -387,3 +440,13 @@ def ordinary_layers_after(network: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore_layers(network)
+
+
+@contextmanager
+def ordinary_layers_on_error(network: nn.Module) -> Iterator[None]:
+    """Compute as torch, diffusers and PEFT do after an error in the block."""
+    try:
+        yield
+    except BaseException:
+        restore_layers(network)
+        raise

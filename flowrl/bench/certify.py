@@ -5,6 +5,7 @@ the same parts run on two blocks of each network, which says that they work and 
 """
 
 import functools
+import gc
 import importlib.util
 import json
 import os
@@ -29,6 +30,7 @@ from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.planning.model_specs import model_spec
 from flowrl.quantization.backends import capability_of, precision_name, resolve
+from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_text
 
 Result = dict[str, Any]
@@ -57,7 +59,7 @@ def certify(
         only: names of the parts to run; all where none is given.
 
     Raises:
-        UserError: for a part that does not exist.
+        UserError: for a part that does not exist, or a recipe whose checkpoint has no size here.
     """
     parts = _parts(recipes)
     if unknown := [name for name in only if name not in parts]:
@@ -67,19 +69,27 @@ def certify(
     record = _read(path)
     done = record.get("parts", {}) if record.get("machine") == about else {}
     for name in only or parts:
-        if "seconds" in (last := done.get(name, {})) and "error" not in last:
+        if _seconds(last := done.get(name, {})) is not None and "error" not in last:
             show(f"{name}: done before")
             continue
         began, cpu = time.perf_counter(), _cpu_seconds()
         done[name] = _tried(parts[name])
         if "skipped" not in done[name]:
-            done[name]["seconds"] = round(time.perf_counter() - began, 2)
+            done[name]["part_seconds"] = round(time.perf_counter() - began, 2)
             done[name]["cpu_seconds"] = round(_cpu_seconds() - cpu, 2)
+        _free_device()
         write_text(
             path, json.dumps({"machine": about, "parts": done}, indent=1, default=str) + "\n"
         )
         show(f"{name}: {_told(done[name])}")
     return path
+
+
+def _free_device() -> None:
+    """Return the GPU's memory that nothing uses: other processes of later parts need it."""
+    if torch.cuda.is_available():
+        gc.collect()  # networks that refer to themselves still hold theirs
+        torch.cuda.empty_cache()
 
 
 def _cpu_seconds() -> float:
@@ -103,10 +113,7 @@ def machine() -> Result:
 
 def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
     """Return the parts by name, in the order they run."""
-    paths = {load_config(recipe).pipeline.path for recipe in recipes}
-    sizes = [
-        n for n in SIZES if not paths or {model_spec(n).checkpoint, *model_spec(n).also} & paths
-    ]
+    sizes = _sizes(recipes)
     return {
         "processes": _processes,
         "rewards": _rewards,
@@ -114,10 +121,28 @@ def _parts(recipes: Sequence[str]) -> dict[str, Callable[[], Result]]:
         **{f"kernels {name}": functools.partial(_kernels, name) for name in LOW_BITS},
         "compile": _compile,
         # A size that a card of 24 GB holds; of the recipes', where they name others.
-        "two stages": functools.partial(_two_stages, sizes[0] if sizes else SIZES[0]),
+        f"two stages {sizes[0]}": functools.partial(_two_stages, sizes[0]),
         **{name: functools.partial(_quickstart, name) for name in QUICKSTARTS},
         "gpu tests": _gpu_tests,
     }
+
+
+def _sizes(recipes: Sequence[str]) -> list[str]:
+    """Return the sizes of the recipes' checkpoints, in the order of SIZES; all for no recipe.
+
+    Raises UserError for a recipe of another checkpoint.
+    """
+    by_path = {p: n for n in SIZES for p in (model_spec(n).checkpoint, *model_spec(n).also)}
+    found = set()
+    for recipe in recipes:
+        path = load_config(recipe).pipeline.path
+        if path not in by_path:
+            raise UserError(
+                f"certify measures no size of {recipe}'s checkpoint {path}, expected recipes of "
+                f"{', '.join(SIZES)}: name one of those, or none to run every part"
+            )
+        found.add(by_path[path])
+    return [name for name in SIZES if name in found or not recipes]
 
 
 def _tried(part: Callable[[], Result]) -> Result:
@@ -133,7 +158,12 @@ def _told(found: Result) -> str:
     for state in ("skipped", "error"):
         if state in found:
             return f"{state}: {found[state]}"
-    return f"{found['seconds']:.0f} s"
+    return f"{found['part_seconds']:.0f} s"
+
+
+def _seconds(row: Mapping[str, Any]) -> float | None:
+    """Return what a part took; older files have it in place of its own measurement `seconds`."""
+    return row.get("part_seconds", row.get("seconds"))
 
 
 # --- parts --------------------------------------------------------------------------------------
@@ -219,9 +249,22 @@ def _quickstart(name: str) -> Result:
         began = time.perf_counter()
         align(load_config(name, changes))
         seconds = time.perf_counter() - began
-        lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rewards = [row["reward"] for row in map(json.loads, lines) if "reward" in row]
+        rewards = _mean_rewards(Path(folder) / "run")
     return {"iterations": ITERATIONS, "seconds_each": seconds / ITERATIONS, "rewards": rewards}
+
+
+def _mean_rewards(run: Path) -> list[float]:
+    """Return each iteration's mean reward. Raises RuntimeError where one is missing or not finite.
+
+    Metrics have null for what is not finite.
+    """
+    logged = [row.get("reward/mean") for row in read_metrics(run)]
+    found = [mean for mean in logged if mean is not None]
+    if len(found) != ITERATIONS or len(logged) != ITERATIONS:
+        raise RuntimeError(
+            f"expected a finite mean reward from each of {ITERATIONS} iterations: {logged}"
+        )
+    return found
 
 
 class NetworkReward:
@@ -392,7 +435,7 @@ def write_page(folder: Path) -> Path:
             "| part | seconds | of the CPU | found |", "|---|---|---|---|",
         ]  # fmt: skip
         lines += [
-            f"| {_cell(part)} | {_cell(row.get('seconds', ''))} | "
+            f"| {_cell(part)} | {_cell('' if (took := _seconds(row)) is None else took)} | "
             f"{_cell(row.get('cpu_seconds', ''))} | {_cell(_figures(row))} |"
             for part, row in parts.items()
         ]
@@ -405,15 +448,22 @@ def write_page(folder: Path) -> Path:
 
 
 def not_run(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the parts that no file of a GPU has."""
+    """Return the parts that no file of a GPU has, or that needed other kernels or more GPUs."""
     ran = {
         part
         for record in records
         if record.get("machine", {}).get("cards")
         for part, row in record.get("parts", {}).items()
-        if "error" not in row and "skipped" not in row
+        if "error" not in row and "skipped" not in row and _shows(part, row)
     }
     return [part for part in _parts(()) if part not in ran]
+
+
+def _shows(part: str, row: Mapping[str, Any]) -> bool:
+    """Whether a part did on its GPUs what it is there for, and did not just stand in for it."""
+    if part.startswith("kernels "):
+        return bool(row.get("native"))  # else the bits were emulated
+    return part != "processes" or row.get("processes", 0) > 1  # one has nobody to sum with
 
 
 SHOWN = (

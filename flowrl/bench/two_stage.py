@@ -60,6 +60,7 @@ from flowrl.utils.distributed import Runtime
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
 OTHER = "select and other"
+FINISHED = 4  # times that a batch is decoded and scored in a round: it is short, and spreads most
 
 # What the numbers of a row are called for people; those that `verdict` tells are not among them.
 LABELS = {
@@ -378,19 +379,20 @@ def _batch(
     """Time one full batch, by image: a "step" of sampling; "finish", decoding and scoring."""
     part = request.take(torch.arange(min(generator.batch_size, len(request.prompt))))
     timeline, schedule = Timeline(generator.backbone.device), generator.schedule()
-    backbone, scoring = generator.backbone, Scoring(specs=generator.specs, phase="rollout")
-    cond = generator.encode_prompts(part)
+    backbone, cond = generator.backbone, generator.encode_prompts(part)
     with generator.network() as velocity:
         timeline.enter("sample")  # with new weights in place
         tree = sample_request(backbone, velocity, cond, part, plan, schedule, generator.batch_size)
         if finish:
             timeline.enter("finish")
-            images = decode(backbone, tree.leaves(), generator.decode_batch)
-            submit_images(scoring, images, part, len(tree.leaf))
-            scoring.result()
+            for _ in range(FINISHED):
+                scoring = Scoring(specs=generator.specs, phase="rollout")
+                images = decode(backbone, tree.leaves(), generator.decode_batch)
+                submit_images(scoring, images, part, len(tree.leaf))
+                scoring.result()
         phases, rows = timeline.phases(), len(part.prompt)
     found = {"step": phases["sample"].seconds / generator.num_inference_steps / rows}
-    return found | ({"finish": phases["finish"].seconds / rows} if finish else {})
+    return found | ({"finish": phases["finish"].seconds / FINISHED / rows} if finish else {})
 
 
 def _beside_weights(generator: RolloutGenerator, policy: Policy, adapter: str) -> RolloutGenerator:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.base import Backbone
+from flowrl.backbones.cpu_layers import ordinary_layers_on_error
 from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
@@ -99,12 +100,13 @@ def build_learner(
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    policy = build_policy(config, learning, start, keep_old=needs.old is not None)
-    parts = RolloutParts(
-        config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone, needs=needs,
-        text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
-    )  # fmt: skip
-    source = build_source(parts, prompts, caches)
+    with ordinary_layers_on_error(learning.transformer):
+        policy = build_policy(config, learning, start, keep_old=needs.old is not None)
+        parts = RolloutParts(
+            config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
+            needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
+        )  # fmt: skip
+        source = build_source(parts, prompts, caches)
     return Learner(
         source=source,
         specs=specs,

@@ -51,9 +51,9 @@ def rollout(
 ) -> None:
     """Time of sampler and update beyond the network's own passes.
 
-    Jobs take turns. A ratio is the median over the rounds of a job's seconds by those of what it is
-    compared with, in the CPU's own seconds where there is no GPU, and its spread that of the middle
-    half of the rounds.
+    Jobs take turns. A ratio is that of a job's seconds by those of what it is compared with, in the
+    CPU's own seconds where there is no GPU: the mean over the middle half of the rounds, whose ends
+    are its spread.
 
     Example:
 
@@ -226,7 +226,7 @@ def solrl(  # noqa: PLR0913  # an argument for each option
     q is the speed of a cheap step over an exact one, phi the time to decode and score an image over
     that to sample it, both measured in this run. Expected are ratios of at most 1.1 times the
     model's. On a CPU seconds are the processor's own, and q is 1 or less. Jobs take turns, and each
-    ratio is the median of the rounds' own.
+    ratio is the mean over the middle half of the rounds' own.
 
     Sizes need a GPU and have not been run on one yet, neither fp8 on Hopper nor nvfp4 on Blackwell.
 

@@ -152,6 +152,7 @@ def init(
     model = model or _ask("Which pipeline", "tiny-sd3")
     family = family_of(model)
     source = prompts or _ask("File with your prompts, one a line", "prompts.txt")
+    _check_prompts(source)
     likely = "brightness" if model.startswith("tiny-") else "pickscore"
     names = reward or [_ask("Reward: a name of docs/rewards.md, or module:attribute", likely)]
     memory = memory or _ask("Memory of the GPU, such as 24GB (0 for none)", "0")
@@ -161,7 +162,7 @@ def init(
     config = _check(text, file)
     write_text(file, text)
     typer.echo(f"{file} is written: {parent} with your own pipeline, prompts and rewards.\n")
-    _show_plan(config, size)
+    _show_plan(config, size, f"flowrl plan {file} --memory {memory.strip()}")
     typer.echo(f"next  flowrl train {file} --dry-run\n      flowrl train {file}")
 
 
@@ -253,9 +254,41 @@ def _check(text: str, file: Path) -> "Config":
     return config
 
 
-def _show_plan(config: "Config", memory: int) -> None:
+def _check_prompts(source: str) -> None:
+    """Read the first prompt. Raises UserError for a file that is missing, or is none of prompts.
+
+    Data sets of the Hub are not asked for: nothing is downloaded here.
+    """
+    from flowrl.prompts.records import load_prompts
+    from flowrl.prompts.sources import HUB
+
+    if not source.startswith(HUB):
+        load_prompts(source, limit=1)
+
+
+def _show_plan(config: "Config", memory: int, planning: str) -> None:
+    """Print whether a recipe fits, and the work of an iteration.
+
+    memory: bytes of the GPU, 0 for a CPU. planning: the command that says what to change.
+    """
+    import psutil
+
     from flowrl.planning.plan import make_plan
 
-    found = make_plan(config, memory=memory or None)
-    if memory and found.peak is not None:
-        typer.echo(f"It needs {found.peak.total / 1e9:.1f} GB of GPU memory at its peak.\n")
+    of = "a GPU" if memory else "this machine's memory"
+    there = memory or psutil.virtual_memory().total
+    found = make_plan(config)  # without the memory: the search for what to change takes its time
+    if found.peak is None:
+        typer.echo(f"Whether it fits is not known: {found.unknown}.")
+    else:
+        fits = found.peak.total <= there
+        size = f"{of} of {there / 1e9:.1f} GB, with {found.peak.total / 1e9:.1f} at its peak"
+        how = "" if fits else f": {planning} says what to change"
+        typer.echo(f"It {'fits' if fits else 'does not fit'} {size}{how}.")
+    work = found.work.first
+    typer.echo(
+        f"An iteration draws {work.images + work.candidates:,} images by "
+        f"{work.previews + work.sampling:,} forwards of the network, and learns by at most "
+        f"{work.training:,} more with gradients, in {work.updates:,} "
+        f"{'update' if work.updates == 1 else 'updates'}.\n"
+    )

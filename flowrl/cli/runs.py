@@ -22,7 +22,7 @@ def runs(
         typer.Option(
             "--prune",
             help="Remove from finished runs what neither resuming nor the card needs: checkpoints "
-            "but the newest, and what was set aside.",
+            "but the newest and the best, and what was set aside.",
         ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before removing.")] = False,
@@ -30,8 +30,8 @@ def runs(
 ) -> None:
     """List runs with state, score and size on disk; with --prune remove what is left over.
 
-    The LoRA, the newest checkpoint, metrics, ledger, evaluations, gallery and card always stay. A
-    run that is unfinished or in use is not touched.
+    The LoRA, the newest and the best checkpoint, metrics, ledger, evaluations, gallery and card
+    always stay. A run that is unfinished or in use is not touched.
 
     Examples:
 
@@ -88,10 +88,18 @@ def _scores(told: dict[str, float | None]) -> str:
 
 def _spare(run: "RunFiles") -> Iterator[Path]:
     """Yield the folders of a finished run that nothing needs any more."""
+    from flowrl.training.checkpoint import Checkpoints
+
     if run.state().name != "finished":
         return
-    for step in run.checkpoints()[:-1]:
-        yield run.path / "checkpoints" / f"step-{step:06d}"
+    kept = Checkpoints(run.path, keep=1)
+    newest = kept.newest()  # whole, or nothing is known to be spare
+    if newest is not None:
+        path, state = newest
+        best = state["best"][1] if state["best"] else None
+        yield from (
+            kept.path(step) for step in kept.steps() if step != best and kept.path(step) != path
+        )
     if (run.path / "set-aside").is_dir():
         yield run.path / "set-aside"
 

@@ -110,9 +110,9 @@ class LoRAOptions(Options):
     )
     fused: Flag = option(
         True,
-        "On a CPU in fp32: compute each layer and its adapter as one, by the fastest matmul that "
-        "torch has for this CPU. false computes as PEFT and torch do, which differs in the last "
-        "bits and is slower.",
+        "On a CPU, in fp32 or under bf16's autocast: compute each layer and its adapter as one, by "
+        "the fastest matmul that torch has for this CPU. false computes as PEFT and torch do, "
+        "which differs in the last bits and is slower; it is so wherever runtime.shard is set.",
     )
     init_from: Text | None = option(
         None, "A LoRA file or folder to start from; null starts from no change."

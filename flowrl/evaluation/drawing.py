@@ -121,7 +121,7 @@ def draw_prompts(
             has them, and the first images of all prompts come from the same noise.
     """
     how = drawing.identity() | {"seed": seed, "prompts": _names(prompts)}
-    how |= {"own_noise": True} if own_noise else {}
+    how |= {"own_noise": True, "per_prompt": per_prompt} if own_noise else {}
     text = json.dumps(how, indent=2, sort_keys=True, default=str) + "\n"
     saved = folder / SETTINGS
     if saved.is_file() and saved.read_text("utf-8") != text:

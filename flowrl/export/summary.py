@@ -1,5 +1,6 @@
 """The end of a run: compare the trained model with the base, write gallery and model card."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from flowrl.backbones.policy import EMA
 from flowrl.build.backbone import FILE as TRAINING
 from flowrl.build.backbone import call_settings
 from flowrl.config import Config, config_yaml
-from flowrl.errors import phase
+from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
 from flowrl.export.model_card import Card, write_card
@@ -31,6 +32,7 @@ from flowrl.utils.images import to_pil
 from flowrl.utils.plots import draw_curves
 from flowrl.utils.templates import known
 
+LOG = logging.getLogger(__name__)
 NOT_REWARDS = ("reward/std_in_group", "reward/invalid", "reward/missing/", "reward/stand_in")
 TINY_LOADING = "from flowrl import pipeline_path"
 SWEEP_NOTE = "RLG 0 is the base, 1 the LoRA as trained; other strengths are a heuristic."
@@ -105,6 +107,22 @@ class TrainedRun:
 
 def _if_there(path: Path) -> Path | None:
     return path if path.is_file() else None
+
+
+def saved_comparisons(folder: Path, quality: str | None) -> list[EvaluationComparison]:
+    """Return the comparison with the base of a run that has ended, from its files.
+
+    quality: as in `Evaluation.measures`. Empty where nothing was evaluated, or a file is damaged.
+    """
+    paths = sorted((folder / "evaluations").glob("step-*.safetensors"))
+    if len(paths) < 2:
+        return []
+    try:
+        before, after = Evaluation.load(paths[0]), Evaluation.load(paths[-1])
+    except DamagedFile as error:
+        LOG.warning("%s: base and LoRA are not compared", error)
+        return []
+    return compare(before, after, quality) if before.key == after.key else []
 
 
 def finish_run(config: Config, learner: Learner, run: Run) -> list[EvaluationComparison]:

@@ -523,11 +523,15 @@ def _offloaded_bytes(entries: Sequence[RewardOptions]) -> int:
 
 
 def host_rewards_bytes(entries: Sequence[RewardOptions]) -> int:
-    """Return the same of rewards whose device is the CPU, in the machine's memory."""
+    """Return the same in a process's share of the machine's memory.
+
+    That is of rewards whose device is the CPU, and of those that wait there to be asked.
+    """
     here = [e for e in entries if e.args.get("device") == "cpu"]
     args = [{k: v for k, v in e.args.items() if k != "device"} for e in here]
     pairs = zip(here, args, strict=True)
-    return rewards_bytes([e.model_copy(update={"args": own}) for e, own in pairs])
+    computed = rewards_bytes([e.model_copy(update={"args": own}) for e, own in pairs])
+    return computed + _offloaded_bytes(entries)
 
 
 def reward_networks(entry: RewardOptions) -> Networks | None:

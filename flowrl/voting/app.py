@@ -94,7 +94,7 @@ def make_app(questions: Questions, *, token: str, hosts: Sequence[str]) -> "Fast
     _add_page(app)
     _add_questions(app, questions)
     _add_errors(app)
-    app.add_middleware(Guard, token=token, hosts=frozenset(hosts))
+    app.add_middleware(Guard, token=token, hosts=frozenset(hosts), program="flowrl vote")
     return app
 
 

@@ -32,16 +32,17 @@ class Candidates:
     files: tuple[str, ...]  # (N,) below the folder
     texts: tuple[str, ...]  # (N,) the prompts
     numbers: tuple[int, ...]  # (N,) of the prompts
-    features: Tensor  # (N, D) float32, of mean 0 and at most unit spread
+    features: Tensor  # (N, D) float32, of mean 0 and at most unit spread; D = 0: not looked at
 
 
-def read_candidates(folder: Path, autoencoder: Any) -> Candidates:
+def read_candidates(folder: Path, autoencoder: Any | None) -> Candidates:
     """Read a folder of images that says their prompts; compute features, or find them there.
 
     Args:
         folder: in GenEval's layout, or with metadata.jsonl (see `labelled_images`).
         autoencoder: encodes images (B, 3, H, W) in [0, 1] into latents (B, C, h, w); images of
-            other sizes are made as large as it says in `size`, (height, width).
+            other sizes are made as large as it says in `size`, (height, width). None looks at no
+            image.
 
     Raises UserError for a folder without prompts, and when no prompt has two images.
     """
@@ -57,7 +58,8 @@ def read_candidates(folder: Path, autoencoder: Any) -> Candidates:
     if len(order) == len(texts):
         raise UserError(f"no prompt of {folder} has two images, and votes compare two of a prompt")
     files = tuple(image.path.relative_to(folder).as_posix() for image in images)
-    features = _features(folder, files, autoencoder)
+    looked = autoencoder is not None
+    features = _features(folder, files, autoencoder) if looked else torch.zeros(len(files), 0)
     return Candidates(folder=folder, files=files, texts=texts, numbers=numbers, features=features)
 
 

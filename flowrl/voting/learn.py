@@ -1,7 +1,9 @@
 """From a recipe to candidates, and from votes to a LoRA."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from flowrl.backbones.loading import load_pipeline
 from flowrl.build.backbone import call_settings
 from flowrl.build.learner import ProvidedObjects, build_backbone, training_prompts
 from flowrl.config import Config, parse_config
-from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
+from flowrl.errors import UserError
+from flowrl.evaluation.drawing import SETTINGS, DrawingOptions, draw_prompts
 from flowrl.export.summary import TrainedRun
 from flowrl.prompts.records import PromptSampler
 from flowrl.utils.distributed import Runtime
@@ -25,7 +28,7 @@ SURE = 0.7  # probability from which an expected vote is learned from
 DPO = {  # held to the base: with few pairs DPO alone runs away from both images
     "kind": "dpo",
     "implicit_beta": 40.0,
-    "kl_coef": 0.1,
+    "kl_coef": 0.2,
     "noising": {"times": {"kind": "schedule", "fraction": 0.6}},
 }
 PAIRS, STORE, RUN = "pairs.jsonl", "store", "run"
@@ -85,23 +88,31 @@ def draw_candidates(
     )  # otherwise votes would be about four noises
 
 
-def candidates_of(config: Config, folder: Path) -> Candidates:
-    """Read a folder of images, with features of the recipe's autoencoder."""
-    return read_candidates(folder, encoder_of(config))
-
-
-def train_on_votes(config: Config, folder: Path) -> TrainedRun:
+def train_on_votes(config: Config, folder: Path, *, lora: str | None = None) -> TrainedRun:
     """Train a LoRA with DPO or KTO on the votes of a folder of candidates.
 
     And on votes that are expected: few votes say little of single images, and much of the taste.
-    Raises UserError when no vote decides anything.
+    After more votes the pairs are others, which get a store and a run of their own.
+
+    Args:
+        lora: that drew the candidates; training starts from it.
+
+    Raises UserError when no vote decides anything, and for candidates of a LoRA that is not named.
     """
+    drawn = folder / SETTINGS
+    if lora is None and drawn.is_file() and json.loads(drawn.read_text("utf-8")).get("lora"):
+        raise UserError(
+            f"The images in {folder} were drawn with a LoRA: name it with --lora, as before, so "
+            "that training starts from it."
+        )
     votes = Ballot(folder).votes
-    write_pairs(votes, folder, folder / PAIRS, "flowrl")
-    expected = expected_votes(candidates_of(config, folder), votes)
+    write_pairs(votes, folder, folder / PAIRS, "flowrl")  # refuses votes that decide nothing
+    expected = expected_votes(read_candidates(folder, encoder_of(config)), votes)
     write_pairs([*votes, *expected], folder, folder / PAIRS, "flowrl")
-    collect_pairs(config, folder / PAIRS, folder / STORE)
-    return align(training_config(config, folder))
+    digest = blake2b((folder / PAIRS).read_bytes(), digest_size=4).hexdigest()
+    store = folder / f"{STORE}-{digest}"
+    collect_pairs(config, folder / PAIRS, store)
+    return align(training_config(config, folder, store, lora))
 
 
 def expected_votes(candidates: Candidates, votes: Sequence[Vote]) -> list[Vote]:
@@ -129,10 +140,14 @@ def expected_votes(candidates: Candidates, votes: Sequence[Vote]) -> list[Vote]:
     return found
 
 
-def training_config(config: Config, folder: Path) -> Config:
+def training_config(config: Config, folder: Path, store: Path, lora: str | None) -> Config:
     """Return the recipe that learns from the votes of a folder.
 
     The recipe's own rewards become held-out ones, so that its card still shows what they say.
+
+    Args:
+        store: of the pairs.
+        lora: that training starts from; None for the recipe's own start.
     """
     data = config.model_dump(mode="json")
     if config.objective.kind not in ("dpo", "kto"):
@@ -140,9 +155,10 @@ def training_config(config: Config, folder: Path) -> Config:
     others = {r["name"]: r | {"held_out": True} for r in data["rewards"]}  # one of each name
     data["rewards"] = [{"name": "preference"}, *others.values()]
     data["rollout"] |= {
-        "store": {"path": str(folder / STORE)}, "group_size": 2, "tree": {"kind": "ode"},
+        "store": {"path": str(store)}, "group_size": 2, "tree": {"kind": "ode"},
         "explore": None,
     }  # fmt: skip
     data["prompts"] |= {"balance": None}
     data["run"] |= {"output_dir": str(folder / RUN)}
+    data["lora"] |= {} if lora is None else {"init_from": lora}
     return parse_config(data)

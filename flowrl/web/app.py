@@ -78,15 +78,19 @@ def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
     _add_images(app, folders)
     _add_acting(app, folders, jobs)
     _add_errors(app)
-    app.add_middleware(Guard, token=token, hosts=frozenset(hosts))
+    app.add_middleware(Guard, token=token, hosts=frozenset(hosts), program="flowrl ui")
     return app
 
 
 class Guard:
-    """Refuses requests of others before anything reads them, and adds HEADERS to every answer."""
+    """Refuses requests of others before anything reads them, and adds HEADERS to every answer.
 
-    def __init__(self, app: "ASGIApp", token: str, hosts: frozenset[str]):
+    program: the command that printed the page's address, for what is refused.
+    """
+
+    def __init__(self, app: "ASGIApp", token: str, hosts: frozenset[str], program: str):
         self.app, self.token, self.hosts = app, f"Bearer {token}".encode(), hosts
+        self.program = program
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         if scope["type"] == "lifespan":
@@ -109,11 +113,11 @@ class Guard:
         given = {name.decode("latin-1"): value for name, value in scope["headers"]}
         host = given.get("host", b"").decode("latin-1")
         if host_name(host) not in self.hosts:
-            return 421, "this page answers under the address that flowrl ui printed"
+            return 421, f"this page answers under the address that {self.program} printed"
         if not scope["path"].startswith("/api"):
             return None
         if not hmac.compare_digest(given.get("authorization", b""), self.token):
-            return 401, "this page asks for the token that flowrl ui printed"
+            return 401, f"this page asks for the token that {self.program} printed"
         if scope["method"] in ("GET", "HEAD"):
             return None
         origin = given.get("origin", b"").decode("latin-1")

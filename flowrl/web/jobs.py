@@ -181,11 +181,13 @@ class Jobs:
             name=name, kind=kind, title=title, words=words, log=path, recipe=recipe, changes=changes
         )
         with open(path, "wb") as log, self._lock:
-            # One GPU or CPU process, whatever launched the server; and in a session of its own, so
-            # that Ctrl-C of the server does not reach it.
+            # One GPU or CPU process, whatever launched the server; and in a session of its own (on
+            # Windows, which has none, in a group of its own), so that Ctrl-C of the server does not
+            # reach it.
             job.process = subprocess.Popen(
                 [sys.executable, "-m", "flowrl", *words], stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True, env=_environment(),
+                stderr=subprocess.STDOUT, env=_environment(), start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
             )  # fmt: skip
             self._jobs[job.name] = job
             for name in self._too_many():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,6 +31,68 @@ def onednn(request, monkeypatch):
     if request.param and not has_faster_matmul():
         pytest.skip("oneDNN is not the faster one here")
     monkeypatch.setattr(cpu_layers, "has_faster_matmul", lambda: request.param)
+
+
+class Options:
+    """torch's option; whoever sets it is interrupted right after, if asked for."""
+
+    def __init__(self, interrupted: bool = False):
+        self.found, self.interrupted = "none", interrupted
+
+    @property
+    def fp32_precision(self) -> str:
+        return self.found
+
+    @fp32_precision.setter
+    def fp32_precision(self, value: str) -> None:
+        self.found, again = value, self.interrupted
+        self.interrupted = False
+        if again:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("interrupted", [False, True], ids=["inside", "while it is set"])
+def test_an_error_leaves_the_option_of_matmuls_as_it_was(monkeypatch, interrupted):
+    options = Options(interrupted)
+    monkeypatch.setattr(cpu_layers, "_matmul_options", lambda: options)
+    with pytest.raises(KeyboardInterrupt), cpu_layers._onednn():
+        assert options.found == "bf16"
+        raise KeyboardInterrupt
+    assert options.found == "none"
+
+
+def test_threads_that_leave_in_another_order_leave_the_option_as_it_was(monkeypatch):
+    options = Options()
+    monkeypatch.setattr(cpu_layers, "_matmul_options", lambda: options)
+    first, second = cpu_layers._onednn(), cpu_layers._onednn()
+    with ThreadPoolExecutor(1) as other:
+        first.__enter__()
+        other.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert options.found == "bf16"  # the other thread is still at it
+        other.submit(second.__exit__, None, None, None).result()
+    assert options.found == "none"
+    options.found = "ieee"  # by the user, in between
+    with cpu_layers._onednn():
+        assert options.found == "bf16"
+    assert options.found == "ieee"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Tensor, "__matmul__"), (torch, "bmm"), (torch, "addmm"), (F, "linear")]
+)
+def test_any_product_that_is_rounded_to_bf16_counts_as_inexact(monkeypatch, owner, name):
+    monkeypatch.setattr(cpu_layers, "_matmul_options", Options)
+    assert cpu_layers._is_exact()
+    exact = getattr(owner, name)
+
+    def rounded(*args, **kwargs):
+        if args[0].dtype == torch.float32:
+            args = tuple(arg.bfloat16().float() for arg in args)
+        return exact(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, rounded)
+    assert not cpu_layers._is_exact()
 
 
 def layer(rank: int = 4, dtype: torch.dtype = torch.float32) -> Any:
@@ -125,6 +188,18 @@ def test_frozen_layers_pass_gradients_on(onednn):
         assert torch.allclose(ours, its, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_layer_without_lora_whose_part_is_trained_is_torchs(monkeypatch, part):
+    monkeypatch.setattr(cpu_layers, "has_faster_matmul", lambda: True)
+    network, x = nn.Sequential(nn.Linear(16, 24)).requires_grad_(False), torch.randn(5, 16)
+    getattr(network[0], part).requires_grad_(True)
+    expected = passes(network, x)
+    fuse_layers(network)
+    found = passes(network, x)
+    assert len(found) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def dropping(network: Any) -> None:
     network[0].lora_dropout[POLICY] = nn.Dropout(0.5)
 
@@ -138,11 +213,17 @@ def weights_of_their_own(network: Any) -> None:
     network[0].get_base_layer().weight.requires_grad_(True)
 
 
+def a_bias_of_their_own(network: Any) -> None:
+    network[0].get_base_layer().bias.requires_grad_(True)
+
+
 def half(network: Any) -> None:
     network.bfloat16()
 
 
-@pytest.mark.parametrize("change", [dropping, two_adapters, weights_of_their_own, half])
+@pytest.mark.parametrize(
+    "change", [dropping, two_adapters, weights_of_their_own, a_bias_of_their_own, half]
+)
 def test_what_is_not_that_simple_is_computed_by_peft(change):
     network = layer()
     change(network)

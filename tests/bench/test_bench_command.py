@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from flowrl.bench.certify import not_run_sentence
 from flowrl.bench.iteration import WORK, work_of
 from flowrl.cli import report_errors
 from flowrl.cli.bench import app
 
-PAGE = (Path(__file__).parents[2] / "docs" / "gpu-bench.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "gpu-bench.md").read_text(encoding="utf-8")
+GPU_FILES = ROOT / "gallery" / "gpu"
 TWO_STAGES: dict[str, Any] = {
     "two": 9.1, "q": 0.5, "measured": 1.13, "predicted": 1.154, "of_predicted": 1.13 / 1.154,
     "allowed": 1.1, "split": [{"part": "explore: sample", "seconds": 1.0}],
@@ -88,4 +91,9 @@ def test_the_commands_of_the_page_are_understood(run):
     for words in commands:
         code, _, err, asked = run(*shlex.split(words))
         assert code == 0 and not err and asked, words
-    assert commands and "None of these has been run on a GPU yet." in PAGE
+    assert commands
+
+
+def test_the_page_says_that_nothing_has_run_as_long_as_no_gpu_s_file_is_there(tmp_path):
+    nothing_ran = not_run_sentence(GPU_FILES) == not_run_sentence(tmp_path)
+    assert ("None of these has been run on a GPU yet." in PAGE) == nothing_ran

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from flowrl.bench import certify
 from flowrl.cli import main
 from flowrl.errors import UserError
+from flowrl.training.tracking import Report
 
 
 def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, monkeypatch):
@@ -41,6 +43,36 @@ def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, m
         certify.certify(tmp_path, only=["z"])
 
 
+def test_what_a_part_took_stands_beside_the_seconds_that_it_measured(tmp_path, monkeypatch):
+    ran = []
+    parts = {"a": lambda: ran.append("a") or {"seconds": 1234}}
+    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
+    row = json.loads(certify.certify(tmp_path).read_text())["parts"]["a"]
+    assert row["seconds"] == 1234 and row["part_seconds"] < 600
+    assert f"| a | {row['part_seconds']} |" in certify.write_page(tmp_path).read_text()
+    certify.certify(tmp_path)
+    assert ran == ["a"]
+
+
+def test_each_part_leaves_the_gpu_free_for_other_processes(tmp_path, monkeypatch):
+    did = []
+
+    def broken():
+        did.append("b")
+        raise ValueError
+
+    monkeypatch.setattr(
+        certify, "_parts", lambda _: {"a": lambda: did.append("a") or {}, "b": broken}
+    )
+    monkeypatch.setattr(certify, "machine", lambda: {"card": "X"})
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: did.append("free"))
+    for on_gpu, expected in ((False, ["a", "b"]), (True, ["a", "free", "b", "free"])):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
+        did.clear()
+        certify.certify(tmp_path / str(on_gpu))
+        assert did == expected
+
+
 def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     about = {"card": "A|<b>", "torch": "2", "flowrl": "1", "blocks": "all", "cards": 1}
     took = {"seconds": 3, "cpu_seconds": 2.5}
@@ -48,14 +80,17 @@ def test_the_page_shows_every_file_and_what_no_gpu_has_run(tmp_path):
     parts = {"compile": {"ratio": 0.75, **took}, "rewards": {"error": "x"},
              "kernels fp8": {"native": True, "rows": audited}}  # fmt: skip
     (tmp_path / "a.json").write_text(json.dumps({"machine": about, "parts": parts}))
-    cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"two stages": {"seconds": 1}}}
+    cpu = {"machine": {"card": "CPU", "cards": 0}, "parts": {"quickstart": {"seconds": 1}}}
     (tmp_path / "b.json").write_text(json.dumps(cpu))
     text = certify.write_page(tmp_path).read_text()
+    # Files of before `part_seconds`.
     assert "## A\\|&lt;b>" in text and "| compile | 3 | 2.5 | ratio 0.75 |" in text
     assert "| native True, fp8: rho 0.9, tau 0.8 |" in text
     missing = text.partition("## Not run on a GPU")[2]
     assert "- compile" not in missing
-    assert all(f"- {part}\n" in missing for part in ("rewards", "two stages", "quickstart"))
+    assert all(
+        f"- {part}\n" in missing for part in ("rewards", "two stages sd3.5-medium", "quickstart")
+    )
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(UserError, match="is no file of flowrl certify"):
         certify.write_page(tmp_path)
@@ -67,10 +102,23 @@ def test_the_sentence_about_what_is_missing_follows_the_files_of_gpus(tmp_path):
     about = {"card": "X", "cards": 1}
     for number, ran in enumerate((every[:2], every[2:])):  # two machines, half of it each
         assert every[2] in certify.not_run_sentence(tmp_path)
-        parts = {name: {"seconds": 1} for name in ran}
+        parts = {name: {"seconds": 1, "native": True, "processes": 2} for name in ran}
         text = json.dumps({"machine": about, "parts": parts})
         (tmp_path / f"{number}.json").write_text(text)
     assert certify.not_run_sentence(tmp_path).startswith("Every part")
+
+
+def test_emulated_kernels_and_a_process_alone_have_not_run_on_a_gpu():
+    about = {"card": "X", "cards": 1}
+
+    def missing(native, processes):
+        low_bits = {f"kernels {name}": {"native": native} for name in certify.LOW_BITS}
+        parts = low_bits | {"processes": {"processes": processes}}
+        return set(certify.not_run([{"machine": about, "parts": parts}]))
+
+    kernels = {"kernels fp8", "kernels nvfp4"}
+    assert missing(False, 2) - missing(True, 2) == kernels
+    assert missing(True, 1) - missing(True, 2) == {"processes"}
 
 
 def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys):
@@ -92,8 +140,35 @@ def test_a_part_that_fails_ends_the_command_with_1(tmp_path, monkeypatch, capsys
 def test_parts_of_recipes_are_those_of_their_checkpoints():
     every = certify._parts(())
     assert {f"iteration {name}" for name in certify.SIZES} <= every.keys()
-    some = [name for name in certify._parts(["flux.1-dev-nft-12gb"]) if "iteration" in name]
-    assert some == ["iteration flux.1-dev"]
+    assert "two stages sd3.5-medium" in every
+    some = set(certify._parts(["flux.1-dev-nft-12gb"])) & {
+        f"{part} {name}" for part in ("iteration", "two stages") for name in certify.SIZES
+    }
+    assert some == {"iteration flux.1-dev", "two stages flux.1-dev"}
+
+
+def test_a_recipe_of_another_checkpoint_is_refused_with_the_sizes(tmp_path):
+    with pytest.raises(UserError, match=f"quickstart's checkpoint .* {', '.join(certify.SIZES)}"):
+        certify.certify(tmp_path, recipes=["flux.1-dev-nft-12gb", "quickstart"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("lost", [None, "nan", "end"])
+def test_a_quickstart_whose_mean_rewards_are_not_all_finite_fails(monkeypatch, lost):
+    count = certify.ITERATIONS
+
+    def align(config):
+        with Report(config.run.output_dir, trackers=()) as report:
+            for step in range(1, count + 1 if lost != "end" else count):
+                nan = lost == "nan" and step == 2
+                report.log(step, {"reward/mean": float("nan") if nan else 0.5, "loss": 0.0})
+
+    monkeypatch.setattr("flowrl.api.align", align)
+    if lost is None:
+        assert certify._quickstart("quickstart")["rewards"] == [0.5] * count
+        return
+    with pytest.raises(RuntimeError, match="expected a finite mean reward from each of"):
+        certify._quickstart("quickstart")
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from flowrl.cli import main
+from flowrl.training.checkpoint import STATE
 from flowrl.training.ledger import Ledger
+from flowrl.utils.files import save_state
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -15,7 +18,7 @@ def run(capsys, *words: str) -> tuple[int, str, str]:
     return int(end.value.code or 0), out, err
 
 
-def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
+def write_run(folder, *, finished: bool, steps=(1, 2, 3), best: int = 3):
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("run: {iterations: 3}")
     ledger = Ledger(folder)
@@ -23,8 +26,7 @@ def write_run(folder, *, finished: bool, steps=(1, 2, 3)):
                  run_id=None)  # fmt: skip
     for step in steps:
         path = folder / "checkpoints" / f"step-{step:06d}"
-        path.mkdir(parents=True)
-        (path / "state.safetensors").write_bytes(bytes(1_000_000))
+        save_state(path / STATE, {"best": [0.5, best], "weights": torch.zeros(250_000)})
     (folder / "set-aside" / "old").mkdir(parents=True)
     (folder / "set-aside" / "old" / "state.safetensors").write_bytes(bytes(500_000))
     if finished:
@@ -50,6 +52,20 @@ def test_runs_are_listed_and_pruned_where_they_are_finished(tmp_path, capsys):
     assert (tmp_path / "half" / "set-aside").is_dir()
     assert "Nothing to remove" in run(capsys, "runs", str(tmp_path), "--prune")[1]
     assert run(capsys, "runs", str(tmp_path / "none"))[0] == 1
+
+
+def test_the_best_checkpoint_stays_with_the_newest(tmp_path, capsys):
+    write_run(tmp_path / "done", finished=True, best=2)
+    assert run(capsys, "runs", str(tmp_path), "--prune", "--yes")[0] == 0
+    assert names(tmp_path / "done") == ["step-000002", "step-000003"]
+
+
+def test_of_damaged_checkpoints_none_is_removed(tmp_path, capsys):
+    write_run(tmp_path / "done", finished=True, steps=(1, 2))
+    for path in (tmp_path / "done" / "checkpoints").glob(f"*/{STATE}"):
+        path.write_bytes(bytes(100))
+    assert run(capsys, "runs", str(tmp_path), "--prune", "--yes")[0] == 1
+    assert names(tmp_path / "done") == ["step-000001", "step-000002"]
 
 
 def test_scores_are_shown_by_their_names_before_and_after(tmp_path, capsys, monkeypatch):

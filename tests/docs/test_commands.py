@@ -42,7 +42,11 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "flowrl train quickstart --push_to_hub": "an account",
     "flowrl export runs/quickstart --format hub": "an account",
     "export HF_TOKEN": "an account",
-    "flowrl bench ": "a GPU; tests/bench runs the subjects",
+    "flowrl bench iteration --json": "CUDA: networks of real size",
+    "flowrl bench iteration --size flux.1-dev": "CUDA: a network of real size",
+    "flowrl bench iteration --size sd3.5-large": "CUDA: a network of real size",
+    "flowrl bench loop": "many minutes: five rounds, of a network of SD3.5-Medium's width, too",
+    "flowrl bench solrl --size": "CUDA: networks of real size, and precisions of new cards",
     "python -m venv judge": "vLLM",
     "judge/bin/vllm": "vLLM and a GPU",
     "torchrun": "several GPUs",
@@ -135,6 +139,8 @@ def words_of(command: str) -> list[str]:
         words = [word for word in words if word not in ("--gpus", "auto", "8")] if card else words
     elif words[0] in ("evaluate", "audit", "signal", "collect", "vote"):
         words += ["pipeline.device=cpu", "evaluation.num_images=6"]
+    elif words[:2] == ["bench", "solrl"]:
+        words += ["--repeats", "1", "--scale", "0.125"]
     return words
 
 
@@ -250,6 +256,14 @@ def listens(command: str) -> None:
     assert told and UNTIL.search(told[-1]), "".join(told)
 
 
+def alone(words: list[str]) -> None:
+    """Run a command in a process of its own: accelerate cannot change a process's precision."""
+    command = [sys.executable, "-m", "flowrl", *words]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, f"{words}\n{result.stdout}\n{result.stderr}"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", list(PAGES))
@@ -260,6 +274,9 @@ def test_commands_of_a_page_run_in_order(page, started, reader):
             continue
         if command.startswith(SERVERS) and "--train" not in command:
             listens(command)
+            continue
+        if command.startswith("flowrl bench"):
+            alone(words_of(command))
             continue
         if command == "flowrl vote quickstart-vote --train":
             vote_twice(reader / "votes")

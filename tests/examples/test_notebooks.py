@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -32,14 +33,29 @@ def test_a_notebook_has_no_outputs_and_is_python(path):
     assert len(NOTEBOOKS) == 2
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_without_flowrl_and_an_address_one_sentence_says_what_to_write(path, monkeypatch):
+    monkeypatch.delenv("FLOWRL_REPOSITORY", raising=False)
+    install = next(source for source in cells(path) if "REPOSITORY" in source)
+    assert "import flowrl" not in install
+    exec(install, {})  # here flowrl is installed
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="into REPOSITORY above, and run this cell again"):
+        exec(install, {})
+    exec(install.replace('REPOSITORY = ""', 'REPOSITORY = "https://example.com/flowrl"'), {})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
+def test_a_notebook_runs_from_top_to_bottom_and_once_more(path, tmp_path):
     (tmp_path / "program.py").write_text("\n\n".join(cells(path)))
     env = os.environ | {"PYTHONPATH": str(ROOT), "FLOWRL_REPOSITORY": ""}
-    result = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert "->" in result.stdout
+    told = []
+    for _ in range(2):  # the second time it finds its finished run
+        result = subprocess.run(
+            [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        told.append([line for line in result.stdout.splitlines() if "->" in line])
+    assert told[0] and told[0] == told[1]

@@ -4,7 +4,13 @@ import pytest
 
 from flowrl.cli.plan import _rewards_json, _show_rewards
 from flowrl.config import parse_config
-from flowrl.planning.plan import CLIP_H, _offloaded_bytes, count_work
+from flowrl.planning.plan import (
+    CLIP_H,
+    _offloaded_bytes,
+    _reward_memory,
+    count_work,
+    host_rewards_bytes,
+)
 from flowrl.planning.reward_work import reward_work, total_requests
 
 HERE = {"model": "m", "base_url": "http://127.0.0.1:1/v1"}
@@ -91,6 +97,24 @@ def test_a_network_that_another_reward_keeps_is_not_offloaded():
         for rewards in ([moved], [moved, stays])
     )
     assert (alone, both) == (4 * CLIP_H, 0)
+
+
+def test_the_machine_s_memory_holds_the_networks_that_wait_on_the_cpu():
+    offloaded = {"kind": "inline", "offload": True}
+    rewards = [
+        {"name": "pickscore", "executor": offloaded},
+        {"name": "pickscore", "label": "twin", "executor": offloaded},  # of the same network
+        {"name": "pickscore", "label": "there", "args": {"device": "cpu"}, "executor": offloaded},
+    ]
+    config = {"prompts": {"train": "p.txt"}, "evaluation": {"prompts": None}}
+    sizes = []
+    for count in (0, 1, 2, 3):
+        entries = parse_config(
+            config | {"rewards": rewards[:count] or [{"name": "brightness"}]}
+        ).rewards
+        sizes.append(host_rewards_bytes(entries))
+    assert sizes == [0, 4 * CLIP_H, 4 * CLIP_H, 8 * CLIP_H]
+    assert _reward_memory(entries)["host_reward_bytes"] == sizes[3]  # of each process
 
 
 def test_the_command_says_what_judges_cost(capsys):

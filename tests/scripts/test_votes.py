@@ -39,15 +39,20 @@ def test_the_page_has_the_table_of_the_data():
     data = (ROOT / "gallery" / "votes" / "votes.csv").read_text()
     rows = list(csv.DictReader(data.splitlines()))
     page = (ROOT / "docs" / "vote.md").read_text()
-    assert f"{votes.table(rows)}\n\n{votes.saved_clicks(rows)}" in page
+    whole = "\n\n".join((votes.table(rows), votes.kept_right(rows), votes.saved_clicks(rows)))
+    assert whole in page
     few = [{"rule": "left", "seed": str(s), "pairs": "informative", "clicks": "37",
             "win_rate": rate} for s, rate in enumerate(("0.8", "0.7"))]  # fmt: skip
     many = [row | {"pairs": "random", "clicks": "50", "win_rate": "0.6"} for row in few]
-    assert "win +0.150 +- 0.050 more" in votes.saved_clicks(few + many)
-    row = "| left | not measured | 0.60 (0.60 to 0.60, n = 2) | 0.75 (0.70 to 0.80, n = 2) |"
+    assert "37 informative clicks win +0.150 +- 0.050 (n = 2)" in votes.saved_clicks(few + many)
+    assert "not been measured" in votes.saved_clicks(few)
+    shares = [{"right_before": "0.4", "right_after": after} for after in ("0.3", "0.2")]
+    found = votes.kept_right([a | b for a, b in zip(few, shares, strict=True)])
+    assert "40% show their prompt, of the LoRAs' 25% (`left`: 25%)" in found
+    row = "| left | 0.60 (0.60 to 0.60, n = 2) | 0.75 (0.70 to 0.80, n = 2) | not measured |"
     assert row in votes.table(few + many)
 
 
 def test_any_pair_is_asked_by_default_as_no_saving_by_informative_ones_was_shown():
     assert inspect.signature(vote).parameters["pairs"].default == "random"
-    assert "no saving\n  by informative pairs is claimed" in (ROOT / "docs" / "vote.md").read_text()
+    assert "no saving by informative pairs is claimed" in (ROOT / "docs" / "vote.md").read_text()

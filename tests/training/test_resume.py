@@ -80,6 +80,16 @@ def test_a_rerun_of_a_finished_run_says_so_and_touches_nothing(copy, config_for,
     assert f"{copy} holds this recipe's finished run of 2 iterations" in caplog.text
 
 
+def test_a_rerun_of_a_finished_run_returns_what_it_measured(config_for, tmp_path):
+    evaluation = {"prompts": "tiny:geneval:test", "num_images": 4, "num_inference_steps": 2}
+    config = config_for(tmp_path / "run", evaluation=evaluation)
+    first = align(config).comparisons
+    assert first and align(config).comparisons == first
+    for path in (tmp_path / "run" / "evaluations").glob("*-000000.safetensors"):
+        path.write_bytes(b"damaged")
+    assert align(config).comparisons == []
+
+
 def test_a_rerun_of_an_unfinished_run_ends_as_one_that_nothing_happened_to(
     copy, finished, config_for
 ):

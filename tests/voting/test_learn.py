@@ -1,11 +1,14 @@
 """From votes to a LoRA, with a scripted voter."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from flowrl.config import load_config
+from flowrl.errors import UserError
 from flowrl.voting.ballot import Ballot, Vote
 from flowrl.voting.candidates import Candidates
 from flowrl.voting.learn import (
@@ -17,7 +20,7 @@ from flowrl.voting.learn import (
 
 
 def test_the_recipes_own_rewards_are_only_measured(tmp_path):
-    config = training_config(load_config("quickstart-sana"), tmp_path)
+    config = training_config(load_config("quickstart-sana"), tmp_path, tmp_path / "store", None)
     assert [r.name for r in config.rewards if not r.held_out] == ["preference"]
     assert {r.name for r in config.rewards if r.held_out} == {"geneval", "tiny_quality"}
     assert config.objective.kind == "dpo" and config.rollout.store is not None
@@ -26,10 +29,20 @@ def test_the_recipes_own_rewards_are_only_measured(tmp_path):
 def test_dpo_and_kto_are_kept_as_the_reader_sets_them(tmp_path):
     for kind, beta in (("dpo", 7.0), ("kto", 9.0)):
         own = [f"objective={{kind: {kind}, implicit_beta: {beta}}}"]
-        objective = training_config(load_config("quickstart-sana", own), tmp_path).objective
+        config = training_config(load_config("quickstart-sana", own), tmp_path, tmp_path, None)
+        objective = config.objective
         assert (objective.kind, objective.implicit_beta) == (kind, beta)
     recipe = load_config("quickstart-vote")
-    assert training_config(recipe, tmp_path).objective == recipe.objective
+    assert training_config(recipe, tmp_path, tmp_path, None).objective == recipe.objective
+
+
+def test_training_starts_from_the_lora_that_drew_the_images(tmp_path):
+    recipe = load_config("quickstart-vote")
+    config = training_config(recipe, tmp_path, tmp_path, "runs/mine")
+    assert config.lora.init_from == "runs/mine" and recipe.lora.init_from is None
+    (tmp_path / "drawn.json").write_text(json.dumps({"lora": "0123abcd"}))
+    with pytest.raises(UserError, match="drawn with a LoRA: name it with --lora"):
+        train_on_votes(recipe, tmp_path)
 
 
 def test_images_are_expected_to_be_liked_as_the_votes_say_and_only_where_these_are_clear(tmp_path):
@@ -77,3 +90,7 @@ def test_votes_become_a_lora_that_diffusers_loads(tmp_path):
     trained = train_on_votes(config, tmp_path)
     assert trained.lora is not None and trained.gallery is not None
     assert "geneval" in {row.name for row in trained.comparisons}
+    assert train_on_votes(config, tmp_path).folder == trained.folder  # of the same votes
+    ballot.undo()
+    again = train_on_votes(config, tmp_path)
+    assert again.folder.name == "run-2" and again.lora is not None

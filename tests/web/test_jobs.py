@@ -35,6 +35,7 @@ class Child:
 
     def __init__(self, command, **how):
         self.command, self.pid, self.ended, self.signals = command, 1, None, []
+        self.how = how
 
     def poll(self) -> int | None:
         return self.ended
@@ -148,6 +149,15 @@ def test_a_job_is_asked_to_stop_once_and_its_last_words_are_kept(jobs):
     assert job.process.signals == [signal.SIGTERM]
     job.log.write_bytes(b"a" * 50_000 + b"\n1/9\r2/9\r3/9\nlast \xff\n")
     assert job.says().endswith("\n3/9\nlast �\n") and len(job.says()) <= module.SHOWN
+
+
+@pytest.mark.parametrize("group", [None, 512], ids=["unix", "windows"])
+def test_ctrl_c_of_the_server_does_not_reach_what_it_started(jobs, monkeypatch, group):
+    monkeypatch.delattr(module.subprocess, "CREATE_NEW_PROCESS_GROUP", raising=False)
+    if group is not None:
+        monkeypatch.setattr(module.subprocess, "CREATE_NEW_PROCESS_GROUP", group, raising=False)
+    how = jobs.plan("quickstart", []).process.how
+    assert how["start_new_session"] is True and how["creationflags"] == (group or 0)
 
 
 def test_a_run_alone_starts_its_neighbours_beside_it(make_folder, monkeypatch):

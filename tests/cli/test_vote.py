@@ -1,0 +1,75 @@
+"""`flowrl vote`: what its first word may name."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from flowrl.cli import main
+from flowrl.cli.vote import _target
+from flowrl.errors import UserError
+
+
+def test_the_first_word_names_a_recipe_a_run_or_a_folder_of_images(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/mine", "images", "quickstart"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.yaml").touch()
+    words, images, lora = _target(["runs/mine", "optim.lr=1"], None, None)
+    assert (words, images, lora) == (["runs/mine/config.yaml", "optim.lr=1"], None, "runs/mine")
+    assert _target(["runs/mine"], None, "other")[2] == "other"
+    words, images, lora = _target(["images"], None, None)
+    assert (words, str(images), lora) == ([], "images", None)
+    for name in ("quickstart", "nosuch", "a=b"):  # a preset, though a folder has its name
+        assert _target([name], None, None) == ([name], None, None)
+
+
+def write_votes(folder):
+    samples = folder / "00000" / "samples"
+    samples.mkdir(parents=True)
+    (folder / "00000" / "metadata.jsonl").write_text(json.dumps({"prompt": "a star"}) + "\n")
+    for k in range(2):
+        Image.new("RGB", (8, 8), (k, k, k)).save(samples / f"{k:04d}.png")
+    names = [f"00000/samples/{k:04d}.png" for k in range(2)]
+    vote = {"prompt": "a star", "first": names[0], "second": names[1], "choice": "second"}
+    (folder / "votes.jsonl").write_text(json.dumps(vote) + "\n")
+
+
+def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_votes(tmp_path / "votes")
+
+    def run(*words):
+        with pytest.raises(SystemExit) as end:
+            main(["vote", *words])
+        return end.value.code or 0, capsys.readouterr()
+
+    code, shown = run("votes", "--export", "pairs.jsonl")
+    assert (
+        code == 0 and "1 pairs" in shown.out and "chosen" in (tmp_path / "pairs.jsonl").read_text()
+    )
+    code, shown = run("votes", "--train")
+    assert code == 1 and "No recipe given" in shown.err
+    code, shown = run("quickstart", "--images", "votes", "--train", "run.output_dir=runs/mine")
+    assert code == 1 and "-o is their folder" in shown.err
+
+
+def test_drawing_goes_on_with_as_many_images_of_a_prompt_alone(tmp_path):
+    """Each image has the next seed, so that others of a prompt would have noises of the next."""
+    from flowrl.evaluation.drawing import draw_prompts
+    from flowrl.prompts.records import PromptRecord
+
+    class Drawing:
+        def identity(self):
+            return {}
+
+        def image(self, prompt, seed, negative=None):
+            return Image.new("RGB", (8, 8), (seed, 0, 0))
+
+    prompts = [PromptRecord(text=text, uid=text) for text in ("a", "b")]
+    call = {"seed": 0, "own_noise": True}
+    draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=2, **call)
+    with pytest.raises(UserError, match="was drawn with another pipeline, LoRA, prompts or sett"):
+        draw_prompts(Drawing(), prompts, tmp_path / "votes", per_prompt=3, **call)
+    seeds = [Image.open(path).getpixel((0, 0))[0] for path in tmp_path.rglob("*.png")]
+    assert sorted(seeds) == [0, 1, 2, 3]
