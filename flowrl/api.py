@@ -6,7 +6,7 @@ useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipelin
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.backbones.cpu_layers import ordinary_layers_after
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
@@ -33,6 +32,7 @@ from flowrl.build.learner import (
     check_unseen,
     evaluation_prompts,
     fill_prompt_cache,
+    layers_given_back,
     prompts_of_iterations,
     training_prompts,
     with_pipeline_name,
@@ -72,7 +72,6 @@ from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pair
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
-from flowrl.quantization.linear import restore_linear_after
 from flowrl.sampling.rank_audit import audit_ranks
 from flowrl.sampling.rollout import RolloutGenerator, RolloutRequest, Timer
 from flowrl.sampling.source import Ahead, Sampler
@@ -168,7 +167,7 @@ def _train(
     pool = build_pool(config, runtime, given)
     with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
         learner = build_learner(config, runtime, given, texts, needed, pool)
-    with closing(learner.specs), _layers_given_back(learner), pool or nullcontext():
+    with closing(learner.specs), layers_given_back(learner), pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
@@ -392,7 +391,7 @@ def collect(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    given_back = _layers_given_back(learner)
+    given_back = layers_given_back(learner)
     with closing(learner.specs), given_back, steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
@@ -548,7 +547,7 @@ def audit(
         _changed(config, "rollout", explore=None), runtime, given, needed=needed
     )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    with closing(learner.specs), _layers_given_back(learner), bar or nullcontext():
+    with closing(learner.specs), layers_given_back(learner), bar or nullcontext():
         for one in resolved:
             preview_layers(_drawing(config, learner), one)  # refuses what cannot work
         with runtime.raise_on_all():
@@ -710,7 +709,7 @@ def signal(
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     needed = prompts_of_iterations(config, given, rollouts)
     learner = build_learner(config, _runtime(config), given, needed=needed)
-    with closing(learner.specs), _layers_given_back(learner):
+    with closing(learner.specs), layers_given_back(learner):
         with learner.runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         found = learner.measure_signal(rollouts)
@@ -766,14 +765,6 @@ def _runtime(config: Config) -> Runtime:
         peer_timeout=config.runtime.peer_timeout,
         answer_timeout=config.runtime.answer_timeout,
     )
-
-
-@contextmanager
-def _layers_given_back(learner: Learner) -> Iterator[None]:
-    """Run a block, and leave the layers as torch and PEFT have them: they are the caller's."""
-    network = learner.policy.network
-    with restore_linear_after(network), ordinary_layers_after(network):
-        yield
 
 
 def _changed(config: Config, section: str, **options: Any) -> Config:

@@ -431,22 +431,3 @@ def ordinary_layers(network: nn.Module) -> Iterator[None]:
     finally:
         for module, name, value in kept:
             module.__dict__[name] = value
-
-
-@contextmanager
-def ordinary_layers_after(network: nn.Module) -> Iterator[None]:
-    """Compute as torch, diffusers and PEFT do after the block: the pipeline is the caller's."""
-    try:
-        yield
-    finally:
-        restore_layers(network)
-
-
-@contextmanager
-def ordinary_layers_on_error(network: nn.Module) -> Iterator[None]:
-    """Compute as torch, diffusers and PEFT do after an error in the block."""
-    try:
-        yield
-    except BaseException:
-        restore_layers(network)
-        raise

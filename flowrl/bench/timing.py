@@ -1,6 +1,7 @@
 """Time and memory of jobs that take turns, and of the phases of one of them."""
 
 import copy
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.sampling.rollout import RolloutGenerator
+from flowrl.utils.imports import without_garbage_collection
 
 Seconds = dict[str, float]
 Moment = torch.cuda.Event | float
@@ -24,14 +26,21 @@ def in_turns(jobs: Mapping[str, Callable[[], Job]], repeats: int) -> dict[str, l
     """Return what each job returned in each round.
 
     Every round runs all jobs, there and back, so that a busy machine and one that becomes slower
-    disturb all alike; a first one warms up.
+    disturb all alike; a first one warms up. Python's garbage is collected between rounds alone.
     """
     rounds: dict[str, list[Job]] = {name: [] for name in jobs}
-    for number in range(repeats + 1):
-        for name in list(jobs)[:: -1 if number % 2 else 1]:
-            found = jobs[name]()
-            if number:
-                rounds[name].append(found)
+    gc.collect()
+    gc.freeze()  # what was there before is not looked through each time
+    try:
+        with without_garbage_collection():
+            for number in range(repeats + 1):
+                gc.collect()  # between rounds: within one it would fall on any job
+                for name in list(jobs)[:: -1 if number % 2 else 1]:
+                    found = jobs[name]()
+                    if number:
+                        rounds[name].append(found)
+    finally:
+        gc.unfreeze()
     return rounds
 
 

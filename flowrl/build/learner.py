@@ -2,14 +2,15 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.cpu_layers import ordinary_layers_on_error
+from flowrl.backbones.cpu_layers import restore_layers
 from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
@@ -37,6 +38,7 @@ from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
+from flowrl.quantization.linear import restore_linear
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Ahead, Sampler, Source
 from flowrl.sampling.workers import WorkerPool
@@ -92,21 +94,21 @@ def build_learner(
     needed = all_prompts_to_encode(config, given) if needed is None else needed
     stored = stored_prompts(config, specs)
     check_overlap([p for _, p in stored], held_out, allowed=config.prompts.allow_overlap)
-    pipeline = _pipeline_after_texts(
-        config, runtime, caches, [*needed, *stored], decoder_learns=needs.reward_grad
-    )
+    pipeline = _pipeline_after_texts(config, runtime, caches, [*needed, *stored], needs)
     backbone = build_backbone(p, pipeline, guidance=r.guidance_scale)
     set_precision(config, backbone, runtime)
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    with ordinary_layers_on_error(learning.transformer):
+    with ExitStack() as undo:  # an error leaves the caller's layers as they were
+        undo.callback(restore_layers, learning.transformer)
         policy = build_policy(config, learning, start, keep_old=needs.old is not None)
         parts = RolloutParts(
             config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
             needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
         )  # fmt: skip
         source = build_source(parts, prompts, caches)
+        undo.pop_all()
     return Learner(
         source=source,
         specs=specs,
@@ -127,15 +129,14 @@ def _pipeline_after_texts(
     runtime: Runtime,
     caches: TextCaches,
     texts: GuidedPrompts,
-    *,
-    decoder_learns: bool,
+    needs: Needs,
 ) -> Any:
     """Encode texts, unless their encoders are kept; return the pipeline, placed only then."""
     with phase("encode"):
         loaded = caches.encode_first(texts, runtime)
     return build_pipeline(
         config, runtime.device, caches.pipeline, loaded=loaded, runtime=runtime,
-        revision=caches.commit() if loaded else None, decoder_learns=decoder_learns,
+        revision=caches.commit() if loaded else None, decoder_learns=needs.reward_grad,
     )  # fmt: skip
 
 
@@ -160,6 +161,16 @@ def check_parts(
     if config.run.signal_every:
         check_signal(needs.states)
     check_evaluations(config, specs, prompts, held_out)
+
+
+@contextmanager
+def layers_given_back(learner: Learner) -> Iterator[None]:
+    """Run a block, and leave the layers as torch and PEFT have them: they are the caller's."""
+    try:
+        yield
+    finally:
+        restore_linear(learner.policy.network)
+        restore_layers(learner.policy.network)
 
 
 def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:

@@ -123,10 +123,14 @@ def report_errors(program: Callable[[], object], *, debug: bool) -> None:
     logging.getLogger("flowrl").setLevel(logging.INFO)
     try:
         with at_once():
+            # Flushed here, where a closed pipe can still be reported; not after an error, which is
+            # the one to report.
             try:
                 program()
-            finally:
-                sys.stdout.flush()  # here, where a closed pipe can still be reported
+            except SystemExit:
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()
     except (Exception, Interrupted) as error:
         if debug:
             raise

@@ -241,15 +241,6 @@ def restore_linear(network: nn.Module) -> None:
         network.set_submodule(name, layer.plain())
 
 
-@contextmanager
-def restore_linear_after(network: nn.Module) -> Iterator[None]:
-    """Run a block, and `restore_linear` however it ends."""
-    try:
-        yield
-    finally:
-        restore_linear(network)
-
-
 def same_precision_layers(network: nn.Module) -> Iterator[tuple[str, SamePrecisionLinear]]:
     """Yield packed layers by name, which includes PEFT's parts."""
     for name, module in network.named_modules():

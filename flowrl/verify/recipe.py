@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.cpu_layers import ordinary_layers_after
 from flowrl.build.backbone import build_backbone
 from flowrl.build.learner import (
     ProvidedObjects,
     build_learner,
+    layers_given_back,
     prompts_of_iterations,
     training_prompts,
 )
@@ -49,7 +49,7 @@ def verify_recipe(
         needed = prompts_of_iterations(small, given, 1)
         runtime = Runtime(device=small.pipeline.device)
         learner = build_learner(small, runtime, given, needed=needed)
-        with closing(learner.specs), ordinary_layers_after(learner.policy.network):
+        with closing(learner.specs), layers_given_back(learner):
             yield passed("recipe", f"{config.pipeline.path}, {config.objective.kind}")
             if "backbone" in parts:
                 yield from guarded("backbone", lambda: _backbone(small, learner))

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.cpu_layers import ordinary_layers_after
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.lora_formats import FILE
 from flowrl.build.learner import (
     ProvidedObjects,
     build_learner,
     build_run,
+    layers_given_back,
     prompts_of_iterations,
 )
 from flowrl.config import Config, load_config
@@ -93,7 +93,7 @@ def _replayed(
             torch.set_num_threads(config.run.threads)
         needed = prompts_of_iterations(config, given, first + 1, first)
         learner = build_learner(config, runtime, given, needed=needed)
-        with closing(learner.specs), ordinary_layers_after(learner.policy.network):
+        with closing(learner.specs), layers_given_back(learner):
             newest = load_state(Checkpoints(folder, keep=1).path(steps[-1]) / STATE)
             yield from _check_exported(learner, newest, folder)
             run = build_run(config, learner, None, state, resumed=True)

@@ -58,8 +58,9 @@ def read_candidates(folder: Path, autoencoder: Any | None) -> Candidates:
     if len(order) == len(texts):
         raise UserError(f"no prompt of {folder} has two images, and votes compare two of a prompt")
     files = tuple(image.path.relative_to(folder).as_posix() for image in images)
-    looked = autoencoder is not None
-    features = _features(folder, files, autoencoder) if looked else torch.zeros(len(files), 0)
+    features = torch.zeros(len(files), 0)
+    if autoencoder is not None:
+        features = _features(folder, files, autoencoder)
     return Candidates(folder=folder, files=files, texts=texts, numbers=numbers, features=features)
 
 

@@ -44,7 +44,12 @@ def test_the_first_failure_is_the_exit_code_and_ends_those_that_do_not_end(monke
 def test_a_signal_reaches_each_process_once(tmp_path):
     ready = [tmp_path / f"ready-{rank}" for rank in "01"]
     said = "open(r'{}/' + name + '-' + rank, 'a').write('x')"
-    got = "name = 'got'; " + said.format(tmp_path) + "; time.sleep(0.3); os._exit(3)"
+    # The first to end takes the others with it: each waits until both have written.
+    both = f"all(os.path.exists('{tmp_path}/got-' + r) for r in '01')"
+    wait_for_both = f"[time.sleep(0.01) for _ in iter(lambda: {both}, True)]"
+    got = "; ".join(
+        ("name = 'got'", said.format(tmp_path), wait_for_both, "time.sleep(0.3)", "os._exit(3)")
+    )
     wait = f"import signal; signal.signal(2, lambda *_: exec({got!r})); name = 'ready'; "
     text = f"exec({wait + said.format(tmp_path) + '; time.sleep(600)'!r})"
 

@@ -89,7 +89,7 @@ def test_votes_become_a_lora_that_diffusers_loads(tmp_path):
         ballot.cast(Vote(prompt=place.name, first=names[0], second=names[1], choice=choice))
     trained = train_on_votes(config, tmp_path)
     assert trained.lora is not None and trained.gallery is not None
-    assert "geneval" in {row.name for row in trained.comparisons}
+    assert "geneval_strict" in {row.name for row in trained.comparisons}
     assert train_on_votes(config, tmp_path).folder == trained.folder  # of the same votes
     ballot.undo()
     again = train_on_votes(config, tmp_path)
