@@ -51,11 +51,25 @@ class Image:
     scores: Mapping[str, float]
 
 
+def evaluation_file(folder: Path, step: int) -> Path:
+    return folder / "evaluations" / f"step-{step:06d}.safetensors"
+
+
 def lines_of(folder: Path, method: str, seed: int) -> list[Line]:
-    """Return the evaluations of a run, in order."""
+    """Return the evaluations of a run, in order.
+
+    That of the base is in no line of a run that was given it, see `borrow_base`.
+    """
     forwards = images = 0.0
     found = []
-    for row in read_metrics(folder):
+    rows = read_metrics(folder)
+    base = evaluation_file(folder, 0)
+    if base.is_file() and not any(row["step"] == 0 for row in rows):
+        means = {
+            f"eval/{n}": v.nanmean().item() for n, v in Evaluation.load(base).measures().items()
+        }
+        rows = [{"step": 0, **means}, *rows]
+    for row in rows:
         forwards += sum(row.get(name) or 0.0 for name in PASSES)
         # None is sampled where images are read from a data set.
         images += (row.get("tree/leaves") or 0.0) if row.get("tree/forwards") else 0.0
@@ -72,10 +86,9 @@ def lines_of(folder: Path, method: str, seed: int) -> list[Line]:
 
 def images_of(folder: Path, config: Config, method: str, seed: int, step: int) -> list[Image]:
     """Return the images of an evaluation, with the number of their request."""
-    path = folder / "evaluations" / f"step-{step:06d}.safetensors"
     measures = {
         name: values.tolist()
-        for name, values in Evaluation.load(path).measures().items()
+        for name, values in Evaluation.load(evaluation_file(folder, step)).measures().items()
         if not any(part in name for part in DERIVED)
     }
     e, held_out = config.evaluation, evaluation_prompts(config, ProvidedObjects())

@@ -15,6 +15,9 @@ from scipy import stats
 from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import split_prompts
+from flowrl.training.evaluate import Evaluation
+from flowrl.training.tracking import FILE as METRICS
+from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
 from scripts.compare import runs, statistics
 from scripts.compare.control import Random
@@ -23,6 +26,8 @@ from scripts.compare.data import (
     IMAGES,
     Image,
     Line,
+    evaluation_file,
+    lines_of,
     read_curves,
     read_images,
     write_curves,
@@ -259,6 +264,28 @@ def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatc
     jobs = [Fake(name=n, config=None, folder=tmp_path / n) for n in ("a", "b", "c")]
     assert runs.run_all(jobs, at_once=2) == ["c"]
     assert started == ["b", "c"] and "1 of 3 runs are finished" in capsys.readouterr().out
+
+
+def test_a_run_is_given_the_evaluated_base_of_another_with_the_same_options(tmp_path):
+    def job(name: str, *changes: str) -> runs.Job:
+        folder = tmp_path / name
+        config = PAGE.config(METHODS[0], 0, folder, "evaluation.num_images=4", *changes)
+        return runs.Job(name=name, config=config, folder=folder)
+
+    first, same = job("first"), job("same", "optim.lr=3e-4")
+    other = job("other", "evaluation.guidance_scale=2")
+    measured = Evaluation(
+        scores=torch.tensor([[0.25], [0.75]]), names=("judge",), images=torch.rand(1, 3, 4, 4),
+        prompts=("a",), draws=(0,), key="k", steps=2,
+    )  # fmt: skip
+    measured.save(evaluation_file(first.folder, 0))
+    for each in (same, other):
+        runs.borrow_base(each, [first, same, other])
+    assert not evaluation_file(other.folder, 0).exists()
+    write_text(same.folder / METRICS, '{"step": 3, "tree/forwards": 7, "eval/judge": 0.6}\n')
+    base, last = lines_of(same.folder, "a", 0)
+    assert (base.iteration, base.forwards, base.scores) == (0, 0, {"judge": 0.5})
+    assert (last.iteration, last.forwards, last.scores) == (3, 7, {"judge": 0.6})
 
 
 def test_the_control_knows_nothing_and_repeats():
