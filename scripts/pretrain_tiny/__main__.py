@@ -61,8 +61,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--compile", action="store_true", help="compile the transformer (needs a C++ compiler)"
+        "--compile", action="store_true", help="compile the transformers (needs a C++ compiler)"
     )
+    parser.add_argument("--bf16", action="store_true", help="velocities of the flow in bf16")
     return parser.parse_args()
 
 
@@ -127,6 +128,8 @@ def teacher_at(args: argparse.Namespace, stage: str) -> TinyModel | None:
     teacher = model_with_text(args, "sd3", args.teacher)
     teacher.transformer.load_state_dict(load_state(path)["ema"])
     teacher.transformer.to(args.device).eval().requires_grad_(False)
+    if args.compile:
+        teacher.transformer = torch.compile(teacher.transformer)
     return teacher
 
 
@@ -160,7 +163,7 @@ def main() -> None:
             stage, model, ema, learn[kind], texts,
             folder=args.work, batch=args.batch,
             teacher=teacher_at(args, "ceiling" if kind == "clean" else "base"),
-            network=torch.compile(network) if args.compile else None, track=track,
+            network=torch.compile(network) if args.compile else None, bf16=args.bf16, track=track,
         )  # fmt: skip
         if stage.begin_at:
             folder = args.output if stage.name == "base" else args.work / "ceiling"

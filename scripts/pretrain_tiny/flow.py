@@ -124,7 +124,7 @@ def sigmas(size: int, generator: torch.Generator) -> Tensor:
 def fit_flow(
     stage: Stage, model: TinyModel, ema: nn.Module, examples: Examples, texts: Texts,
     *, folder: Path, batch: int = 64, teacher: TinyModel | None = None, network: Any = None,
-    track: Track = plain_track,
+    bf16: bool = False, track: Track = plain_track,
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
@@ -134,10 +134,14 @@ def fit_flow(
     arXiv 2210.03142).
 
     network: the model's transformer, or a compiled copy of it for the short text length.
+    bf16: compute velocities in bf16 under autocast; weights and loss stay in fp32.
     """
     device = next(model.transformer.parameters()).device
     decays = stage.begin_at is not None
     taught = None if teacher is None else Texts(teacher, texts.names[1:], device)
+
+    def lower() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(stage.seed, step)
@@ -153,11 +157,13 @@ def fit_flow(
         x, target, guidance = (1 - s) * x0 + s * noise, noise - x0, None
         if teacher is not None and taught is not None:
             guidance = 1 + (GUIDANCE - 1) * torch.rand(size, generator=generator).to(device)
-            target = guided_velocity(teacher, taught, x, sigma, chosen, guidance)
+            with lower():
+                target = guided_velocity(teacher, taught, x, sigma, chosen, guidance).float()
         plain = network is None or length != model.short
-        v = model.velocity(
-            model.transformer if plain else network, x, sigma, texts(chosen, length), guidance
-        )
+        cond = texts(chosen, length)
+        with lower():
+            used = model.transformer if plain else network
+            v = model.velocity(used, x, sigma, cond, guidance)
         return F.mse_loss(v.float(), target)
 
     fit(
