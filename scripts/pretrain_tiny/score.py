@@ -27,7 +27,7 @@ from flowrl.utils.images import to_tensor
 
 PRESET = {"guidance_scale": 1.0, "max_sequence_length": 12}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "preset": PRESET | {"num_inference_steps": 6},
+    "preset": PRESET | {"num_inference_steps": 8},
     "28 steps": PRESET | {"num_inference_steps": 28},
     "plain": {},
 }
@@ -149,11 +149,11 @@ def card(name: str, kind: str, found: dict[str, Any]) -> str:
     """Return the text of a pipeline's card. found: as scores.json has it; kind: its class."""
     base, ceiling = found["base"], found.get("ceiling", {})
     columns = {
-        "6 steps": base["preset"]["judge"],
+        "8 steps": base["preset"]["judge"],
         "28 steps": base["28 steps"]["judge"],
         "plain": base.get("plain", {}).get("judge", {}),
-        "detector, 6 steps": base["preset"]["detector"],
-        "ceiling, 6 steps": ceiling.get("preset", {}).get("judge", {}),
+        "detector, 8 steps": base["preset"]["detector"],
+        "ceiling, 8 steps": ceiling.get("preset", {}).get("judge", {}),
         "ceiling, 28 steps": ceiling.get("28 steps", {}).get("judge", {}),
     }
     columns = {name: column for name, column in columns.items() if column}
