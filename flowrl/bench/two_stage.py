@@ -60,7 +60,7 @@ from flowrl.utils.distributed import Runtime
 ALLOWED = 1.10  # the measured ratio by the predicted one: what the cost model leaves out
 SECONDS = ("single", "two", "exact_step", "low_step", "peft_step", "finish")
 OTHER = "select and other"
-FINISHED = 4  # times that a batch is decoded and scored in a round: it is short, and spreads most
+FINISHED = 4  # times that a batch is sampled, decoded and scored in a round: finishing it is short
 
 # What the numbers of a row are called for people; those that `verdict` tells are not among them.
 LABELS = {
@@ -380,19 +380,20 @@ def _batch(
     part = request.take(torch.arange(min(generator.batch_size, len(request.prompt))))
     timeline, schedule = Timeline(generator.backbone.device), generator.schedule()
     backbone, cond = generator.backbone, generator.encode_prompts(part)
+    times, size = FINISHED if finish else 1, generator.batch_size
     with generator.network() as velocity:
-        timeline.enter("sample")  # with new weights in place
-        tree = sample_request(backbone, velocity, cond, part, plan, schedule, generator.batch_size)
-        if finish:
-            timeline.enter("finish")
-            for _ in range(FINISHED):
+        for _ in range(times):
+            timeline.enter("sample")  # with new weights in place
+            tree = sample_request(backbone, velocity, cond, part, plan, schedule, size)
+            if finish:
+                timeline.enter("finish")
                 scoring = Scoring(specs=generator.specs, phase="rollout")
                 images = decode(backbone, tree.leaves(), generator.decode_batch)
                 submit_images(scoring, images, part, len(tree.leaf))
                 scoring.result()
-        phases, rows = timeline.phases(), len(part.prompt)
+        phases, rows = timeline.phases(), times * len(part.prompt)
     found = {"step": phases["sample"].seconds / generator.num_inference_steps / rows}
-    return found | ({"finish": phases["finish"].seconds / FINISHED / rows} if finish else {})
+    return found | ({"finish": phases["finish"].seconds / rows} if finish else {})
 
 
 def _beside_weights(generator: RolloutGenerator, policy: Policy, adapter: str) -> RolloutGenerator:
