@@ -16,7 +16,8 @@ from flowrl.cli import app
 from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
 from flowrl.planning.duration import RATES
-from flowrl.training.tracking import read_metrics
+from scripts.compare.page import load_page
+from scripts.compare.report import Results, scores_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -40,21 +41,19 @@ def test_it_is_short_has_the_test_command_and_its_links_lead_somewhere():
     assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
 
 
-def test_the_results_are_those_of_the_runs_in_the_gallery():
-    """Base, aligned and iterations from each run's metrics; the interval from its card."""
+def test_the_results_are_recomputed_from_the_data_in_the_gallery():
+    page = load_page("quickstarts")
+    results = Results.read(page, ROOT / "gallery" / "quickstarts")
+    found = {row["method"]: row for row in scores_table(results)}
+    columns = (
+        "tiny_judge, 8 steps", "change over seeds, 8 steps",
+        "tiny_judge, 28 steps", "change over seeds, 28 steps",
+    )  # fmt: skip
     rows = re.findall(r"^\| `flowrl train ([\w-]+)` \| (.+) \|$", README, re.MULTILINE)
-    assert len(rows) == 3
+    assert rows
     for name, text in rows:
-        _, base, aligned, change, _, training = text.split(" | ")
-        lines = read_metrics(ROOT / "gallery" / name)
-        scores = [v for line in lines if (v := line.get("eval/geneval_strict")) is not None]
-        assert (base, aligned) == (f"{scores[0]:.3f}", f"{scores[-1]:.3f}"), name
-        moved, low, high = re.findall(r"[+-]?\d\.\d{3}", change)
-        assert float(moved) == pytest.approx(scores[-1] - scores[0], abs=1e-3)
-        assert training.startswith(f"{lines[-1]['step']} iterations")
-        card = (ROOT / "gallery" / name / "README.md").read_text(encoding="utf-8")
-        found = re.search(r"geneval\\_strict .*\| \+(.+) to \+(.+) \|", card)
-        assert found is not None and found.groups() == (low, high), name
+        assert tuple(text.split(" | ")) == tuple(found[name][column] for column in columns), name
+        assert len(results.lines[name]) == 5, name
 
 
 def test_every_command_of_the_readme_and_the_index_exists():
@@ -87,7 +86,7 @@ def test_the_python_of_the_readme_trains_and_its_lora_loads(tmp_path, monkeypatc
     assert any(torch.count_nonzero(tensor) for name, tensor in state.items() if "lora_B" in name)
     names: dict = {}
     exec(use.replace("runs/quickstart", "runs/red").replace(".images[0]", ".images"), names)
-    assert names["settings"]["num_inference_steps"] == 5
+    assert names["settings"]["num_inference_steps"] == 8
 
 
 def test_every_answer_of_the_architecture_page_is_where_it_says():
