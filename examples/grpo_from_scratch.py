@@ -43,13 +43,13 @@ from flowrl.trajectory import Conditioning
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Those of `flowrl train quickstart`; in brackets the option of a recipe."""
+    """Those of `flowrl train quickstart-grpo`; in brackets the option of a recipe."""
 
     seed: int = 0  # [run.seed]
     iterations: int = 170  # [run.iterations]
     prompts_per_iteration: int = 6  # [rollout.prompts_per_iteration]
     group_size: int = 16  # images of each prompt [rollout.group_size]
-    num_inference_steps: int = 5  # [rollout.num_inference_steps]
+    num_inference_steps: int = 8  # [rollout.num_inference_steps]
     noisy_steps: int = 2  # the first ones have noise and are learned from [rollout.tree.window]
     noise_level: float = 1.0  # [rollout.noise_level]
     clip_nats: float = (
@@ -61,22 +61,11 @@ class Settings:
     decode_batch: int = 16  # images that the autoencoder decodes at once [pipeline.decode_batch]
 
 
-# The text stream of SD3's joint attention: the tiny pipeline has to learn to follow its prompt.
 LORA = LoraConfig(
-    r=4,
-    lora_alpha=8,
+    r=16,
+    lora_alpha=32,
     init_lora_weights="gaussian",  # A is random and B is 0: the fresh LoRA changes nothing
-    target_modules=[
-        "context_embedder",
-        "norm1_context.linear",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-        "attn.to_v",
-    ],
+    target_modules=list(SD3.lora_targets),  # the joint attention, of images and of text
 )
 
 

@@ -21,7 +21,7 @@ from flowrl.export.model_card import Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
 from flowrl.sampling.two_stage import SelectRule
-from flowrl.tiny.defects import planted
+from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Evaluation, EvaluationComparison, Evaluator, compare
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowrl.tiny.defects import planted
+from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from flowrl.tiny.defects import with_defects
 from flowrl.tiny.draw import draw
-from flowrl.tiny.world import TAGS, Prompt, prompts_of, requests
+from flowrl.tiny.world import TAGS, Prompt, prompts_of, requests, with_defects
 from flowrl.utils.files import atomic_path
 
 SHARES = {  # how often each kind is drawn
@@ -25,7 +24,7 @@ def images(
     """Draw `count` images (count, 64, 64, 3) uint8 with their captions, cached in `folder`.
 
     Requests of all splits are drawn. With `defects` some images are wrong and keep their captions
-    (`flowrl/tiny/defects.py`).
+    (`flowrl/tiny/world.py`).
     """
     path = folder / f"images-{'defects' if defects else 'clean'}-{seed}-{count}.npz"
     if not path.exists():

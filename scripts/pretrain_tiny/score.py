@@ -20,8 +20,7 @@ from rich.progress import track
 
 from flowrl.backbones.loading import load_pipeline
 from flowrl.scoring.spec import load_reward
-from flowrl.tiny.defects import planted
-from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS, Prompt, split_prompts
+from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS, Prompt, planted, split_prompts
 from flowrl.utils.files import write_text
 from flowrl.utils.images import to_tensor
 

@@ -25,7 +25,7 @@ from flowrl.config import parse_config
 from flowrl.errors import UserError
 
 # SD3's last block has no way back to the text.
-LAYERS = {"sd3": 5 * 8 - 1, "flux": 2 * 12 + 6 * 3, "sana": 8 * 8}
+LAYERS = {"sd3": 5 * 8 - 1, "flux": 2 * 12 + 6 * 3, "sana": 5 * 8}
 PROMPTS = ["a red circle", "two stars"]
 
 

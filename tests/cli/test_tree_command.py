@@ -119,7 +119,7 @@ def test_every_preset_shows_itself_and_says_what_works(run):
             words.append("objective={kind: nft}")
         config = parse_config(merge(SMALLEST, parse_overrides(words)))
         assert f"{config.rollout.group_size} images from" in out
-        on_quickstart = load_config("quickstart", words)  # whose credit is not the default
+        on_quickstart = load_config("quickstart-grpo", words)  # whose credit is not the default
         assert on_quickstart.rollout.tree == config.rollout.tree
         if credit:
             assert on_quickstart.objective.credit.scale == config.objective.credit.scale

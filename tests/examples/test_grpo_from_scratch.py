@@ -28,7 +28,7 @@ def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
     settings = example.Settings(iterations=2, prompts_per_iteration=2, group_size=4)
     losses = example.main(settings, tmp_path / "scratch")
     config = flowrl.load_config(
-        "quickstart",
+        "quickstart-grpo",
         [
             "rollout.prompts_per_iteration=2", "rollout.group_size=4", "rollout.merge_lora=false",
             "lora.fused=false", "optim.micro_batch=8", "ema.decay=null", "evaluation.prompts=null",

@@ -200,7 +200,7 @@ def test_layer_rules_are_those_of_its_file(config, tmp_path):
     # So they are where candidates are drawn cheaply.
     rollout = {
         "tree": {"kind": "ode"},
-        "explore": {"candidates": 8, "num_inference_steps": 2} | LOW,
+        "explore": {"candidates": 8, "num_inference_steps": 2, "audit": {"on_miss": "warn"}} | LOW,
     }
     objective = {"kind": "nft", "noising": {"count": 1}}
     learner = build_learner(

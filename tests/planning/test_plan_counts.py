@@ -80,7 +80,7 @@ def test_work_is_counted_for_audits_moving_trees_guidance_and_shares():
     assert run.evaluations == 4 and run.evaluation == 1200 * 8
     # Trees that change are counted one by one.
     config = load_config(
-        "quickstart",
+        "quickstart-grpo",
         ["rollout.tree={kind: flow_grpo_fast, window: {kind: random, size: 2}}", "run.iterations=9"]
         + ["rollout.depth_pruning={start: 3, size: 1, until: 4}", "rollout.num_inference_steps=8"],
     )

@@ -6,9 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flowrl.tiny.defects import altered, with_defects
 from flowrl.tiny.draw import PALETTE, QUARTERS, SIZE, draw, layouts, places
-from flowrl.tiny.world import TAGS, TIERS, split_prompts
+from flowrl.tiny.world import TAGS, TIERS, altered, split_prompts, with_defects
 
 
 def drawn(prompt: dict, seed: int) -> np.ndarray:

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from flowrl_rewards.tiny_judge import QUARTERS, TinyJudge, meets
 
-from flowrl.tiny.defects import altered
 from flowrl.tiny.draw import draw
-from flowrl.tiny.world import TAGS, split_prompts
+from flowrl.tiny.world import TAGS, altered, split_prompts
 
 EACH = 24  # prompts of a kind
 
