@@ -14,8 +14,8 @@ from .tiny_palette import COLORS, PAPER
 # Of the softmax over squared distances, with channels in [0, 1]. The closest two, blue and
 # purple, lie 0.46 apart: each of them is 99% itself, and a mix of any two is drawn to both.
 TEMPERATURE = 0.05
-# Shares of the image. A drawn object covers 0.05 (a star beside another object) to 0.15 (a
-# circle alone): at 0.05 an object is 96% there, and at 0.35 a colour counts half.
+# Shares of the image. A drawn object covers 0.05 (a star) to 0.12 (a circle), a small one a third
+# of that: at 0.05 an object is 96% there, at 0.015 it is 63%, and at 0.35 a colour counts half.
 ENOUGH = 0.015
 TOO_MUCH = 0.35
 TRACE = 1e-3  # four pixels of 64 x 64: less colour than that is none
@@ -33,7 +33,7 @@ def named_colors(prompt: str) -> list[str]:
 
 
 class TinyColors:
-    """Are the named colours there, and no others? In [0, 1]; about 0.92 for drawn images.
+    """Are the named colours there, and no others? In [0, 1]; about 0.9 for drawn images.
 
     Every pixel is paper or one of six colours, softly: its shares sum to 1. The score is
 

@@ -7,6 +7,7 @@ Unigram for T5. Unknown words fall back to pieces or `<unk>`, so any prompt can 
 import json
 import re
 import string
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +43,16 @@ def _spell(words: list[str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
     return {token: i for i, token in enumerate(dict.fromkeys(tokens))}, merges
 
 
-def clip_tokenizer(folder: Path):
-    """A CLIPTokenizer (lower-case, 14 tokens) whose files are written to `folder`."""
+def clip_tokenizer(folder: Path, words: Iterable[str] | None = None):
+    """A CLIPTokenizer (lower-case, 14 tokens) whose files are written to `folder`.
+
+    words: each of which is one token; by default those of the world.
+    """
     from transformers import CLIPTokenizer
 
-    words = sorted(
-        {w.strip('"').lower() for text in corpus() for w in text.split()},
-        key=lambda w: (-len(w), w),
-    )
+    if words is None:
+        words = {w.strip('"').lower() for text in corpus() for w in text.split()}
+    words = sorted(words, key=lambda w: (-len(w), w))
     vocab, merges = _spell(words)
     folder.mkdir(parents=True, exist_ok=True)
     files = folder / "vocab.json", folder / "merges.txt"

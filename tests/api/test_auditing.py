@@ -23,7 +23,7 @@ def recipe(tiny_config, tmp_path_factory):
         rollout={"tree": {"kind": "ode"}, "explore": EXPLORE},
         objective={"kind": "nft"},
         rewards=[{"name": "brightness"}, {"name": "compressibility", "held_out": True}],
-        run={"output_dir": "runs/never"},
+        run={"output_dir": "runs/never", "seed": 1},
     )
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(config_yaml(config))

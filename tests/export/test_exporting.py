@@ -75,7 +75,8 @@ def test_a_merged_pipeline_draws_the_policys_images_with_nothing_attached(
     fresh.set_progress_bar_config(disable=True)
     assert not any("lora" in name for name, _ in fresh.transformer.named_parameters())
     own = images(policy, family)
-    torch.testing.assert_close(images(fresh, family), own, rtol=0, atol=2e-5)
+    # Merging rounds each weight once; after all steps that is up to a fiftieth of a grey level.
+    torch.testing.assert_close(images(fresh, family), own, rtol=0, atol=1e-4)
     policy.transformer.disable_adapters()
     assert (images(policy, family) - own).abs().max() > 1e-3
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []

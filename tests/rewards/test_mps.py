@@ -12,6 +12,14 @@ SIZE, WIDTH = 32, 128  # of the images, and of what the two towers have in commo
 # What the classes of the repository Kwai-Kolors/MPS compute with transformers 4.45.2 for PROMPTS,
 # `random_images(3)`, the condition "red star", a threshold of 0.6 (which leaves 13, 9 and 14 of 14
 # tokens) and the weights of `state()`.
+# Tokens are made of these words.
+WORDS = (
+    "a above and art bag bed below bird black blue box bus cake car cat circle circles cow cross "
+    "crosses cup dog drawing duck egg fish four fox frog gold green hat home ice jam key left leg "
+    "lion map moon net of owl pen photo picture pig purple red right ring rings sign square "
+    "squares star stars sun tea text the three toy tree triangle triangles two van web with word "
+    "yellow yes zoo"
+).split()
 THEIRS = (0.6283958554267883, -0.32302573323249817, 0.6835201382637024)
 
 
@@ -43,7 +51,7 @@ def base(tmp_path_factory):
     from scripts.pretrain_tiny.vocab import CLIP_TOKENS, clip_tokenizer
 
     folder = tmp_path_factory.mktemp("base")
-    words = len(clip_tokenizer(folder))
+    words = len(clip_tokenizer(folder, WORDS))
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
              "num_attention_heads": 4, "projection_dim": WIDTH, "hidden_act": "gelu"}  # fmt: skip
     CLIPConfig(

@@ -17,7 +17,7 @@ def reader():
 
 
 def test_drawn_words_are_read(reader):
-    prompts = all_prompts("ocr")[:40]  # every word of the vocabulary once
+    prompts = all_prompts("ocr")[::4][:40]  # 40 words, in one wording each
     rng = random.Random(3)
     images = np.stack([draw(prompt, rng) for prompt in prompts])
     made = OCR()

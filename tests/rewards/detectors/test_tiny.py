@@ -9,7 +9,7 @@ import pytest
 from flowrl_rewards.detectors.tiny import UNKNOWN, TinyDetector
 from flowrl_rewards.geneval import GenEval
 
-from flowrl.tiny.draw import RADII, draw
+from flowrl.tiny.draw import INK, RADII, draw
 from flowrl.tiny.world import GENEVAL_TAGS, all_prompts
 
 PER_KIND = 80
@@ -53,9 +53,14 @@ def _differs(drawn_for: dict, other: dict) -> bool:
     """Whether an image of the first prompt must fail the second."""
 
     def key(prompt: dict):
-        return sorted((e["class"], e["count"], e.get("color", "")) for e in prompt["include"])
+        return sorted((e["class"], e["count"]) for e in prompt["include"])
+
+    def colors(prompt: dict, where_open: str):
+        return sorted((e["class"], e.get("color", where_open)) for e in prompt["include"])
 
     if key(drawn_for) != key(other):
+        return True
+    if all("color" in e for e in other["include"]) and colors(drawn_for, INK) != colors(other, ""):
         return True
     sides = [p["include"][-1].get("position", [""])[0] for p in (drawn_for, other)]
     same_order = drawn_for["include"][0]["class"] == other["include"][0]["class"]
@@ -136,7 +141,7 @@ def test_touching_objects_are_told_apart_and_one_of_two_colours_has_neither(dete
 def test_soft_and_ringing_edges_do_not_matter(detector):
     for tag in ("two_object", "counting"):
         prompts, images = drawn(tag, PER_KIND, seed=2)
-        edge = RADII[max(RADII)] / 11.5  # pixels, in proportion to the smallest shapes
+        edge = min(RADII["small"]) / 11.5  # pixels, in proportion to the smallest shapes
         soft = np.stack([cv2.GaussianBlur(image, (0, 0), edge) for image in images])
         blurred = np.stack([cv2.GaussianBlur(image, (0, 0), 1.5) for image in images]).astype(int)
         ringing = np.clip(1.4 * images - 0.4 * blurred, 0, 255).astype(np.uint8)
