@@ -21,6 +21,7 @@ NAMED = COLORS | {
     "white": (255, 255, 255),
 }
 SUPERSAMPLING = 4
+QUARTER_RADIUS = 12.5 / 64  # of a shape that fills a quarter
 SPOTS = {  # centres on a unit square, in reading order, and the radius that fits
     1: ([(0.5, 0.5)], 14 / 64),
     2: ([(0.25, 0.5), (0.75, 0.5)], 12 / 64),
@@ -109,6 +110,18 @@ def shapes(objects: Sequence[tuple[str, str]], size: int = 64) -> Tensor:
     spots, radius = SPOTS[len(objects)]
     for (shape, color), spot in zip(objects, spots, strict=True):
         _shape(pen, size, shape, spot, radius, _level(color))
+    return _tensor(canvas, size)
+
+
+def quarters(objects: Sequence[tuple[str, str] | None], size: int = 64) -> Tensor:
+    """What stands in the four quarters of an image of the tiny world, in reading order.
+
+    objects: (shape, colour) each, None for an empty quarter.
+    """
+    canvas, pen = _canvas(size)
+    for found, spot in zip(objects, SPOTS[4][0], strict=True):
+        if found is not None:
+            _shape(pen, size, found[0], spot, QUARTER_RADIUS, _level(found[1]))
     return _tensor(canvas, size)
 
 

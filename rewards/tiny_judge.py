@@ -107,6 +107,22 @@ class TinyJudge:
             ]
         )
 
+    def fixtures(self) -> list[dict]:
+        """Quarters with shapes in their right order."""
+        from .fixtures import fixture, quarters
+
+        red, ring = ("circle", "red"), ("ring", "blue")
+        wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
+        beside = {"include": [{"class": "ring", "count": 1}, {"class": "circle", "count": 1}]}
+        beside["include"][1]["position"] = ["left of", 0]
+        right, mirrored = quarters([red, ring, None, None]), quarters([ring, red, None, None])
+        alone, other = quarters([None, red, None, None]), quarters([None, ring, None, None])
+        return [
+            fixture("what is asked for scores above another", alone, other, "a red circle", wanted),
+            fixture("nothing else may be there", alone, right, "a red circle", wanted),
+            fixture("sides count", right, mirrored, "a circle left of a ring", beside),
+        ]
+
     def read(self, images: Tensor) -> list[tuple[list[Any], list[Any]]]:
         """Return what stands in the quarters and in the columns of each image."""
         if self._network is None:

@@ -98,6 +98,16 @@ class TinyProxy:
         scores = network(images.float(), torch.stack(wanted).to(images.device)).sigmoid()
         return scores.masked_fill(~torch.tensor(applies, device=scores.device), torch.nan)
 
+    def fixtures(self) -> list[dict]:
+        """A shape that the proxy knows, and another colour."""
+        from .fixtures import fixture, quarters
+
+        wanted = {"include": [{"class": "circle", "count": 1, "color": "red"}]}
+        right, wrong = (quarters([("circle", c), None, None, None]) for c in ("red", "blue"))
+        return [
+            fixture("the right colour scores above another", right, wrong, "a red circle", wanted)
+        ]
+
 
 def load_network(path: Path = WEIGHTS) -> ProxyNetwork:
     from safetensors.torch import load_file

@@ -157,7 +157,7 @@ def test_drawn_images_score_high_and_those_of_other_colours_low():
         metadata: list[dict] = [{}] * len(prompts)
         right = TinyColors()(images, prompts, metadata)
         small = torch.tensor(["small" in prompt for prompt in prompts])
-        assert right[~small].mean() > 0.88 and right[~small].min() > 0.8
+        assert right[~small].mean() > 0.88 and right[~small].min() > 0.75
         assert small.sum() == 0 or right[small].min() > 0.5  # a third of the pixels
         others = prompts[1:] + prompts[:1]
         disjoint = [

@@ -106,7 +106,7 @@ def test_a_file_keeps_its_entries_and_a_damaged_one_is_named(mine, tmp_path):
 def test_every_reward_without_weights_has_a_shipped_value_that_holds_here():
     assert set(SHIPPED) == {
         "brightness", "compressibility", "diversity", "geneval", "incompressibility", "ocr",
-        "similarity", "tiny_colors", "tiny_quality",
+        "similarity", "tiny_colors", "tiny_judge", "tiny_proxy", "tiny_quality",
     }  # fmt: skip
     for name, entry in SHIPPED.items():
         made_with = entry["made_with"]
