@@ -45,7 +45,7 @@ def _entries(value: Any) -> list[Mapping[str, Any]]:
     return [e for e in entries if isinstance(e, Mapping) and "class" in e]
 
 
-def _object(entry: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _object(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return name, count, color and, of the tiny world, size and place."""
     name, *others = (
         str(entry.get(key) or "").casefold() for key in ("class", "color", "size", "place")
