@@ -4,6 +4,10 @@ Ghosh et al. 2023 (arXiv 2310.11513) define the six kinds of prompt and the offi
 Flow-GRPO (arXiv 2505.05470) trains on a partial score and logs a strict one. A prompt lists
 what it wants in `include`: {"class", "count", optional "color", optional "position": [relation,
 index of an earlier entry]}, and for counting what it forbids in `exclude`: {"class", "count"}.
+
+An entry of the tiny world may also ask for a "size" and a "place" (a quarter of the image). They
+count in the partial and the strict score, by a detector that tells them; the official verdict does
+not know them.
 """
 
 import math
@@ -34,6 +38,8 @@ class Detection:
     score: float
     name: str
     color: str | None = None
+    size: str | None = None  # None when the detector does not tell sizes, as with places
+    place: str | None = None
     mask: Any = field(default=None, compare=False, repr=False)
 
 
@@ -71,11 +77,12 @@ def unknown_tag(tag: Any) -> str:
 def _check_entry(entry: Any, place: str, before: int) -> None:
     """Raises ValueError for what is no object with a number; `before`: how many precede it."""
     known = entry if isinstance(entry, dict) else {}
-    count, color = known.get("count"), known.get("color")
+    count = known.get("count")
     if not isinstance(known.get("class"), str) or type(count) is not int or count < 1:
         raise ValueError(f"{place} is {entry!r}: it must name a class and a count of at least 1")
-    if not isinstance(color, str | None):
-        raise ValueError(f"{place} has the color {color!r}, expected the name of one")
+    for key in ("color", "size", "place"):
+        if not isinstance(known.get(key), str | None):
+            raise ValueError(f"{place} has the {key} {known[key]!r}, expected the name of one")
     position = known.get("position")
     if position is None:
         return
@@ -126,8 +133,9 @@ def _related(found: list[Detection], others: list[Detection], relation: str) -> 
     return all(relation in relations(a.box, b.box) for a in found for b in others)
 
 
-def _colored(found: Sequence[Detection], entry: dict) -> int:
-    return sum(d.color == entry["color"] for d in found)
+def _having(found: Sequence[Detection], entry: dict, key: str) -> int:
+    """How many have the entry's "color", "size" or "place"."""
+    return sum(getattr(d, key) == entry[key] for d in found)
 
 
 def official(objects: Objects, include: Sequence[dict], exclude: Sequence[dict]) -> float:
@@ -147,7 +155,7 @@ def official_reasons(
         own: list[str] = []
         if len(found) < count:
             own.append(f"expected {name}>={count}, found {len(found)}")
-        elif asks(entry, "color") and _colored(found, entry) < count:
+        elif asks(entry, "color") and _having(found, entry, "color") < count:
             own.append(_wrong_color(found, entry))
         elif asks(entry, "position"):
             own += _misplaced(found, name, entry["position"], matched)
@@ -191,7 +199,7 @@ def _misplaced(
 
 
 def terms(objects: Objects, include: Sequence[dict], *, published: bool = False) -> list[float]:
-    """Flow-GRPO's partial terms: one for each count, colour and relation, each in [0, 1].
+    """Flow-GRPO's partial terms, each in [0, 1]: one for each count, colour, size, place, relation.
 
     `published` keeps two quirks of the code behind the paper: count terms fall below 0 when far
     too many objects are found, and a failed relation is followed by a 1, so that right counts
@@ -205,8 +213,9 @@ def terms(objects: Objects, include: Sequence[dict], *, published: bool = False)
         right = len(found) == count
         count_term = 1 - abs(len(found) - count) / count
         own = [count_term if published else max(0.0, count_term)]
-        if asks(entry, "color"):
-            own.append(_colored(found, entry) / count if right else 0.0)
+        for key in ("color", "size", "place"):
+            if asks(entry, key):
+                own.append(_having(found, entry, key) / count if right else 0.0)
         good = own == [1.0] * len(own)
         if asks(entry, "position") and not (published and not good and asks(entry, "color")):
             relation, index = entry["position"]

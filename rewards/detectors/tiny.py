@@ -8,6 +8,8 @@ policy trained against this detector earns nothing with blobs. Regions of touchi
 cut by colour first, at their necks second.
 """
 
+from dataclasses import replace
+
 import cv2
 import numpy as np
 
@@ -31,6 +33,7 @@ MATCH = {
 }
 MARGIN = 0.05  # by which the best shape must beat the second
 COLOR_DISTANCE = 75  # RGB distance beyond which a pixel has none of the colours
+SMALL = 0.3  # share of the image's side below which an object is small
 COLOR_SHARE = 0.75  # of an object's core pixels that must agree on the colour
 
 _NAMES = tuple(COLORS)
@@ -71,7 +74,7 @@ class TinyDetector:
                     found += parts
                     continue
             found.append(whole)
-        return found
+        return [_with_size_and_place(one, *mask.shape) for one in found]
 
     def _judge(self, patch: Patch) -> Detection:
         """What one region is."""
@@ -97,6 +100,15 @@ class TinyDetector:
         second = max(o for o, n in zip(overlap, self._names, strict=True) if n != self._names[best])
         name, score = self._names[best], float(overlap[best])
         return (name if score > MATCH[name] and score - second > MARGIN else UNKNOWN), score
+
+
+def _with_size_and_place(found: Detection, height: int, width: int) -> Detection:
+    """Name the size of an object, "small" or "large", and the quarter that its middle lies in."""
+    left, top, right, bottom = found.box
+    small = max((right - left) / width, (bottom - top) / height) < SMALL
+    row = "top" if top + bottom < height else "bottom"
+    column = "left" if left + right < width else "right"
+    return replace(found, size="small" if small else "large", place=f"{row} {column}")
 
 
 def _nearest_color(pixels: np.ndarray) -> np.ndarray:
