@@ -27,7 +27,7 @@ from .prompt_fixtures import cat_or_nothing, tiny_world
 
 MODES = ("partial", "strict", "official")
 # Of detectors whose numbers have changed: scores under another version do not compare.
-VERSIONS = {"mask2former": "mask2former-2"}
+VERSIONS = {"mask2former": "mask2former-2", "tiny": "tiny-2"}
 NO_TAG = -10.0  # what the published reward server answers for a prompt without a known tag
 
 

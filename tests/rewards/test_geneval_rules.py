@@ -1,5 +1,7 @@
 """The rules, with scripted boxes: no image, no detector."""
 
+from dataclasses import replace
+
 import pytest
 from flowrl_rewards.geneval_rules import (
     MAX_PER_CLASS,
@@ -80,6 +82,23 @@ def test_every_kind_is_judged_as_defined_in_every_mode():
         assert official(objects, include, exclude) == by_official, case
         assert strict(objects, include) == by_strict, case
         assert partial(objects, include) == pytest.approx(by_partial), case
+
+
+def test_size_and_place_count_where_they_are_asked_and_told():
+    small = replace(CAT, size="small", place="top left")
+    large = replace(CAT, size="large", place="top left")
+    for found, include, expected in (
+        (small, [one("cat", size="small")], 1),
+        (large, [one("cat", size="small")], 1 / 2),
+        (large, [one("cat", place="top left")], 1),
+        (large, [one("cat", place="top right", size="small")], 1 / 3),
+        (large, ONE_CAT, 1),
+        (CAT, [one("cat", size="small")], 1 / 2),  # a detector that tells no sizes
+    ):
+        objects = by_class([found], 0.3)
+        assert partial(objects, include) == pytest.approx(expected), include
+        assert strict(objects, include) == (expected == 1)
+        assert official(objects, include, []) == 1  # the published verdict knows neither
 
 
 def test_official_looks_at_the_most_confident_object_alone():
@@ -185,6 +204,8 @@ def test_a_prompt_that_could_never_be_met_is_refused_with_what_is_wrong():
         ("colors", ONE_CAT, "no color"),
         ("color_attr", PAIR, "no color"),
         ("colors", [one("cat", color=["red"])], "color"),
+        ("single_object", [one("cat", size=7)], "size"),
+        ("single_object", [one("cat", place=["top left"])], "place"),
     ):
         with pytest.raises(ValueError, match=says):
             check({"tag": tag, "include": include})

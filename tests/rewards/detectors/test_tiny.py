@@ -68,6 +68,21 @@ def _differs(drawn_for: dict, other: dict) -> bool:
     return sides[0] != "" and sides[1] != (sides[0] if same_order else opposite[sides[0]])
 
 
+def test_sizes_and_places_are_told_and_judged(detector):
+    for tag in GENEVAL_TAGS:
+        prompts, images = drawn(tag, PER_KIND, seed=5)
+        for prompt, found in zip(prompts, detector(images), strict=True):
+            sizes = {e["class"]: e.get("size", "large") for e in prompt["include"]}
+            assert all(one.size == sizes[one.name] for one in found), prompt["prompt"]
+    prompts = [p for p in prompts_of("single_object") if "size" in p["include"][0]][:20]
+    unsized = [{"class": p["include"][0]["class"], "count": 1} for p in prompts]
+    rng = random.Random(7)
+    large = np.stack(
+        [draw(p | {"include": [e]}, rng) for p, e in zip(prompts, unsized, strict=True)]
+    )
+    assert np.mean(strict_scores(detector, large, prompts)) == 0
+
+
 def test_every_prompt_fails_on_an_empty_image_and_on_noise(detector):
     blank = np.full((1, 64, 64, 3), 240, np.uint8)
     noise = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 3)).astype(np.uint8)
