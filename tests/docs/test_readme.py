@@ -10,6 +10,7 @@ import pytest
 import torch
 import typer
 
+from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.lora_files import read_lora
 from flowrl.bench.certify import not_run_sentence
 from flowrl.cli import app
@@ -54,6 +55,15 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
     for name, text in rows:
         assert tuple(text.split(" | ")) == tuple(found[name][column] for column in columns), name
         assert len(results.lines[name]) == 5, name
+
+
+def test_the_ceilings_are_those_that_were_scored():
+    for name, said in (("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-sana", "{} (SANA)")):
+        scores = json.loads((Path(pipeline_path(name)) / "scores.json").read_text())["ceiling"]
+        each = [scores[at]["judge"]["GenEval, mean"] for at in ("preset", "28 steps")]
+        assert said.format(" and ".join(f"{score:.2f}" for score in each)) in " ".join(
+            README.split()
+        )
 
 
 def test_every_command_of_the_readme_and_the_index_exists():
