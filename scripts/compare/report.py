@@ -135,13 +135,18 @@ def scores_table(results: Results) -> list[dict[str, str]]:
 
 
 def differences_table(results: Results) -> list[dict[str, str]]:
-    """A row a method: how far it lies above the baseline at equal cost, and when it passes it."""
+    """A row a method: how far it lies above the baseline at equal cost, and when it passes it.
+
+    Methods that begin at another base, as on another pipeline, are not compared.
+    """
     page, rows = results.page, []
     own = results.lines.get(page.baseline)
     if own is None:
         return []
     level = statistics.over_seeds(results.last(page.baseline, page.score)).mean
     for method, runs in results.lines.items():
+        if results.base(method, page.score) != results.base(page.baseline, page.score):
+            continue
         row = {"method": method}
         both = sorted(set(runs) & set(own))
         for name, cost in costs(results).items():
@@ -251,8 +256,9 @@ def chart(results: Results, measure: str, cost: Callable[[Line], float], x_label
         band = [(e.low, e.high) for e in each] if len(curves) > 1 else None
         style = {"linestyle": "--"} if i >= len(theme.lines) else {}
         plot_line(axes, points, theme.lines[i % len(theme.lines)], band, label=method, **style)
-    level = statistics.over_seeds(results.last(page.baseline, measure)).mean
-    axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
+    if page.baseline in results.lines:
+        level = statistics.over_seeds(results.last(page.baseline, measure)).mean
+        axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
     figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
     return png_bytes(figure)
 
@@ -285,7 +291,7 @@ def text_of(results: Results, data: Path) -> str:
     ]
     parts[-1] += " renders this page from the data beside it."
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
-    if table := differences_table(results):
+    if len(table := differences_table(results)) > 1:
         parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
     if page.judge:
         parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
