@@ -221,7 +221,7 @@ def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
         "chains, seed 1",
         "tree, seed 1",
     ]
-    assert [job.config.optim.lr for job in jobs[:2]] == [8e-4, 2e-4]
+    assert [job.config.optim.lr for job in jobs[:2]] == [1.6e-3, 2e-4]
     found = [
         (choice, job.config.evaluation.prompts) for _, choice, job in runs.tuning_jobs(page, data)
     ]
