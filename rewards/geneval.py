@@ -119,6 +119,12 @@ class GenEval:
                     f"the detector {self.detector!r} does not know {entry['class']!r}, only "
                     f"{', '.join(known)}: {self.advice([metadata])}"
                 )
+            for key in ("size", "place"):
+                if rules.asks(entry, key) and key not in getattr(find, "tells", ()):
+                    raise ValueError(
+                        f"the detector {self.detector!r} tells no {key}, and include asks for "
+                        f"{entry[key]!r}: keep such prompts to the tiny world's detector"
+                    )
             asked = entry.get("color")
             if colors is not None and asked is not None and asked not in colors:
                 raise ValueError(

@@ -231,7 +231,7 @@ def terms(objects: Objects, include: Sequence[dict], *, published: bool = False)
 
 
 def strict(objects: Objects, include: Sequence[dict]) -> float:
-    """0 or 1: every count exact, every colour and relation right (all partial terms are 1)."""
+    """0 or 1: every count exact, colour, size, place and relation right (all terms are 1)."""
     return float(all(t == 1.0 for t in terms(objects, include)))
 
 

@@ -16,8 +16,8 @@ INKS = tuple(COLORS.values())
 OVERSHOOT = 0.2  # drawn edges ring: their pixels lie up to this far beyond paper and ink
 SOLID = 0.75  # ink of a pixel that belongs to an object
 # For each flaw: what 95% of drawn images stay below, and how much more halves its part. `flaws`
-# on 1050 drawn images (150 of each kind) gives the first; the second puts the built-in
-# pipeline tiny-sd3, before training, in the middle of the scale.
+# on 1050 drawn images (150 of each kind) gives the first; the second put the tiny-sd3
+# of an earlier version, before training, in the middle of the scale.
 LIMITS = ((0.32, 2.0), (0.03, 0.05), (0.3, 3.0))
 LEAST, MOST = 0.02, 0.54  # ink of those images: all lie between, as a share of their pixels
 EXCESS = 0.1  # of ink beyond MOST that divides the score by e

@@ -1,6 +1,6 @@
 """Measure how far flowrl's latents are from those of the pipeline's own call, from the same noise.
 
-python -m scripts.deployed_difference tiny-sana --steps 5
+python -m scripts.deployed_difference tiny-sana --steps 8
 """
 
 import argparse
@@ -49,7 +49,7 @@ def differences(path: str, dtype: str, steps: int, prompts: str, images: int) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pipelines", nargs="+", help="names or folders of diffusers pipelines")
-    parser.add_argument("--steps", type=int, nargs="+", default=[5])
+    parser.add_argument("--steps", type=int, nargs="+", default=[8])
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--prompts", default="tiny:geneval:test")
     parser.add_argument("--images", type=int, default=48)

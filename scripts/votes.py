@@ -36,7 +36,7 @@ from flowrl.voting.ballot import Ballot, Choice
 from flowrl.voting.candidates import Candidates, read_candidates
 from flowrl.voting.learn import encoder_of, train_on_votes
 
-KINDS = "single_object+two_object+counting+position"  # that leave colours open
+KINDS = "single_object+two_object+position"  # that leave colours open
 KEPT_BACK = 100  # prompts of the training list that no voter sees; 116 others are its test's
 PROMPTS, PER_PROMPT = 60, 8  # as `flowrl vote` draws
 BATCH = 54  # images that are drawn at a time

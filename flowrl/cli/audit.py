@@ -94,13 +94,13 @@ def signal(
 
     Examples:
 
-      flowrl signal quickstart
+      flowrl signal quickstart-grpo
 
-      flowrl signal quickstart "rollout.tree={kind: branch_grpo, splits: [0, 1, 2, 3]}"
+      flowrl signal quickstart-grpo "rollout.tree={kind: branch_grpo, splits: [0, 1, 2, 3]}"
 
       flowrl signal my_recipe.yaml --rollouts 12 --lora runs/mine
     """
-    request = recipe_request(words, "flowrl signal quickstart")
+    request = recipe_request(words, "flowrl signal quickstart-grpo")
     from flowrl.api import signal as measure
     from flowrl.config import load_config
 

@@ -51,7 +51,7 @@ def sample(  # noqa: PLR0913  # an argument for each option
 
       flowrl sample tiny-sd3 "a red circle" "two stars" --count 4
 
-      flowrl sample tiny-sd3 'the word "CAT"' --lora runs/quickstart --seed 7
+      flowrl sample tiny-sd3 'the word "BALL"' --lora runs/quickstart --seed 7
 
       flowrl sample tiny-sd3 "a blue ring" --negative "a red ring" --guidance 3
 

@@ -246,7 +246,7 @@ def evaluate(
 
       flowrl evaluate quickstart --lora runs/quickstart evaluation.num_images=600
 
-      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[5,28]
+      flowrl evaluate quickstart --lora runs/quickstart evaluation.num_inference_steps=[8,28]
 
       flowrl evaluate quickstart-sana --lora runs/quickstart-sana --as-deployed
 

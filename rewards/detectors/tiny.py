@@ -48,6 +48,7 @@ class TinyDetector:
     """
 
     colors = _NAMES
+    tells = ("size", "place")  # beside class and colour
 
     def __init__(self) -> None:
         self._names, self._ideal = ideal_shapes()

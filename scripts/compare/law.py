@@ -20,15 +20,18 @@ from torch import Tensor
 from flowrl.tiny.draw import layouts
 
 LAYOUT, FREEDOM = "tiny_layout", "tiny_freedom"  # measures of an image
-Seen = tuple[int | None, ...]  # which entry of the request each quarter shows
+Seen = tuple[str | None, ...]  # the shape in each quarter; shapes differ within a request
 
 
 def visible_layouts(include: Sequence[dict[str, Any]]) -> list[Seen]:
-    """List the layouts of a request that can be told apart, all equally likely."""
-    owner = [i for i, entry in enumerate(include) for _ in range(entry["count"])]
+    """List the layouts of a request that can be told apart, all equally likely.
+
+    Their order is the same for all wordings.
+    """
+    shapes = [entry["class"] for entry in include for _ in range(entry["count"])]
     found = set()
     for chosen in layouts(list(include)):
-        shown = dict(zip(chosen, owner, strict=True))
+        shown = dict(zip(chosen, shapes, strict=True))
         found.add(tuple(shown.get(quarter) for quarter in QUARTERS))
     return sorted(found, key=str)
 
@@ -57,8 +60,7 @@ def _place(quarters: Sequence[Any], signs: Sequence[Any], wanted: dict[str, Any]
     include = wanted.get("include")
     if not include or not meets(quarters, signs, wanted):
         return math.nan
-    shapes = [entry["class"] for entry in include]  # they differ within a request
-    seen = tuple(shapes.index(found[0]) if found else None for found in quarters)
+    seen = tuple(found[0] if found else None for found in quarters)
     possible = visible_layouts(include)
     return float(possible.index(seen)) if len(possible) > 1 else math.nan
 

@@ -14,6 +14,8 @@ from flowrl.config import Config, config_yaml
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from scripts.compare.data import (
+    CURVES,
+    IMAGES,
     RATES,
     TUNING,
     Image,
@@ -21,6 +23,8 @@ from scripts.compare.data import (
     evaluation_file,
     images_of,
     lines_of,
+    read_curves,
+    read_images,
     read_rows,
     write_curves,
     write_images,
@@ -129,7 +133,10 @@ def tuning_jobs(page: Page, runs: Path) -> Iterator[tuple[Method, tuple[str, ...
 
 
 def tune(page: Page, some: Page, runs: Path, data: Path, *, at_once: int) -> list[str]:
-    """Try the values of some methods on validation prompts; write what each of the page scored."""
+    """Try the values of some methods on validation prompts; write what each of the page scored.
+
+    What was tried elsewhere stays.
+    """
     failed = run_all([job for _, _, job in tuning_jobs(some, runs)], at_once=at_once)
     found = list(tuning_jobs(page, runs))
     rows = [
@@ -139,6 +146,8 @@ def tune(page: Page, some: Page, runs: Path, data: Path, *, at_once: int) -> lis
         if job.finished
     ]
     if rows:
+        here = {(row["method"], row["options"]) for row in rows}
+        rows += [k for k in read_rows(data / TUNING) if (k["method"], k["options"]) not in here]
         write_rows(data / TUNING, rows)
     return failed
 
@@ -168,25 +177,32 @@ def jobs_of(page: Page, runs: Path, data: Path, seeds: int) -> list[Job]:
 
 
 def collect(page: Page, runs: Path, data: Path, seeds: int) -> int:
-    """Write the data of all finished runs; return how many there are."""
+    """Write the data of all runs that are finished here; return how many those are.
+
+    Data of runs that are not here stay.
+    """
     lines: list[Line] = []
     images: list[Image] = []
-    based: set[str] = set()
-    done = 0
+    done: set[tuple[str, int]] = set()
     order = [(seed, method.name) for seed in range(seeds) for method in page.methods]
     for (seed, name), job in zip(order, jobs_of(page, runs, data, seeds), strict=True):
         if not job.finished:
             continue
-        done += 1
         lines += lines_of(job.folder, name, seed)
-        if name not in based:
-            based.add(name)
+        if name not in {method for method, _ in done}:
             images += images_of(job.folder, job.config, name, seed, 0)
         images += images_of(job.folder, job.config, name, seed, job.config.run.iterations)
+        done.add((name, seed))
     if done:
+        based = {method for method, _ in done}
+        if (data / CURVES).is_file():
+            lines += [k for k in read_curves(data) if (k.method, k.seed) not in done]
+        if (data / IMAGES).is_file():
+            kept = [k for k in read_images(data) if (k.method, k.seed) not in done]
+            images += [k for k in kept if k.iteration or k.method not in based]
         write_curves(data, lines)
         write_images(data, images)
-    return done
+    return len(done)
 
 
 def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations: int) -> None:

@@ -72,7 +72,8 @@ carries. Weights: Apache-2.0.
 
 Of images of the test split's requests, by the second judge (`rewards/tiny_judge.py`), a network
 that learned from drawn images alone; an image is right when it shows all that was asked for, and
-nothing else. *Detector*: the same by the classical detector (`rewards/detectors/tiny.py`).
+nothing else. *Detector*: by GenEval's strict rules over the classical detector
+(`rewards/detectors/tiny.py`), which overlook objects of other shapes.
 *Ceiling*: this pipeline trained without the planted defects.
 
 Preset: guidance 1, 12 text tokens, Euler's method. Plain: `pipe(prompt{size})`,

@@ -53,6 +53,7 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "accelerate launch": "several GPUs",
     "python scripts/two_gpus.py": "two GPUs",
     "python -m scripts.compare": "hours",
+    "python -m scripts.pretrain_tiny": "hours",
     "ray start": "several machines",
     "ray job": "several machines",
     "python pickle_bridge.py": "a server of flow_grpo: tests/scripts has a stand-in",

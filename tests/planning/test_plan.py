@@ -206,7 +206,7 @@ def test_the_recommended_words_make_the_recipe_fit(monkeypatch):
 
 @pytest.mark.slow
 def test_the_plan_is_told_in_full_as_text_and_json(run):
-    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB")
+    code, out, _ = run("quickstart-grpo", "--gpus", "4", "--memory", "24GB")
     assert code == 0
     assert "6 prompts with 16 images each, in 1 update, on 4 GPUs" in out
     assert "An update learns from 192 nodes, whatever the number of GPUs." in out
@@ -216,7 +216,7 @@ def test_the_plan_is_told_in_full_as_text_and_json(run):
         (row,) = re.findall(rf"^{name} +(.*)$", out, re.M)
         assert len(row.split()) == 6
     assert "It fits a GPU of 24.00 GB." in out
-    code, out, _ = run("quickstart", "--gpus", "4", "--memory", "24GB", "--json")
+    code, out, _ = run("quickstart-grpo", "--gpus", "4", "--memory", "24GB", "--json")
     found = json.loads(out)
     assert code == 0 and found["gpus"] == len(found["shares"]) == 4
     assert found["iteration"]["images"] == 96 and found["run"]["iterations"] == 170

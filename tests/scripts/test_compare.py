@@ -14,7 +14,7 @@ from scipy import stats
 
 from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
-from flowrl.tiny.world import split_prompts
+from flowrl.tiny.world import all_prompts, split_prompts
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
@@ -288,6 +288,30 @@ def test_a_run_is_given_the_evaluated_base_of_another_with_the_same_options(tmp_
     assert (last.iteration, last.forwards, last.scores) == (3, 7, {"judge": 0.6})
 
 
+def test_data_of_runs_that_are_not_here_stay(data, monkeypatch):
+    page = replace(PAGE, methods=METHODS[:2])
+    before, images = read_curves(data), read_images(data)
+
+    class Fake(runs.Job):
+        @property
+        def finished(self) -> bool:
+            return self.name == "chains, seed 0"
+
+    made = runs.jobs_of
+    monkeypatch.setattr(
+        runs, "jobs_of",
+        lambda *a: [Fake(name=j.name, config=j.config, folder=j.folder) for j in made(*a)],
+    )  # fmt: skip
+    new = Line(method="chains", seed=0, iteration=9, forwards=1, images=1, scores={"strict": 0.9})
+    monkeypatch.setattr(runs, "lines_of", lambda *a: [new])
+    monkeypatch.setattr(runs, "images_of", lambda *a: [])
+    assert runs.collect(page, data / "runs", data, 2) == 1
+    kept = [line for line in before if (line.method, line.seed) != ("chains", 0)]
+    assert kept and read_curves(data) == [new, *kept]
+    own = [i for i in images if i.method == "chains" and (i.seed == 0 or i.iteration == 0)]
+    assert own and read_images(data) == [i for i in images if i not in own]
+
+
 def test_the_control_knows_nothing_and_repeats():
     images = torch.rand(500, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     scores = Random()(images, [""] * 500, [{}] * 500)
@@ -387,6 +411,14 @@ def test_layouts_of_drawn_images_are_named_and_diverge_from_the_law_by_nothing()
     assert abs(found.divergence) < 0.06
     same = variety(requests, (layout * 0).tolist(), freedom.tolist())
     assert same.collisions == 1 and same.divergence > 1
+
+
+def test_a_layout_has_one_number_in_all_wordings_of_a_request():
+    wordings = [p for p in all_prompts("two_object") if p["request"] == "two_object: cross + ring"]
+    assert len({tuple(e["class"] for e in p["include"]) for p in wordings}) == 2
+    image = torch.from_numpy(draw(wordings[0], random.Random(3)).copy()).permute(2, 0, 1) / 255
+    numbers = Layout()(torch.stack([image] * len(wordings)), [""] * len(wordings), wordings)
+    assert len(numbers.unique()) == 1 and not numbers.isnan().any()
 
 
 def test_the_variety_of_few_images_is_not_biased():

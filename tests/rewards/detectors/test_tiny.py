@@ -73,7 +73,10 @@ def test_sizes_and_places_are_told_and_judged(detector):
         prompts, images = drawn(tag, PER_KIND, seed=5)
         for prompt, found in zip(prompts, detector(images), strict=True):
             sizes = {e["class"]: e.get("size", "large") for e in prompt["include"]}
+            places = {e["class"]: e["place"] for e in prompt["include"] if "place" in e}
+            assert len(found) == sum(e["count"] for e in prompt["include"]), prompt["prompt"]
             assert all(one.size == sizes[one.name] for one in found), prompt["prompt"]
+            assert all(one.place == places.get(one.name, one.place) for one in found)
     prompts = [p for p in prompts_of("single_object") if "size" in p["include"][0]][:20]
     unsized = [{"class": p["include"][0]["class"], "count": 1} for p in prompts]
     rng = random.Random(7)
