@@ -68,8 +68,12 @@ def run_processes(command: Sequence[str], count: int, *, cpu: bool) -> int:
         common["ACCELERATE_USE_CPU"] = "true"
         common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
     processes: list[subprocess.Popen[bytes]] = []
+    early: list[int] | None = []  # signals that come while processes are being started
 
     def tell(number: int) -> None:
+        if early is not None:
+            early.append(number)
+            return
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -81,6 +85,9 @@ def run_processes(command: Sequence[str], count: int, *, cpu: bool) -> int:
                 environment = os.environ | {name: str(value) for name, value in own.items()}
                 # In a session of its own: Ctrl-C would reach it twice, which ends it at once.
                 processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            waiting, early = early, None
+            for number in waiting:
+                tell(number)
             return _wait(processes)
     finally:
         for process in processes:
