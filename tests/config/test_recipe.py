@@ -135,8 +135,7 @@ def test_presets_are_listed_and_gallery_entries_can_be_run_again():
     assert "quickstart" in preset_names()
     assert not [name for name in preset_names() if name.startswith("_")]
     for path in sorted(GALLERY.glob("*/config.yaml")):
-        with pytest.warns(FutureWarning, match="rollout.steps is now rollout.num_inference_steps"):
-            config = load_config(path)  # from before options had their names of today
+        config = load_config(path)
         assert parse_config(load_yaml(config_yaml(config))) == config
         assert path.read_text().strip() in (path.parent / "README.md").read_text()
 
