@@ -202,6 +202,11 @@ def without_progress(pipeline: Any) -> Iterator[None]:
         pipeline.set_progress_bar_config(**before)
 
 
+def evaluation_file(folder: Path, step: int) -> Path:
+    """Return where a run keeps what was measured after an iteration."""
+    return folder / "evaluations" / f"step-{step:06d}.safetensors"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Generates and scores one image of each of `prompts`, deterministically over `schedule`.

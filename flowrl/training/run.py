@@ -30,7 +30,7 @@ from flowrl.training.checkpoint import (
     random_state,
     restore_random_state,
 )
-from flowrl.training.evaluate import Evaluation, Evaluator, named_reward
+from flowrl.training.evaluate import Evaluation, Evaluator, evaluation_file, named_reward
 from flowrl.training.ledger import Ledger
 from flowrl.training.tracking import Report
 from flowrl.trajectory import Rollout
@@ -251,7 +251,7 @@ class Run:
             self._print(self.stopped)
 
     def evaluation_path(self, step: int) -> Path:
-        return self.folder / "evaluations" / f"step-{step:06d}.safetensors"
+        return evaluation_file(self.folder, step)
 
     def evaluation(self, step: int) -> Evaluation | None:
         """Return what was measured after an iteration; None where nothing or a damaged file is."""

@@ -18,7 +18,7 @@ from flowrl.build.learner import ProvidedObjects, evaluation_prompts
 from flowrl.config import Config
 from flowrl.prompts.overlap import plain_text, request_of
 from flowrl.prompts.records import PromptSampler
-from flowrl.training.evaluate import Evaluation
+from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 
@@ -49,10 +49,6 @@ class Image:
     image: int
     request: int  # equal for images that ask for the same
     scores: Mapping[str, float]
-
-
-def evaluation_file(folder: Path, step: int) -> Path:
-    return folder / "evaluations" / f"step-{step:06d}.safetensors"
 
 
 def lines_of(folder: Path, method: str, seed: int) -> list[Line]:

@@ -42,7 +42,6 @@ class Page:
     gold: str  # never trained on
     proxy: str  # the trained reward
     quality: str
-    diversity: str  # measure, or "" where there is none
     judge: str  # a second held-out measure, by which runs may stop; "" where gold need not turn
     seeds: int
     steps: tuple[int, ...]  # of evaluation
@@ -93,5 +92,5 @@ def load_page(name: str) -> Page:
             )
         )
     data["steps"] = tuple(data["steps"])
-    optional = {"diversity": "", "judge": "", "seeds": 5, "validation": ""}
+    optional = {"judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)

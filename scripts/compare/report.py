@@ -122,7 +122,7 @@ def scores_table(results: Results) -> list[dict[str, str]]:
         row["interquartile mean"] = _interval(
             statistics.interquartile_mean(results.last(method, page.score)), sign=False
         )
-        for name in dict.fromkeys((page.gold, page.quality, page.diversity)):
+        for name in dict.fromkeys((page.gold, page.quality)):
             if name and name != page.score:
                 last = statistics.over_seeds(results.last(method, name)).mean
                 row[name] = f"{_number(results.base(method, name))} → {_number(last)}"

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from flowrl.config import Config, config_yaml
+from flowrl.training.evaluate import evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from scripts.compare.data import (
@@ -20,7 +21,6 @@ from scripts.compare.data import (
     TUNING,
     Image,
     Line,
-    evaluation_file,
     images_of,
     lines_of,
     read_curves,

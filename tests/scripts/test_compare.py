@@ -15,7 +15,7 @@ from scipy import stats
 from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts, split_prompts
-from flowrl.training.evaluate import Evaluation
+from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
@@ -26,7 +26,6 @@ from scripts.compare.data import (
     IMAGES,
     Image,
     Line,
-    evaluation_file,
     lines_of,
     read_curves,
     read_images,
@@ -112,7 +111,7 @@ METHODS = tuple(
 )
 PAGE = Page(
     name="small", title="Small", text="What was planted.", baseline="chains", score="strict",
-    gold="strict", proxy="partial", quality="good", diversity="", judge="", seeds=3, steps=(5, 28),
+    gold="strict", proxy="partial", quality="good", judge="", seeds=3, steps=(5, 28),
     validation="tiny:colors:train", methods=METHODS,
 )  # fmt: skip
 
