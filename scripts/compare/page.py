@@ -1,5 +1,6 @@
 """What a page compares, as data: `pages/<name>.yaml`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -21,13 +22,16 @@ class Method:
     recipe: str
     options: tuple[str, ...]  # KEY=VALUE
     iterations: int
-    tune: Mapping[str, Sequence[Any]]  # values tried of each option, on validation prompts
+    tune: Sequence[Mapping[str, Sequence[Any]]]  # grids of values tried, on validation prompts
     note: str
 
     def choices(self) -> list[tuple[str, ...]]:
-        """Return the changes of every combination of the values to try."""
-        keyed = [[f"{key}={value}" for value in values] for key, values in self.tune.items()]
-        return [tuple(found) for found in product(*keyed)]
+        """Return the changes of every combination of the values to try, grid by grid."""
+        found: dict[tuple[str, ...], None] = {}  # a combination of two grids is tried once
+        for grid in self.tune:
+            keyed = [[f"{key}={_compact(v)}" for v in values] for key, values in grid.items()]
+            found |= dict.fromkeys(product(*keyed))
+        return list(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +83,7 @@ def load_page(name: str) -> Page:
         raise UserError(f"there is no page {name!r}, expected one of {', '.join(page_names())}")
     data = load_yaml(path.read_text(encoding="utf-8"))
     common, methods = tuple(data.pop("options", ())), []
-    recipe, iterations, tune = data.pop("recipe"), data.pop("iterations"), data.pop("tune", {})
+    recipe, iterations, tune = data.pop("recipe"), data.pop("iterations"), data.pop("tune", [])
     for title, own in data.pop("methods").items():
         methods.append(
             Method(
@@ -87,10 +91,20 @@ def load_page(name: str) -> Page:
                 recipe=own.get("recipe", recipe),
                 options=(*common, *own.get("options", ())),
                 iterations=own.get("iterations", iterations),
-                tune=own.get("tune", tune),
+                tune=_grids(own.get("tune", tune)),
                 note=own.get("note", ""),
             )
         )
     data["steps"] = tuple(data["steps"])
     optional = {"judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)
+
+
+def _grids(tune: Any) -> tuple[Mapping[str, Sequence[Any]], ...]:
+    """Return the grids of a method: a mapping is one, an empty one none."""
+    return tuple(tune) if isinstance(tune, list) else (tune,) if tune else ()
+
+
+def _compact(value: Any) -> str:
+    """Return a value as YAML without spaces, which separate the options of a table's line."""
+    return json.dumps(value, separators=(",", ":"))

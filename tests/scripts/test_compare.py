@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
+from scripts.compare import page as pages
 from scripts.compare import runs, statistics
 from scripts.compare.control import Random
 from scripts.compare.data import (
@@ -107,7 +109,7 @@ def test_reaching_is_not_staying_above():
 
 METHODS = tuple(
     Method(name=name, recipe="quickstart", options=(), iterations=20, tune=tune, note="")
-    for name, tune in (("chains", {}), ("tree", {"optim.lr": [1e-4, 2e-4]}), ("late", {}))
+    for name, tune in (("chains", ()), ("tree", ({"optim.lr": [1e-4, 2e-4]},)), ("late", ()))
 )
 PAGE = Page(
     name="small", title="Small", text="What was planted.", baseline="chains", score="strict",
@@ -309,6 +311,17 @@ def test_data_of_runs_that_are_not_here_stay(data, monkeypatch):
     assert kept and read_curves(data) == [new, *kept]
     own = [i for i in images if i.method == "chains" and (i.seed == 0 or i.iteration == 0)]
     assert own and read_images(data) == [i for i in images if i not in own]
+
+
+def test_grids_are_tried_one_after_another_and_no_combination_twice(tmp_path, monkeypatch):
+    text = (pages.FOLDER / "trees.yaml").read_text()
+    rates, warm = "{optim.lr: [1e-4, 2e-4]}", "{optim.lr: [2e-4], lora.targets: [[a, b]]}"
+    for name, tune in (("one", rates), ("two", f"[{rates}, {warm}, {rates}]"), ("none", "{}")):
+        (tmp_path / f"{name}.yaml").write_text(re.sub("(?m)^tune: .*", f"tune: {tune}", text))
+    monkeypatch.setattr(pages, "FOLDER", tmp_path)
+    found = {name: load_page(name).methods[0].choices() for name in ("one", "two", "none")}
+    assert found["one"] == [("optim.lr=0.0001",), ("optim.lr=0.0002",)] and found["none"] == []
+    assert found["two"] == [*found["one"], ("optim.lr=0.0002", 'lora.targets=["a","b"]')]
 
 
 def test_the_control_knows_nothing_and_repeats():
