@@ -50,6 +50,7 @@ def certify(
     *,
     recipes: Sequence[str] = (),
     only: Sequence[str] = (),
+    minutes: float = 8.0,
     show: Callable[[str], None] = print,
 ) -> Path:
     """Run the parts that the machine's file lacks, and write it after each; return the file.
@@ -57,6 +58,7 @@ def certify(
     Args:
         recipes: their checkpoints' sizes alone are measured; all where none is given.
         only: names of the parts to run; all where none is given.
+        minutes: after which no further part is begun; a second call goes on.
 
     Raises:
         UserError: for a part that does not exist, or a recipe whose checkpoint has no size here.
@@ -68,9 +70,13 @@ def certify(
     path = folder / f"{_slug(about['card'])}.json"
     record = _read(path)
     done = record.get("parts", {}) if record.get("machine") == about else {}
+    start = time.monotonic()
     for name in only or parts:
         if _seconds(last := done.get(name, {})) is not None and "error" not in last:
             show(f"{name}: done before")
+            continue
+        if time.monotonic() - start > 60 * minutes:
+            show(f"{name}: not begun, {minutes:g} minutes are over; the same command goes on")
             continue
         began, cpu = time.perf_counter(), _cpu_seconds()
         done[name] = _tried(parts[name])

@@ -458,6 +458,9 @@ def certify(
     folder: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Of the machines' files.")
     ] = Path("gallery/gpu"),
+    minutes: Annotated[
+        float, typer.Option(help="After these no further part is begun; a second call goes on.")
+    ] = 8.0,
     page: Annotated[
         bool, typer.Option("--page", help="Only render all files of the folder as its README.md.")
     ] = False,
@@ -485,7 +488,7 @@ def certify(
         typer.echo(write_page(folder))
         typer.echo(f"{not_run_sentence(folder)}.")
         return
-    path = run(folder, recipes=words or (), only=part or (), show=typer.echo)
+    path = run(folder, recipes=words or (), only=part or (), minutes=minutes, show=typer.echo)
     typer.echo(path)
     if failed_parts(path):
         raise typer.Exit(1)

@@ -1,5 +1,6 @@
 """`flowrl certify`: one file a machine, part by part, and a page of all of them."""
 
+import functools
 import json
 
 import pytest
@@ -41,6 +42,26 @@ def test_a_file_is_written_after_each_part_and_a_second_call_goes_on(tmp_path, m
     assert ran[3:] == ["a", "b", "c"]
     with pytest.raises(UserError, match="there is no part 'z', expected some of a, b, c"):
         certify.certify(tmp_path, only=["z"])
+
+
+def test_no_part_is_begun_once_the_minutes_are_over_and_a_second_call_goes_on(
+    tmp_path, monkeypatch
+):
+    ran, told, now = [], [], [0.0]
+
+    def part(name):
+        ran.append(name)
+        now[0] += 100
+        return {}
+
+    parts = {name: functools.partial(part, name) for name in "abc"}
+    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
+    monkeypatch.setattr(certify.time, "monotonic", lambda: now[0])
+    path = certify.certify(tmp_path, minutes=3, show=told.append)
+    assert ran == ["a", "b"] and set(json.loads(path.read_text())["parts"]) == {"a", "b"}
+    assert told[-1] == "c: not begun, 3 minutes are over; the same command goes on"
+    certify.certify(tmp_path, minutes=3, show=told.append)
+    assert ran == ["a", "b", "c"]
 
 
 def test_what_a_part_took_stands_beside_the_seconds_that_it_measured(tmp_path, monkeypatch):
