@@ -107,4 +107,4 @@ def _grids(tune: Any) -> tuple[Mapping[str, Sequence[Any]], ...]:
 
 def _compact(value: Any) -> str:
     """Return a value as YAML without spaces, which separate the options of a table's line."""
-    return json.dumps(value, separators=(",", ":"))
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
