@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
+from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts, split_prompts
@@ -222,12 +223,21 @@ def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
         "chains, seed 1",
         "tree, seed 1",
     ]
-    assert [job.config.optim.lr for job in jobs[:2]] == [1.6e-3, 2e-4]
+    assert [job.config.optim.lr for job in jobs[:2]] == [load_config("quickstart").optim.lr, 2e-4]
     found = [
         (choice, job.config.evaluation.prompts) for _, choice, job in runs.tuning_jobs(page, data)
     ]
     assert found == [((f"optim.lr={lr}",), "tiny:colors:train") for lr in (1e-4, 2e-4)]
     assert "| tree | optim.lr=0.0002 | 0.6 | yes |" in render(page, data).read_text()
+
+
+def test_presets_have_the_values_that_did_best_on_validation_prompts():
+    page = load_page("quickstarts")
+    tuned = runs.chosen(page, Path(program.__file__).parents[2] / "gallery" / page.name)
+    assert {"quickstart", "quickstart-sana"} <= set(tuned)
+    for name, options in tuned.items():
+        recipe = page.method(name).recipe
+        assert load_config(recipe, list(options)) == load_config(recipe), (name, options)
 
 
 def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
@@ -319,7 +329,7 @@ def test_grids_are_tried_one_after_another_and_no_combination_twice(tmp_path, mo
     for name, tune in (("one", rates), ("two", f"[{rates}, {warm}, {rates}]"), ("none", "{}")):
         (tmp_path / f"{name}.yaml").write_text(re.sub("(?m)^tune: .*", f"tune: {tune}", text))
     monkeypatch.setattr(pages, "FOLDER", tmp_path)
-    found = {name: load_page(name).methods[0].choices() for name in ("one", "two", "none")}
+    found = {name: load_page(name).methods[-1].choices() for name in ("one", "two", "none")}
     assert found["one"] == [("optim.lr=0.0001",), ("optim.lr=0.0002",)] and found["none"] == []
     assert found["two"] == [*found["one"], ("optim.lr=0.0002", 'lora.targets=["a","b"]')]
 
