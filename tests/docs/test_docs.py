@@ -129,7 +129,7 @@ def test_every_recipe_has_a_row_and_the_row_is_what_it_says():
         assert learns.startswith(f"`{config.objective.kind}`"), name
         assert ("24 of 96" in learns) == (config.rollout.explore is not None), name
         assert ("trees" in learns) == config.rollout.tree.kind.startswith("branch"), name
-        trained = [f"`{reward.name}`" for reward in config.rewards if not reward.held_out]
+        trained = {f"`{reward.name}`": 0 for reward in config.rewards if not reward.held_out}
         assert rewards == ", ".join(trained), name
         if rest:
             hardware, source = rest
