@@ -24,18 +24,18 @@ from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS, Prompt, planted, split_
 from flowrl.utils.files import write_text
 from flowrl.utils.images import to_tensor
 
-PRESET = {"guidance_scale": 1.0, "max_sequence_length": 12}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "preset": PRESET | {"num_inference_steps": 8},
-    "28 steps": PRESET | {"num_inference_steps": 28},
-    "plain": {},
-}
+TEXT_TOKENS = 12
+STEPS = {
+    "preset": 8,
+    "28 steps": 28,
+}  # at the preset's guidance and text length; "plain" has its own
 SMALL = {"height": 64, "width": 64}  # what a pipeline must be told of the size
 CALLS: dict[str, dict[str, Any]] = {
     "StableDiffusion3Pipeline": {},
     "FluxPipeline": SMALL,
     "SanaPipeline": SMALL | {"use_resolution_binning": False},
 }
+GUIDANCE = {"StableDiffusion3Pipeline": 1.0, "FluxPipeline": 2.0, "SanaPipeline": 1.0}  # presets'
 DEFAULTS = {
     "StableDiffusion3Pipeline": "28 steps, guidance 7 and 256 text tokens",
     "FluxPipeline": "28 steps, guidance 3.5 and 512 text tokens",
@@ -76,7 +76,7 @@ nothing else. *Detector*: by GenEval's strict rules over the classical detector
 (`rewards/detectors/tiny.py`), which overlook objects of other shapes.
 *Ceiling*: this pipeline trained without the planted defects.
 
-Preset: guidance 1, 12 text tokens, Euler's method. Plain: `pipe(prompt{size})`,
+Preset: guidance {guidance:g}, {tokens} text tokens, Euler's method. Plain: `pipe(prompt{size})`,
 hence diffusers' {defaults}.
 
 {table}
@@ -100,9 +100,17 @@ def draw_with(pipeline: Any, prompts: Sequence[Prompt], **call: Any) -> torch.Te
     return torch.cat(drawn)
 
 
+def call_of(kind: str, setting: str) -> dict[str, Any]:
+    """Return the keywords of a pipeline's call: preset, 28 steps or plain."""
+    if setting == "plain":
+        return CALLS[kind]
+    preset = {"guidance_scale": GUIDANCE[kind], "max_sequence_length": TEXT_TOKENS}
+    return CALLS[kind] | preset | {"num_inference_steps": STEPS[setting]}
+
+
 def scores(pipeline: Any, count: int, setting: str) -> dict[str, dict[str, float]]:
     """Return the mean score of `count` images of every kind: {judge: {kind: mean}}."""
-    call = CALLS[type(pipeline).__name__] | SETTINGS[setting]
+    call = call_of(type(pipeline).__name__, setting)
     judges = {name: load_reward(*spec) for name, spec in JUDGES.items()}
     found: dict[str, dict[str, float]] = {name: {} for name in judges}
     for tag in track(TAGS, description=setting):
@@ -167,6 +175,8 @@ def card(name: str, kind: str, found: dict[str, Any]) -> str:
         words=len(WORDS),
         size="".join(f", {key}={value}" for key, value in CALLS[kind].items()),
         planted=textwrap.fill(planted(), 100),
+        guidance=GUIDANCE[kind],
+        tokens=TEXT_TOKENS,
         defaults=DEFAULTS[kind],
         table="\n".join(lines),
         counts=", ".join(counts),
