@@ -25,7 +25,7 @@ from flowrl.utils.files import write_text
 from flowrl.utils.images import to_tensor
 
 TEXT_TOKENS = 12
-STEPS = {
+STEPS = {"preset": 8, "28 steps": 28}  # at the preset's guidance and text length
     "preset": 8,
     "28 steps": 28,
 }  # at the preset's guidance and text length; "plain" has its own
