@@ -26,9 +26,6 @@ from flowrl.utils.images import to_tensor
 
 TEXT_TOKENS = 12
 STEPS = {"preset": 8, "28 steps": 28}  # at the preset's guidance and text length
-    "preset": 8,
-    "28 steps": 28,
-}  # at the preset's guidance and text length; "plain" has its own
 SMALL = {"height": 64, "width": 64}  # what a pipeline must be told of the size
 CALLS: dict[str, dict[str, Any]] = {
     "StableDiffusion3Pipeline": {},
