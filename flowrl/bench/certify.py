@@ -71,7 +71,8 @@ def certify(
     record = _read(path)
     done = record.get("parts", {}) if record.get("machine") == about else {}
     start = time.monotonic()
-    for name in only or parts:
+    failed_last = sorted(only or parts, key=lambda name: "error" in done.get(name, {}))
+    for name in failed_last:
         if _seconds(last := done.get(name, {})) is not None and "error" not in last:
             show(f"{name}: done before")
             continue

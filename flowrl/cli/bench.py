@@ -459,7 +459,7 @@ def certify(
         Path, typer.Option("--output-dir", "-o", help="Of the machines' files.")
     ] = Path("gallery/gpu"),
     minutes: Annotated[
-        float, typer.Option(help="After these no further part is begun; a second call goes on.")
+        float, typer.Option(min=0, help="No part is begun after them; a second call goes on.")
     ] = 8.0,
     page: Annotated[
         bool, typer.Option("--page", help="Only render all files of the folder as its README.md.")
@@ -470,8 +470,9 @@ def certify(
     Iterations at real sizes with random weights beside bare forwards and the memory plan, low-bit
     kernels with the agreement of their rankings, compilation, two-stage rollouts, the quickstarts
     for 10 iterations, rewards in processes, an all-reduce of all GPUs, and `pytest -m gpu`. A
-    second call goes on where the first ended. Without a GPU two blocks of each network run, which
-    shows that the parts work. The exit code is 1 when a part failed.
+    second call goes on where the first ended, and names the parts that its minutes leave out. Without
+    a GPU two blocks of each network run, which shows that the parts work. The exit code is 1 when
+    a part failed.
 
     Examples:
 

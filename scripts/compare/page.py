@@ -102,9 +102,12 @@ def load_page(name: str) -> Page:
 
 def _grids(tune: Any) -> tuple[Mapping[str, Sequence[Any]], ...]:
     """Return the grids of a method: a mapping is one, an empty one none."""
-    return tuple(tune) if isinstance(tune, list) else (tune,) if tune else ()
+    return tuple(grid for grid in (tune if isinstance(tune, list) else [tune]) if grid)
 
 
 def _compact(value: Any) -> str:
     """Return a value as YAML without spaces, which separate the options of a table's line."""
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    if " " in text:
+        raise UserError(f"a value to try has a space, which tuning.csv cannot hold: {text}")
+    return text

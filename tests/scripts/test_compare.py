@@ -324,7 +324,7 @@ def test_data_of_runs_that_are_not_here_stay(data, monkeypatch):
 
 
 def test_grids_are_tried_one_after_another_and_no_combination_twice(tmp_path, monkeypatch):
-    text = (pages.FOLDER / "trees.yaml").read_text()
+    text = (pages.FOLDER / "objectives.yaml").read_text()
     rates, warm = "{optim.lr: [1e-4, 2e-4]}", "{optim.lr: [2e-4], lora.targets: [[a, b]]}"
     for name, tune in (("one", rates), ("two", f"[{rates}, {warm}, {rates}]"), ("none", "{}")):
         (tmp_path / f"{name}.yaml").write_text(re.sub("(?m)^tune: .*", f"tune: {tune}", text))

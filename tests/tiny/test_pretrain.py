@@ -1,15 +1,19 @@
 """Pretraining can be stopped anywhere, and trains exactly what diffusers will run."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from flowrl import pipeline_path
 from flowrl.backbones.flux import Flux, pack_latents
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
-from scripts.pretrain_tiny import flux, sana, sd3
+from flowrl.config import load_config
+from scripts.pretrain_tiny import flux, sana, score, sd3
 
 ENCODED = {sd3.autoencoder: (16, 8, 8), sana.autoencoder: (16, 4, 4)}  # shape of a latent
 
@@ -77,3 +81,19 @@ def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family)
     theirs = backbone.velocity(z[:1], sigma[:1], backbone.encode(["a red circle"], [""]))
     torch.testing.assert_close(none + 2 * (cond - none), theirs, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(cond, none, atol=1e-3)
+
+
+def test_cards_score_with_the_settings_of_the_presets():
+    for name in ("quickstart", "quickstart-flux", "quickstart-sana"):
+        config = load_config(name)
+        index = json.loads(
+            (Path(pipeline_path(config.pipeline.path)) / "model_index.json").read_text()
+        )
+        for setting, steps in zip(
+            ("preset", "28 steps"), config.evaluation.num_inference_steps, strict=True
+        ):
+            call = score.call_of(index["_class_name"], setting)
+            assert call["num_inference_steps"] == steps, name
+            assert call["guidance_scale"] == config.evaluation.guidance_scale, name
+            assert call["max_sequence_length"] == config.pipeline.max_sequence_length, name
+        assert config.rollout.guidance_scale == config.evaluation.guidance_scale, name
