@@ -470,9 +470,9 @@ def certify(
     Iterations at real sizes with random weights beside bare forwards and the memory plan, low-bit
     kernels with the agreement of their rankings, compilation, two-stage rollouts, the quickstarts
     for 10 iterations, rewards in processes, an all-reduce of all GPUs, and `pytest -m gpu`. A
-    second call goes on where the first ended, and names the parts that its minutes leave out. Without
-    a GPU two blocks of each network run, which shows that the parts work. The exit code is 1 when
-    a part failed.
+    second call goes on where the first ended; parts that the minutes leave out are named. Without a
+    GPU two blocks of each network run, which shows that the parts work. The exit code is 1 when a
+    part failed.
 
     Examples:
 
