@@ -64,6 +64,22 @@ def test_no_part_is_begun_once_the_minutes_are_over_and_a_second_call_goes_on(
     assert ran == ["a", "b", "c"]
 
 
+def test_a_part_that_fails_does_not_keep_others_from_their_turn(tmp_path, monkeypatch):
+    ran, now = [], [0.0]
+
+    def part(name):
+        ran.append(name)
+        now[0] += 100
+        return {} if name != "a" else {}["a"]
+
+    parts = {name: functools.partial(part, name) for name in "abc"}
+    monkeypatch.setattr(certify, "_parts", lambda recipes: parts)
+    monkeypatch.setattr(certify.time, "monotonic", lambda: now[0])
+    for _ in range(4):
+        certify.certify(tmp_path, minutes=1)
+    assert ran == ["a", "b", "c", "a"]
+
+
 def test_what_a_part_took_stands_beside_the_seconds_that_it_measured(tmp_path, monkeypatch):
     ran = []
     parts = {"a": lambda: ran.append("a") or {"seconds": 1234}}
