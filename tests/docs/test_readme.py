@@ -58,7 +58,10 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
 
 
 def test_the_ceilings_are_those_that_were_scored():
-    for name, said in (("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-sana", "{} (SANA)")):
+    for name, said in (
+        ("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-flux", "{} (FLUX)"),
+        ("tiny-sana", "{} (SANA)"),
+    ):  # fmt: skip
         scores = json.loads((Path(pipeline_path(name)) / "scores.json").read_text())["ceiling"]
         each = [scores[at]["judge"]["GenEval, mean"] for at in ("preset", "28 steps")]
         assert said.format(" and ".join(f"{score:.2f}" for score in each)) in " ".join(
