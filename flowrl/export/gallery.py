@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from flowrl.training.evaluate import EvaluationComparison
+from flowrl.training.evaluate import Evaluation, EvaluationComparison
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.images import GREEN, GREY, RED, SMALL, Color, Stack, data_url, image_grid, png
 from flowrl.utils.templates import known, number, render, signed
@@ -97,6 +97,50 @@ def gallery_grid(
         for row in rows
     ]
     return image_grid(stacks, heading=heading, rows=columns, across=across)
+
+
+def fair_sample(
+    before: Evaluation, after: Evaluation, name: str, count: int
+) -> tuple[list[int], str]:
+    """Choose kept images that became better, stayed or became worse as often as all have.
+
+    The first of each kind that were kept; fewer where too few of a kind were.
+
+    Args:
+        name: of the reward that decides.
+
+    Returns:
+        Their numbers among the kept images, better ones first, and a sentence that says so.
+    """
+    column = before.names.index(name)
+    change = after.scores[:, column] - before.scores[:, column]
+    kinds = {"better": change > 0, "the same": change == 0, "worse": change < 0}
+    of_all = {kind: int(found.sum()) for kind, found in kinds.items()}
+    quotas = dict(zip(kinds, largest_remainders(list(of_all.values()), count), strict=True))
+    kept = len(before.prompts)
+    rows = {kind: found[:kept].nonzero().flatten().tolist() for kind, found in kinds.items()}
+    chosen = {kind: rows[kind][: quotas[kind]] for kind in kinds}
+    told = [
+        ", ".join(f"{number} {kind}" for kind, number in numbers.items())
+        for numbers in ({kind: len(own) for kind, own in chosen.items()}, of_all)
+    ]
+    return (
+        [row for own in chosen.values() for row in own],
+        f"By {name}, {told[0]}, in this order; of all images {told[1]}.",
+    )
+
+
+def largest_remainders(weights: Sequence[int], count: int) -> list[int]:
+    """Share `count` out as the weights are, by the largest remainders (Hamilton's method)."""
+    total = sum(weights)
+    if not total:
+        return [0] * len(weights)
+    exact = [count * weight / total for weight in weights]
+    shares = [int(share) for share in exact]
+    rest = sorted(range(len(weights)), key=lambda i: shares[i] - exact[i])
+    for i in rest[: count - sum(shares)]:
+        shares[i] += 1
+    return shares
 
 
 def summary_line(row: EvaluationComparison) -> str:

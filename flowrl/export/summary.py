@@ -15,9 +15,9 @@ from flowrl.build.backbone import FILE as TRAINING
 from flowrl.build.backbone import call_settings
 from flowrl.config import Config, config_yaml
 from flowrl.errors import DamagedFile, phase
-from flowrl.export.gallery import GalleryRow, write_gallery
+from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery
 from flowrl.export.hub import Licence, is_hub_name, licence_of, public, public_config
-from flowrl.export.model_card import Card, write_card
+from flowrl.export.model_card import GRID, Card, write_card
 from flowrl.quantization.rollout_model import read_precision
 from flowrl.sampling.rank_audit import AuditLog
 from flowrl.sampling.two_stage import SelectRule
@@ -148,7 +148,14 @@ def write_summary(
             run.folder / "gallery", rows, title=f"{name}: base and aligned", summary=summary,
             caption=f"{name}, {how}",
         )  # fmt: skip
-    write_card(run.folder, card(config, learner, run, summary, rows))
+    pictures = ""
+    if before and after and rows and run.evaluator:
+        held_out = (spec.name for spec in run.evaluator.specs if spec.held_out)
+        deciding = next(held_out, before.names[0])
+        shown, pictures = fair_sample(before, after, deciding, GRID)
+        each = len(rows) // len(before.prompts)  # an image has a row for each number of steps
+        rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
+    write_card(run.folder, card(config, learner, run, summary, rows, pictures))
     return summary
 
 
@@ -256,6 +263,7 @@ def card(
     run: Run,
     summary: list[EvaluationComparison],
     rows: list[GalleryRow],
+    pictures: str = "",
 ) -> Card:
     """Return what the model card of a run says."""
     p, e = config.pipeline, config.evaluation
@@ -288,6 +296,7 @@ def card(
         legend=legend(summary, config.evaluation.quality),
         curves=reward_curves(read_metrics(run.folder)),
         rows=rows,
+        pictures=pictures,
     )
 
 

@@ -10,10 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from flowrl.export.gallery import GalleryRow, changes, gallery_grid, gallery_page, write_gallery
-from flowrl.training.evaluate import EvaluationComparison, Interval
+from flowrl.export.gallery import (
+    GalleryRow,
+    changes,
+    fair_sample,
+    gallery_grid,
+    gallery_page,
+    largest_remainders,
+    write_gallery,
+)
+from flowrl.training.evaluate import Evaluation, EvaluationComparison, Interval
 
 HOSTILE = [
     '<script>alert("x")</script>',
@@ -191,3 +202,35 @@ def test_a_sweep_shows_and_orders_every_column():
     assert [page.text.index(name) for name in names] == sorted(map(page.text.index, names))
     assert "ocr 0.500 → 0.250 -0.250 → n/a n/a" in page.text
     assert "geneval 0.000 → 0.000 0.000 → 1.000 +1.000" in page.text
+
+
+def evaluation(scores: list[float], kept: int) -> Evaluation:
+    return Evaluation(
+        scores=torch.tensor(scores)[:, None], names=("judge",),
+        images=torch.zeros(kept, 3, 2, 2, dtype=torch.uint8), prompts=("x",) * kept,
+        draws=(0,) * kept, key="k",
+    )  # fmt: skip
+
+
+def test_a_card_shows_better_same_and_worse_as_often_as_all_images_are():
+    change = [0, 1, 0, -1, 0, 0, 1, 0, math.nan, 1, 1, 0, 0, 0, 1, 0]  # 5, 9, 1 of 15
+    before, after = evaluation([0.0] * 16, 12), evaluation(change, 12)
+    rows, told = fair_sample(before, after, "judge", 8)
+    assert rows == [1, 6, 9, 0, 2, 4, 5, 7]  # 3 : 5 : 0, the nearest to 2.7 : 4.8 : 0.5
+    assert told == (
+        "By judge, 3 better, 5 the same, 0 worse, in this order; "
+        "of all images 5 better, 9 the same, 1 worse."
+    )
+    rows, told = fair_sample(evaluation([0.0] * 16, 5), evaluation(change, 5), "judge", 8)
+    assert rows == [1, 0, 2, 4] and told.startswith("By judge, 1 better, 3 the same, 0 worse")
+    nothing = evaluation([math.nan] * 4, 4)
+    assert fair_sample(nothing, nothing, "judge", 8)[0] == []
+
+
+@given(weights=st.lists(st.integers(0, 500), min_size=1, max_size=4), count=st.integers(0, 12))
+def test_shares_add_up_and_are_within_one_of_exact(weights, count):
+    shares = largest_remainders(weights, count)
+    total = sum(weights)
+    assert sum(shares) == (count if total else 0)
+    for share, weight in zip(shares, weights, strict=True):
+        assert abs(share - (count * weight / total if total else 0)) < 1
