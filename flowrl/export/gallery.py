@@ -110,7 +110,8 @@ def fair_sample(
         name: of the reward that decides.
 
     Returns:
-        Their numbers among the kept images, better ones first, and a sentence that says so.
+        Their numbers among the kept images, in order, and a sentence that says so. In order, as
+        the Hub shows the first of them alone.
     """
     column = before.names.index(name)
     change = after.scores[:, column] - before.scores[:, column]
@@ -125,8 +126,8 @@ def fair_sample(
         for numbers in ({kind: len(own) for kind, own in chosen.items()}, of_all)
     ]
     return (
-        [row for own in chosen.values() for row in own],
-        f"By {name}, {told[0]}, in this order; of all images {told[1]}.",
+        sorted(row for own in chosen.values() for row in own),
+        f"By {name}, {told[0]}; of all images {told[1]}.",
     )
 
 

@@ -152,9 +152,11 @@ def write_summary(
     if before and after and rows and run.evaluator:
         held_out = (spec.name for spec in run.evaluator.specs if spec.held_out)
         deciding = next(held_out, before.names[0])
-        shown, pictures = fair_sample(before, after, deciding, GRID)
+        shown, told = fair_sample(before, after, deciding, GRID)
         each = len(rows) // len(before.prompts)  # an image has a row for each number of steps
-        rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
+        if shown:  # none where the reward knows none of the images
+            pictures = told
+            rows = [row for image in shown for row in rows[image * each : (image + 1) * each]]
     write_card(run.folder, card(config, learner, run, summary, rows, pictures))
     return summary
 

@@ -19,20 +19,23 @@ import torch
 from rich.progress import track
 
 from flowrl.backbones.loading import load_pipeline
+from flowrl.config import load_config
 from flowrl.scoring.spec import load_reward
 from flowrl.tiny.world import GENEVAL_TAGS, TAGS, WORDS, Prompt, planted, split_prompts
 from flowrl.utils.files import write_text
 from flowrl.utils.images import to_tensor
 
-TEXT_TOKENS = 12
-STEPS = {"preset": 8, "28 steps": 28}  # at the preset's guidance and text length
 SMALL = {"height": 64, "width": 64}  # what a pipeline must be told of the size
 CALLS: dict[str, dict[str, Any]] = {
     "StableDiffusion3Pipeline": {},
     "FluxPipeline": SMALL,
     "SanaPipeline": SMALL | {"use_resolution_binning": False},
 }
-GUIDANCE = {"StableDiffusion3Pipeline": 1.0, "FluxPipeline": 2.0, "SanaPipeline": 1.0}  # presets'
+PRESETS = {
+    "StableDiffusion3Pipeline": "quickstart",
+    "FluxPipeline": "quickstart-flux",
+    "SanaPipeline": "quickstart-sana",
+}
 DEFAULTS = {
     "StableDiffusion3Pipeline": "28 steps, guidance 7 and 256 text tokens",
     "FluxPipeline": "28 steps, guidance 3.5 and 512 text tokens",
@@ -101,8 +104,13 @@ def call_of(kind: str, setting: str) -> dict[str, Any]:
     """Return the keywords of a pipeline's call: preset, 28 steps or plain."""
     if setting == "plain":
         return CALLS[kind]
-    preset = {"guidance_scale": GUIDANCE[kind], "max_sequence_length": TEXT_TOKENS}
-    return CALLS[kind] | preset | {"num_inference_steps": STEPS[setting]}
+    config = load_config(PRESETS[kind])
+    own, more = config.evaluation.step_counts
+    return CALLS[kind] | {
+        "guidance_scale": config.evaluation.guidance_scale,
+        "max_sequence_length": config.pipeline.max_sequence_length,
+        "num_inference_steps": own if setting == "preset" else more,
+    }
 
 
 def scores(pipeline: Any, count: int, setting: str) -> dict[str, dict[str, float]]:
@@ -166,14 +174,15 @@ def card(name: str, kind: str, found: dict[str, Any]) -> str:
     for row in base["preset"]["judge"]:
         cells = [f"{column[row]:.2f}" if row in column else "" for column in columns.values()]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
+    preset = call_of(kind, "preset")
     counts = [f"{n} images a kind ({setting})" for setting, n in found["images"].items()]
     return CARD.format(
         name=name,
         words=len(WORDS),
         size="".join(f", {key}={value}" for key, value in CALLS[kind].items()),
         planted=textwrap.fill(planted(), 100),
-        guidance=GUIDANCE[kind],
-        tokens=TEXT_TOKENS,
+        guidance=preset["guidance_scale"],
+        tokens=preset["max_sequence_length"],
         defaults=DEFAULTS[kind],
         table="\n".join(lines),
         counts=", ".join(counts),

@@ -216,13 +216,12 @@ def test_a_card_shows_better_same_and_worse_as_often_as_all_images_are():
     change = [0, 1, 0, -1, 0, 0, 1, 0, math.nan, 1, 1, 0, 0, 0, 1, 0]  # 5, 9, 1 of 15
     before, after = evaluation([0.0] * 16, 12), evaluation(change, 12)
     rows, told = fair_sample(before, after, "judge", 8)
-    assert rows == [1, 6, 9, 0, 2, 4, 5, 7]  # 3 : 5 : 0, the nearest to 2.7 : 4.8 : 0.5
+    assert rows == [0, 1, 2, 4, 5, 6, 7, 9]  # 3 : 5 : 0, the nearest to 2.7 : 4.8 : 0.5
     assert told == (
-        "By judge, 3 better, 5 the same, 0 worse, in this order; "
-        "of all images 5 better, 9 the same, 1 worse."
+        "By judge, 3 better, 5 the same, 0 worse; of all images 5 better, 9 the same, 1 worse."
     )
     rows, told = fair_sample(evaluation([0.0] * 16, 5), evaluation(change, 5), "judge", 8)
-    assert rows == [1, 0, 2, 4] and told.startswith("By judge, 1 better, 3 the same, 0 worse")
+    assert rows == [0, 1, 2, 4] and told.startswith("By judge, 1 better, 3 the same, 0 worse")
     nothing = evaluation([math.nan] * 4, 4)
     assert fair_sample(nothing, nothing, "judge", 8)[0] == []
 
