@@ -37,7 +37,7 @@ def main(words: list[str] | None = None) -> None:
         if asked.run:
             failed += run_all(jobs_of(some, runs, data, seeds), at_once=asked.jobs)
         if asked.rates:
-            measure_rates(page, runs, data, rounds=3, iterations=asked.rate_iterations)
+            measure_rates(some, runs, data, rounds=3, iterations=asked.rate_iterations)
         if asked.run or asked.collect:
             print(f"{name}: data of {collect(page, runs, data, seeds)} runs")
         if (data / IMAGES).is_file():  # pages of earlier versions have none, and stay as they are
@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--page", action="append", choices=page_names(), help="may be repeated")
     parser.add_argument(
-        "--method", action="append", help="tune or run this one alone; may be repeated"
+        "--method", action="append", help="tune, run or time this one alone; may be repeated"
     )
     parser.add_argument("--seeds", type=int, help="runs of each method; the page's own by default")
     parser.add_argument("--output", type=Path, default=Path("gallery"), help="folder of the pages")

@@ -50,6 +50,8 @@ class Page:
     seeds: int
     steps: tuple[int, ...]  # of evaluation
     validation: str  # prompts to tune on
+    longer: str = ""  # the baseline with more iterations, where a method's drafts must pay
+    exact: str = ""  # the method whose drafts have full precision
     methods: tuple[Method, ...]
 
     def config(self, method: Method, seed: int, folder: Path, *changes: str) -> Config:

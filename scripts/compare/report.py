@@ -10,10 +10,11 @@ from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
 from scripts.compare import statistics
+from scripts.compare.break_even import DRAFTS, break_even
 from scripts.compare.data import TUNING, Image, Line, read_curves, read_images, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Page
-from scripts.compare.runs import chosen, rates
+from scripts.compare.runs import chosen, rates, stages
 from scripts.compare.statistics import Curve
 from scripts.compare.turning import (
     PATIENCE,
@@ -35,6 +36,7 @@ class Results:
     lines: dict[str, dict[int, list[Line]]]  # by method and seed
     images: dict[str, dict[int, list[Image]]]  # first images by method, under seed -1; last by seed
     rates: dict[str, float]  # seconds of an iteration
+    stages: dict[str, dict[str, float]]  # of each of its stages, by method
 
     @staticmethod
     def read(page: Page, data: Path) -> "Results":
@@ -51,6 +53,7 @@ class Results:
             lines={name: dict(sorted(lines[name].items())) for name in order},
             images=images,
             rates=rates(data),
+            stages=stages(data) if page.exact else {},
         )
 
     def curves(self, method: str, measure: str, cost: Callable[[Line], float]) -> list[Curve]:
@@ -164,6 +167,36 @@ def differences_table(results: Results) -> list[dict[str, str]]:
             )
             row[f"reaches {level:.3f}, in {COSTS[name]}"] = row.pop(f"reaches {level:.3f}")
         rows.append(row)
+    return rows
+
+
+def break_even_table(results: Results) -> list[dict[str, str]]:
+    """A row a method that drafts: how fast drafts must be for their choice to pay."""
+    page, rows = results.page, []
+    if not {page.longer, page.exact} <= set(results.stages) & set(results.lines):
+        return []
+    theirs = results.curves(page.longer, page.score, lambda line: line.iteration)
+    exact = results.stages[page.exact][DRAFTS]
+    for method in results.lines:
+        stage = results.stages.get(method, {})
+        if not stage.get(DRAFTS):
+            continue
+        runs = results.curves(method, page.score, lambda line: line.iteration)
+        found = break_even(runs, theirs, stage, results.rates[page.longer], exact)
+        known = found.iterations is not None
+        reached = f"{found.iterations:.1f}" if known else f"more than {found.longest}"
+        rows.append(
+            {
+                "method": method,
+                "last score": _number(found.level),
+                f"iterations of {page.longer} until there": reached,
+                "seconds of its drafts": _number(stage[DRAFTS], 2),
+                "of all else": _number(found.others, 2),
+                "drafts may take": ("" if known else "at least ") + _number(found.affordable, 2),
+                "break-even speed": ("" if known else "at most ") + _number(found.speed, 2),
+                "measured speed": _number(exact / stage[DRAFTS], 2),
+            }
+        )
     return rows
 
 
@@ -293,6 +326,8 @@ def text_of(results: Results, data: Path) -> str:
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
     if len(table := differences_table(results)) > 1:
         parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
+    if table := break_even_table(results):
+        parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
         parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
         parts += [markdown(rules_table(results)), RULES_SAY]
@@ -321,7 +356,11 @@ EQUAL = (
     "above* from when on no evaluation is below, both as shares of the baseline's whole cost."
 )
 
-
+BREAK_EVEN = (
+    "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
+    "speed 1. At the break-even speed a method costs as much as the longer baseline does until it "
+    "stands at the method's last score; faster drafts pay, n/a says that not even free ones do."
+)
 TURNS = (
     "The highest of noisy means is a little too high, so that *lost since* is an upper bound; it "
     "is paired by seed."

@@ -206,8 +206,15 @@ def collect(page: Page, runs: Path, data: Path, seeds: int) -> int:
 
 
 def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations: int) -> None:
-    """Measure the seconds of an iteration of every method, in turns. The machine must be idle."""
-    tuned, rows = chosen(page, data), []
+    """Measure the seconds of an iteration of these methods, in turns. The machine must be idle.
+
+    What was measured of others stays.
+    """
+    names = {method.name for method in page.methods}
+    rows: list[dict[str, Any]] = [
+        row for row in read_rows(data / RATES) if row["method"] not in names
+    ]
+    tuned = chosen(page, data)
     for turn in range(rounds):
         for method in page.methods:
             folder = runs / "rates" / f"{slug(method.name)}-{turn}"
@@ -219,21 +226,35 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
             folder.parent.mkdir(parents=True, exist_ok=True)
             if job.start().wait():
                 raise SystemExit(f"{job.name} failed, see {folder.with_suffix('.log')}")
-            seconds = seconds_of(read_metrics(folder))
-            rows.append({"method": method.name, "round": turn, "seconds": f"{seconds:.4f}"})
+            metrics = read_metrics(folder)
+            seconds = seconds_of(metrics)
+            row = {"method": method.name, "round": turn, "seconds": f"{seconds:.4f}"}
+            rows.append(row | {part: f"{seconds_of(metrics, part):.4f}" for part in TIMES})
             print(f"{method.name}, round {turn}: {seconds:.3f} s an iteration", flush=True)
     write_rows(data / RATES, rows)
 
 
-def seconds_of(metrics: Sequence[Mapping[str, Any]]) -> float:
-    """Return the median seconds of an iteration, evaluations and the first iteration left out."""
-    each = [sum(row.get(name) or 0.0 for name in TIMES) for row in metrics if "loss" in row]
+def seconds_of(metrics: Sequence[Mapping[str, Any]], *parts: str) -> float:
+    """Return the median seconds of an iteration, evaluations and the first iteration left out.
+
+    Of its stages `parts`, or of all.
+    """
+    each = [
+        sum(row.get(name) or 0.0 for name in parts or TIMES) for row in metrics if "loss" in row
+    ]
     return median(each[1:] or each)
 
 
-def rates(data: Path) -> dict[str, float]:
-    """Return the seconds of an iteration by method, the median of its rounds."""
+def rates(data: Path, part: str = "seconds") -> dict[str, float]:
+    """Return the seconds of an iteration by method, or of a stage; the median of its rounds."""
     found: dict[str, list[float]] = {}
     for row in read_rows(data / RATES):
-        found.setdefault(row["method"], []).append(float(row["seconds"]))
+        found.setdefault(row["method"], []).append(float(row[part]))
     return {method: median(values) for method, values in found.items()}
+
+
+def stages(data: Path) -> dict[str, dict[str, float]]:
+    """Return the seconds of each stage of an iteration by method."""
+    by_stage = {part: rates(data, part) for part in TIMES} if (data / RATES).is_file() else {}
+    methods = dict.fromkeys(name for found in by_stage.values() for name in found)
+    return {name: {part: found[name] for part, found in by_stage.items()} for name in methods}

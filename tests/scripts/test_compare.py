@@ -23,6 +23,7 @@ from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
 from scripts.compare import page as pages
 from scripts.compare import runs, statistics
+from scripts.compare.break_even import DRAFTS, break_even
 from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
@@ -38,7 +39,13 @@ from scripts.compare.data import (
 )
 from scripts.compare.law import Freedom, Layout, variety
 from scripts.compare.page import Method, Page, load_page, page_names
-from scripts.compare.report import Results, differences_table, render, scores_table
+from scripts.compare.report import (
+    Results,
+    break_even_table,
+    differences_table,
+    render,
+    scores_table,
+)
 from scripts.compare.turning import RULES, stopped, turn
 
 # --- intervals -----------------------------------------------------------------------------------
@@ -209,6 +216,36 @@ def test_wall_time_is_iterations_times_measured_rates(data):
     assert row["reaches 0.500, in wall time"] == "20%"
     assert row["stays above, in wall time"] == "33%"
     assert row["above at equal forwards"].startswith("+0.200 [0.200, 0.200] (at 2e+03)")
+
+
+def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
+    chosen_ones = [[(0, 0.2), (10, 0.4)], [(0, 0.2), (10, 0.6)]]  # 0.5 after 10 iterations
+    plain = [[(0, 0.2), (10, 0.3), (30, 0.7)]]  # 0.5 after 20
+    stage = {DRAFTS: 9.0, "time/rollout": 1.0, "time/train": 2.0}
+    found = break_even(chosen_ones, plain, stage, 2.5, exact=6.0)
+    # 20 * 2.5 s = 50 s: 10 iterations may take 5 s each, 2 s of them for drafts.
+    assert (found.level, found.iterations, found.others) == pytest.approx((0.5, 20, 3))
+    assert (found.affordable, found.speed) == pytest.approx((2, 3))
+    assert 10 * (found.others + 6 / found.speed) == pytest.approx(found.iterations * 2.5)
+    free = break_even(chosen_ones, plain, stage, 1.0, exact=6.0)
+    assert free.affordable < 0 and math.isinf(free.speed)
+    ahead = break_even([[(0, 0.2), (10, 0.8)]], plain, stage, 2.5, exact=6.0)
+    assert ahead.iterations is None and ahead.longest == 30 and ahead.affordable == 4.5
+
+    page = replace(PAGE, longer="chains", exact="tree")
+    parts = dict.fromkeys(runs.TIMES, "0")
+    rows = [
+        {"method": "chains", "round": 0, "seconds": "3"} | parts | {"time/train": "3"},
+        {"method": "tree", "round": 0, "seconds": "2"}
+        | parts
+        | {DRAFTS: "1.5", "time/train": ".5"},
+    ]
+    write_rows(data / "rates.csv", rows)
+    assert "## What drafts may cost" in render(page, data).read_text()
+    (row,) = break_even_table(Results.read(page, data))
+    assert row["iterations of chains until there"] == "more than 20"
+    assert row["drafts may take"] == "at least 2.50" and row["break-even speed"] == "at most 0.60"
+    assert row["measured speed"] == "1.00" and "What drafts" not in render(PAGE, data).read_text()
 
 
 def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
