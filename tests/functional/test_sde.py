@@ -18,6 +18,7 @@ from gaussian_flow import (
     extract,
     final_var,
     levels,
+    moments,
     no_noise,
     order,
     uniform_sigmas,
@@ -205,6 +206,25 @@ def test_overshooting_leaves_least_variance_amiss_at_few_steps():
         alone = final_var(flow, ODE, sigmas)
         found = [final_var(flow, s, sigmas) / alone for s in (OVERSHOOT[2], *rivals)]
         assert found == pytest.approx(expected, abs=6e-4), schedule
+
+
+def test_with_the_noise_of_overshooting_the_sde_still_leaves_more_variance():
+    """The other figures of docs/trees.md: at one level overshooting adds less noise, too."""
+    flow, sde = GaussianFlow(0.0, 0.5), Sampler(KERNELS["flow_sde"], 0.7)
+    for schedule, steps, expected in (
+        ("uniform", 5, 1.258),
+        ("uniform", 10, 1.157),
+        ("sd3", 10, 1.168),
+        ("flux", 6, 1.216),
+    ):
+        sigmas = SCHEDULES[schedule](steps)
+        std = extract(flow, OVERSHOOT[2], sigmas, OVERSHOOT[2].g(sigmas)).c
+        g = std / (sigmas[:-1] - sigmas[1:]).sqrt()
+        found = moments(flow, sde, sigmas, g)[1][-1].item() / final_var(flow, ODE, sigmas)
+        assert found == pytest.approx(expected, abs=6e-4), schedule
+        if (schedule, steps) == ("uniform", 5):
+            less = 1 - g[:-1] / sde.g(sigmas)[:-1]
+            assert (less.min().item(), less.max().item()) == pytest.approx((0.25, 0.45), abs=5e-3)
 
 
 def test_ratios_of_overshooting_steps_are_those_of_its_gaussian():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from flowrl_rewards.ocr import MODES, OCR, rapidocr_reader
+from PIL import Image, ImageDraw, ImageFont
 
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts
@@ -57,3 +58,28 @@ def test_large_images_are_read_too(reader):
     page = np.full((512, 512, 3), 235, np.uint8)
     page[200:328, 100:228] = small.repeat(2, 0).repeat(2, 1)
     assert "".join(reader(page)).upper() == all_prompts("ocr")[1]["ocr_text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 96, 128, 256, 512])
+def test_clean_words_are_read_at_all_sizes(reader, size):
+    """The table of docs/rewards.md, printed (`-s`): words of all lengths, dark and light."""
+    rng = random.Random(size)
+    words = sorted({prompt["ocr_text"] for prompt in all_prompts("ocr")})
+    right = 0
+    for i in range(300):
+        word, ink = words[i % len(words)], 20 if i % 2 else 235
+        image = _word(word, size, rng.uniform(0.5, 0.9), ink)
+        right += "".join(reader(image)).upper() == word
+    print(f"{size} pixels: {right / 300:.1%} of 300 words read exactly")
+    assert right >= 0.97 * 300
+
+
+def _word(word: str, size: int, share: float, ink: int) -> np.ndarray:
+    """Draw a word that is so much of the image wide, in the middle."""
+    image = Image.new("RGB", (size, size), (255 - ink,) * 3)
+    pen = ImageDraw.Draw(image)
+    font = ImageFont.load_default(size)
+    font = ImageFont.load_default(size * share * size / pen.textlength(word, font))
+    pen.text((size / 2, size / 2), word, fill=(ink,) * 3, font=font, anchor="mm")
+    return np.asarray(image)

@@ -45,6 +45,7 @@ from scripts.compare.report import (
     differences_table,
     render,
     scores_table,
+    text_of,
 )
 from scripts.compare.turning import RULES, stopped, turn
 
@@ -115,6 +116,7 @@ def test_reaching_is_not_staying_above():
 
 # --- data and pages ------------------------------------------------------------------------------
 
+GALLERY = Path(__file__).parents[2] / "gallery"
 METHODS = tuple(
     Method(name=name, recipe="quickstart", options=(), iterations=20, tune=tune, note="")
     for name, tune in (("chains", ()), ("tree", ({"optim.lr": [1e-4, 2e-4]},)), ("late", ()))
@@ -199,6 +201,15 @@ def test_a_page_has_what_its_data_say_and_what_is_missing(data):
     assert "No runs yet: late." in text and "Seconds of an iteration were not measured" in text
     assert "equal wall time" not in text and (data / "strict-forwards.png").is_file()
     assert "What was planted." in text and "Fewer than 3 seeds" not in text
+
+
+def test_pages_of_the_gallery_are_what_their_data_say():
+    rendered = [name for name in page_names() if (GALLERY / name / IMAGES).is_file()]
+    assert "quickstarts" in rendered
+    for name in rendered:
+        data = GALLERY / name
+        text = text_of(Results.read(load_page(name), data), data)
+        assert (data / "README.md").read_text(encoding="utf-8") == text, name
 
 
 def test_wall_time_is_iterations_times_measured_rates(data):
