@@ -28,6 +28,7 @@ class IterationWork:
     forwards: int = 1  # of a tree
     widths: tuple[int, ...] = (1,)  # velocities of a tree at each step
     batch: int = 1  # trees at once, and rows of a call, at most
+    padding: float = 0.0  # share of rows that may be made up for larger calls
     candidates: int = 0  # trees of a prompt that are explored first
     candidate_leaves: int = 1
     candidate_forwards: int = 0
@@ -90,7 +91,7 @@ class WorkSplit:
     def padding(self) -> float:
         """The velocities that full batches make up while sampling, as a share of all others."""
         trees = [share.trees for share in self.shares]
-        return sampling_padding(trees, self.load.widths, self.load.batch)
+        return sampling_padding(trees, self.load.widths, self.load.batch, self.load.padding)
 
     @property
     def even(self) -> bool:
@@ -153,9 +154,11 @@ def nearest_gpus(load: IterationWork, gpus: int) -> tuple[int, ...]:
     return (*below[-1:], *above[:1])
 
 
-def sampling_padding(shares: Sequence[int], widths: Sequence[int], batch: int) -> float:
+def sampling_padding(
+    shares: Sequence[int], widths: Sequence[int], batch: int, padding: float
+) -> float:
     """Return the velocities made up by processes with `shares` trees, per velocity asked for."""
-    together, rows = batch_shape(max(shares), widths, batch)
+    together, rows = batch_shape(max(shares), widths, batch, padding)
     computed = 0
     for trees in shares:
         parts = [min(together, trees - start) for start in range(0, trees, together)]
@@ -170,7 +173,7 @@ def nearest_batches(load: IterationWork, gpus: int) -> tuple[int, ...]:
     trees = [n * (load.roots if load.whole_prompts else 1) for n in shares]
 
     def good(batch: int) -> bool:
-        return not sampling_padding(trees, load.widths, batch)
+        return not sampling_padding(trees, load.widths, batch, load.padding)
 
     below = next((n for n in range(load.batch, 0, -1) if good(n)), None)
     above = next((n for n in range(load.batch + 1, 2 * load.batch + 1) if good(n)), None)
@@ -292,6 +295,7 @@ def iteration_work(
         forwards=tree.forwards // plan.roots,
         widths=tuple(level_widths(plan)),
         batch=r.batch_size,
+        padding=r.padding,
         candidates=candidates.roots if candidates else 0,
         candidate_leaves=explored.leaves // candidates.roots if candidates and explored else 1,
         candidate_forwards=explored.forwards // candidates.roots if candidates and explored else 0,

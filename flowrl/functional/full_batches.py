@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PADDING = 1 / 30  # of all rows, that a larger call may cost
-
 
 @dataclass(slots=True)
 class RowCount:
@@ -57,26 +55,27 @@ def even_rows(total: int, most: int) -> int:
     return max(1, -(-total // calls))
 
 
-def call_rows(batches: Sequence[int], most: int) -> int:
+def call_rows(batches: Sequence[int], most: int, padding: float) -> int:
     """Return the rows of a call that suit batches of these sizes: at most `most`, and the most that
-    make up no more than PADDING of all rows."""
+    make up no more than `padding` of all rows."""
     total = sum(batches)
     for rows in range(min(most, max(batches, default=1)), 0, -1):
-        if sum(-(-batch // rows) * rows for batch in batches) <= total * (1 + PADDING):
+        if sum(-(-batch // rows) * rows for batch in batches) <= total * (1 + padding):
             # As many calls, each as small as it can be.
             return max((even_rows(batch, rows) for batch in batches), default=1)
     return 1
 
 
-def batch_shape(trees: int, widths: Sequence[int], most: int) -> tuple[int, int]:
+def batch_shape(trees: int, widths: Sequence[int], most: int, padding: float) -> tuple[int, int]:
     """Return how many of `trees` trees are sampled together, and the rows of each call.
 
     Args:
         widths: velocities of a tree at each step.
         most: trees at once, and rows of a call.
+        padding: rows that may be made up, as a share of all.
     """
     together = even_rows(trees, most)
-    return together, call_rows([together * width for width in widths], most)
+    return together, call_rows([together * width for width in widths], most, padding)
 
 
 def full_batches(rows: int, size: int, calls: int | None = None) -> Sequence[Tensor]:

@@ -184,6 +184,7 @@ class RolloutGenerator:
     kernel: StepKernel
     noise_level: float
     batch_size: int  # most rows in a forward of the network, and trees at a time
+    padding: float  # share of rows that may be made up for larger forwards
     decode_batch: int  # most rows in a forward of the decoder
     whole_prompts: bool  # one process samples all trees of a prompt
     times: tuple[str, str] = ("time/rollout", "time/reward")  # names of the timer's two laps
@@ -256,7 +257,7 @@ class RolloutGenerator:
         The same on all processes: of the largest share, in as even batches as can be.
         """
         most = self.runtime.largest_share(len(request.prompt), self._unit(plan))
-        return batch_shape(most, level_widths(plan), self.batch_size)
+        return batch_shape(most, level_widths(plan), self.batch_size, self.padding)
 
     @torch.no_grad()
     def encode_prompts(self, own: RolloutRequest) -> Conditioning:

@@ -29,9 +29,9 @@ FREE = (
     "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",
-    "lora.fused", "rollout.batch_size", "rollout.merge_lora", "rollout.compile", "rollout.workers",
-    "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor", "evaluation.batch_size",
-    "runtime",
+    "lora.fused", "rollout.batch_size", "rollout.padding", "rollout.merge_lora", "rollout.compile",
+    "rollout.workers", "optim.micro_batch", "prompts.allow_overlap", "rewards.*.executor",
+    "evaluation.batch_size", "runtime",
     # How a judge is asked, and what it may cost; not which model, nor what it is asked.
     *(f"rewards.*.args.server.{name}" for name in (
         "base_url", "api_key_env", "timeout", "deadline", "in_flight", "rounds",

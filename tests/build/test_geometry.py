@@ -111,9 +111,9 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
 
 
 def test_shapes_without_padding_are_counted_and_preferred():
-    assert sampling_padding([10, 5], (1, 1), 8) == 0  # five rows a call
-    assert sampling_padding([11], (1, 1), 8) == pytest.approx(1 / 11)
-    assert sampling_padding([6, 5], (1,), 6) == pytest.approx(1 / 11)
+    assert sampling_padding([10, 5], (1, 1), 8, 0.0) == 0  # five rows a call
+    assert sampling_padding([11], (1, 1), 8, 1 / 30) == pytest.approx(1 / 11)
+    assert sampling_padding([6, 5], (1,), 6, 1 / 30) == pytest.approx(1 / 11)
     load = replace(BASE, prompts=11, roots=1, updates=1, batch=8)
     assert split_work(load, 1).padding == pytest.approx(1 / 11)
     assert nearest_batches(load, 1) == (1, 11)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.functional.full_batches import PADDING, call_rows, even_rows, full_batches
+from flowrl.functional.full_batches import call_rows, even_rows, full_batches
 
 SIZES = st.integers(1, 200)
 
@@ -18,8 +18,8 @@ def test_even_rows_take_the_fewest_calls_and_lack_less_than_one_row_each(total, 
         assert rows == most  # full batches stay as they are
 
 
-@given(st.lists(SIZES, min_size=1, max_size=6), SIZES)
-def test_a_call_is_as_large_as_padding_allows(batches, most):
+@given(st.lists(SIZES, min_size=1, max_size=6), SIZES, st.sampled_from([0, 1 / 30, 0.2]))
+def test_a_call_is_as_large_as_padding_allows(batches, most, allowed):
     def padding(rows: int) -> float:
         computed = sum(-(-batch // rows) * rows for batch in batches)
         return (computed - sum(batches)) / sum(batches) - 1e-12  # of rounding
@@ -27,18 +27,19 @@ def test_a_call_is_as_large_as_padding_allows(batches, most):
     def calls(rows: int) -> int:
         return sum(-(-batch // rows) for batch in batches)
 
-    rows = call_rows(batches, most)
-    assert 1 <= rows <= min(most, max(batches)) and padding(rows) <= PADDING
+    rows = call_rows(batches, most, allowed)
+    assert 1 <= rows <= min(most, max(batches)) and padding(rows) <= allowed
     larger = range(rows + 1, min(most, max(batches)) + 1)
-    assert all(padding(size) > PADDING or calls(size) == calls(rows) for size in larger)
+    assert all(padding(size) > allowed or calls(size) == calls(rows) for size in larger)
     # One row less would take another call.
     assert rows == 1 or calls(rows - 1) > calls(rows)
 
 
 def test_shapes_without_padding_are_preferred_to_larger_ones():
-    assert call_rows([6, 12, 24, 48], 48) == 6  # of 12 the first would be padded by 6 in 90
-    assert call_rows([96], 96) == 96 and call_rows([192], 96) == 96
-    assert call_rows([100], 96) == 50
+    assert call_rows([6, 12, 24, 48], 48, 1 / 30) == 6  # of 12 the first would get 6 more in 90
+    assert call_rows([6, 12, 24, 48], 48, 0.2) == 12
+    assert call_rows([96], 96, 0) == 96 and call_rows([192], 96, 0) == 96
+    assert call_rows([100], 96, 1 / 30) == 50
 
 
 @given(SIZES, SIZES, st.integers(0, 3))
