@@ -280,12 +280,14 @@ def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
 
 
 def test_presets_have_the_values_that_did_best_on_validation_prompts():
-    page = load_page("quickstarts")
-    tuned = runs.chosen(page, Path(program.__file__).parents[2] / "gallery" / page.name)
-    assert {"quickstart", "quickstart-sana"} <= set(tuned)
-    for name, options in tuned.items():
-        recipe = page.method(name).recipe
-        assert load_config(recipe, list(options)) == load_config(recipe), (name, options)
+    presets = {"quickstarts": {"quickstart", "quickstart-sana"}, "trees": {"BranchGRPO-Mix"}}
+    for page, names in ((load_page(name), names) for name, names in presets.items()):
+        tuned = runs.chosen(page, GALLERY / page.name)
+        assert names <= set(tuned)
+        for name, options in tuned.items():
+            recipe = page.method(name).recipe
+            if name in names or page.name == "quickstarts":
+                assert load_config(recipe, list(options)) == load_config(recipe), (name, options)
 
 
 def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
