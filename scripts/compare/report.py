@@ -381,7 +381,7 @@ def _missing(results: Results) -> str:
     page, missing = results.page, []
     gone = [method.name for method in page.methods if method.name not in results.lines]
     if gone:
-        missing.append(f"No runs yet: {', '.join(gone)}.")
+        missing.append(f"No runs yet: {'; '.join(gone)}.")
     few = {m: len(runs) for m, runs in results.lines.items() if len(runs) < page.seeds}
     if few:
         text = ", ".join(f"{method} ({count})" for method, count in few.items())

@@ -212,6 +212,18 @@ def test_pages_of_the_gallery_are_what_their_data_say():
         assert (data / "README.md").read_text(encoding="utf-8") == text, name
 
 
+def test_docs_say_of_trees_what_their_page_says():
+    results = Results.read(load_page("trees"), GALLERY / "trees")
+    (row,) = [r for r in differences_table(results) if r["method"] == "BranchGRPO-Mix"]
+    share = next(cell for name, cell in row.items() if re.match("reaches .* wall time", name))
+    above = row["above at equal wall time"].partition(" (at")[0]
+    assert len(results.lines["BranchGRPO-Mix"]) == len(results.lines["Flow-GRPO"]) == 5
+    root = GALLERY.parent
+    for page in (root / "README.md", GALLERY / "README.md", root / "docs" / "trees.md"):
+        text = page.read_text(encoding="utf-8")
+        assert f"{share.replace('%', ' %')} of its wall time" in text and above in text, page
+
+
 def test_wall_time_is_iterations_times_measured_rates(data):
     rates = [("chains", "4"), ("chains", "2"), ("chains", "3"), ("tree", "1")]
     write_rows(data / "rates.csv", [{"method": m, "round": 0, "seconds": s} for m, s in rates])
