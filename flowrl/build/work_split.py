@@ -28,7 +28,7 @@ class IterationWork:
     forwards: int = 1  # of a tree
     widths: tuple[int, ...] = (1,)  # velocities of a tree at each step
     batch: int = 1  # trees at once, and rows of a call, at most
-    padding: float = 0.0  # share of rows that may be made up for larger calls
+    padding: float  # share of rows that may be made up for larger calls
     candidates: int = 0  # trees of a prompt that are explored first
     candidate_leaves: int = 1
     candidate_forwards: int = 0

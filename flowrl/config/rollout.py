@@ -243,8 +243,8 @@ class RolloutOptions(Options):
     padding: NonNegative = option(
         1 / 30,
         "Every forward has equally many rows, few where a tree is narrow; this share of all rows "
-        "may be made up so that forwards are larger and fewer. Trees of small networks, whose "
-        "forwards cost more than their rows, want 0.2.",
+        "may be made up so that forwards are larger and fewer, which trees of small networks gain "
+        "from: the built-in ones take 0.2.",
     )
     merge_lora: Literal["auto"] | Flag = option(
         "auto",

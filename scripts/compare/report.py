@@ -147,6 +147,10 @@ def differences_table(results: Results) -> list[dict[str, str]]:
     if own is None:
         return []
     level = statistics.over_seeds(results.last(page.baseline, page.score)).mean
+    wanted = {
+        name: statistics.mean_curve(results.curves(page.baseline, page.score, cost))
+        for name, cost in costs(results).items()
+    }
     for method, runs in results.lines.items():
         if results.base(method, page.score) != results.base(page.baseline, page.score):
             continue
@@ -161,11 +165,12 @@ def differences_table(results: Results) -> list[dict[str, str]]:
             whole = statistics.mean_curve(theirs)[-1][0]
             row[f"above at equal {COSTS[name]}"] = f"{_interval(found)} (at {spent:.3g})"
             curve = statistics.mean_curve(mine)
-            row[f"reaches {level:.3f}"] = _share(statistics.reaches(curve, level), whole)
+            for what, score in (("last", level), ("highest", max(s for _, s in wanted[name]))):
+                heading = f"reaches the {what}, {score:.3f}, in {COSTS[name]}"
+                row[heading] = _share(statistics.reaches(curve, score), whole)
             row[f"stays above, in {COSTS[name]}"] = _share(
                 statistics.stays_above(curve, level), whole
             )
-            row[f"reaches {level:.3f}, in {COSTS[name]}"] = row.pop(f"reaches {level:.3f}")
         rows.append(row)
     return rows
 
@@ -183,8 +188,13 @@ def break_even_table(results: Results) -> list[dict[str, str]]:
             continue
         runs = results.curves(method, page.score, lambda line: line.iteration)
         found = break_even(runs, theirs, stage, results.rates[page.longer], exact)
-        known = found.iterations is not None
+        known, pays = found.iterations is not None, found.affordable > 0
         reached = f"{found.iterations:.1f}" if known else f"more than {found.longest}"
+        may_take = ("" if known else "at least ") + _number(found.affordable, 2)
+        speed = ("" if known else "at most ") + _number(found.speed, 2)
+        never = (
+            "not even free ones pay" if known else "not known, the baseline's runs are too short"
+        )
         rows.append(
             {
                 "method": method,
@@ -192,8 +202,8 @@ def break_even_table(results: Results) -> list[dict[str, str]]:
                 f"iterations of {page.longer} until there": reached,
                 "seconds of its drafts": _number(stage[DRAFTS], 2),
                 "of all else": _number(found.others, 2),
-                "drafts may take": ("" if known else "at least ") + _number(found.affordable, 2),
-                "break-even speed": ("" if known else "at most ") + _number(found.speed, 2),
+                "drafts may take": may_take if pays else "",
+                "break-even speed": speed if pays else never,
                 "measured speed": _number(exact / stage[DRAFTS], 2),
             }
         )
@@ -339,7 +349,8 @@ def text_of(results: Results, data: Path) -> str:
             parts.append(f"![{measure} against {COSTS[name]}]({measure}-{name}.png)")
     if table := tuning_table(page, data):
         parts += ["## Tuning", "One run of each on validation prompts.", markdown(table)]
-    notes = [f"- **{m.name}**: {m.note}" for m in page.methods if m.note]
+    ran = [method for method in page.methods if method.name in results.lines]
+    notes = [f"- **{m.name}**: {m.note}" for m in ran if m.note]
     parts += ["## Methods", *(["\n".join(notes)] if notes else []), markdown(_options(results))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -352,14 +363,15 @@ LEGEND = (
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "
-    "reached. *Reaches* is when the mean curve first stands at the baseline's last score, *stays "
-    "above* from when on no evaluation is below, both as shares of the baseline's whole cost."
+    "reached. *Reaches* is when the mean curve first stands at the baseline's last and at its "
+    "highest mean score, *stays above* from when on no evaluation is below the last, as shares of "
+    "the baseline's whole cost. All runs are evaluated on the same prompts and noise."
 )
 
 BREAK_EVEN = (
     "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
     "speed 1. At the break-even speed a method costs as much as the longer baseline does until it "
-    "stands at the method's last score; faster drafts pay, n/a says that not even free ones do."
+    "stands at the method's last score; faster drafts pay."
 )
 TURNS = (
     "The highest of noisy means is a little too high, so that *lost since* is an upper bound; it "
@@ -395,6 +407,7 @@ def _options(results: Results) -> list[dict[str, str]]:
     return [
         {"method": m.name, "recipe": m.recipe, "options": " ".join(f"`{o}`" for o in m.options)}
         for m in results.page.methods
+        if m.name in results.lines
     ]
 
 

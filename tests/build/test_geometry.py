@@ -29,7 +29,14 @@ from flowrl.trajectory import Conditioning
 from flowrl.utils.distributed import Runtime
 
 BASE = IterationWork(
-    prompts=8, roots=6, forwards=10, rows=1, row_forwards=4, micro_batch=16, updates=2
+    prompts=8,
+    roots=6,
+    forwards=10,
+    rows=1,
+    row_forwards=4,
+    micro_batch=16,
+    updates=2,
+    padding=1 / 30,
 )
 
 
@@ -39,6 +46,7 @@ def loads(draw) -> IterationWork:
     roots = draw(st.integers(1, 6))
     whole = draw(st.booleans())
     return IterationWork(
+        padding=draw(st.sampled_from([0.0, 1 / 30, 0.2])),
         prompts=updates * draw(st.integers(1, 6)),
         roots=roots,
         leaves=draw(st.integers(1, 3)),
@@ -108,6 +116,12 @@ def test_what_is_suggested_keeps_every_gpu_busy(load, gpus):
         assert prompts % load.updates == 0
     if units(load) >= gpus and split_work(load, gpus).even:
         assert gpus in suggested and load.prompts in nearest_prompts(load, gpus)
+
+
+def test_padding_that_is_allowed_is_taken_where_a_tree_is_narrow():
+    narrow = replace(BASE, prompts=6, roots=1, widths=(1, 1, 2, 4, 8, 16, 16), batch=96)
+    few, many = (split_work(replace(narrow, padding=p), 1).padding for p in (1 / 30, 0.2))
+    assert 0 <= few <= 1 / 30 < many <= 0.2
 
 
 def test_shapes_without_padding_are_counted_and_preferred():

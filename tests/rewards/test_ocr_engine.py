@@ -63,7 +63,7 @@ def test_large_images_are_read_too(reader):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 96, 128, 256, 512])
 def test_clean_words_are_read_at_all_sizes(reader, size):
-    """The table of docs/rewards.md, printed (`-s`): words of all lengths, dark and light."""
+    """The figures of docs/rewards.md, printed with `-s`: dark on light, and light on dark."""
     rng = random.Random(size)
     words = sorted({prompt["ocr_text"] for prompt in all_prompts("ocr")})
     right = 0
@@ -72,7 +72,7 @@ def test_clean_words_are_read_at_all_sizes(reader, size):
         image = _word(word, size, rng.uniform(0.5, 0.9), ink)
         right += "".join(reader(image)).upper() == word
     print(f"{size} pixels: {right / 300:.1%} of 300 words read exactly")
-    assert right >= 0.97 * 300
+    assert right == 300
 
 
 def _word(word: str, size: int, share: float, ink: int) -> np.ndarray:
