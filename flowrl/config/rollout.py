@@ -244,7 +244,7 @@ class RolloutOptions(Options):
         1 / 30,
         "Every forward has equally many rows, few where a tree is narrow; this share of all rows "
         "may be made up so that forwards are larger and fewer, which trees of small networks gain "
-        "from: the built-in ones take 0.2.",
+        "from: quickstart-branchgrpo has 0.2.",
     )
     merge_lora: Literal["auto"] | Flag = option(
         "auto",
