@@ -1,6 +1,7 @@
 """Run the methods of a page: in the background, beside each other, and each run only once."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -223,6 +224,7 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
             changes += ["evaluation.quality=null", "run.sample_every=0"]
             config = page.config(method, TUNING_SEED + turn, folder, *changes)
             job = Job(name=folder.name, config=config, folder=folder)
+            shutil.rmtree(folder, ignore_errors=True)  # an earlier measurement is not one of now
             folder.parent.mkdir(parents=True, exist_ok=True)
             if job.start().wait():
                 raise SystemExit(f"{job.name} failed, see {folder.with_suffix('.log')}")

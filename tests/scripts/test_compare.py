@@ -223,6 +223,9 @@ def test_docs_say_of_trees_what_their_page_says():
     for page in (root / "README.md", GALLERY / "README.md", root / "docs" / "trees.md"):
         text = " ".join(page.read_text(encoding="utf-8").split())
         assert f"{share.replace('%', ' %')} of its wall time" in text and above in text, page
+    # `text` is now that of docs/trees.md, which has the control, too.
+    (control,) = [r for r in differences_table(results) if "the tree's steps" in r["method"]]
+    assert control["above at equal wall time"].partition(" (at")[0] in text
 
 
 def test_wall_time_is_iterations_times_measured_rates(data):
