@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from flowrl.tiny.world import planted
@@ -11,10 +11,11 @@ from flowrl.utils.files import write_bytes, write_text
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
 from scripts.compare import statistics
 from scripts.compare.break_even import DRAFTS, break_even
-from scripts.compare.data import TUNING, Image, Line, read_curves, read_images, read_rows
+from scripts.compare.data import TUNING, Image, Line, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
-from scripts.compare.page import Page
-from scripts.compare.runs import chosen, rates, stages
+from scripts.compare.page import Method, Page
+from scripts.compare.results import Results
+from scripts.compare.runs import chosen
 from scripts.compare.statistics import Curve
 from scripts.compare.turning import (
     PATIENCE,
@@ -26,71 +27,6 @@ from scripts.compare.turning import (
 )
 
 Table = Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """The data of a page, sorted."""
-
-    page: Page
-    lines: dict[str, dict[int, list[Line]]]  # by method and seed
-    images: dict[str, dict[int, list[Image]]]  # first images by method, under seed -1; last by seed
-    rates: dict[str, float]  # seconds of an iteration
-    stages: dict[str, dict[str, float]]  # of each of its stages, by method
-
-    @staticmethod
-    def read(page: Page, data: Path) -> "Results":
-        lines: dict[str, dict[int, list[Line]]] = {}
-        for line in read_curves(data):
-            lines.setdefault(line.method, {}).setdefault(line.seed, []).append(line)
-        images: dict[str, dict[int, list[Image]]] = {}
-        for image in read_images(data):
-            seed = image.seed if image.iteration else -1
-            images.setdefault(image.method, {}).setdefault(seed, []).append(image)
-        order = [method.name for method in page.methods if method.name in lines]
-        return Results(
-            page=page,
-            lines={name: dict(sorted(lines[name].items())) for name in order},
-            images=images,
-            rates=rates(data),
-            stages=stages(data) if page.exact else {},
-        )
-
-    def curves(self, method: str, measure: str, cost: Callable[[Line], float]) -> list[Curve]:
-        """Return a curve for each seed, of the evaluations that have the measure."""
-        return [
-            [(cost(line), line.scores[measure]) for line in lines if measure in line.scores]
-            for lines in self.lines[method].values()
-        ]
-
-    def seconds(self, line: Line) -> float:
-        return line.iteration * self.rates.get(line.method, math.nan)
-
-    def last(self, method: str, measure: str) -> list[float]:
-        """Return the last score of each seed; NaN where it has none."""
-        runs = self.lines[method].values()
-        return [lines[-1].scores.get(measure, math.nan) for lines in runs]
-
-    def base(self, method: str, measure: str) -> float:
-        first = next(iter(self.lines[method].values()))[0]
-        return first.scores.get(measure, math.nan)
-
-    def change_of_images(self, method: str, measure: str) -> Interval | None:
-        """Return the change over images: each one's mean over seeds, its requests resampled."""
-        kept = self.images.get(method, {})
-        before = [image.scores.get(measure) for image in kept.get(-1, [])]
-        runs = [[i.scores.get(measure) for i in own] for seed, own in kept.items() if seed >= 0]
-        requests = [image.request for image in kept.get(-1, [])]
-        found = []
-        for i, score in enumerate(before):
-            after = [run[i] for run in runs]
-            if score is not None and after and None not in after:
-                found.append((requests[i], sum(map(float, after)) / len(after) - score))  # type: ignore[arg-type]
-        if not found:
-            return None
-        return statistics.over_requests([c for _, c in found], [r for r, _ in found])
-
-
 COSTS: dict[str, str] = {"seconds": "wall time", "forwards": "forwards"}
 
 
@@ -171,6 +107,8 @@ def differences_table(results: Results) -> list[dict[str, str]]:
             row[f"stays above, in {COSTS[name]}"] = _share(
                 statistics.stays_above(curve, level), whole
             )
+        images = results.difference_of_images(method, page.baseline, page.score)
+        row["above at the end, over images"] = _interval(images) if images else "n/a"
         rows.append(row)
     return rows
 
@@ -238,6 +176,27 @@ def rules_table(results: Results) -> list[dict[str, str]]:
         }
         for method, runs in results.lines.items()
     ]
+
+
+def kept_most(results: Results) -> str:
+    """Say which setting and which rule keep most of the gold score, of those whose mean turned."""
+    page = results.page
+    kept = {
+        (method, rule): stopped(list(runs.values()), page, find)
+        for method, runs in results.lines.items()
+        for rule, find in RULES.items()
+    }
+    method, rule = max(kept, key=lambda key: kept[key].mean)
+    unruled = "to the end"
+    penalised = max(results.lines, key=lambda name: kept[name, unruled].mean)
+    means = {r: statistics.mean([kept[m, r].mean for m in results.lines]) for r in RULES}
+    best = max(means, key=means.__getitem__)
+    return (
+        f"**What keeps most.** Of all settings and rules, {method} with *{rule}*: "
+        f"{_interval(kept[method, rule], sign=False)}. Of settings that train {unruled}, "
+        f"{penalised}: {_interval(kept[penalised, unruled], sign=False)}. Of rules, *{best}*: a "
+        f"mean over settings of {_number(means[best])}; {unruled}, {_number(means[unruled])}."
+    )
 
 
 def variety_table(results: Results) -> list[dict[str, str]]:
@@ -340,7 +299,7 @@ def text_of(results: Results, data: Path) -> str:
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
         parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
-        parts += [markdown(rules_table(results)), RULES_SAY]
+        parts += [markdown(rules_table(results)), RULES_SAY, kept_most(results)]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
     parts += ["## Curves"]
@@ -351,7 +310,7 @@ def text_of(results: Results, data: Path) -> str:
         parts += ["## Tuning", "One run of each on validation prompts.", markdown(table)]
     ran = [method for method in page.methods if method.name in results.lines]
     notes = [f"- **{m.name}**: {m.note}" for m in ran if m.note]
-    parts += ["## Methods", *(["\n".join(notes)] if notes else []), markdown(_options(results))]
+    parts += ["## Methods", "\n".join(notes), _common(ran), markdown(_options(ran))]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -365,7 +324,8 @@ EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "
     "reached. *Reaches* is when the mean curve first stands at the baseline's last and at its "
     "highest mean score, *stays above* from when on no evaluation is below the last, as shares of "
-    "the baseline's whole cost. All runs are evaluated on the same prompts and noise."
+    "the baseline's whole cost. *Above at the end* compares last images, whatever they cost, with "
+    "the bootstrap interval. All runs are evaluated on the same prompts and noise."
 )
 
 BREAK_EVEN = (
@@ -403,12 +363,28 @@ def _missing(results: Results) -> str:
     return f"**Missing.** {' '.join(missing)}" if missing else ""
 
 
-def _options(results: Results) -> list[dict[str, str]]:
+def _common(methods: Sequence[Method]) -> str:
+    """Say what all methods have; a method's own options come after these."""
+    shared = _shared(methods)
+    return f"All have {_code(shared)}" if shared else ""
+
+
+def _options(methods: Sequence[Method]) -> list[dict[str, str]]:
+    count = len(_shared(methods))
     return [
-        {"method": m.name, "recipe": m.recipe, "options": " ".join(f"`{o}`" for o in m.options)}
-        for m in results.page.methods
-        if m.name in results.lines
+        {"method": m.name, "recipe": m.recipe, "its own options": _code(m.options[count:])}
+        for m in methods
     ]
+
+
+def _shared(methods: Sequence[Method]) -> list[str]:
+    """Return the first options of all methods, as far as these are the same."""
+    columns = zip(*(method.options for method in methods), strict=False)
+    return [each[0] for each in takewhile(lambda each: len(set(each)) == 1, columns)]
+
+
+def _code(options: Sequence[str]) -> str:
+    return " ".join(f"`{option}`" for option in options)
 
 
 def markdown(table: Table) -> str:

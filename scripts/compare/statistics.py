@@ -11,6 +11,11 @@ from flowrl.training.evaluate import Interval
 RESAMPLES = 10_000
 
 
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; NaN where a value is."""
+    return sum(values) / len(values)
+
+
 def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     """Return the mean over runs and its t-interval; NaN ends for a single run."""
     mean, count = float(np.mean(values)), len(values)

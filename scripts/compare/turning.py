@@ -39,17 +39,17 @@ def turn(runs: Runs, page: Page) -> Turn:
     The highest of noisy means is a little too high; the loss from there is an upper bound.
     """
     at = list(zip(*runs, strict=True))
-    means = [_mean([line.scores[page.gold] for line in lines]) for lines in at]
+    means = [statistics.mean([line.scores[page.gold] for line in lines]) for lines in at]
     top = at[max(range(len(at)), key=means.__getitem__)]
     golds = [line.scores[page.gold] for line in top]
     ends = [line.scores[page.gold] for line in at[-1]]
     return Turn(
         iteration=top[0].iteration,
         gold=statistics.over_seeds(golds),
-        proxy=_mean([line.scores[page.proxy] for line in top]),
+        proxy=statistics.mean([line.scores[page.proxy] for line in top]),
         last=statistics.over_seeds(ends),
         lost=statistics.over_seeds([e - g for e, g in zip(ends, golds, strict=True)]),
-        proxy_last=_mean([line.scores[page.proxy] for line in at[-1]]),
+        proxy_last=statistics.mean([line.scores[page.proxy] for line in at[-1]]),
     )
 
 
@@ -96,7 +96,3 @@ RULES: dict[str, Rule] = {
 def stopped(runs: Runs, page: Page, rule: Rule) -> Interval:
     """Return the gold score over runs where a rule would have ended each."""
     return statistics.over_seeds([run[rule(run, page)].scores[page.gold] for run in runs])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

@@ -40,13 +40,14 @@ from scripts.compare.data import (
 from scripts.compare.law import Freedom, Layout, variety
 from scripts.compare.page import Method, Page, load_page, page_names
 from scripts.compare.report import (
-    Results,
     break_even_table,
     differences_table,
+    kept_most,
     render,
     scores_table,
     text_of,
 )
+from scripts.compare.results import Results
 from scripts.compare.turning import RULES, stopped, turn
 
 # --- intervals -----------------------------------------------------------------------------------
@@ -201,6 +202,26 @@ def test_a_page_has_what_its_data_say_and_what_is_missing(data):
     assert "No runs yet: late." in text and "Seconds of an iteration were not measured" in text
     assert "equal wall time" not in text and (data / "strict-forwards.png").is_file()
     assert "What was planted." in text and "Fewer than 3 seeds" not in text
+
+
+def test_last_images_of_two_methods_are_compared_request_by_request(data):
+    better = [pictures("tree", seed, 20, [1, 1, 1, seed == 0]) for seed in range(3)]
+    kept = [image for image in read_images(data) if image.method != "tree" or not image.iteration]
+    write_images(data, [*kept, *(image for own in better for image in own)])
+    results = Results.read(PAGE, data)
+    found = results.difference_of_images("tree", "chains", "strict")
+    assert found == statistics.over_requests([0, 1, 0, 1 / 3 - 1], [0, 0, 1, 1])
+    assert results.difference_of_images("tree", "late", "strict") is None  # it has no images
+    _, tree = differences_table(results)
+    assert tree["above at the end, over images"].startswith(f"{found.mean:+.3f} [")
+
+
+def test_options_that_all_methods_have_are_told_once(data):
+    own = (("a=1", "b=2"), ("a=1", "c=3"), ("a=1",))
+    methods = [replace(m, options=o) for m, o in zip(METHODS, own, strict=True)]
+    text = text_of(Results.read(replace(PAGE, methods=tuple(methods)), data), data)
+    assert "All have `a=1`" in text and text.count("`a=1`") == 1
+    assert "| chains | quickstart | `b=2` |" in text and "| tree | quickstart | `c=3` |" in text
 
 
 def test_pages_of_the_gallery_are_what_their_data_say():
@@ -470,6 +491,12 @@ def test_gold_turns_where_its_mean_is_highest_and_rules_see_all_but_gold():
             "the proxy is sated": (0.6 + 0.5) / 2,  # 0.95 is first passed at 3
         }
     )
+    by_method = {"chains": dict(enumerate(runs_)), "tree": {0: runs_[0]}}
+    found = Results(page=page, lines=by_method, images={}, rates={}, stages={})
+    text = kept_most(found)
+    assert "Of all settings and rules, chains with *the second judge stands*: 0.700 [" in text
+    assert "train to the end, tree: 0.400 (one seed)" in text
+    assert "mean over settings of 0.700; to the end, 0.375" in text
     blind = [[replace(line, scores=line.scores | {"strict": 0.0}) for line in r] for r in runs_]
     assert [rule(a, page) for rule in RULES.values() for a in runs_] == [
         rule(a, page) for rule in RULES.values() for a in blind
