@@ -1,22 +1,21 @@
 """Render a page from its data: tables, charts with bands, and what is missing."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
-from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
 from scripts.compare import statistics
 from scripts.compare.break_even import DRAFTS, break_even
-from scripts.compare.data import TUNING, Image, Line, read_rows
+from scripts.compare.charts import chart, gold_chart
+from scripts.compare.data import TUNING, Image, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Method, Page
-from scripts.compare.results import Results
+from scripts.compare.results import COSTS, Results, costs
 from scripts.compare.runs import chosen
-from scripts.compare.statistics import Curve
 from scripts.compare.turning import (
     PATIENCE,
     QUALITY_LOST,
@@ -27,15 +26,7 @@ from scripts.compare.turning import (
 )
 
 Table = Sequence[Mapping[str, str]]
-COSTS: dict[str, str] = {"seconds": "wall time", "forwards": "forwards"}
-
-
-def costs(results: Results) -> dict[str, Callable[[Line], float]]:
-    """Return what curves are compared at; wall time only where rates of all were measured."""
-    found: dict[str, Callable[[Line], float]] = {"forwards": lambda line: line.forwards}
-    if all(name in results.rates for name in results.lines):
-        found = {"seconds": results.seconds, **found}
-    return found
+GOLD = "gold-proxy.png"
 
 
 def at_steps(page: Page, measure: str) -> dict[str, str]:
@@ -242,33 +233,6 @@ def tuning_table(page: Page, data: Path) -> list[dict[str, str]]:
     ]
 
 
-def chart(results: Results, measure: str, cost: Callable[[Line], float], x_label: str) -> bytes:
-    """Draw the mean over seeds of each method, with its t-interval as a band."""
-    page, theme = results.page, LIGHT
-    figure = new_figure(9, 4.5, theme)
-    axes = figure.subplots()
-    title = f"{measure}, mean over seeds and 95 % interval"
-    style_axes(axes, theme, title=title, x_label=x_label, y_label="score")
-    for i, method in enumerate(results.lines):
-        curves = results.curves(method, measure, cost)
-        if not all(curves):
-            continue
-        each = [statistics.over_seeds([s for _, s in at]) for at in _scores(curves)]
-        points = statistics.mean_curve(curves)
-        band = [(e.low, e.high) for e in each] if len(curves) > 1 else None
-        style = {"linestyle": "--"} if i >= len(theme.lines) else {}
-        plot_line(axes, points, theme.lines[i % len(theme.lines)], band, label=method, **style)
-    if page.baseline in results.lines:
-        level = statistics.over_seeds(results.last(page.baseline, measure)).mean
-        axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
-    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
-    return png_bytes(figure)
-
-
-def _scores(curves: Sequence[Curve]) -> list[Sequence[tuple[float, float]]]:
-    return list(zip(*curves, strict=True))
-
-
 def render(page: Page, data: Path) -> Path:
     """Write README.md and its charts beside the data; return its path."""
     results = Results.read(page, data)
@@ -279,6 +243,8 @@ def render(page: Page, data: Path) -> Path:
             if all(all(c) for m in results.lines for c in results.curves(m, measure, cost)):
                 drawn = chart(results, measure, cost, labels[name])
                 write_bytes(data / f"{measure}-{name}.png", drawn)
+    if page.judge:
+        write_bytes(data / GOLD, gold_chart(results))
     return data / "README.md"
 
 
@@ -298,7 +264,8 @@ def text_of(results: Results, data: Path) -> str:
     if table := break_even_table(results):
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
-        parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
+        parts += ["## Where gold turns", f"![gold against proxy]({GOLD})"]
+        parts += [markdown(turns_table(results)), TURNS]
         parts += [markdown(rules_table(results)), RULES_SAY, kept_most(results)]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
@@ -335,7 +302,7 @@ BREAK_EVEN = (
 )
 TURNS = (
     "The highest of noisy means is a little too high, so that *lost since* is an upper bound; it "
-    "is paired by seed."
+    "is paired by seed. In the chart it is a star, and the end of a run a dot."
 )
 RULES_SAY = (
     f"Gold where each rule would have ended a run: {PATIENCE} evaluations without a rise of the "

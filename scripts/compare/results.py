@@ -92,3 +92,14 @@ def _over_images(
     if not found:
         return None
     return statistics.over_requests([c for _, c in found], [r for r, _ in found])
+
+
+COSTS: dict[str, str] = {"seconds": "wall time", "forwards": "forwards"}
+
+
+def costs(results: Results) -> dict[str, Callable[[Line], float]]:
+    """Return what curves are compared at; wall time only where rates of all were measured."""
+    found: dict[str, Callable[[Line], float]] = {"forwards": lambda line: line.forwards}
+    if all(name in results.rates for name in results.lines):
+        found = {"seconds": results.seconds, **found}
+    return found

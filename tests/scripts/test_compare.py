@@ -24,6 +24,7 @@ from scripts.compare import __main__ as program
 from scripts.compare import page as pages
 from scripts.compare import runs, statistics
 from scripts.compare.break_even import DRAFTS, break_even
+from scripts.compare.charts import gold_chart
 from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
@@ -493,6 +494,7 @@ def test_gold_turns_where_its_mean_is_highest_and_rules_see_all_but_gold():
     )
     by_method = {"chains": dict(enumerate(runs_)), "tree": {0: runs_[0]}}
     found = Results(page=page, lines=by_method, images={}, rates={}, stages={})
+    assert gold_chart(found).startswith(b"\x89PNG")
     text = kept_most(found)
     assert "Of all settings and rules, chains with *the second judge stands*: 0.700 [" in text
     assert "train to the end, tree: 0.400 (one seed)" in text

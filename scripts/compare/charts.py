@@ -1,0 +1,63 @@
+"""Draw the charts of a page: a measure against its cost, and gold against the trained proxy."""
+
+from collections.abc import Callable, Sequence
+
+from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
+from scripts.compare import statistics
+from scripts.compare.data import Line
+from scripts.compare.results import Results
+from scripts.compare.statistics import Curve
+from scripts.compare.turning import turn
+
+
+def chart(results: Results, measure: str, cost: Callable[[Line], float], x_label: str) -> bytes:
+    """Draw the mean over seeds of each method, with its t-interval as a band."""
+    page, theme = results.page, LIGHT
+    figure = new_figure(9, 4.5, theme)
+    axes = figure.subplots()
+    title = f"{measure}, mean over seeds and 95 % interval"
+    style_axes(axes, theme, title=title, x_label=x_label, y_label="score")
+    for i, method in enumerate(results.lines):
+        curves = results.curves(method, measure, cost)
+        if not all(curves):
+            continue
+        each = [statistics.over_seeds([s for _, s in at]) for at in _scores(curves)]
+        points = statistics.mean_curve(curves)
+        band = [(e.low, e.high) for e in each] if len(curves) > 1 else None
+        style = {"linestyle": "--"} if i >= len(theme.lines) else {}
+        plot_line(axes, points, theme.lines[i % len(theme.lines)], band, label=method, **style)
+    if page.baseline in results.lines:
+        level = statistics.over_seeds(results.last(page.baseline, measure)).mean
+        axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
+    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
+    return png_bytes(figure)
+
+
+def _scores(curves: Sequence[Curve]) -> list[Sequence[tuple[float, float]]]:
+    return list(zip(*curves, strict=True))
+
+
+def gold_chart(results: Results) -> bytes:
+    """Draw the mean gold score of each method against its proxy, evaluation by evaluation.
+
+    A method begins where all do, its turn is a star, and its end a dot.
+    """
+    page, theme = results.page, LIGHT
+    figure = new_figure(9, 5, theme)
+    axes = figure.subplots()
+    labels = {"x_label": f"{page.proxy}, trained on", "y_label": f"{page.gold}, never trained on"}
+    style_axes(axes, theme, title="gold against proxy over training, mean over seeds", **labels)
+    for i, (method, runs) in enumerate(results.lines.items()):
+        at = list(zip(*runs.values(), strict=True))
+        each = [
+            [statistics.mean([line.scores[name] for line in lines]) for lines in at]
+            for name in (page.proxy, page.gold)
+        ]
+        points = list(zip(*each, strict=True))
+        found = turn(list(runs.values()), page)
+        color = theme.lines[i % len(theme.lines)]
+        plot_line(axes, points, color, label=method)
+        axes.plot(*points[-1], color=color, marker="o", markersize=6)
+        axes.plot(found.proxy, found.gold.mean, color=color, marker="*", markersize=13)
+    figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
+    return png_bytes(figure)
