@@ -64,29 +64,29 @@ def scores_table(results: Results) -> list[dict[str, str]]:
     return rows
 
 
-def differences_table(results: Results) -> list[dict[str, str]]:
+def differences_table(results: Results, baseline: str) -> list[dict[str, str]]:
     """A row a method: how far it lies above the baseline at equal cost, and when it passes it.
 
     Methods that begin at another base, as on another pipeline, are not compared.
     """
     page, rows = results.page, []
-    own = results.lines.get(page.baseline)
+    own = results.lines.get(baseline)
     if own is None:
         return []
-    level = statistics.over_seeds(results.last(page.baseline, page.score)).mean
+    level = statistics.over_seeds(results.last(baseline, page.score)).mean
     wanted = {
-        name: statistics.mean_curve(results.curves(page.baseline, page.score, cost))
+        name: statistics.mean_curve(results.curves(baseline, page.score, cost))
         for name, cost in costs(results).items()
     }
     for method, runs in results.lines.items():
-        if results.base(method, page.score) != results.base(page.baseline, page.score):
+        if results.base(method, page.score) != results.base(baseline, page.score):
             continue
         row = {"method": method}
         both = sorted(set(runs) & set(own))
         for name, cost in costs(results).items():
             mine, theirs = (
                 [results.curves(m, page.score, cost)[list(results.lines[m]).index(s)] for s in both]
-                for m in (method, page.baseline)
+                for m in (method, baseline)
             )
             spent, found = statistics.at_equal_cost(mine, theirs)
             whole = statistics.mean_curve(theirs)[-1][0]
@@ -98,7 +98,7 @@ def differences_table(results: Results) -> list[dict[str, str]]:
             row[f"stays above, in {COSTS[name]}"] = _share(
                 statistics.stays_above(curve, level), whole
             )
-        images = results.difference_of_images(method, page.baseline, page.score)
+        images = results.difference_of_images(method, baseline, page.score)
         row["above at the end, over images"] = _interval(images) if images else "n/a"
         rows.append(row)
     return rows
@@ -237,7 +237,11 @@ def render(page: Page, data: Path) -> Path:
     """Write README.md and its charts beside the data; return its path."""
     results = Results.read(page, data)
     write_text(data / "README.md", text_of(results, data))
-    labels = {"seconds": "seconds of training", "forwards": "forwards, of rollouts and training"}
+    labels = {
+        "iterations": "iterations",
+        "seconds": "seconds of training",
+        "forwards": "forwards, of rollouts and training",
+    }
     for name, cost in costs(results).items():
         for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
             if all(all(c) for m in results.lines for c in results.curves(m, measure, cost)):
@@ -259,8 +263,9 @@ def text_of(results: Results, data: Path) -> str:
     ]
     parts[-1] += " renders this page from the data beside it."
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
-    if len(table := differences_table(results)) > 1:
-        parts += [f"## Against {page.baseline}", markdown(table), EQUAL]
+    for name in dict.fromkeys((page.baseline, page.longer)):
+        if len(table := differences_table(results, name)) > 1:
+            parts += [f"## Against {name}", markdown(table), EQUAL if name == page.baseline else ""]
     if table := break_even_table(results):
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:

@@ -94,12 +94,18 @@ def _over_images(
     return statistics.over_requests([c for _, c in found], [r for r, _ in found])
 
 
-COSTS: dict[str, str] = {"seconds": "wall time", "forwards": "forwards"}
+COSTS = {"iterations": "iterations", "seconds": "wall time", "forwards": "forwards"}
 
 
 def costs(results: Results) -> dict[str, Callable[[Line], float]]:
-    """Return what curves are compared at; wall time only where rates of all were measured."""
-    found: dict[str, Callable[[Line], float]] = {"forwards": lambda line: line.forwards}
+    """Return what curves are compared at, by the keys of COSTS.
+
+    Wall time where rates of all were measured, iterations where methods differ in what they draft
+    and each iteration has as many updates.
+    """
+    found: dict[str, Callable[[Line], float]] = {}
+    if results.page.longer:
+        found["iterations"] = lambda line: line.iteration
     if all(name in results.rates for name in results.lines):
-        found = {"seconds": results.seconds, **found}
-    return found
+        found["seconds"] = results.seconds
+    return {**found, "forwards": lambda line: line.forwards}

@@ -213,7 +213,7 @@ def test_last_images_of_two_methods_are_compared_request_by_request(data):
     found = results.difference_of_images("tree", "chains", "strict")
     assert found == statistics.over_requests([0, 1, 0, 1 / 3 - 1], [0, 0, 1, 1])
     assert results.difference_of_images("tree", "late", "strict") is None  # it has no images
-    _, tree = differences_table(results)
+    _, tree = differences_table(results, "chains")
     assert tree["above at the end, over images"].startswith(f"{found.mean:+.3f} [")
 
 
@@ -236,7 +236,8 @@ def test_pages_of_the_gallery_are_what_their_data_say():
 
 def test_docs_say_of_trees_what_their_page_says():
     results = Results.read(load_page("trees"), GALLERY / "trees")
-    (row,) = [r for r in differences_table(results) if r["method"] == "BranchGRPO-Mix"]
+    table = differences_table(results, "Flow-GRPO")
+    (row,) = [r for r in table if r["method"] == "BranchGRPO-Mix"]
     share = next(cell for name, cell in row.items() if re.match("reaches the last.*wall", name))
     above = row["above at equal wall time"].partition(" (at")[0]
     assert len(results.lines["BranchGRPO-Mix"]) == len(results.lines["Flow-GRPO"]) == 5
@@ -246,7 +247,7 @@ def test_docs_say_of_trees_what_their_page_says():
         text = " ".join(page.read_text(encoding="utf-8").split())
         assert f"{share.replace('%', ' %')} of its wall time" in text and above in text, page
     # `text` is now that of docs/trees.md, which has the control, too.
-    (control,) = [r for r in differences_table(results) if "the tree's steps" in r["method"]]
+    (control,) = [r for r in table if "the tree's steps" in r["method"]]
     assert control["above at equal wall time"].partition(" (at")[0] in text
 
 
@@ -256,7 +257,7 @@ def test_wall_time_is_iterations_times_measured_rates(data):
     results = Results.read(PAGE, data)
     chains, tree = scores_table(results)
     assert (chains["seconds"], tree["seconds"]) == ("60", "20")
-    _, row = differences_table(results)
+    _, row = differences_table(results, "chains")
     # At 20 s the tree has ended and chains are a third of their way.
     assert (
         row["above at equal wall time"].startswith("+0.400 [")
@@ -294,6 +295,11 @@ def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
     ]
     write_rows(data / "rates.csv", rows)
     assert "## What drafts may cost" in render(page, data).read_text()
+    table = differences_table(Results.read(page, data), "chains")
+    assert [row["above at equal iterations"] for row in table] == [
+        "+0.000 [0.000, 0.000] (at 20)",
+        "+0.200 [0.200, 0.200] (at 20)",
+    ]
     (row,) = break_even_table(Results.read(page, data))
     assert row["iterations of chains until there"] == "more than 20"
     assert row["drafts may take"] == "at least 2.50" and row["break-even speed"] == "at most 0.60"
