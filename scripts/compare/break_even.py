@@ -10,9 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scripts.compare import statistics
-from scripts.compare.statistics import Curve
+import numpy as np
 
+from scripts.compare import intervals
+from scripts.compare.intervals import Curve
+
+RESAMPLES = 1000
 DRAFTS = "time/explore"  # the stage, without its scores
 
 
@@ -43,9 +46,9 @@ def break_even(
         baseline_seconds: of the baseline's iteration.
         exact: seconds of an iteration's drafts at full precision.
     """
-    mine, theirs = statistics.mean_curve(runs), statistics.mean_curve(baseline)
+    mine, theirs = intervals.mean_curve(runs), intervals.mean_curve(baseline)
     count, level = mine[-1]
-    reached = statistics.reaches(theirs, level)
+    reached = intervals.reaches(theirs, level)
     others = sum(s for stage, s in seconds.items() if stage != DRAFTS)
     spent = (theirs[-1][0] if reached is None else reached) * baseline_seconds
     affordable = spent / count - others
@@ -57,3 +60,25 @@ def break_even(
         affordable=affordable,
         speed=exact / affordable if affordable > 0 else math.inf,
     )
+
+
+def speed_range(
+    runs: Sequence[Curve],
+    baseline: Sequence[Curve],
+    seconds: Mapping[str, float],
+    baseline_seconds: float,
+    exact: float,
+) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval over runs of the break-even speed, see `break_even`.
+
+    Runs of one seed are drawn together; inf where not even free drafts pay.
+    """
+    generator, speeds = np.random.default_rng(0), []
+    pairs = list(zip(runs, baseline, strict=False))
+    for _ in range(RESAMPLES):
+        mine, theirs = zip(
+            *(pairs[i] for i in generator.integers(0, len(pairs), len(pairs))), strict=True
+        )
+        speeds.append(break_even(mine, theirs, seconds, baseline_seconds, exact).speed)
+    low, high = np.quantile(speeds, [0.025, 0.975], method="nearest")
+    return float(low), float(high)

@@ -12,6 +12,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from flowrl.build.learner import ProvidedObjects, evaluation_prompts
@@ -24,6 +25,9 @@ from flowrl.utils.files import write_bytes, write_text
 
 CURVES, IMAGES, RATES, TUNING = "curves.csv", "images.csv.gz", "rates.csv", "tuning.csv"
 PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
+TIMES = tuple(
+    f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
+)
 DERIVED = ("corrected/", "paraphrase")  # measures that others can compute, or that few have
 
 
@@ -178,3 +182,30 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
 
 def _cell(score: float | None) -> str:
     return "" if score is None or score != score else f"{score:.4f}".rstrip("0").rstrip(".")
+
+
+# --- what is read from them ----------------------------------------------------------------------
+
+
+def chosen(data: Path) -> dict[str, tuple[str, ...]]:
+    """Return the values that scored best on validation prompts, by method."""
+    best: dict[str, tuple[float, tuple[str, ...]]] = {}
+    for row in read_rows(data / TUNING):
+        found = float(row["score"]), tuple(row["options"].split())
+        best[row["method"]] = max(best.get(row["method"], found), found, key=lambda f: f[0])
+    return {method: options for method, (_, options) in best.items()}
+
+
+def rates(data: Path, part: str = "seconds") -> dict[str, float]:
+    """Return the seconds of an iteration by method, or of a stage; the median of its rounds."""
+    found: dict[str, list[float]] = {}
+    for row in read_rows(data / RATES):
+        found.setdefault(row["method"], []).append(float(row[part]))
+    return {method: median(values) for method, values in found.items()}
+
+
+def stages(data: Path) -> dict[str, dict[str, float]]:
+    """Return the seconds of each stage of an iteration by method."""
+    by_stage = {part: rates(data, part) for part in TIMES} if (data / RATES).is_file() else {}
+    methods = dict.fromkeys(name for found in by_stage.values() for name in found)
+    return {name: {part: found[name] for part, found in by_stage.items()} for name in methods}

@@ -52,6 +52,7 @@ class Page:
     validation: str  # prompts to tune on
     longer: str = ""  # the baseline with more iterations, where a method's drafts must pay
     exact: str = ""  # the method whose drafts have full precision
+    controls: tuple[str, ...] = ()  # other methods that all are compared with
     methods: tuple[Method, ...]
 
     def config(self, method: Method, seed: int, folder: Path, *changes: str) -> Config:
@@ -98,6 +99,7 @@ def load_page(name: str) -> Page:
             )
         )
     data["steps"] = tuple(data["steps"])
+    data["controls"] = tuple(data.get("controls", ()))
     optional = {"judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)
 

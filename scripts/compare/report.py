@@ -8,14 +8,13 @@ from pathlib import Path
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Interval
 from flowrl.utils.files import write_bytes, write_text
-from scripts.compare import statistics
-from scripts.compare.break_even import DRAFTS, break_even
-from scripts.compare.charts import chart, gold_chart
-from scripts.compare.data import TUNING, Image, read_rows
+from scripts.compare import intervals
+from scripts.compare.break_even import DRAFTS, break_even, speed_range
+from scripts.compare.charts import charts
+from scripts.compare.data import TUNING, Image, chosen, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
 from scripts.compare.page import Method, Page
 from scripts.compare.results import COSTS, Results, costs
-from scripts.compare.runs import chosen
 from scripts.compare.turning import (
     PATIENCE,
     QUALITY_LOST,
@@ -26,7 +25,7 @@ from scripts.compare.turning import (
 )
 
 Table = Sequence[Mapping[str, str]]
-GOLD = "gold-proxy.png"
+LEAST = 5  # runs for an interquartile mean
 
 
 def at_steps(page: Page, measure: str) -> dict[str, str]:
@@ -44,17 +43,19 @@ def scores_table(results: Results) -> list[dict[str, str]]:
             change = [v - results.base(method, measure) for v in results.last(method, measure)]
             row[f"{page.score}, {heading}"] = (
                 f"{_number(results.base(method, measure))} → "
-                f"{_number(statistics.over_seeds(results.last(method, measure)).mean)}"
+                f"{_number(intervals.over_seeds(results.last(method, measure)).mean)}"
             )
-            row[f"change over seeds, {heading}"] = _interval(statistics.over_seeds(change))
+            row[f"change over seeds, {heading}"] = _interval(intervals.over_seeds(change))
             images = results.change_of_images(method, measure)
             row[f"over images, {heading}"] = _interval(images) if images else "n/a"
         row["interquartile mean"] = _interval(
-            statistics.interquartile_mean(results.last(method, page.score)), sign=False
+            intervals.interquartile_mean(results.last(method, page.score)), sign=False
         )
+        if len(runs) < LEAST:
+            row["interquartile mean"] = "n/a"
         for name in dict.fromkeys((page.gold, page.quality)):
             if name and name != page.score:
-                last = statistics.over_seeds(results.last(method, name)).mean
+                last = intervals.over_seeds(results.last(method, name)).mean
                 row[name] = f"{_number(results.base(method, name))} → {_number(last)}"
         last = next(iter(runs.values()))[-1]
         row |= {"iterations": str(last.iteration), "images": f"{last.images:.0f}"}
@@ -73,33 +74,38 @@ def differences_table(results: Results, baseline: str) -> list[dict[str, str]]:
     own = results.lines.get(baseline)
     if own is None:
         return []
-    level = statistics.over_seeds(results.last(baseline, page.score)).mean
+    level = intervals.over_seeds(results.last(baseline, page.score)).mean
     wanted = {
-        name: statistics.mean_curve(results.curves(baseline, page.score, cost))
+        name: intervals.mean_curve(results.curves(baseline, page.score, cost))
         for name, cost in costs(results).items()
     }
     for method, runs in results.lines.items():
         if results.base(method, page.score) != results.base(baseline, page.score):
             continue
+        if not (both := sorted(set(runs) & set(own))):
+            continue
         row = {"method": method}
-        both = sorted(set(runs) & set(own))
         for name, cost in costs(results).items():
             mine, theirs = (
                 [results.curves(m, page.score, cost)[list(results.lines[m]).index(s)] for s in both]
                 for m in (method, baseline)
             )
-            spent, found = statistics.at_equal_cost(mine, theirs)
-            whole = statistics.mean_curve(theirs)[-1][0]
+            spent, found = intervals.at_equal_cost(mine, theirs)
+            whole = intervals.mean_curve(theirs)[-1][0]
             row[f"above at equal {COSTS[name]}"] = f"{_interval(found)} (at {spent:.3g})"
-            curve = statistics.mean_curve(mine)
+            curve = intervals.mean_curve(mine)
             for what, score in (("last", level), ("highest", max(s for _, s in wanted[name]))):
                 heading = f"reaches the {what}, {score:.3f}, in {COSTS[name]}"
-                row[heading] = _share(statistics.reaches(curve, score), whole)
+                row[heading] = _share(intervals.reaches(curve, score), whole)
             row[f"stays above, in {COSTS[name]}"] = _share(
-                statistics.stays_above(curve, level), whole
+                intervals.stays_above(curve, level), whole
             )
-        images = results.difference_of_images(method, baseline, page.score)
-        row["above at the end, over images"] = _interval(images) if images else "n/a"
+        for measure in dict.fromkeys((page.score, page.gold)):
+            pairs = [(runs[s][-1].scores, own[s][-1].scores) for s in both]
+            ends = intervals.over_seeds([a[measure] - b[measure] for a, b in pairs])
+            row[f"{measure} above at the end"] = _interval(ends)
+            images = results.difference_of_images(method, baseline, measure)
+            row[f"{measure}, over images"] = _interval(images) if images else "n/a"
         rows.append(row)
     return rows
 
@@ -120,7 +126,9 @@ def break_even_table(results: Results) -> list[dict[str, str]]:
         known, pays = found.iterations is not None, found.affordable > 0
         reached = f"{found.iterations:.1f}" if known else f"more than {found.longest}"
         may_take = ("" if known else "at least ") + _number(found.affordable, 2)
+        low, high = speed_range(runs, theirs, stage, results.rates[page.longer], exact)
         speed = ("" if known else "at most ") + _number(found.speed, 2)
+        speed += f" [{_number(low, 2)}, {_number(high, 2)}]"
         never = (
             "not even free ones pay" if known else "not known, the baseline's runs are too short"
         )
@@ -170,7 +178,7 @@ def rules_table(results: Results) -> list[dict[str, str]]:
 
 
 def kept_most(results: Results) -> str:
-    """Say which setting and which rule keep most of the gold score, of those whose mean turned."""
+    """Say which setting and which rule keep most of the gold score."""
     page = results.page
     kept = {
         (method, rule): stopped(list(runs.values()), page, find)
@@ -180,13 +188,14 @@ def kept_most(results: Results) -> str:
     method, rule = max(kept, key=lambda key: kept[key].mean)
     unruled = "to the end"
     penalised = max(results.lines, key=lambda name: kept[name, unruled].mean)
-    means = {r: statistics.mean([kept[m, r].mean for m in results.lines]) for r in RULES}
+    means = {r: intervals.mean([kept[m, r].mean for m in results.lines]) for r in RULES}
     best = max(means, key=means.__getitem__)
     return (
         f"**What keeps most.** Of all settings and rules, {method} with *{rule}*: "
         f"{_interval(kept[method, rule], sign=False)}. Of settings that train {unruled}, "
         f"{penalised}: {_interval(kept[penalised, unruled], sign=False)}. Of rules, *{best}*: a "
-        f"mean over settings of {_number(means[best])}; {unruled}, {_number(means[unruled])}."
+        f"mean over settings of {_number(means[best])}; {unruled}, {_number(means[unruled])}. Each "
+        "is the highest of several, hence a little too high."
     )
 
 
@@ -194,14 +203,13 @@ def variety_table(results: Results) -> list[dict[str, str]]:
     """A row a method whose images' layouts were read: how they vary, beside the law."""
     rows = []
     for method, kept in results.images.items():
-        runs = {seed: _variety(images) for seed, images in kept.items()}
-        if any(run is None for run in runs.values()):
+        base = _variety(results.base_images.get(method, []))
+        last = [run for images in kept.values() if (run := _variety(images)) is not None]
+        if base is None or len(last) < len(kept):
             continue
-        found = {seed: run for seed, run in runs.items() if run is not None}
-        base, last = found[-1], [run for seed, run in found.items() if seed >= 0]
         row = {"method": method, "right images with a choice": str(base.images)}
         row["right images with a choice"] += f" → {sum(run.images for run in last) / len(last):.0f}"
-        law = statistics.over_seeds([run.law for run in last]).mean
+        law = intervals.over_seeds([run.law for run in last]).mean
         row["same layout, two of a request"] = _change(base, last, "collisions")
         row["by the law"] = _number(law)
         row["entropy of layouts, nats"] = _change(base, last, "entropy")
@@ -220,13 +228,13 @@ def _variety(images: Sequence[Image]) -> Variety | None:
 
 
 def _change(base: Variety, last: Sequence[Variety], name: str) -> str:
-    after = statistics.over_seeds([getattr(run, name) for run in last])
+    after = intervals.over_seeds([getattr(run, name) for run in last])
     return f"{_number(getattr(base, name))} → {_interval(after, sign=False)}"
 
 
-def tuning_table(page: Page, data: Path) -> list[dict[str, str]]:
+def tuning_table(data: Path) -> list[dict[str, str]]:
     """A row for every value that was tried on validation prompts, the chosen ones marked."""
-    best = chosen(page, data)
+    best = chosen(data)
     return [
         row | {"chosen": "yes" if tuple(row["options"].split()) == best[row["method"]] else ""}
         for row in read_rows(data / TUNING)
@@ -237,18 +245,8 @@ def render(page: Page, data: Path) -> Path:
     """Write README.md and its charts beside the data; return its path."""
     results = Results.read(page, data)
     write_text(data / "README.md", text_of(results, data))
-    labels = {
-        "iterations": "iterations",
-        "seconds": "seconds of training",
-        "forwards": "forwards, of rollouts and training",
-    }
-    for name, cost in costs(results).items():
-        for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
-            if all(all(c) for m in results.lines for c in results.curves(m, measure, cost)):
-                drawn = chart(results, measure, cost, labels[name])
-                write_bytes(data / f"{measure}-{name}.png", drawn)
-    if page.judge:
-        write_bytes(data / GOLD, gold_chart(results))
+    for chart in charts(results):
+        write_bytes(data / chart.file, chart.draw())
     return data / "README.md"
 
 
@@ -263,23 +261,20 @@ def text_of(results: Results, data: Path) -> str:
     ]
     parts[-1] += " renders this page from the data beside it."
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
-    for name in dict.fromkeys((page.baseline, page.longer)):
+    for name in dict.fromkeys((page.baseline, page.longer, *page.controls)):
         if len(table := differences_table(results, name)) > 1:
             parts += [f"## Against {name}", markdown(table), EQUAL if name == page.baseline else ""]
     if table := break_even_table(results):
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
-        parts += ["## Where gold turns", f"![gold against proxy]({GOLD})"]
-        parts += [markdown(turns_table(results)), TURNS]
+        parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
         parts += [markdown(rules_table(results)), RULES_SAY, kept_most(results)]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
-    parts += ["## Curves"]
-    for name in costs(results):
-        for measure in dict.fromkeys((page.score, page.gold, page.proxy)):
-            parts.append(f"![{measure} against {COSTS[name]}]({measure}-{name}.png)")
-    if table := tuning_table(page, data):
-        parts += ["## Tuning", "One run of each on validation prompts.", markdown(table)]
+    drawn = [f"![{chart.title}]({chart.file})" for chart in charts(results)]
+    parts += ["## Curves", *drawn] if drawn else []
+    if table := tuning_table(data):
+        parts += ["## Tuning", TUNED, markdown(table)]
     ran = [method for method in page.methods if method.name in results.lines]
     notes = [f"- **{m.name}**: {m.note}" for m in ran if m.note]
     parts += ["## Methods", "\n".join(notes), _common(ran), markdown(_options(ran))]
@@ -294,30 +289,39 @@ LEGEND = (
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "
-    "reached. *Reaches* is when the mean curve first stands at the baseline's last and at its "
-    "highest mean score, *stays above* from when on no evaluation is below the last, as shares of "
-    "the baseline's whole cost. *Above at the end* compares last images, whatever they cost, with "
-    "the bootstrap interval. All runs are evaluated on the same prompts and noise."
+    "reached. *Reaches*: when the mean curve first equals the baseline's last, or highest, mean "
+    "score. *Stays above*: from when on no evaluation is below the last. Both are shares of the "
+    "baseline's whole cost. *Above at the end* compares last scores, whatever they cost, over "
+    "seeds and over images. All runs are evaluated on the same prompts and noise."
 )
 
+TUNED = (
+    "One run of each on validation prompts: differences of a few hundredths may be chance. Runs of "
+    "another length, or with options that a method had before, are named in its notes."
+)
 BREAK_EVEN = (
     "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
     "speed 1. At the break-even speed a method costs as much as the longer baseline does until it "
-    "stands at the method's last score; faster drafts pay."
+    "stands at the method's last score; faster drafts pay. Its interval resamples runs, by seed; "
+    "n/a is no end, as there not even free drafts pay. Where the longer baseline never gets there, "
+    "its whole cost counts."
 )
 TURNS = (
-    "The highest of noisy means is a little too high, so that *lost since* is an upper bound; it "
-    "is paired by seed. In the chart it is a star, and the end of a run a dot."
+    "The highest of noisy means is a little too high, and what was *lost since*, paired by seed, "
+    "too; the rules below choose without gold. In the chart it is a star, and the end of a run a "
+    "dot."
 )
 RULES_SAY = (
-    f"Gold where each rule would have ended a run: {PATIENCE} evaluations without a rise of the "
-    f"second judge (its best is kept), quality {QUALITY_LOST} below the base's, the proxy "
-    f"{SATURATED:.0%} of its way to 1. No rule sees gold."
+    "Gold where each rule would have ended a run: as `run.stop_when_hacking` does by the second "
+    f"judge; after {PATIENCE} evaluations without a rise of that judge (both keep its best); "
+    f"before quality is {QUALITY_LOST} below the base's; when the proxy has gone {SATURATED:.0%} of "
+    "its way to 1. No rule sees gold, but the judge and gold look at the same images."
 )
 VARIETY = (
     "Of images that the second judge finds right: how often two of one request show the same "
-    "layout (without bias), and the entropy of layouts pooled over requests with as many of them. "
-    "The drawing program draws all layouts of a request equally often."
+    "layout, and the entropy of layouts, pooled over requests with as many possible layouts. Both "
+    "are corrected for few images, so that a divergence may be a little below 0. The drawing "
+    "program draws all layouts of a request equally often."
 )
 
 

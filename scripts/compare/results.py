@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowrl.training.evaluate import Interval
-from scripts.compare import statistics
-from scripts.compare.data import Image, Line, read_curves, read_images
+from scripts.compare import intervals
+from scripts.compare.data import Image, Line, rates, read_curves, read_images, stages
+from scripts.compare.intervals import Curve
 from scripts.compare.page import Page
-from scripts.compare.runs import rates, stages
-from scripts.compare.statistics import Curve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +18,8 @@ class Results:
 
     page: Page
     lines: dict[str, dict[int, list[Line]]]  # by method and seed
-    images: dict[str, dict[int, list[Image]]]  # first images by method, under seed -1; last by seed
+    base_images: dict[str, list[Image]]  # by method
+    images: dict[str, dict[int, list[Image]]]  # the last ones, by method and seed
     rates: dict[str, float]  # seconds of an iteration
     stages: dict[str, dict[str, float]]  # of each of its stages, by method
 
@@ -28,14 +28,18 @@ class Results:
         lines: dict[str, dict[int, list[Line]]] = {}
         for line in read_curves(data):
             lines.setdefault(line.method, {}).setdefault(line.seed, []).append(line)
+        base_images: dict[str, list[Image]] = {}
         images: dict[str, dict[int, list[Image]]] = {}
         for image in read_images(data):
-            seed = image.seed if image.iteration else -1
-            images.setdefault(image.method, {}).setdefault(seed, []).append(image)
+            if image.iteration:
+                images.setdefault(image.method, {}).setdefault(image.seed, []).append(image)
+            else:
+                base_images.setdefault(image.method, []).append(image)
         order = [method.name for method in page.methods if method.name in lines]
         return Results(
             page=page,
             lines={name: dict(sorted(lines[name].items())) for name in order},
+            base_images=base_images,
             images=images,
             rates=rates(data),
             stages=stages(data) if page.exact else {},
@@ -62,25 +66,24 @@ class Results:
 
     def change_of_images(self, method: str, measure: str) -> Interval | None:
         """Return the change over images: each one's mean over seeds, its requests resampled."""
-        return _over_images(self._of_images(method, measure), self._of_images(method, measure, -1))
+        base = self.base_images.get(method, [])
+        return _over_images(self._mean_images(method, measure), _scores([base], measure))
 
     def difference_of_images(self, method: str, other: str, measure: str) -> Interval | None:
         """Return how far a method ends above another over images, their means over seeds."""
-        return _over_images(self._of_images(method, measure), self._of_images(other, measure))
+        return _over_images(self._mean_images(method, measure), self._mean_images(other, measure))
 
-    def _of_images(
-        self, method: str, measure: str, seed: int | None = None
-    ) -> list[tuple[int, float]]:
-        """Return (request, score) of each image: of the base for seed -1, else the seeds' mean."""
-        kept = self.images.get(method, {})
-        runs = [own for s, own in kept.items() if (s >= 0 if seed is None else s == seed)]
-        return [
-            (
-                each[0].request,
-                statistics.mean([image.scores.get(measure, math.nan) for image in each]),
-            )
-            for each in zip(*runs, strict=True)
-        ]
+    def _mean_images(self, method: str, measure: str) -> list[tuple[int, float]]:
+        return _scores(list(self.images.get(method, {}).values()), measure)
+
+
+def _scores(runs: Sequence[Sequence[Image]], measure: str) -> list[tuple[int, float]]:
+    """Return (request, mean score over runs) of each image; NaN where a run has none."""
+    found = []
+    for each in zip(*runs, strict=True):
+        scores = [image.scores.get(measure, math.nan) for image in each]
+        found.append((each[0].request, intervals.mean(scores)))
+    return found
 
 
 def _over_images(
@@ -91,7 +94,7 @@ def _over_images(
     found = [(request, a - b) for (request, a), (_, b) in pairs if math.isfinite(a - b)]
     if not found:
         return None
-    return statistics.over_requests([c for _, c in found], [r for r, _ in found])
+    return intervals.over_requests([c for _, c in found], [r for r, _ in found])
 
 
 COSTS = {"iterations": "iterations", "seconds": "wall time", "forwards": "forwards"}

@@ -11,7 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flowrl.config import Config, config_yaml
+from flowrl.config import Config, config_yaml, load_config
+from flowrl.config.load import differences
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import CONFIG
 from flowrl.training.evaluate import evaluation_file
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
@@ -19,9 +22,11 @@ from scripts.compare.data import (
     CURVES,
     IMAGES,
     RATES,
+    TIMES,
     TUNING,
     Image,
     Line,
+    chosen,
     images_of,
     lines_of,
     read_curves,
@@ -33,9 +38,6 @@ from scripts.compare.data import (
 )
 from scripts.compare.page import Method, Page
 
-TIMES = tuple(
-    f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")
-)
 TUNING_SEED = 1000  # of runs on validation prompts; no seed of the report
 POLL = 2.0  # seconds between looks at what is running
 
@@ -50,7 +52,18 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """Whether the run's last iteration was evaluated."""
+        """Whether the run's last iteration was evaluated.
+
+        Raises UserError where the folder holds a run of other options, as of an earlier page.
+        """
+        recipe = self.folder / CONFIG
+        if recipe.is_file():
+            before, own = (c.model_dump(mode="json") for c in (load_config(recipe), self.config))
+            for name, (was, now) in differences(before, own).items():
+                raise UserError(
+                    f"{self.folder} holds a run of other options ({name} was {was}, the page has "
+                    f"{now}): move it away, or choose other --runs"
+                )
         lines = lines_of(self.folder, "", 0) if self.folder.is_dir() else []
         return bool(lines) and lines[-1].iteration == self.config.run.iterations
 
@@ -153,18 +166,9 @@ def tune(page: Page, some: Page, runs: Path, data: Path, *, at_once: int) -> lis
     return failed
 
 
-def chosen(page: Page, data: Path) -> dict[str, tuple[str, ...]]:
-    """Return the values that scored best on validation prompts, by method."""
-    best: dict[str, tuple[float, tuple[str, ...]]] = {}
-    for row in read_rows(data / TUNING):
-        found = float(row["score"]), tuple(row["options"].split())
-        best[row["method"]] = max(best.get(row["method"], found), found, key=lambda f: f[0])
-    return {method: options for method, (_, options) in best.items()}
-
-
 def jobs_of(page: Page, runs: Path, data: Path, seeds: int) -> list[Job]:
     """Return every run of the report, seed by seed, so that fewer seeds are whole, too."""
-    tuned = chosen(page, data)
+    tuned = chosen(data)
     return [
         Job(
             name=f"{method.name}, seed {seed}",
@@ -215,7 +219,7 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
     rows: list[dict[str, Any]] = [
         row for row in read_rows(data / RATES) if row["method"] not in names
     ]
-    tuned = chosen(page, data)
+    tuned = chosen(data)
     for turn in range(rounds):
         for method in page.methods:
             folder = runs / "rates" / f"{slug(method.name)}-{turn}"
@@ -245,18 +249,3 @@ def seconds_of(metrics: Sequence[Mapping[str, Any]], *parts: str) -> float:
         sum(row.get(name) or 0.0 for name in parts or TIMES) for row in metrics if "loss" in row
     ]
     return median(each[1:] or each)
-
-
-def rates(data: Path, part: str = "seconds") -> dict[str, float]:
-    """Return the seconds of an iteration by method, or of a stage; the median of its rounds."""
-    found: dict[str, list[float]] = {}
-    for row in read_rows(data / RATES):
-        found.setdefault(row["method"], []).append(float(row[part]))
-    return {method: median(values) for method, values in found.items()}
-
-
-def stages(data: Path) -> dict[str, dict[str, float]]:
-    """Return the seconds of each stage of an iteration by method."""
-    by_stage = {part: rates(data, part) for part in TIMES} if (data / RATES).is_file() else {}
-    methods = dict.fromkeys(name for found in by_stage.values() for name in found)
-    return {name: {part: found[name] for part, found in by_stage.items()} for name in methods}

@@ -8,8 +8,10 @@ to the evaluations that there are, and know nothing of gold.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flowrl.config.sections import StopWhenHackingOptions
 from flowrl.training.evaluate import Interval
-from scripts.compare import statistics
+from flowrl.training.run import is_hacking
+from scripts.compare import intervals
 from scripts.compare.data import Line
 from scripts.compare.page import Page
 
@@ -39,17 +41,17 @@ def turn(runs: Runs, page: Page) -> Turn:
     The highest of noisy means is a little too high; the loss from there is an upper bound.
     """
     at = list(zip(*runs, strict=True))
-    means = [statistics.mean([line.scores[page.gold] for line in lines]) for lines in at]
+    means = [intervals.mean([line.scores[page.gold] for line in lines]) for lines in at]
     top = at[max(range(len(at)), key=means.__getitem__)]
     golds = [line.scores[page.gold] for line in top]
     ends = [line.scores[page.gold] for line in at[-1]]
     return Turn(
         iteration=top[0].iteration,
-        gold=statistics.over_seeds(golds),
-        proxy=statistics.mean([line.scores[page.proxy] for line in top]),
-        last=statistics.over_seeds(ends),
-        lost=statistics.over_seeds([e - g for e, g in zip(ends, golds, strict=True)]),
-        proxy_last=statistics.mean([line.scores[page.proxy] for line in at[-1]]),
+        gold=intervals.over_seeds(golds),
+        proxy=intervals.mean([line.scores[page.proxy] for line in top]),
+        last=intervals.over_seeds(ends),
+        lost=intervals.over_seeds([e - g for e, g in zip(ends, golds, strict=True)]),
+        proxy_last=intervals.mean([line.scores[page.proxy] for line in at[-1]]),
     )
 
 
@@ -85,8 +87,20 @@ def when_the_proxy_is_sated(lines: Sequence[Line], page: Page) -> int:
     return len(lines) - 1
 
 
+def when_it_is_hacking(lines: Sequence[Line], page: Page) -> int:
+    """Stop as `run.stop_when_hacking` does by the second judge; keep its best until then."""
+    proxy = [line.scores[page.proxy] for line in lines]
+    judge = [line.scores[page.judge] for line in lines]
+    patience = StopWhenHackingOptions.model_fields["patience"].default
+    for count in range(1, len(lines) + 1):
+        if is_hacking(proxy[:count], judge[:count], patience):
+            return max(range(count), key=judge.__getitem__)
+    return len(lines) - 1
+
+
 RULES: dict[str, Rule] = {
     "to the end": to_the_end,
+    "stop_when_hacking": when_it_is_hacking,
     "the second judge stands": when_the_judge_stands,
     "quality falls": when_quality_falls,
     "the proxy is sated": when_the_proxy_is_sated,
@@ -95,4 +109,4 @@ RULES: dict[str, Rule] = {
 
 def stopped(runs: Runs, page: Page, rule: Rule) -> Interval:
     """Return the gold score over runs where a rule would have ended each."""
-    return statistics.over_seeds([run[rule(run, page)].scores[page.gold] for run in runs])
+    return intervals.over_seeds([run[rule(run, page)].scores[page.gold] for run in runs])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from flowrl.config import load_config
+from flowrl.config import config_yaml, load_config
 from flowrl.errors import UserError
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import all_prompts, split_prompts
@@ -21,16 +21,17 @@ from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
+from scripts.compare import intervals, runs
 from scripts.compare import page as pages
-from scripts.compare import runs, statistics
-from scripts.compare.break_even import DRAFTS, break_even
-from scripts.compare.charts import gold_chart
+from scripts.compare.break_even import DRAFTS, break_even, speed_range
+from scripts.compare.charts import charts
 from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
     IMAGES,
     Image,
     Line,
+    chosen,
     lines_of,
     read_curves,
     read_images,
@@ -57,12 +58,12 @@ from scripts.compare.turning import RULES, stopped, turn
 def test_the_interval_over_seeds_is_that_of_the_t_test():
     values = [0.1, 0.14, 0.09, 0.2, 0.12]
     found, expected = (
-        statistics.over_seeds(values),
+        intervals.over_seeds(values),
         stats.ttest_1samp(values, 0).confidence_interval(),
     )
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
     assert found.mean == pytest.approx(0.13)
-    alone = statistics.over_seeds([0.5])
+    alone = intervals.over_seeds([0.5])
     assert alone.mean == 0.5 and math.isnan(alone.low) and math.isnan(alone.high)
 
 
@@ -70,12 +71,12 @@ def test_images_of_one_request_count_as_one_draw():
     generator = np.random.default_rng(1)
     request = np.repeat(np.arange(30), 20)
     change = generator.normal(size=30)[request]  # alike within a request
-    whole = statistics.over_requests(change, request.tolist())
-    alone = statistics.over_requests(change, list(range(600)))
+    whole = intervals.over_requests(change, request.tolist())
+    alone = intervals.over_requests(change, list(range(600)))
     assert whole.mean == alone.mean == pytest.approx(change.mean())
     ratio = (whole.high - whole.low) / (alone.high - alone.low)
     assert ratio == pytest.approx(math.sqrt(20), rel=0.1)
-    assert statistics.over_requests(change, request.tolist()) == whole  # the same again
+    assert intervals.over_requests(change, request.tolist()) == whole  # the same again
 
 
 def test_some_methods_of_a_page_can_be_run_alone():
@@ -88,7 +89,7 @@ def test_some_methods_of_a_page_can_be_run_alone():
 
 
 def test_the_interquartile_mean_leaves_the_outer_quarters_out():
-    found = statistics.interquartile_mean([0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 9.0])
+    found = intervals.interquartile_mean([0.0, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 9.0])
     assert found.mean == pytest.approx((0.5 + 0.6 + 0.7 + 0.8) / 4)
     assert found.low < found.mean < found.high < 9
 
@@ -98,22 +99,22 @@ FAST = [[(0, 0.1), (5, 0.5), (10, 0.3)], [(0, 0.1), (5, 0.5), (10, 0.7)]]
 
 
 def test_methods_are_compared_at_the_cost_that_all_have_reached():
-    cost, found = statistics.at_equal_cost(FAST, SLOW)
+    cost, found = intervals.at_equal_cost(FAST, SLOW)
     assert cost == 10
     assert found.mean == pytest.approx(((0.3 - 0.2) + (0.7 - 0.4)) / 2)
-    paired = statistics.over_seeds([0.1, 0.3])
+    paired = intervals.over_seeds([0.1, 0.3])
     assert (found.low, found.high) == pytest.approx((paired.low, paired.high))
-    assert statistics.score_at(SLOW[0], 15) == pytest.approx(0.3)
+    assert intervals.score_at(SLOW[0], 15) == pytest.approx(0.3)
     with pytest.raises(ValueError, match="not within 0 to 20"):
-        statistics.score_at(SLOW[0], 25)
+        intervals.score_at(SLOW[0], 25)
 
 
 def test_reaching_is_not_staying_above():
     curve = [(0, 0.1), (5, 0.5), (10, 0.3), (15, 0.45)]
-    assert statistics.reaches(curve, 0.3) == pytest.approx(2.5)
-    assert statistics.stays_above(curve, 0.3) == 5
-    assert statistics.stays_above(curve, 0.4) == 15
-    assert statistics.reaches(curve, 0.9) is None and statistics.stays_above(curve, 0.5) is None
+    assert intervals.reaches(curve, 0.3) == pytest.approx(2.5)
+    assert intervals.stays_above(curve, 0.3) == 5
+    assert intervals.stays_above(curve, 0.4) == 15
+    assert intervals.reaches(curve, 0.9) is None and intervals.stays_above(curve, 0.5) is None
 
 
 # --- data and pages ------------------------------------------------------------------------------
@@ -192,13 +193,13 @@ def test_data_are_read_as_they_were_written_and_equal_data_are_equal_files(data,
 def test_a_page_has_what_its_data_say_and_what_is_missing(data):
     chains, tree = scores_table(Results.read(PAGE, data))
     assert chains["strict, 5 steps"] == "0.200 → 0.500"
-    expected = statistics.over_seeds([0.2, 0.3, 0.4])
+    expected = intervals.over_seeds([0.2, 0.3, 0.4])
     assert (
         chains["change over seeds, 5 steps"] == f"+0.300 [{expected.low:.3f}, {expected.high:.3f}]"
     )
     assert tree["strict, 28 steps"] == "0.250 → 0.750"
     assert tree["over images, 5 steps"].startswith("+0.500 [")
-    assert tree["interquartile mean"].startswith("0.700 [") and tree["forwards"] == "2000"
+    assert tree["interquartile mean"] == "n/a" and tree["forwards"] == "2000"
     text = render(PAGE, data).read_text()
     assert "No runs yet: late." in text and "Seconds of an iteration were not measured" in text
     assert "equal wall time" not in text and (data / "strict-forwards.png").is_file()
@@ -211,10 +212,11 @@ def test_last_images_of_two_methods_are_compared_request_by_request(data):
     write_images(data, [*kept, *(image for own in better for image in own)])
     results = Results.read(PAGE, data)
     found = results.difference_of_images("tree", "chains", "strict")
-    assert found == statistics.over_requests([0, 1, 0, 1 / 3 - 1], [0, 0, 1, 1])
+    assert found == intervals.over_requests([0, 1, 0, 1 / 3 - 1], [0, 0, 1, 1])
     assert results.difference_of_images("tree", "late", "strict") is None  # it has no images
     _, tree = differences_table(results, "chains")
-    assert tree["above at the end, over images"].startswith(f"{found.mean:+.3f} [")
+    assert tree["strict, over images"].startswith(f"{found.mean:+.3f} [")
+    assert tree["strict above at the end"] == "+0.200 [0.200, 0.200]"
 
 
 def test_options_that_all_methods_have_are_told_once(data):
@@ -285,6 +287,12 @@ def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
     unknown = break_even([[(0, 0.2), (30, 0.8)]], plain, stage, 1.0, exact=6.0)
     assert unknown.iterations is None and unknown.affordable < 0
 
+    same = [plain[0]] * 3
+    one = break_even([chosen_ones[0]] * 3, same, stage, 2.5, exact=6.0).speed
+    assert speed_range([chosen_ones[0]] * 3, same, stage, 2.5, exact=6.0) == (one, one)
+    low, high = speed_range(chosen_ones, plain * 2, stage, 2.5, exact=6.0)
+    assert low <= found.speed <= high and low < high
+
     page = replace(PAGE, longer="chains", exact="tree")
     parts = dict.fromkeys(runs.TIMES, "0")
     rows = [
@@ -302,14 +310,16 @@ def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
     ]
     (row,) = break_even_table(Results.read(page, data))
     assert row["iterations of chains until there"] == "more than 20"
-    assert row["drafts may take"] == "at least 2.50" and row["break-even speed"] == "at most 0.60"
+    assert row["drafts may take"] == "at least 2.50" and row["break-even speed"].startswith(
+        "at most 0.60 ["
+    )
     assert row["measured speed"] == "1.00" and "What drafts" not in render(PAGE, data).read_text()
 
 
 def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
     tried = [("tree", "optim.lr=0.0001", "0.5"), ("tree", "optim.lr=0.0002", "0.6")]
     write_rows(data / "tuning.csv", [{"method": m, "options": o, "score": s} for m, o, s in tried])
-    assert runs.chosen(PAGE, data) == {"tree": ("optim.lr=0.0002",)}
+    assert chosen(data) == {"tree": ("optim.lr=0.0002",)}
     page = replace(PAGE, methods=METHODS[:2])
     jobs = runs.jobs_of(page, data / "runs", data, 2)
     assert [job.name for job in jobs] == [
@@ -329,7 +339,7 @@ def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
 def test_presets_have_the_values_that_did_best_on_validation_prompts():
     presets = {"quickstarts": {"quickstart", "quickstart-sana"}, "trees": {"BranchGRPO-Mix"}}
     for page, names in ((load_page(name), names) for name, names in presets.items()):
-        tuned = runs.chosen(page, GALLERY / page.name)
+        tuned = chosen(GALLERY / page.name)
         assert names <= set(tuned)
         for name, options in tuned.items():
             recipe = page.method(name).recipe
@@ -352,6 +362,18 @@ def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
                 measured = {"geneval_strict" if r.args else r.name for r in config.rewards}
                 assert {page.score, page.quality} <= measured
                 assert list(config.plans())
+
+
+def test_a_run_of_other_options_is_no_run_of_the_page(tmp_path):
+    config = load_config("quickstart", [f"run.output_dir={tmp_path / 'run'}"])
+    job = runs.Job(name="a", config=config, folder=tmp_path / "run")
+    assert not job.finished
+    write_text(job.folder / "config.yaml", config_yaml(config))
+    assert not job.finished  # begun, with these options
+    other = load_config("quickstart", [f"run.output_dir={tmp_path / 'run'}", "optim.lr=0.5"])
+    write_text(job.folder / "config.yaml", config_yaml(other))
+    with pytest.raises(UserError, match=r"optim.lr was 0.5, the page has 0.0032\): move it away"):
+        _ = job.finished
 
 
 def test_finished_runs_are_skipped_and_failed_ones_are_told(tmp_path, monkeypatch, capsys):
@@ -486,25 +508,29 @@ def test_gold_turns_where_its_mean_is_highest_and_rules_see_all_but_gold():
     found = turn(runs_, page)
     assert found.iteration == 10  # the first of equal means
     assert (found.gold.mean, found.last.mean) == pytest.approx((0.65, 0.35))
-    paired = statistics.over_seeds([0.4 - 0.6, 0.3 - 0.7])
+    paired = intervals.over_seeds([0.4 - 0.6, 0.3 - 0.7])
     assert (found.lost.mean, found.lost.low) == pytest.approx((paired.mean, paired.low))
     assert (found.proxy, found.proxy_last) == pytest.approx((0.7, 0.99))
     kept = {name: stopped(runs_, page, rule).mean for name, rule in RULES.items()}
     assert kept == pytest.approx(
         {
             "to the end": (0.4 + 0.3) / 2,
+            "stop_when_hacking": (0.4 + 0.3) / 2,  # never three below the judge's best in a row
             "the second judge stands": (0.7 + 0.7) / 2,  # its best: evaluations 2 and 1
             "quality falls": (0.7 + 0.5) / 2,  # before 3 and before 1
             "the proxy is sated": (0.6 + 0.5) / 2,  # 0.95 is first passed at 3
         }
     )
     by_method = {"chains": dict(enumerate(runs_)), "tree": {0: runs_[0]}}
-    found = Results(page=page, lines=by_method, images={}, rates={}, stages={})
-    assert gold_chart(found).startswith(b"\x89PNG")
+    found = Results(page=page, lines=by_method, base_images={}, images={}, rates={}, stages={})
+    assert [chart.file for chart in charts(found)][0] == "gold-proxy.png"
+    assert all(chart.draw().startswith(b"\x89PNG") for chart in charts(found))
     text = kept_most(found)
     assert "Of all settings and rules, chains with *the second judge stands*: 0.700 [" in text
     assert "train to the end, tree: 0.400 (one seed)" in text
     assert "mean over settings of 0.700; to the end, 0.375" in text
+    late = hacked(2, [0.5] * 5, [0.5, 0.7, 0.6, 0.5, 0.4], [4.0] * 5)  # the judge falls thrice
+    assert RULES["stop_when_hacking"](late, page) == 1
     blind = [[replace(line, scores=line.scores | {"strict": 0.0}) for line in r] for r in runs_]
     assert [rule(a, page) for rule in RULES.values() for a in runs_] == [
         rule(a, page) for rule in RULES.values() for a in blind

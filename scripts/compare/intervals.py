@@ -18,11 +18,12 @@ def mean(values: Sequence[float]) -> float:
 
 def over_seeds(values: Sequence[float], level: float = 0.95) -> Interval:
     """Return the mean over runs and its t-interval; NaN ends for a single run."""
-    mean, count = float(np.mean(values)), len(values)
+    middle, count = mean(values), len(values)
     if count < 2:
-        return Interval(mean=mean, low=math.nan, high=math.nan)
-    half = stats.t.ppf((1 + level) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count)
-    return Interval(mean=mean, low=mean - float(half), high=mean + float(half))
+        return Interval(mean=middle, low=math.nan, high=math.nan)
+    error = float(np.std(values, ddof=1)) / math.sqrt(count)
+    half = float(stats.t.ppf((1 + level) / 2, count - 1)) * error
+    return Interval(mean=middle, low=middle - half, high=middle + half)
 
 
 def over_requests(
