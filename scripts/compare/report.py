@@ -314,8 +314,8 @@ TURNS = (
 RULES_SAY = (
     "Gold where each rule would have ended a run: as `run.stop_when_hacking` does by the second "
     f"judge; after {PATIENCE} evaluations without a rise of that judge (both keep its best); "
-    f"before quality is {QUALITY_LOST} below the base's; when the proxy has gone {SATURATED:.0%} of "
-    "its way to 1. No rule sees gold, but the judge and gold look at the same images."
+    f"before quality is {QUALITY_LOST} below the base's; when the proxy has gone "
+    f"{SATURATED:.0%} of its way to 1. No rule sees gold, but judge and gold see the same images."
 )
 VARIETY = (
     "Of images that the second judge finds right: how often two of one request show the same "
