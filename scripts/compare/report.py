@@ -284,8 +284,9 @@ def text_of(results: Results, data: Path) -> str:
 LEGEND = (
     "Changes over seeds have a 95 % t-interval over runs; those over images a bootstrap interval "
     "of each image's mean over runs, requests resampled whole; the interquartile mean a bootstrap "
-    "interval over runs ([2108.13264](https://arxiv.org/abs/2108.13264)). Seconds are iterations "
-    "times the seconds of an iteration, measured in turns on an idle machine."
+    "interval over runs ([2108.13264](https://arxiv.org/abs/2108.13264)). Forwards are those of "
+    "candidates, rollouts and training, in few bits or many. Seconds are iterations times the "
+    "seconds of an iteration, measured in turns on an idle machine."
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "
