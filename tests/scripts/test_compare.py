@@ -29,10 +29,12 @@ from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
     IMAGES,
+    TIMES,
     Image,
     Line,
     chosen,
     lines_of,
+    rates,
     read_curves,
     read_images,
     write_curves,
@@ -264,8 +266,9 @@ def test_docs_say_of_trees_what_their_page_says():
 
 
 def test_wall_time_is_iterations_times_measured_rates(data):
-    rates = [("chains", "4"), ("chains", "2"), ("chains", "3"), ("tree", "1")]
-    write_rows(data / "rates.csv", [{"method": m, "round": 0, "seconds": s} for m, s in rates])
+    measured = [("chains", "4"), ("chains", "2"), ("chains", "3"), ("tree", "1")]
+    rows = [{"method": m, "round": 0, "seconds": s} for m, s in measured]
+    write_rows(data / "rates.csv", rows)
     results = Results.read(PAGE, data)
     chains, tree = scores_table(results)
     assert (chains["seconds"], tree["seconds"]) == ("60", "20")
@@ -279,6 +282,30 @@ def test_wall_time_is_iterations_times_measured_rates(data):
     assert row["reaches the highest, 0.500, in wall time"] == "20%"
     assert row["stays above, in wall time"] == "33%"
     assert row["above at equal forwards"].startswith("+0.200 [0.200, 0.200] (at 2e+03)")
+
+
+def test_seconds_are_those_of_iterations_after_the_first_and_rates_are_measured_in_turns(
+    data, tmp_path, monkeypatch
+):
+    spent = [9.0, 1.0, 3.0, 2.0]  # the first compiles and reads
+    metrics = [{"time/rollout": t, "time/train": 1.0, "loss": 0.1} for t in spent]
+    metrics.insert(2, {"eval/judge": 0.5, "time/rollout": 50.0})  # an evaluation learns nothing
+    assert runs.seconds_of(metrics) == 3.0 and runs.seconds_of(metrics, "time/rollout") == 2.0
+
+    order = []
+
+    def start(job):
+        order.append((job.name, job.config.run.seed))
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(runs.Job, "start", start)
+    monkeypatch.setattr(runs, "read_metrics", lambda folder: metrics)
+    old = {"method": "gone", "round": 0, "seconds": "9"} | dict.fromkeys(TIMES, "1")
+    write_rows(data / "rates.csv", [old])
+    page = replace(PAGE, methods=METHODS[:2])
+    runs.measure_rates(page, tmp_path / "runs", data, rounds=2, iterations=4)
+    assert order == [("chains-0", 1000), ("tree-0", 1000), ("chains-1", 1001), ("tree-1", 1001)]
+    assert rates(data) == {"gone": 9.0, "chains": 3.0, "tree": 3.0}
 
 
 def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
@@ -304,7 +331,7 @@ def test_drafts_pay_from_the_speed_at_which_both_cost_the_same(data):
     assert low <= found.speed <= high and low < high
 
     page = replace(PAGE, longer="chains", exact="tree")
-    parts = dict.fromkeys(runs.TIMES, "0")
+    parts = dict.fromkeys(TIMES, "0")
     rows = [
         {"method": "chains", "round": 0, "seconds": "3"} | parts | {"time/train": "3"},
         {"method": "tree", "round": 0, "seconds": "2"}
