@@ -48,8 +48,10 @@ from scripts.compare.report import (
     differences_table,
     kept_most,
     render,
+    rules_table,
     scores_table,
     text_of,
+    turns_table,
 )
 from scripts.compare.results import Results
 from scripts.compare.turning import RULES, stopped, turn
@@ -263,6 +265,27 @@ def test_docs_say_of_trees_what_their_page_says():
     rest = differences_table(results, control["method"])
     (tree,) = [r for r in rest if r["method"] == "BranchGRPO-Mix"]
     assert tree["above at equal wall time"].partition(" (at")[0] in text
+
+
+def cells(table, method: str) -> dict[str, str]:
+    return next(row for row in table if row["method"] == method)
+
+
+def read_page(*path: str) -> str:
+    return " ".join(GALLERY.parent.joinpath(*path).read_text(encoding="utf-8").split())
+
+
+def test_docs_say_of_over_optimisation_what_its_page_says():
+    page = load_page("overoptimisation")
+    results = Results.read(page, GALLERY / "overoptimisation")
+    assert len(results.lines) >= 8 and {len(runs) for runs in results.lines.values()} == {5}
+    turns = turns_table(results)
+    rules = rules_table(results)
+    text = read_page("docs", "objectives.md")
+    for method in ("DiffusionNFT", "DRaFT", "DiffusionNFT, KL 0.4"):
+        row = cells(turns, method)
+        assert row["gold at its highest"] in text and row["gold at the end"] in text, method
+    assert cells(rules, "DiffusionNFT")["stop_when_hacking"] in text
 
 
 def test_wall_time_is_iterations_times_measured_rates(data):
