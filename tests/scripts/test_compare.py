@@ -275,6 +275,29 @@ def read_page(*path: str) -> str:
     return " ".join(GALLERY.parent.joinpath(*path).read_text(encoding="utf-8").split())
 
 
+def test_docs_say_of_two_stages_what_their_page_says():
+    page = load_page("solrl")
+    results = Results.read(page, GALLERY / "solrl")
+    assert {len(runs) for runs in results.lines.values()} == {5}
+    table = differences_table(results, page.baseline)
+    drafted, control = (cells(table, f"24 of 96, {how}") for how in ("low-bit drafts", "at random"))
+    better, random_ = (
+        row["above at equal iterations"].partition(" (at")[0] for row in (drafted, control)
+    )
+    assert "[0." in better and "[-" in random_  # above 0, and about 0
+    gold = drafted["geneval_strict above at the end"]
+    paid = cells(differences_table(results, page.longer), "24 of 96, low-bit drafts")
+    needed = cells(break_even_table(results), "24 of 96, low-bit drafts")
+    text = read_page("docs", "sol-rl.md")
+    assert better in text and random_ in text and gold in text
+    for how in ("exact drafts", "the drafts themselves", "low-bit drafts, the rate of 24 of 24"):
+        row = cells(table, f"24 of 96, {how}")
+        assert row["above at equal iterations"].partition(" (at")[0] in text, how
+    assert paid["above at equal wall time"].partition(" (at")[0] in text
+    assert f"{needed['break-even speed']} times as fast" in text
+    assert better in read_page("gallery", "README.md")
+
+
 def test_docs_say_of_over_optimisation_what_its_page_says():
     page = load_page("overoptimisation")
     results = Results.read(page, GALLERY / "overoptimisation")
