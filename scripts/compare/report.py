@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
+from statistics import correlation
 
 from flowrl.tiny.world import planted
 from flowrl.training.evaluate import Interval
@@ -19,12 +20,12 @@ from scripts.compare.turning import (
     PATIENCE,
     QUALITY_LOST,
     RULES,
-    SATURATED,
     stopped,
     turn,
 )
 
 Table = Sequence[Mapping[str, str]]
+UNRULED = "to the end"
 LEAST = 5  # runs for an interquartile mean
 
 
@@ -60,7 +61,8 @@ def scores_table(results: Results) -> list[dict[str, str]]:
         last = next(iter(runs.values()))[-1]
         row |= {"iterations": str(last.iteration), "images": f"{last.images:.0f}"}
         row["forwards"] = f"{last.forwards:.0f}"
-        row["seconds"] = _number(results.seconds(last), 0)
+        if method in results.rates:
+            row["seconds"] = _number(results.seconds(last), 0)
         rows.append(row)
     return rows
 
@@ -119,7 +121,7 @@ def break_even_table(results: Results) -> list[dict[str, str]]:
     exact = results.stages[page.exact][DRAFTS]
     for method in results.lines:
         stage = results.stages.get(method, {})
-        if not stage.get(DRAFTS):
+        if not stage.get(DRAFTS) or method in page.controls:
             continue
         runs = results.curves(method, page.score, lambda line: line.iteration)
         found = break_even(runs, theirs, stage, results.rates[page.longer], exact)
@@ -170,32 +172,68 @@ def rules_table(results: Results) -> list[dict[str, str]]:
     return [
         {"method": method}
         | {
-            name: _interval(stopped(list(runs.values()), results.page, rule), sign=False)
+            name: _interval(
+                intervals.over_seeds(stopped(list(runs.values()), results.page, rule)), sign=False
+            )
             for name, rule in RULES.items()
         }
         for method, runs in results.lines.items()
     ]
 
 
-def kept_most(results: Results) -> str:
-    """Say which setting and which rule keep most of the gold score."""
-    page = results.page
-    kept = {
-        (method, rule): stopped(list(runs.values()), page, find)
-        for method, runs in results.lines.items()
-        for rule, find in RULES.items()
-    }
-    method, rule = max(kept, key=lambda key: kept[key].mean)
-    unruled = "to the end"
-    penalised = max(results.lines, key=lambda name: kept[name, unruled].mean)
-    means = {r: intervals.mean([kept[m, r].mean for m in results.lines]) for r in RULES}
-    best = max(means, key=means.__getitem__)
+def turns_say(results: Results) -> str:
+    """Say of which settings a turn was seen: not of those that are highest at their end."""
+    late, lost = [], []
+    for method, runs in results.lines.items():
+        found = turn(list(runs.values()), results.page)
+        if found.iteration >= next(iter(runs.values()))[-2].iteration:
+            late.append(method)
+        if found.lost.high < 0:
+            lost.append(method)
     return (
-        f"**What keeps most.** Of all settings and rules, {method} with *{rule}*: "
-        f"{_interval(kept[method, rule], sign=False)}. Of settings that train {unruled}, "
-        f"{penalised}: {_interval(kept[penalised, unruled], sign=False)}. Of rules, *{best}*: a "
-        f"mean over settings of {_number(means[best])}; {unruled}, {_number(means[unruled])}. Each "
-        "is the highest of several, hence a little too high."
+        f"The interval of the loss lies below 0 for: {'; '.join(lost) or 'none'}. Highest at one "
+        f"of the last two evaluations, so that no turn was seen: {'; '.join(late) or 'none'}."
+    )
+
+
+def kept_most(results: Results) -> str:
+    """Say which setting ends with most gold, and what the best rule adds."""
+    page = results.page
+
+    def gold(method: str, rule: str) -> dict[int, float]:
+        runs = results.lines[method]
+        return dict(zip(runs, stopped(list(runs.values()), page, RULES[rule]), strict=True))
+
+    def above(first: tuple[str, str], second: tuple[str, str]) -> Interval:
+        mine, theirs = gold(*first), gold(*second)
+        return intervals.over_seeds([mine[s] - theirs[s] for s in mine if s in theirs])
+
+    def mean_of(method: str, rule: str) -> Interval:
+        return intervals.over_seeds(list(gold(method, rule).values()))
+
+    base = page.baseline
+    setting = max(results.lines, key=lambda m: mean_of(m, UNRULED).mean)
+    rule = max((r for r in RULES if r != UNRULED), key=lambda r: mean_of(base, r).mean)
+    return (
+        f"**What keeps most.** {setting} ends highest, at "
+        f"{_interval(mean_of(setting, UNRULED), sign=False)}: "
+        f"{_interval(above((setting, UNRULED), (base, UNRULED)))} above {base}, paired by seed. Of "
+        f"the rules, *{rule}* keeps most of {base}: {_interval(mean_of(base, rule), sign=False)}, "
+        f"{_interval(above((base, rule), (base, UNRULED)))} above its end; to {setting} it adds "
+        f"{_interval(above((setting, rule), (setting, UNRULED)))}. Settings and rules were chosen "
+        "by these figures, which makes them a little too high."
+    )
+
+
+def judge_says(results: Results) -> str:
+    """Say how alike the second judge and gold are, over all evaluations."""
+    page = results.page
+    lines = [line for runs in results.lines.values() for run in runs.values() for line in run]
+    pairs = [(line.scores[page.judge], line.scores[page.gold]) for line in lines]
+    alike = correlation(*zip(*pairs, strict=True))
+    return (
+        f"Over all evaluations the judge correlates {alike:.2f} with gold: with a weaker judge its "
+        "rules will keep less."
     )
 
 
@@ -268,7 +306,8 @@ def text_of(results: Results, data: Path) -> str:
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
         parts += ["## Where gold turns", markdown(turns_table(results)), TURNS]
-        parts += [markdown(rules_table(results)), RULES_SAY, kept_most(results)]
+        parts += [turns_say(results), markdown(rules_table(results)), RULES_SAY]
+        parts += [judge_says(results), kept_most(results)]
     if table := variety_table(results):
         parts += ["## Diversity", markdown(table), VARIETY]
     drawn = [f"![{chart.title}]({chart.file})" for chart in charts(results)]
@@ -303,9 +342,9 @@ TUNED = (
 BREAK_EVEN = (
     "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
     "speed 1. At the break-even speed a method costs as much as the longer baseline does until it "
-    "stands at the method's last score; faster drafts pay. Its interval resamples runs, by seed; "
-    "n/a is no end, as there not even free drafts pay. Where the longer baseline never gets there, "
-    "its whole cost counts."
+    "stands at the method's last score; faster drafts pay. Its interval resamples runs, by seed, "
+    "and leaves out that seconds vary; n/a is no end, as there not even free drafts pay. Where the "
+    "longer baseline never gets there, its whole cost counts."
 )
 TURNS = (
     "The highest of noisy means is a little too high, and what was *lost since*, paired by seed, "
@@ -315,8 +354,8 @@ TURNS = (
 RULES_SAY = (
     "Gold where each rule would have ended a run: as `run.stop_when_hacking` does by the second "
     f"judge; after {PATIENCE} evaluations without a rise of that judge (both keep its best); "
-    f"before quality is {QUALITY_LOST} below the base's; when the proxy has gone "
-    f"{SATURATED:.0%} of its way to 1. No rule sees gold, but judge and gold see the same images."
+    f"before quality is {QUALITY_LOST} below the base's. No rule sees gold, but judge and gold see "
+    "the same images."
 )
 VARIETY = (
     "Of images that the second judge finds right: how often two of one request show the same "

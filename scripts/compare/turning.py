@@ -20,7 +20,6 @@ Rule = Callable[[Sequence[Line], Page], int]  # which evaluation a run would hav
 
 PATIENCE = 2  # evaluations
 QUALITY_LOST = 0.1
-SATURATED = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +77,6 @@ def when_quality_falls(lines: Sequence[Line], page: Page) -> int:
     return len(lines) - 1
 
 
-def when_the_proxy_is_sated(lines: Sequence[Line], page: Page) -> int:
-    """Stop at the first evaluation whose proxy has gone `SATURATED` of its way to 1."""
-    first = lines[0].scores[page.proxy]
-    for i, line in enumerate(lines):
-        if line.scores[page.proxy] >= first + SATURATED * (1 - first):
-            return i
-    return len(lines) - 1
-
-
 def when_it_is_hacking(lines: Sequence[Line], page: Page) -> int:
     """Stop as `run.stop_when_hacking` does by the second judge; keep its best until then."""
     proxy = [line.scores[page.proxy] for line in lines]
@@ -103,10 +93,9 @@ RULES: dict[str, Rule] = {
     "stop_when_hacking": when_it_is_hacking,
     "the second judge stands": when_the_judge_stands,
     "quality falls": when_quality_falls,
-    "the proxy is sated": when_the_proxy_is_sated,
 }
 
 
-def stopped(runs: Runs, page: Page, rule: Rule) -> Interval:
-    """Return the gold score over runs where a rule would have ended each."""
-    return intervals.over_seeds([run[rule(run, page)].scores[page.gold] for run in runs])
+def stopped(runs: Runs, page: Page, rule: Rule) -> list[float]:
+    """Return the gold score of each run where a rule would have ended it."""
+    return [run[rule(run, page)].scores[page.gold] for run in runs]
