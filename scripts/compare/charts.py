@@ -1,13 +1,12 @@
 """Draw the charts of a page: each measure against its cost, and gold against the trained proxy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from flowrl.utils.plots import LIGHT, new_figure, plot_line, png_bytes, style_axes
 from scripts.compare import intervals
 from scripts.compare.data import Line
-from scripts.compare.intervals import Curve
 from scripts.compare.results import COSTS, Results, costs
 from scripts.compare.turning import turn
 
@@ -64,7 +63,7 @@ def curves_chart(
         curves = results.curves(method, measure, cost)
         if not all(curves):
             continue
-        each = [intervals.over_seeds([s for _, s in at]) for at in _scores(curves)]
+        each = [intervals.over_seeds([s for _, s in at]) for at in zip(*curves, strict=True)]
         points = intervals.mean_curve(curves)
         band = [(e.low, e.high) for e in each] if len(curves) > 1 else None
         style = {"linestyle": "--"} if i >= len(theme.lines) else {}
@@ -74,10 +73,6 @@ def curves_chart(
         axes.axhline(level, color=theme.soft, linestyle=":", linewidth=1)
     figure.legend(loc="outside right upper", frameon=False, labelcolor=theme.ink, fontsize=8)
     return png_bytes(figure)
-
-
-def _scores(curves: Sequence[Curve]) -> list[Sequence[tuple[float, float]]]:
-    return list(zip(*curves, strict=True))
 
 
 def gold_chart(results: Results) -> bytes:

@@ -59,7 +59,8 @@ class Job:
         recipe = self.folder / CONFIG
         if recipe.is_file():
             before, own = (c.model_dump(mode="json") for c in (load_config(recipe), self.config))
-            for name, (was, now) in differences(before, own).items():
+            if changed := differences(before, own):
+                name, (was, now) = next(iter(changed.items()))
                 raise UserError(
                     f"{self.folder} holds a run of other options ({name} was {was}, the page has "
                     f"{now}): move it away, or choose other --runs"

@@ -37,7 +37,7 @@ class Turn:
 def turn(runs: Runs, page: Page) -> Turn:
     """Find the turn of runs that were evaluated at the same iterations.
 
-    The highest of noisy means is a little too high; the loss from there is an upper bound.
+    The highest of noisy means is a little too high, and so is the loss from there.
     """
     at = list(zip(*runs, strict=True))
     means = [intervals.mean([line.scores[page.gold] for line in lines]) for lines in at]

@@ -55,6 +55,13 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
     for name, text in rows:
         assert tuple(text.split(" | ")) == tuple(found[name][column] for column in columns), name
         assert len(results.lines[name]) == 5, name
+        for at in ("8 steps", "28 steps"):
+            low, high = map(float, re.findall(r"-?\d\.\d+", found[name][f"over images, {at}"])[1:])
+            assert 0.04 < (high - low) / 2 < 0.06, (name, at)  # "some ±0.05 wide"
+    random = "Random rewards"
+    base = results.base(random, page.score)
+    lost = [f"{base - score:.3f}" for score in results.last(random, page.score)]
+    assert f"three runs lost {lost[0]}, {lost[1]} and {lost[2]}" in " ".join(README.split())
 
 
 def test_the_ceilings_are_those_that_were_scored():
@@ -62,7 +69,9 @@ def test_the_ceilings_are_those_that_were_scored():
         ("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-flux", "{} (FLUX)"),
         ("tiny-sana", "{} (SANA)"),
     ):  # fmt: skip
-        scores = json.loads((Path(pipeline_path(name)) / "scores.json").read_text())["ceiling"]
+        found = json.loads((Path(pipeline_path(name)) / "scores.json").read_text())
+        scores, images = found["ceiling"], found["images"]
+        assert images["preset"] == images["28 steps"] == 360 / 6  # of each of six kinds
         each = [scores[at]["judge"]["GenEval, mean"] for at in ("preset", "28 steps")]
         assert said.format(" and ".join(f"{score:.2f}" for score in each)) in " ".join(
             README.split()
