@@ -330,6 +330,11 @@ class OptimOptions(Options):
         "What becomes of the learning rate: it stays, or falls linearly to 0 at run.iterations.",
         "constant in the published recipes; short runs end calmer when it falls",
     )
+    warmup: Whole = option(
+        0,
+        "Iterations in which the learning rate rises to its value. AdamW's first steps are as long "
+        "as all others, whatever the gradient, and a new LoRA can be thrown far.",
+    )
     betas: tuple[Beta, Beta] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
     weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
     max_grad_norm: Positive = option(
@@ -353,7 +358,9 @@ class OptimOptions(Options):
 
     def lr_at(self, iteration: int, iterations: int) -> float:
         """Return the learning rate, a function of the iteration alone: resuming needs no state."""
-        return self.lr * (max(0.0, 1 - iteration / iterations) if self.schedule == "linear" else 1)
+        risen = min(1.0, (iteration + 1) / (self.warmup + 1))
+        left = max(0.0, 1 - iteration / iterations) if self.schedule == "linear" else 1.0
+        return self.lr * risen * left
 
     def build(self, parameters: "Iterable[Tensor]") -> "AdamW":
         from torch.optim import AdamW

@@ -67,6 +67,14 @@ def test_a_falling_learning_rate_is_a_function_of_the_iteration(small):
     assert learner.optim.lr_at(1000, learner.iterations) == 0.5
 
 
+def test_a_warmed_up_learning_rate_rises_evenly_and_then_falls(small):
+    learner, _ = small(optim={"lr": 1.0, "warmup": 3})
+    assert [learner.optim.lr_at(i, learner.iterations) for i in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    falling, _ = small(optim={"lr": 1.0, "schedule": "linear", "warmup": 1})
+    rates = [falling.optim.lr_at(i, falling.iterations) for i in (0, 1, 3, 4)]
+    assert rates == [0.5, 0.75, 0.25, 0.0]
+
+
 def test_a_run_that_a_reward_stops_keeps_what_it_learned(small):
     learner, run = small()
     asked = []
