@@ -424,7 +424,6 @@ ALIASES = {
     "lora_alpha": "lora.alpha",
     "learning_rate": "optim.lr",
     "lr": "optim.lr",
-    "lr_warmup_steps": "optim.warmup",
     "adam_weight_decay": "optim.weight_decay",
     "max_grad_norm": "optim.max_grad_norm",
     "max_train_steps": "run.iterations",

@@ -37,6 +37,7 @@ from scripts.compare.data import (
     rates,
     read_curves,
     read_images,
+    read_rows,
     write_curves,
     write_images,
     write_rows,
@@ -439,6 +440,15 @@ def test_presets_have_the_values_that_did_best_on_validation_prompts():
             recipe = page.method(name).recipe
             if name in names or page.name == "quickstarts":
                 assert load_config(recipe, list(options)) == load_config(recipe), (name, options)
+
+
+def test_every_tuning_run_is_one_that_its_page_describes():
+    tuned = [p for p in map(load_page, page_names()) if (GALLERY / p.name / "tuning.csv").is_file()]
+    assert "quickstarts" in {page.name for page in tuned}
+    for page in tuned:
+        tried = {(m.name, " ".join(choice)) for m in page.methods for choice in m.choices()}
+        rows = read_rows(GALLERY / page.name / "tuning.csv")
+        assert {(row["method"], row["options"]) for row in rows} <= tried, page.name
 
 
 def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
