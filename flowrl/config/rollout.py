@@ -332,8 +332,9 @@ class OptimOptions(Options):
     )
     warmup: Whole = option(
         0,
-        "Iterations of a linear rise at the start; 0 is none. Where the rate falls, too, both count. "
-        "AdamW's first step moves every weight by about the rate, however small its gradient.",
+        "Iterations of a linear rise at the start; 0 is none. Where the rate falls, too, both "
+        "count. AdamW's first step moves every weight by about the rate, however small its "
+        "gradient.",
     )
     betas: tuple[Beta, Beta] = option((0.9, 0.999), "AdamW's betas.", FLOW_GRPO_CODE)
     weight_decay: NonNegative = option(1e-4, "AdamW's weight decay.", FLOW_GRPO_CODE)
