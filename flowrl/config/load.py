@@ -288,13 +288,8 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 f"Unknown option {name_of(key)}: write items of lists as {name_of(dotted)}."
             )
         value = _override_value(key, text)
-        node = tree
-        for part in parts[:-1]:
-            child = node.setdefault(part, {})
-            if not isinstance(child, dict):
-                child = node[part] = {}
-            node = child
-        node[parts[-1]] = merge(node.get(parts[-1]), value, key)
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(parts), value)
+        tree = merge(tree, nested)
     check_size(tree, "the command line")
     return tree
 

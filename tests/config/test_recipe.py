@@ -87,6 +87,8 @@ def test_overrides_nest_and_merge():
     assert merge(base, over)["rewards"] == [{"name": "ocr", "weight": 0.5}, {"name": "geneval"}]
     with pytest.raises(UserError, match="There is no item 2 of rewards: it has 2 items"):
         merge(base, parse_overrides(["rewards.2.weight=0.5"]))
+    over = parse_overrides(["rewards=[{name: ocr}, {name: pickscore}]", "rewards.0.weight=0.5"])
+    assert merge(base, over)["rewards"] == [{"name": "ocr", "weight": 0.5}, {"name": "pickscore"}]
 
 
 def test_a_recipe_extends_a_file_or_a_preset(tmp_path):
