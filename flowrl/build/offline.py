@@ -70,6 +70,7 @@ def build_stored(
         group_size=r.group_size,
         seed=config.run.seed,
         balance=config.prompts.balance,
+        weights=config.prompts.weights,
         refresher=refresher,
         caching=caching,
     )

@@ -100,7 +100,11 @@ def build_sampler(parts: RolloutParts, prompts: Sequence[PromptRecord]) -> Sampl
         generator=generator,
         plan=functools.partial(plan_at, config.rollout.plan, seed),
         prompts=PromptSampler(
-            prompts, config.rollout.prompts_per_iteration, seed, balance=config.prompts.balance
+            prompts,
+            config.rollout.prompts_per_iteration,
+            seed,
+            balance=config.prompts.balance,
+            weights=config.prompts.weights,
         ),
         seed=seed,
         explorer=build_explorer(parts, generator),

@@ -58,9 +58,11 @@ def prompts_to_encode(
 
     Paraphrases are included, texts of an offline data set are not: see `stored_prompts`.
     """
-    r, e, seed, balance = config.rollout, config.evaluation, config.run.seed, config.prompts.balance
+    r, e, p, seed = config.rollout, config.evaluation, config.prompts, config.run.seed
     if training and r.store is None:  # a data set is renewed from all prompts
-        sampler = PromptSampler(training, r.prompts_per_iteration, seed, balance=balance)
+        sampler = PromptSampler(
+            training, r.prompts_per_iteration, seed, balance=p.balance, weights=p.weights
+        )
         taken: dict[str, PromptRecord] = {}
         for iteration in range(first, config.run.iterations):
             taken |= {prompt.uid: prompt for prompt in sampler.at(iteration)}
@@ -81,13 +83,13 @@ def _worded(prompts: Sequence[PromptRecord], paraphrases: bool) -> list[PromptRe
 
 def stored_prompts(config: Config, specs: Sequence[RewardSpec]) -> list[tuple[float, PromptRecord]]:
     """Return every text that is read from an offline data set, if the recipe reads one."""
-    r = config.rollout
+    r, p = config.rollout, config.prompts
     if not r.reads_store:
         return []
     assert r.store is not None and r.store.path is not None
     groups = filter_groups(
         open_dataset(r.store.path), specs, r.prompts_per_iteration, config.run.seed,
-        config.prompts.balance,
+        balance=p.balance, weights=p.weights,
     )  # fmt: skip
     kinds = groups.order.kinds.values()
     return [(r.learning_guidance_scale, prompt) for records in kinds for prompt in records]

@@ -444,8 +444,8 @@ _VALUES: dict[str, Callable[[str], list[str]]] = {
 # the rest of the command line can say otherwise.
 _REPLACED = {
     "--prompts": (
-        "prompts.balance=null", "prompts.allow_overlap=false", "prompts.held_out=0.1",
-        "evaluation.prompts=null", "evaluation.balance=null",
+        "prompts.balance=null", "prompts.weights=null", "prompts.allow_overlap=false",
+        "prompts.held_out=0.1", "evaluation.prompts=null", "evaluation.balance=null",
     ),
     "--reward": ("evaluation.quality=null",),
 }  # fmt: skip

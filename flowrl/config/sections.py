@@ -130,6 +130,13 @@ class PromptOptions(Options):
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."
     )
+    weights: dict[Text, Whole] | None = option(
+        None,
+        "How often values of balance are sampled, 1 unless named: {colors: 3} samples colours "
+        "three times as often as each other kind, 0 leaves a kind out; null is 1 for all.",
+        "Flow-GRPO, arXiv 2505.05470: 7 position, 5 counting, 3 colour attribution, 1 colours, 1 "
+        "two objects, 0 single object",
+    )
     retained: Whole | None = option(
         None,
         "How many trees of a prompt are asked for in its own words; the others in those of its "
@@ -148,6 +155,15 @@ class PromptOptions(Options):
         "Train although evaluation.prompts ask for what prompts.train asks for, too, in the same "
         "or in other words; else such a run is refused.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> "PromptOptions":
+        if self.weights is not None and self.balance is None:
+            raise ValueError(
+                "prompts.weights is set without prompts.balance: name the metadata key whose "
+                "values it weighs, or set prompts.weights to null"
+            )
+        return self
 
 
 StepCounts = DenoisingSteps | Annotated[list[DenoisingSteps], Field(min_length=1)]

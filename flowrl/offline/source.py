@@ -1,7 +1,7 @@
 """A source of rollouts that reads groups of an offline data set in place of new images."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,13 +51,15 @@ class StoredGroups:
         group_size: int,
         seed: int,
         balance: str | None = None,
+        weights: Mapping[str, int] | None = None,
         refresher: Refresher | None = None,
         caching: Caching | None = None,
     ):
         """Raises UserError when no group can be used, or there are more processes than groups."""
         self.backbone, self.text_cache = backbone, text_cache
         self.specs, self.runtime = specs, runtime
-        self.prompts, self.group_size, self.seed, self.balance = prompts, group_size, seed, balance
+        self.prompts, self.group_size, self.seed = prompts, group_size, seed
+        self.balance, self.weights = balance, weights
         self.refresher, self.caching = refresher, caching
         if prompts < runtime.world_size:
             raise UserError(
@@ -69,7 +71,10 @@ class StoredGroups:
 
     def _use(self, dataset: OfflineDataset) -> None:
         """Read from this data set from now on."""
-        self.sampler = filter_groups(dataset, self.specs, self.prompts, self.seed, self.balance)
+        self.sampler = filter_groups(
+            dataset, self.specs, self.prompts, self.seed,
+            balance=self.balance, weights=self.weights,
+        )  # fmt: skip
         self.known: ReferenceErrors | None = None
         if self.caching is not None:
             key = f"{dataset.identity} {self.caching.key}"
@@ -166,7 +171,9 @@ def filter_groups(
     specs: Sequence[RewardSpec],
     prompts: int,
     seed: int,
+    *,
     balance: str | None,
+    weights: Mapping[str, int] | None,
 ) -> GroupSampler:
     """Keep the groups with two rewarded images. Raises UserError when none is left."""
     stored = dict(zip(dataset.metadata.names, dataset.scores.unbind(1), strict=True))
@@ -197,7 +204,7 @@ def filter_groups(
     return GroupSampler(
         dataset=dataset, groups=groups, scores=scores, applicable=applicable, terms=terms,
         reward=reward, valid=valid, number=number, skipped=len(dataset.groups) - len(groups),
-        order=PromptSampler(records, prompts, seed, balance=balance),
+        order=PromptSampler(records, prompts, seed, balance=balance, weights=weights),
     )  # fmt: skip
 
 

@@ -347,7 +347,9 @@ def _replace_prompts(
         check_overlap(load_prompts(p.train), held_out, allowed=p.allow_overlap)
     draft.put("prompts.allow_overlap", True, "true: those that stand in may ask for the same")
     train = folder / "train.jsonl"
-    draft.put("prompts.train", str(train), choose_prompts(train, p.train, rewards, p.balance))
+    note = choose_prompts(train, p.train, rewards, p.balance, weights=p.weights)
+    draft.put("prompts.train", str(train), note)
+    draft.put("prompts.weights", None, "null: a few prompts need not have every kind")
     if e.prompts is not None:
         test = folder / "test.jsonl"
         note = choose_prompts(test, e.prompts, rewards, e.balance, held_out=True)
@@ -365,6 +367,7 @@ def choose_prompts(
     rewards: Sequence[InspectedReward],
     balance: str | None,
     *,
+    weights: Mapping[str, int] | None = None,
     held_out: bool = False,
 ) -> str:
     """Write COUNT prompts to `path` with the rewards that apply to them; say which they are.
@@ -382,7 +385,7 @@ def choose_prompts(
         specs = [spec for spec in (reward.spec() for reward in rewards) if spec is not None]
         if len(specs) == len(rewards):
             (check_evaluation if held_out else check_prompts)(specs, records)
-        PromptSampler(records, 1, 0, balance=balance)  # raises for prompts without the key
+        PromptSampler(records, 1, 0, balance=balance, weights=weights)  # raises where none fits
         judges = [[w.name for w in rewards if w.applies(r.text, r.metadata)] for r in records]
         # Each reward finds a prompt among them, if there is any.
         first = [next((i for i, n in enumerate(judges) if w.name in n), None) for w in rewards]

@@ -4,10 +4,10 @@ import functools
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import count, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 
 from flowrl.errors import UserError
@@ -103,6 +103,7 @@ class PromptSampler:
     Prompts come in seeded shuffles, one an epoch; an iteration has none twice unless it must.
     balance: metadata key whose values alternate, each with its own epochs, so that rare kinds are
     seen as often as common ones.
+    weights: how many turns a value of `balance` has in a round, 1 unless named.
     """
 
     def __init__(
@@ -112,7 +113,9 @@ class PromptSampler:
         seed: int,
         *,
         balance: str | None = None,
+        weights: Mapping[str, int] | None = None,
     ):
+        """Raises UserError for a prompt without `balance`, and weights that fit no prompt."""
         self.per_iteration = per_iteration
         self.seed = seed
         if per_iteration < 1 or not prompts:
@@ -128,14 +131,19 @@ class PromptSampler:
                 )
             kinds.setdefault(str(record.metadata[balance]) if balance else "", []).append(record)
         self.kinds = dict(sorted(kinds.items()))
+        self.round = _round(self.kinds, weights or {}, balance)
 
     def at(self, iteration: int) -> list[PromptRecord]:
         """Return the `per_iteration` prompts of one iteration, kinds alternating."""
-        first, kinds = iteration * self.per_iteration, len(self.kinds)
-        streams = [
-            self._stream(kind, -(-(first - i) // kinds)) for i, kind in enumerate(self.kinds)
-        ]
-        return [next(streams[turn % kinds]) for turn in range(first, first + self.per_iteration)]
+        first = iteration * self.per_iteration
+        rounds, turn = divmod(first, len(self.round))
+        before = {
+            kind: rounds * self.round.count(kind) + self.round[:turn].count(kind)
+            for kind in self.kinds
+        }
+        streams = {kind: self._stream(kind, start) for kind, start in before.items()}
+        turns = islice(cycle(self.round), turn, turn + self.per_iteration)
+        return [next(streams[kind]) for kind in turns]
 
     def _stream(self, kind: str, start: int) -> Iterator[PromptRecord]:
         """Yield the prompts of one kind from its `start`-th on; none twice until all were given."""
@@ -149,6 +157,22 @@ class PromptSampler:
             if index not in given:
                 given.add(index)
                 yield records[index]
+
+
+def _round(
+    kinds: Iterable[str], weights: Mapping[str, int], balance: str | None
+) -> tuple[str, ...]:
+    """Return the kinds of one round, each as often as it weighs, and spread evenly."""
+    share = {kind: weights.get(kind, 1) for kind in kinds}
+    if unknown := [kind for kind in weights if kind not in share]:
+        raise UserError(
+            f"prompts.weights names {unknown[0]!r}, but no prompt has this {balance}: there are "
+            f"{', '.join(share)}"
+        )
+    places = sorted(((i + 0.5) / n, kind) for kind, n in share.items() for i in range(n))
+    if not places:
+        raise UserError("prompts.weights are all 0, so that no prompt is left: raise one")
+    return tuple(kind for _, kind in places)
 
 
 @functools.lru_cache(maxsize=64)

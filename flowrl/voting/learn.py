@@ -82,7 +82,10 @@ def draw_candidates(
         revision=config.pipeline.revision,
     )
     every = training_prompts(config, ProvidedObjects())
-    chosen = PromptSampler(every, min(prompts, len(every)), seed, balance=config.prompts.balance)
+    p = config.prompts
+    chosen = PromptSampler(
+        every, min(prompts, len(every)), seed, balance=p.balance, weights=p.weights
+    )
     return draw_prompts(
         options.build(), chosen.at(0), folder, per_prompt=per_prompt, seed=seed, own_noise=True
     )  # otherwise votes would be about four noises
@@ -158,7 +161,7 @@ def training_config(config: Config, folder: Path, store: Path, lora: str | None)
         "store": {"path": str(store)}, "group_size": 2, "tree": {"kind": "ode"},
         "explore": None,
     }  # fmt: skip
-    data["prompts"] |= {"balance": None}
+    data["prompts"] |= {"balance": None, "weights": None}
     data["run"] |= {"output_dir": str(folder / RUN)}
     data["lora"] |= {} if lora is None else {"init_from": lora}
     return parse_config(data)

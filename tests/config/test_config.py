@@ -240,6 +240,12 @@ def test_prompts_of_ones_own_replace_what_the_recipe_says_of_its_own():
     again = sort_arguments(words)
     config = load_config(again.recipe, again.overrides)
     assert (config.evaluation.prompts, config.prompts.balance) == ("b.txt", "tag")
+    weighed = ["quickstart", "prompts.weights={colors: 3}"]
+    assert load_config(weighed[0], weighed[1:]).prompts.weights == {"colors": 3}
+    own = sort_arguments(["quickstart-flux", "--prompts", "mine.txt"])
+    assert load_config(own.recipe, own.overrides).prompts.weights is None
+    with pytest.raises(UserError, match="prompts.weights is set without prompts.balance"):
+        load_config(weighed[0], [*weighed[1:], "prompts.balance=null"])
 
 
 def test_rewards_can_be_named_on_the_command_line():

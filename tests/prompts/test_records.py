@@ -145,6 +145,30 @@ def test_balance_gives_rare_kinds_as_many_turns(size, iterations):
     assert max(counts) - min(counts) <= 1
 
 
+@given(
+    st.integers(0, 3), st.integers(0, 4), st.integers(1, 3), st.integers(1, 9), st.integers(1, 6)
+)
+def test_a_kind_is_sampled_as_often_as_it_weighs(first, second, third, size, rounds):
+    prompts = records(40, "a") + records(3, "b") + records(1, "c")
+    weights = {"a": first, "b": second, "c": third}
+    sampler = PromptSampler(prompts, size, seed=0, balance="tag", weights=weights)
+    whole = rounds * (first + second + third)
+    tags = [p.metadata["tag"] for i in range(-(-whole // size)) for p in sampler.at(i)]
+    uses = Counter(tags[:whole])
+    assert all(uses[tag] == rounds * weight for tag, weight in weights.items())
+
+
+def test_weights_of_one_change_nothing_and_those_that_fit_no_prompt_are_refused():
+    prompts = records(5, "a") + records(7, "b")
+    plain = PromptSampler(prompts, 3, 0, balance="tag")
+    weighed = PromptSampler(prompts, 3, 0, balance="tag", weights={"b": 1})
+    assert all(plain.at(i) == weighed.at(i) for i in range(9))
+    with pytest.raises(UserError, match="names 'c', but no prompt has this tag: there are a, b"):
+        PromptSampler(prompts, 3, 0, balance="tag", weights={"c": 2})
+    with pytest.raises(UserError, match="are all 0"):
+        PromptSampler(prompts, 3, 0, balance="tag", weights={"a": 0, "b": 0})
+
+
 CAT = PromptRecord(uid="c", text="a cat", paraphrases=("b", "c", "d"))
 
 
@@ -196,7 +220,10 @@ def test_iterations_go_on_in_every_kind_where_the_last_one_stopped():
         for kind in "ab"
         for i in range(9)
     ]
-    in_threes, one_by_one = (PromptSampler(prompts, n, 0, balance="tag") for n in (3, 1))
-    found = [p.uid for iteration in range(4) for p in in_threes.at(iteration)]
-    assert found == [one_by_one.at(turn)[0].uid for turn in range(12)]
-    assert len(set(found)) == 12
+    for weights in ({}, {"a": 2}):
+        in_threes, one_by_one = (
+            PromptSampler(prompts, n, 0, balance="tag", weights=weights) for n in (3, 1)
+        )
+        found = [p.uid for iteration in range(4) for p in in_threes.at(iteration)]
+        assert found == [one_by_one.at(turn)[0].uid for turn in range(12)]
+        assert len(set(found)) == 12
