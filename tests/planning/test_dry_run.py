@@ -92,6 +92,10 @@ def test_prompts_of_ones_own_are_used_and_each_reward_finds_one(tmp_path):
     rows = [json.loads(line) for line in Path(small.prompts.train).read_text().splitlines()]
     assert len(rows) == 6 and {row["prompt"] for row in rows} <= {line["prompt"] for line in lines}
     assert [row["tag"] for row in rows if "ocr" in row[KEY]] == ["ocr"]
+    weighed = {"train": str(mine), "balance": "tag", "weights": {"ocr": 3}}
+    assert rehearse(large(prompts=weighed), tmp_path).config.prompts.weights is None  # few prompts
+    with pytest.raises(UserError, match="names 'dog', but no prompt has this tag"):
+        rehearse(large(prompts=weighed | {"weights": {"dog": 3}}), tmp_path)
     (tmp_path / "mine.txt").write_text("a cat without any quotes\n")
     config = large(prompts={"train": str(tmp_path / "mine.txt")}, rewards=[{"name": "ocr"}])
     with pytest.raises(UserError, match="reward 'ocr' applies to none of the prompts"):
