@@ -130,7 +130,7 @@ class PromptOptions(Options):
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."
     )
-    weights: dict[Text, Whole] | None = option(
+    weights: dict[Text, Annotated[Whole, Field(le=1000)]] | None = option(
         None,
         "How often values of balance are sampled, 1 unless named: {colors: 3} samples colours "
         "three times as often as each other kind, 0 leaves a kind out; null is 1 for all.",

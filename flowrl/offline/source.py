@@ -201,6 +201,8 @@ def filter_groups(
         )
     # The prompt sampler chooses groups here: its records have their groups' keys as uid.
     records = [replace(group.record, uid=key) for key, group in groups.items()]
+    stored = {str(record.metadata.get(balance)) for record in records}  # not of every kind
+    weights = {kind: n for kind, n in (weights or {}).items() if kind in stored}
     return GroupSampler(
         dataset=dataset, groups=groups, scores=scores, applicable=applicable, terms=terms,
         reward=reward, valid=valid, number=number, skipped=len(dataset.groups) - len(groups),

@@ -128,6 +128,13 @@ def test_prompts_and_wordings_that_a_run_may_ask_for_are_needed(tiny_config):
     assert {p.uid for _, p in prompts_to_encode(config, many, [])} == taken and len(taken) == 12
     left = {p.uid for i in (2, 3) for p in sampler.at(i)}
     assert {p.uid for _, p in prompts_to_encode(config, many, [], first=2)} == left
+    kinds = [PromptRecord(uid=k, text=k, metadata={"tag": k}) for k in "ab"]
+    weighed = tiny_config(prompts={"balance": "tag", "weights": {"a": 0}})
+    assert {p.text for _, p in prompts_to_encode(weighed, kinds, [])} == {"b"}
+    own = {"train": "tiny:colors+counting:train", "balance": "tag", "weights": {"colors": 0}}
+    learner = build_learner(tiny_config(prompts=own), Runtime(device="cpu"), ProvidedObjects())
+    sampled = [p for i in range(3) for p in learner.source.prompts.at(i)]
+    assert {p.metadata["tag"] for p in sampled} == {"counting"}
     prompt = PromptRecord(uid="a", text="a", paraphrases=("b", "c"))
     held = PromptRecord(uid="h", text="h", paraphrases=("i",))
 

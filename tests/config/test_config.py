@@ -228,7 +228,7 @@ def test_names_from_diffusers_scripts_are_understood():
         assert node == value, words
 
 
-def test_prompts_of_ones_own_replace_what_the_recipe_says_of_its_own():
+def test_prompts_of_ones_own_replace_what_the_recipe_says_of_its_own(tmp_path):
     request = sort_arguments(["tiny-sd3-nft-composite", "--prompts", "mine.txt", "--reward", "ocr"])
     config = load_config(request.recipe, request.overrides)
     assert (config.prompts.balance, config.evaluation.prompts, config.prompts.held_out) == (
@@ -242,8 +242,16 @@ def test_prompts_of_ones_own_replace_what_the_recipe_says_of_its_own():
     assert (config.evaluation.prompts, config.prompts.balance) == ("b.txt", "tag")
     weighed = ["quickstart", "prompts.weights={colors: 3}"]
     assert load_config(weighed[0], weighed[1:]).prompts.weights == {"colors": 3}
-    own = sort_arguments(["quickstart-flux", "--prompts", "mine.txt"])
+    recipe = tmp_path / "weighed.yaml"
+    recipe.write_text("extends: quickstart\nprompts: {weights: {colors: 3}}")
+    own = sort_arguments([str(recipe), "--prompts", "mine.txt"])
     assert load_config(own.recipe, own.overrides).prompts.weights is None
+    own = sort_arguments(
+        [str(recipe), "--prompts", "mine.txt", "prompts.balance=tag", "prompts.weights={ocr: 3}"]
+    )
+    assert load_config(own.recipe, own.overrides).prompts.weights == {"ocr": 3}
+    with pytest.raises(UserError, match="less than or equal to 1000|up to 1000"):
+        load_config(recipe, ["prompts.weights={colors: 1001}"])
     with pytest.raises(UserError, match="prompts.weights is set without prompts.balance"):
         load_config(weighed[0], [*weighed[1:], "prompts.balance=null"])
 

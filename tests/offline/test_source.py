@@ -69,6 +69,10 @@ def test_a_rollout_depends_on_seed_and_iteration_alone(store):
     # A kind can be shown as often as another.
     rollout = read(source(store, prompts=4, balance="kind"), 0)
     assert sorted(m["kind"] for m in rollout.metadata) == ["round"] * 2 + ["square"] * 2
+    # Or more often; kinds of which nothing is stored are no mistake.
+    weights = {"round": 3, "lost": 2, "left out": 0}
+    rollout = read(source(store, prompts=4, balance="kind", weights=weights), 0)
+    assert sorted(m["kind"] for m in rollout.metadata) == ["round"] * 3 + ["square"]
     # An epoch shows every group once and each visit other images.
     groups = source(store, prompts=1, group_size=3)
     epochs = [[read(groups, e * GROUPS + i) for i in range(GROUPS)] for e in range(3)]

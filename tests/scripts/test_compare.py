@@ -432,7 +432,8 @@ def test_the_best_of_what_was_tried_on_validation_prompts_is_taken(data):
 
 
 def test_presets_have_the_values_that_did_best_on_validation_prompts():
-    presets = {"quickstarts": {"quickstart", "quickstart-sana"}, "trees": {"BranchGRPO-Mix"}}
+    quickstarts = {"quickstart", "quickstart-flux", "quickstart-sana"}
+    presets = {"quickstarts": quickstarts, "trees": {"BranchGRPO-Mix"}}
     for page, names in ((load_page(name), names) for name, names in presets.items()):
         tuned = chosen(GALLERY / page.name)
         assert names <= set(tuned)
