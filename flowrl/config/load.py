@@ -312,6 +312,7 @@ def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     `source` "" stands for an empty recipe. Old option names become the new ones, with a warning.
     Raises UserError for unreadable files, duplicate keys and circular parents.
     """
+    with_new_names([parse_overrides(overrides)], warn=False)  # refuses two names of one option
     parts = _read(find_recipe(source), []) if source else []
     parts += [parse_overrides([override]) for override in overrides]  # null clears what is below
     return functools.reduce(merge, with_new_names(parts), {})

@@ -338,7 +338,7 @@ EQUAL = (
 TUNED = (
     "At the fewer steps, on validation prompts, one run of each unless its notes say otherwise: "
     "differences of a few hundredths may be chance. Runs of another length, or with options that a "
-    "method had before, are named in its notes."
+    "method had before, are named in its notes. What was chosen comes on top of a method's options."
 )
 BREAK_EVEN = (
     "Seconds of an iteration's stages, measured in turns on an idle machine. Exact drafts have "
@@ -383,7 +383,7 @@ def _missing(results: Results) -> str:
 def _common(methods: Sequence[Method]) -> str:
     """Say what all methods have; a method's own options come after these."""
     shared = _shared(methods)
-    return f"All have {_code(shared)}, then their own, then what *Tuning* chose." if shared else ""
+    return f"All have {_code(shared)}" if shared else ""
 
 
 def _options(methods: Sequence[Method]) -> list[dict[str, str]]:

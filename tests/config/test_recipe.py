@@ -172,3 +172,5 @@ def test_old_option_names_work_with_one_warning(tmp_path):
         assert explain(old) == explain(f"{old.rpartition('.')[0]}.{OLD_NAMES[old]}")
     with pytest.raises(UserError, match="steps is the old name of num_inference_steps"):
         parse_config({"rollout": {"steps": 3, "num_inference_steps": 4}})
+    with pytest.raises(UserError, match="steps is the old name of num_inference_steps"):
+        load_recipe("quickstart", ["rollout.steps=3", "rollout.num_inference_steps=4"])
