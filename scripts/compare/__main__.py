@@ -4,6 +4,7 @@
     python -m scripts.compare --page trees --tune          try each method's values (validation)
     python -m scripts.compare --page trees --run --seeds 5 --jobs 2 --background
     python -m scripts.compare --page trees --rates         seconds of an iteration (idle machine)
+    python -m scripts.compare --page quickstarts --guidance    the bases with guidance
 
 Runs stop by iterations and never by minutes, so that they may share the machine; a run that is
 finished is skipped, and one that was interrupted goes on. `--output` has a folder for each page,
@@ -16,9 +17,9 @@ import sys
 from pathlib import Path
 
 from scripts.compare.data import IMAGES
-from scripts.compare.page import load_page, page_names
+from scripts.compare.page import Page, load_page, page_names
 from scripts.compare.report import render
-from scripts.compare.runs import collect, jobs_of, measure_rates, run_all, tune
+from scripts.compare.runs import collect, jobs_of, measure_rates, run_all, score_bases, tune
 
 
 def main(words: list[str] | None = None) -> None:
@@ -28,24 +29,32 @@ def main(words: list[str] | None = None) -> None:
         return
     for name in asked.page or page_names():
         page = load_page(name)
-        data, runs = asked.output / name, asked.runs / name
-        seeds = asked.seeds or page.seeds
-        some = page.only(asked.method) if asked.method else page
-        failed: list[str] = []
-        if asked.tune:
-            failed += tune(page, some, runs, data, at_once=asked.jobs)
-        if asked.run:
-            failed += run_all(jobs_of(some, runs, data, seeds), at_once=asked.jobs)
-        if asked.rates:
-            measure_rates(some, runs, data, rounds=3, iterations=asked.rate_iterations)
-        if asked.run or asked.collect:
-            print(f"{name}: data of {collect(page, runs, data, seeds)} runs")
+        data = asked.output / name
+        failed = _measure(asked, page, data)
         if (data / IMAGES).is_file():  # pages of earlier versions have none, and stay as they are
             print(render(page, data))
         elif asked.page:
             print(f"{name}: no data in {data} yet, add --run")
         if failed:
             raise SystemExit(f"{len(failed)} runs did not finish: {', '.join(failed)}")
+
+
+def _measure(asked: argparse.Namespace, page: Page, data: Path) -> list[str]:
+    """Run and measure what is asked for; return the names of runs that failed."""
+    runs, seeds = asked.runs / page.name, asked.seeds or page.seeds
+    some = page.only(asked.method) if asked.method else page
+    failed: list[str] = []
+    if asked.tune:
+        failed += tune(page, some, runs, data, at_once=asked.jobs)
+    if asked.run:
+        failed += run_all(jobs_of(some, runs, data, seeds), at_once=asked.jobs)
+    if asked.rates:
+        measure_rates(some, runs, data, rounds=3, iterations=asked.rate_iterations)
+    if asked.guidance:
+        score_bases(some, runs, data)
+    if asked.run or asked.collect:
+        print(f"{page.name}: data of {collect(page, runs, data, seeds)} runs")
+    return failed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run", action="store_true", help="train what is not finished")
     parser.add_argument("--collect", action="store_true", help="read the data of finished runs")
     parser.add_argument("--rates", action="store_true", help="measure seconds of an iteration")
+    parser.add_argument("--guidance", action="store_true", help="score the bases with guidance")
     parser.add_argument("--rate-iterations", type=int, default=6, help="in each turn")
     parser.add_argument("--background", action="store_true", help="detach; RUNS/compare.log")
     return parser

@@ -3,7 +3,8 @@
 curves.csv: each evaluation of each run: method, seed, iteration, forwards, images, and the means of
 all measures. images.csv.gz: the score of each image at a run's first and last evaluation; the first
 once a method, as all its seeds begin at one base. rates.csv: seconds of an iteration, measured in
-turns on an idle machine. tuning.csv: what was tried on validation prompts.
+turns on an idle machine. tuning.csv: what was tried on validation prompts. guidance.csv: the score
+of the base at each guidance.
 """
 
 import csv
@@ -24,6 +25,7 @@ from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 
 CURVES, IMAGES, RATES, TUNING = "curves.csv", "images.csv.gz", "rates.csv", "tuning.csv"
+GUIDED = "guidance.csv"
 PASSES = ("explore/forwards", "tree/forwards", "tree/train_forwards")
 TIMES = tuple(
     f"time/{part}" for part in ("audit", "explore", "explore_reward", "rollout", "reward", "train")

@@ -24,6 +24,7 @@ class Method:
     iterations: int
     tune: Sequence[Mapping[str, Sequence[Any]]]  # grids of values tried, on validation prompts
     note: str
+    steps: tuple[int, ...] = ()  # of evaluation; () for the page's
 
     def choices(self) -> list[tuple[str, ...]]:
         """Return the changes of every combination of the values to try, grid by grid."""
@@ -48,7 +49,8 @@ class Page:
     quality: str
     judge: str  # a second held-out measure, by which runs may stop; "" where gold need not turn
     seeds: int
-    steps: tuple[int, ...]  # of evaluation
+    steps: tuple[int, ...]  # of evaluation, the preset's own first
+    guidance: tuple[float, ...] = ()  # at which the base is scored, too
     validation: str  # prompts to tune on
     longer: str = ""  # the baseline with more iterations, where a method's drafts must pay
     exact: str = ""  # the method whose drafts have full precision
@@ -58,9 +60,14 @@ class Page:
     def config(self, method: Method, seed: int, folder: Path, *changes: str) -> Config:
         """Return the recipe of a run. It stops by iterations, never by minutes."""
         options = [*method.options, *changes, f"run.seed={seed}", f"run.output_dir={folder}"]
-        steps = f"evaluation.num_inference_steps={list(self.steps)}"
+        steps = f"evaluation.num_inference_steps={list(method.steps or self.steps)}"
         own = [f"run.iterations={method.iterations}", "run.max_minutes=null", "run.trackers=[]"]
         return load_config(method.recipe, [steps, *own, *options])
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether methods differ in the steps that they are evaluated at first."""
+        return any(method.steps for method in self.methods)
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
@@ -73,6 +80,13 @@ class Page:
                 f"page {self.name} has no method {unknown[0]!r}, expected one of {', '.join(known)}"
             )
         return replace(self, methods=tuple(self.method(name) for name in names))
+
+
+def at_steps(page: Page, measure: str) -> dict[str, str]:
+    """Return the measure at each number of steps, by its heading."""
+    first, *others = page.steps
+    own = "own steps" if page.own_steps else f"{first} steps"
+    return {own: measure} | {f"{n} steps": f"{n}_steps/{measure}" for n in others}
 
 
 def page_names() -> list[str]:
@@ -96,10 +110,11 @@ def load_page(name: str) -> Page:
                 iterations=own.get("iterations", iterations),
                 tune=_grids(own.get("tune", tune)),
                 note=own.get("note", ""),
+                steps=tuple(own.get("steps", ())),
             )
         )
     data["steps"] = tuple(data["steps"])
-    data["controls"] = tuple(data.get("controls", ()))
+    data |= {name: tuple(data.get(name, ())) for name in ("controls", "guidance")}
     optional = {"judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)
 

@@ -12,9 +12,9 @@ from flowrl.utils.files import write_bytes, write_text
 from scripts.compare import intervals
 from scripts.compare.break_even import DRAFTS, break_even, speed_range
 from scripts.compare.charts import charts
-from scripts.compare.data import TUNING, Image, chosen, read_rows
+from scripts.compare.data import GUIDED, TUNING, Image, chosen, read_rows
 from scripts.compare.law import FREEDOM, LAYOUT, Variety, variety
-from scripts.compare.page import Method, Page
+from scripts.compare.page import Method, Page, at_steps
 from scripts.compare.results import COSTS, Results, costs
 from scripts.compare.turning import (
     PATIENCE,
@@ -29,17 +29,13 @@ UNRULED = "to the end"
 LEAST = 5  # runs for an interquartile mean
 
 
-def at_steps(page: Page, measure: str) -> dict[str, str]:
-    """Return the measure at each number of steps, by its heading."""
-    first, *others = page.steps
-    return {f"{first} steps": measure} | {f"{n} steps": f"{n}_steps/{measure}" for n in others}
-
-
 def scores_table(results: Results) -> list[dict[str, str]]:
     """A row a method: last scores over seeds, the change over images, and what it cost."""
     page, rows = results.page, []
     for method, runs in results.lines.items():
         row = {"method": method, "seeds": str(len(runs))}
+        if page.own_steps:
+            row["own steps"] = str((page.method(method).steps or page.steps)[0])
         for heading, measure in at_steps(page, page.score).items():
             change = [v - results.base(method, measure) for v in results.last(method, measure)]
             row[f"{page.score}, {heading}"] = (
@@ -279,6 +275,26 @@ def tuning_table(data: Path) -> list[dict[str, str]]:
     ]
 
 
+def guided_table(results: Results, data: Path) -> list[dict[str, str]]:
+    """A row a method: the base's scores at each guidance, and the LoRA's above the best of them."""
+    page, rows = results.page, []
+    scored = read_rows(data / GUIDED)
+    for method in results.lines:
+        tried = [found for found in scored if found["method"] == method]
+        if not tried:
+            continue
+        row = {"method": method}
+        for heading, measure in at_steps(page, page.score).items():
+            for found in tried:
+                row[f"guidance {found['guidance']}, {heading}"] = _number(float(found[measure]))
+            best = max(float(found[measure]) for found in tried)
+            change = [score - best for score in results.last(method, measure)]
+            row[f"the base's best, {heading}"] = _number(best)
+            row[f"aligned above the best, {heading}"] = _interval(intervals.over_seeds(change))
+        rows.append(row)
+    return rows
+
+
 def render(page: Page, data: Path) -> Path:
     """Write README.md and its charts beside the data; return its path."""
     results = Results.read(page, data)
@@ -302,6 +318,8 @@ def text_of(results: Results, data: Path) -> str:
     for name in dict.fromkeys((page.baseline, page.longer, *page.controls)):
         if len(table := differences_table(results, name)) > 1:
             parts += [f"## Against {name}", markdown(table), EQUAL if name == page.baseline else ""]
+    if table := guided_table(results, data):
+        parts += ["## The base with guidance", markdown(table), GUIDED_SAY]
     if table := break_even_table(results):
         parts += ["## What drafts may cost", markdown(table), BREAK_EVEN]
     if page.judge:
@@ -326,6 +344,11 @@ LEGEND = (
     "interval over runs ([2108.13264](https://arxiv.org/abs/2108.13264)). Forwards are those of "
     "candidates, rollouts and training, in few bits or many. Seconds are iterations times the "
     "seconds of an iteration, measured in turns on an idle machine."
+)
+GUIDED_SAY = (
+    "The base, which has not learned to do without guidance, with it: each number of steps at the "
+    "guidance that suits it best on these very prompts, which favours the base. Aligned images are "
+    "those of the table above. Over seeds, with a t-interval."
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "

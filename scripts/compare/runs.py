@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flowrl.api import evaluate
 from flowrl.config import Config, config_yaml, load_config
 from flowrl.config.load import differences
 from flowrl.errors import UserError
@@ -20,6 +21,7 @@ from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import write_bytes, write_text
 from scripts.compare.data import (
     CURVES,
+    GUIDED,
     IMAGES,
     RATES,
     TIMES,
@@ -36,7 +38,7 @@ from scripts.compare.data import (
     write_images,
     write_rows,
 )
-from scripts.compare.page import Method, Page
+from scripts.compare.page import Method, Page, at_steps
 
 TUNING_SEED = 1000  # of runs on validation prompts; no seed of the report
 POLL = 2.0  # seconds between looks at what is running
@@ -141,7 +143,8 @@ def tuning_jobs(page: Page, runs: Path) -> Iterator[tuple[Method, tuple[str, ...
         for choice in method.choices() if method.tune else ():
             folder = runs / "tuning" / slug(f"{method.name} {' '.join(choice)}")
             changes = [*choice, f"evaluation.prompts={page.validation}"]
-            changes += [f"evaluation.num_inference_steps={page.steps[0]}"]  # those it trains at
+            own = (method.steps or page.steps)[0]  # those it trains at
+            changes += [f"evaluation.num_inference_steps={own}"]
             config = page.config(method, TUNING_SEED, folder, *changes)
             name = f"tuning {method.name} {' '.join(choice)}"
             yield method, choice, Job(name=name, config=config, folder=folder)
@@ -239,6 +242,23 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
             rows.append(row | {part: f"{seconds_of(metrics, part):.4f}" for part in TIMES})
             print(f"{method.name}, round {turn}: {seconds:.3f} s an iteration", flush=True)
     write_rows(data / RATES, rows)
+
+
+def score_bases(page: Page, runs: Path, data: Path) -> None:
+    """Score the bases of these methods at each guidance of the page, on the reported prompts.
+
+    What was scored of others stays.
+    """
+    names = {method.name for method in page.methods}
+    rows: list[dict[str, Any]] = [k for k in read_rows(data / GUIDED) if k["method"] not in names]
+    for method in page.methods:
+        for guidance in page.guidance:
+            config = page.config(method, 0, runs, f"evaluation.guidance_scale={guidance}")
+            found = {str(row["reward"]): row["mean"] for row in evaluate(config)}
+            scores = {name: f"{found[name]:.4f}" for name in at_steps(page, page.score).values()}
+            rows.append({"method": method.name, "guidance": f"{guidance:g}"} | scores)
+            print(f"{method.name}, guidance {guidance:g}: {scores}", flush=True)
+    write_rows(data / GUIDED, rows)
 
 
 def seconds_of(metrics: Sequence[Mapping[str, Any]], *parts: str) -> float:

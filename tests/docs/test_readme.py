@@ -18,7 +18,7 @@ from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
 from flowrl.planning.duration import RATES
 from scripts.compare.page import load_page
-from scripts.compare.report import Results, scores_table
+from scripts.compare.report import Results, guided_table, scores_table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
     results = Results.read(page, ROOT / "gallery" / "quickstarts")
     found = {row["method"]: row for row in scores_table(results)}
     columns = (
-        "tiny_judge, 8 steps", "change over seeds, 8 steps",
+        "tiny_judge, own steps", "change over seeds, own steps",
         "tiny_judge, 28 steps", "change over seeds, 28 steps",
     )  # fmt: skip
     rows = re.findall(r"^\| `flowrl train ([\w-]+)` \| (.+) \|$", README, re.MULTILINE)
@@ -55,9 +55,15 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
     for name, text in rows:
         assert tuple(text.split(" | ")) == tuple(found[name][column] for column in columns), name
         assert len(results.lines[name]) == 5, name
-        for at in ("8 steps", "28 steps"):
+        for at in ("own steps", "28 steps"):
             low, high = map(float, re.findall(r"-?\d\.\d+", found[name][f"over images, {at}"])[1:])
             assert 0.04 < (high - low) / 2 < 0.06, (name, at)  # "some ±0.05 wide"
+    guided = guided_table(results, ROOT / "gallery" / "quickstarts")
+    assert [row["method"] for row in guided] == [name for name, _ in rows]
+    for row, pipeline in zip(guided, ("SD3", "FLUX", "SANA"), strict=True):
+        for what in ("the base's best", "aligned above the best"):
+            pair = " and ".join(row[f"{what}, {at}"] for at in ("own steps", "28 steps"))
+            assert f"{pair} ({pipeline})" in " ".join(README.split()), (what, pair)
     random = "Random rewards"
     base = results.base(random, page.score)
     lost = [f"{base - score:.3f}" for score in results.last(random, page.score)]
@@ -66,7 +72,7 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
 
 def test_the_ceilings_are_those_that_were_scored():
     for name, said in (
-        ("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-flux", "{} (FLUX)"),
+        ("tiny-sd3", "{} at 8 and 28 steps (SD3)"), ("tiny-flux", "{} (FLUX with guidance 2)"),
         ("tiny-sana", "{} (SANA)"),
     ):  # fmt: skip
         found = json.loads((Path(pipeline_path(name)) / "scores.json").read_text())

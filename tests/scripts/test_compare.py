@@ -28,6 +28,7 @@ from scripts.compare.charts import charts
 from scripts.compare.control import Random
 from scripts.compare.data import (
     CURVES,
+    GUIDED,
     IMAGES,
     TIMES,
     Image,
@@ -47,6 +48,7 @@ from scripts.compare.page import Method, Page, load_page, page_names
 from scripts.compare.report import (
     break_even_table,
     differences_table,
+    guided_table,
     kept_most,
     render,
     rules_table,
@@ -210,6 +212,42 @@ def test_a_page_has_what_its_data_say_and_what_is_missing(data):
     assert "No runs yet: late." in text and "Seconds of an iteration were not measured" in text
     assert "equal wall time" not in text and (data / "strict-forwards.png").is_file()
     assert "What was planted." in text and "Fewer than 3 seeds" not in text
+
+
+def test_a_method_with_steps_of_its_own_is_evaluated_at_them_and_says_so(data):
+    slow = replace(METHODS[1], steps=(7, 28))
+    page = replace(PAGE, methods=(METHODS[0], slow))
+    counts = [page.config(m, 0, data).evaluation.num_inference_steps for m in page.methods]
+    assert counts == [[5, 28], [7, 28]]
+    (_, _, job), _ = runs.tuning_jobs(page, data)
+    assert job.config.evaluation.step_counts == (7,)
+    chains, tree = scores_table(Results.read(page, data))
+    assert (chains["own steps"], tree["own steps"]) == ("5", "7")
+    assert tree["strict, own steps"] == "0.200 → 0.700" and "strict, 28 steps" in tree
+    assert "own steps" not in scores_table(Results.read(PAGE, data))[0]
+
+
+def test_aligned_images_are_compared_with_the_base_at_its_best_guidance(data, monkeypatch):
+    asked = []
+
+    def evaluate(config):
+        asked.append((config.evaluation.guidance_scale, config.evaluation.step_counts))
+        few, many = {1: (0.2, 0.3), 2: (0.5, 0.4), 3: (0.4, 0.6)}[config.evaluation.guidance_scale]
+        return [{"reward": "strict", "mean": few}, {"reward": "28_steps/strict", "mean": many}]
+
+    monkeypatch.setattr(runs, "evaluate", evaluate)
+    old = {"method": "chains", "guidance": "9", "strict": "0", "28_steps/strict": "0"}
+    write_rows(data / GUIDED, [old])
+    page = replace(PAGE, guidance=(1.0, 2.0, 3.0))
+    runs.score_bases(page.only(["tree"]), data / "runs", data)
+    assert asked == [(g, (5, 28)) for g in (1, 2, 3)]
+    chains, tree = guided_table(Results.read(page, data), data)
+    assert chains["guidance 9, 5 steps"] == "0.000"
+    few, many = (intervals.over_seeds([s - best for s in (0.6, 0.7, 0.8)]) for best in (0.5, 0.55))
+    assert tree["aligned above the best, 5 steps"] == f"+0.200 [{few.low:.3f}, {few.high:.3f}]"
+    assert tree["aligned above the best, 28 steps"].startswith(f"+{many.mean:.3f} [")
+    assert tree["guidance 2, 28 steps"] == "0.400"
+    assert "## The base with guidance" in render(page, data).read_text()
 
 
 def test_last_images_of_two_methods_are_compared_request_by_request(data):
@@ -469,7 +507,7 @@ def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
             for choice in method.choices():
                 config = page.config(method, 3, Path("x"), *choice)
                 assert config.run.max_minutes is None and config.run.seed == 3
-                assert tuple(config.evaluation.step_counts) == page.steps
+                assert config.evaluation.step_counts == (method.steps or page.steps)
                 measured = {"geneval_strict" if r.args else r.name for r in config.rewards}
                 assert {page.score, page.quality} <= measured
                 assert list(config.plans())
