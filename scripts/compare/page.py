@@ -25,6 +25,7 @@ class Method:
     tune: Sequence[Mapping[str, Sequence[Any]]]  # grids of values tried, on validation prompts
     note: str
     steps: tuple[int, ...] = ()  # of evaluation; () for the page's
+    guidance: tuple[float, ...] = ()  # at which the base is scored, too
 
     def choices(self) -> list[tuple[str, ...]]:
         """Return the changes of every combination of the values to try, grid by grid."""
@@ -50,7 +51,6 @@ class Page:
     judge: str  # a second held-out measure, by which runs may stop; "" where gold need not turn
     seeds: int
     steps: tuple[int, ...]  # of evaluation, the preset's own first
-    guidance: tuple[float, ...] = ()  # at which the base is scored, too
     validation: str  # prompts to tune on
     longer: str = ""  # the baseline with more iterations, where a method's drafts must pay
     exact: str = ""  # the method whose drafts have full precision
@@ -111,10 +111,11 @@ def load_page(name: str) -> Page:
                 tune=_grids(own.get("tune", tune)),
                 note=own.get("note", ""),
                 steps=tuple(own.get("steps", ())),
+                guidance=tuple(own.get("guidance", ())),
             )
         )
     data["steps"] = tuple(data["steps"])
-    data |= {name: tuple(data.get(name, ())) for name in ("controls", "guidance")}
+    data["controls"] = tuple(data.get("controls", ()))
     optional = {"judge": "", "seeds": 5, "validation": ""}
     return Page(name=name, methods=tuple(methods), **optional | data)
 

@@ -346,9 +346,11 @@ LEGEND = (
     "seconds of an iteration, measured in turns on an idle machine."
 )
 GUIDED_SAY = (
-    "The base, which has not learned to do without guidance, with it: each number of steps at the "
-    "guidance that suits it best on these very prompts, which favours the base. Aligned images are "
-    "those of the table above. Over seeds, with a t-interval."
+    "The base at each guidance that was tried (`--guidance`); SD3 and SANA pay for guidance with "
+    "a second forward in every step. *The base's best* is taken on these very prompts, for each "
+    "number of steps, which favours the base. Aligned images are those of the table above, without "
+    "guidance. The interval is over seeds alone: the base's score is one number, over as many "
+    "images."
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "

@@ -245,14 +245,17 @@ def measure_rates(page: Page, runs: Path, data: Path, *, rounds: int, iterations
 
 
 def score_bases(page: Page, runs: Path, data: Path) -> None:
-    """Score the bases of these methods at each guidance of the page, on the reported prompts.
+    """Score the bases of the methods that have guidance to try, on the reported prompts.
 
-    What was scored of others stays.
+    What was scored of others stays. Raises UserError where no method has any.
     """
-    names = {method.name for method in page.methods}
+    tried = [method for method in page.methods if method.guidance]
+    if not tried:
+        raise UserError(f"no method of page {page.name} that was asked for names a guidance to try")
+    names = {method.name for method in tried}
     rows: list[dict[str, Any]] = [k for k in read_rows(data / GUIDED) if k["method"] not in names]
-    for method in page.methods:
-        for guidance in page.guidance:
+    for method in tried:
+        for guidance in method.guidance:
             config = page.config(method, 0, runs, f"evaluation.guidance_scale={guidance}")
             found = {str(row["reward"]): row["mean"] for row in evaluate(config)}
             scores = {name: f"{found[name]:.4f}" for name in at_steps(page, page.score).values()}

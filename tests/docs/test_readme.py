@@ -17,6 +17,7 @@ from flowrl.cli import app
 from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
 from flowrl.planning.duration import RATES
+from scripts.compare.data import read_rows
 from scripts.compare.page import load_page
 from scripts.compare.report import Results, guided_table, scores_table
 
@@ -64,6 +65,15 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
         for what in ("the base's best", "aligned above the best"):
             pair = " and ".join(row[f"{what}, {at}"] for at in ("own steps", "28 steps"))
             assert f"{pair} ({pipeline})" in " ".join(README.split()), (what, pair)
+    for row in read_rows(ROOT / "gallery" / "quickstarts" / "guidance.csv"):
+        if row["guidance"] == "1":  # that of the runs
+            assert float(row["tiny_judge"]) == results.base(row["method"], "tiny_judge")
+    old = found["quickstart-flux, guidance 2"]
+    ends, gains = (
+        " and ".join(old[f"{what}, {at}"].split()[place] for at in ("own steps", "28 steps"))
+        for what, place in (("tiny_judge", -1), ("change over seeds", 0))
+    )
+    assert f"with guidance 2 five seeds gained {gains}, but to {ends}" in " ".join(README.split())
     random = "Random rewards"
     base = results.base(random, page.score)
     lost = [f"{base - score:.3f}" for score in results.last(random, page.score)]

@@ -238,8 +238,10 @@ def test_aligned_images_are_compared_with_the_base_at_its_best_guidance(data, mo
     monkeypatch.setattr(runs, "evaluate", evaluate)
     old = {"method": "chains", "guidance": "9", "strict": "0", "28_steps/strict": "0"}
     write_rows(data / GUIDED, [old])
-    page = replace(PAGE, guidance=(1.0, 2.0, 3.0))
-    runs.score_bases(page.only(["tree"]), data / "runs", data)
+    page = replace(PAGE, methods=(METHODS[0], replace(METHODS[1], guidance=(1.0, 2.0, 3.0))))
+    with pytest.raises(UserError, match="no method of page small that was asked for names"):
+        runs.score_bases(page.only(["chains"]), data / "runs", data)
+    runs.score_bases(page, data / "runs", data)
     assert asked == [(g, (5, 28)) for g in (1, 2, 3)]
     chains, tree = guided_table(Results.read(page, data), data)
     assert chains["guidance 9, 5 steps"] == "0.000"
@@ -508,6 +510,7 @@ def test_every_page_names_its_baseline_and_runs_that_stop_by_iterations():
                 config = page.config(method, 3, Path("x"), *choice)
                 assert config.run.max_minutes is None and config.run.seed == 3
                 assert config.evaluation.step_counts == (method.steps or page.steps)
+                assert not method.steps or config.rollout.num_inference_steps == method.steps[0]
                 measured = {"geneval_strict" if r.args else r.name for r in config.rewards}
                 assert {page.score, page.quality} <= measured
                 assert list(config.plans())
