@@ -172,7 +172,7 @@ def card(name: str, kind: str, found: dict[str, Any]) -> str:
         cells = [f"{column[row]:.2f}" if row in column else "" for column in columns.values()]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
     preset = call_of(kind, "preset")
-    named = {"preset": "8 steps"}
+    named = {"preset": f"{STEPS['preset']} steps"}
     counts = [
         f"{n} images a kind ({named.get(setting, setting)})"
         for setting, n in found["images"].items()

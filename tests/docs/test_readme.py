@@ -18,7 +18,7 @@ from flowrl.config import load_config
 from flowrl.config.load import preset_names, sort_arguments
 from flowrl.planning.duration import RATES
 from scripts.compare.data import read_rows
-from scripts.compare.page import load_page
+from scripts.compare.page import at_steps, load_page
 from scripts.compare.report import Results, guided_table, scores_table
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +67,8 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
             assert f"{pair} ({pipeline})" in " ".join(README.split()), (what, pair)
     for row in read_rows(ROOT / "gallery" / "quickstarts" / "guidance.csv"):
         if row["guidance"] == "1":  # that of the runs
-            assert float(row["tiny_judge"]) == results.base(row["method"], "tiny_judge")
+            for measure in at_steps(page, page.score).values():
+                assert float(row[measure]) == results.base(row["method"], measure)
     old = found["quickstart-flux, guidance 2"]
     ends, gains = (
         " and ".join(old[f"{what}, {at}"].split()[place] for at in ("own steps", "28 steps"))

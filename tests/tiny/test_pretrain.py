@@ -85,9 +85,10 @@ def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family)
 
 def test_cards_score_with_the_settings_of_the_presets_but_for_flux_which_is_given_guidance():
     flux = load_config("quickstart-flux")
-    call = score.call_of("FluxPipeline", "preset")
-    assert (call["num_inference_steps"], call["guidance_scale"]) == (8, 2)
-    assert call["max_sequence_length"] == flux.pipeline.max_sequence_length
+    for setting, steps in (("preset", 8), ("28 steps", 28)):
+        call = score.call_of("FluxPipeline", setting)
+        assert (call["num_inference_steps"], call["guidance_scale"]) == (steps, 2)
+        assert call["max_sequence_length"] == flux.pipeline.max_sequence_length
     assert flux.rollout.guidance_scale == flux.evaluation.guidance_scale == 1
     for name in ("quickstart", "quickstart-sana"):
         config = load_config(name)
