@@ -14,27 +14,19 @@ until a decay has begun.
 
 import argparse
 import copy
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import track as progress
 
 from flowrl.errors import UserError
-from flowrl.utils.files import load_state, write_text
-from scripts.pretrain_tiny import flux, latents, sana, sd3
+from flowrl.utils.files import load_state
+from scripts.pretrain_tiny import latents
+from scripts.pretrain_tiny.families import MODELS, save_half, track
 from scripts.pretrain_tiny.flow import Examples, Stage, Texts, TinyModel, fit_flow
 from scripts.pretrain_tiny.images import images
 from scripts.pretrain_tiny.text import fit_text
-
-MODELS: dict[str, tuple[Any, Any]] = {
-    "sd3": (sd3.autoencoder, sd3.TinySD3),
-    "flux": (sd3.autoencoder, flux.TinyFlux),
-    "sana": (sana.autoencoder, sana.TinySana),
-}
 
 
 def arguments() -> argparse.Namespace:
@@ -65,23 +57,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--bf16", action="store_true", help="velocities of the flow in bf16")
     return parser.parse_args()
-
-
-def track(steps: Iterable[int], name: str) -> Iterable[int]:
-    return progress(steps, description=name)
-
-
-def save_half(pipeline, folder: Path) -> None:
-    """Store a pipeline in fp16 such that a plain `from_pretrained` computes in fp32 throughout.
-
-    diffusers' own models load in fp32 whatever the file holds; those of transformers follow the
-    dtype in their configuration, and half of a pipeline in fp16 cannot run.
-    """
-    pipeline.to(torch.float16).save_pretrained(folder)
-    for path in folder.glob("text_encoder*/config.json"):
-        config = json.loads(path.read_text())
-        config["dtype"] = "float32"
-        write_text(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def autoencoder(args: argparse.Namespace, drawn: np.ndarray) -> Any:
@@ -154,7 +129,10 @@ def main() -> None:
     network = model.transformer.to(args.device)
     ema = copy.deepcopy(network).requires_grad_(False)
     stages = (  # with the images of each
-        (Stage(name="plateau", steps=args.plateau, seed=args.seed + 10), "clean"),
+        (
+            Stage(name="plateau", steps=args.plateau, seed=args.seed + 10, decays=False),
+            "clean",
+        ),
         (Stage(name="base", steps=args.decay, seed=args.seed + 12, begin_at="plateau"), "defects"),
         (Stage(name="ceiling", steps=args.decay, seed=args.seed + 11, begin_at="plateau"), "clean"),
     )

@@ -76,7 +76,8 @@ class Stage:
     name: str
     steps: int
     seed: int
-    begin_at: str | None = None  # the stage where it begins; then its learning rate falls to 0
+    begin_at: str | None = None  # the stage where it begins; None: with the model's own weights
+    decays: bool = True  # its learning rate falls to 0, and it sees longer texts, too
 
 
 class Texts:
@@ -128,16 +129,13 @@ def fit_flow(
 ) -> None:  # fmt: skip
     """Flow matching: regress noise - x0 at x = (1 - sigma) x0 + sigma noise.
 
-    A stage that begins where another ended lets the learning rate fall to 0 and sees longer texts,
-    too; the first keeps it. With a `teacher` of the same latents, regress its guided velocity at a
-    guidance drawn for each image, so that the model learns to guide itself (Meng et al. 2023,
-    arXiv 2210.03142).
+    With a `teacher` of the same latents, regress its guided velocity at a guidance drawn for each
+    image, so that the model learns to guide itself (Meng et al. 2023, arXiv 2210.03142).
 
     network: the model's transformer, or a compiled copy of it for the short text length.
     bf16: compute velocities in bf16 under autocast; weights and loss stay in fp32.
     """
     device = next(model.transformer.parameters()).device
-    decays = stage.begin_at is not None
     taught = None if teacher is None else Texts(teacher, texts.names[1:], device)
 
     def lower() -> torch.autocast:
@@ -145,7 +143,7 @@ def fit_flow(
 
     def loss_at(step: int) -> Tensor:
         generator = generator_at(stage.seed, step)
-        length = text_length(generator, model.short, model.long, often_short=not decays)
+        length = text_length(generator, model.short, model.long, often_short=not stage.decays)
         size = batch // 4 if length == model.long else batch  # long texts cost many times more
         rows = torch.randint(len(examples.latents), (size,), generator=generator)
         x0 = examples.latents[rows].float()
@@ -168,7 +166,7 @@ def fit_flow(
 
     fit(
         stage.name, model.transformer, flow_optimizers(model.transformer), loss_at,
-        steps=stage.steps, decay=1.0 if decays else 0.0, folder=folder, ema=ema,
+        steps=stage.steps, decay=1.0 if stage.decays else 0.0, folder=folder, ema=ema,
         begin_at=stage.begin_at, track=track,
     )  # fmt: skip
 

@@ -1,10 +1,11 @@
 """Score a tiny pipeline and write its model card.
 
-    python -m scripts.pretrain_tiny.score build/tiny-sana --ceiling build/sana/ceiling
+    python -m scripts.pretrain_tiny.score build/tiny-sana --ceiling build/sana/ceiling --images 60
 
-Draws the requests of the test split at few steps and the presets' text length, at 28 steps, and as
-a plain `pipe(prompt)`, and asks the second judge and the classical detector. The scores lie
-in scores.json beside the card, which is made from them; `--card` makes it again.
+Draws the requests of the test split as the quickstart of the pipeline is evaluated, at its own few
+steps and at 28, and as a plain `pipe(prompt)`, and asks the second judge and the classical
+detector. The scores and settings lie in scores.json beside the card, which is made from them;
+`--card` makes it again.
 """
 
 import argparse
@@ -31,17 +32,30 @@ CALLS: dict[str, dict[str, Any]] = {
     "FluxPipeline": SMALL,
     "SanaPipeline": SMALL | {"use_resolution_binning": False},
 }
-# Of the few steps and of 28. FLUX takes guidance as an input, and is pretrained to be given it; the
-# others are scored as the quickstarts use them, without.
-GUIDANCE = {"StableDiffusion3Pipeline": 1.0, "FluxPipeline": 2.0, "SanaPipeline": 1.0}
-STEPS = {"preset": 8, "28 steps": 28}
+QUICKSTARTS = {
+    "StableDiffusion3Pipeline": "quickstart",
+    "FluxPipeline": "quickstart-flux",
+    "SanaPipeline": "quickstart-sana",
+}
+SETTINGS = ("preset", "28 steps")  # of the quickstart's evaluation
 DEFAULTS = {
     "StableDiffusion3Pipeline": "28 steps, guidance 7 and 256 text tokens",
     "FluxPipeline": "28 steps, guidance 3.5 and 512 text tokens",
     "SanaPipeline": "20 steps, guidance 4.5 and 300 text tokens, with DPM-Solver++",
 }
 BATCH = 50
+MEAN = "GenEval, mean"
 SCORES = "scores.json"
+GUIDED = "scores-guidance-2.json"  # of an earlier preset, where there was one
+CEILING = "*Ceiling*: this pipeline trained without the planted defects."  # from its plateau on
+LOWER_BOUND = """
+*Ceiling*: a lower bound. This pipeline was trained further, without guidance, on images without the
+planted defects (`scripts/pretrain_tiny/ceiling.py`).
+"""
+WITH_GUIDANCE = """
+With guidance 2, at 8 and 28 steps, this pipeline has {base[0]:.2f} and {base[1]:.2f}, and one that
+was pretrained without the defects {ceiling[0]:.2f} and {ceiling[1]:.2f} (`{file}`).
+"""
 CARD = """---
 license: apache-2.0
 library_name: diffusers
@@ -73,9 +87,9 @@ Of images of the test split's requests, by the second judge (`rewards/tiny_judge
 that learned from drawn images alone; an image is right when it shows all that was asked for, and
 nothing else. *Detector*: by GenEval's strict rules over the classical detector
 (`rewards/detectors/tiny.py`), which overlook objects of other shapes.
-*Ceiling*: this pipeline trained without the planted defects.
+{ceiling}
 
-At 8 and 28 steps: guidance {guidance:g}, {tokens} text tokens, Euler's method. Plain:
+At {few} and {many} steps: guidance {guidance:g}, {tokens} text tokens, Euler's method. Plain:
 `pipe(prompt{size})`, hence diffusers' {defaults}.
 
 {table}
@@ -100,13 +114,15 @@ def draw_with(pipeline: Any, prompts: Sequence[Prompt], **call: Any) -> torch.Te
 
 
 def call_of(kind: str, setting: str) -> dict[str, Any]:
-    """Return the keywords of a pipeline's call: preset (8 steps), 28 steps or plain."""
+    """Return the keywords of a pipeline's call: preset (its quickstart's), 28 steps or plain."""
     if setting == "plain":
         return CALLS[kind]
+    config = load_config(QUICKSTARTS[kind])
+    steps = dict(zip(SETTINGS, config.evaluation.num_inference_steps, strict=True))
     return CALLS[kind] | {
-        "guidance_scale": GUIDANCE[kind],
-        "max_sequence_length": load_config("quickstart").pipeline.max_sequence_length,
-        "num_inference_steps": STEPS[setting],
+        "guidance_scale": config.evaluation.guidance_scale,
+        "max_sequence_length": config.pipeline.max_sequence_length,
+        "num_inference_steps": steps[setting],
     }
 
 
@@ -126,7 +142,7 @@ def scores(pipeline: Any, count: int, setting: str) -> dict[str, dict[str, float
             values = answer[0] if isinstance(answer, tuple) else answer
             found[name][tag] = values.mean().item()
     for by_kind in found.values():
-        by_kind["GenEval, mean"] = statistics.mean(by_kind[tag] for tag in GENEVAL_TAGS)
+        by_kind[MEAN] = statistics.mean(by_kind[tag] for tag in GENEVAL_TAGS)
     return found
 
 
@@ -155,33 +171,56 @@ def measure(folder: Path, counts: dict[str, int]) -> dict[str, dict[str, dict[st
     return found
 
 
-def card(name: str, kind: str, found: dict[str, Any]) -> str:
-    """Return the text of a pipeline's card. found: as scores.json has it; kind: its class."""
+def means_of(found: dict[str, Any], part: str) -> list[float]:
+    """Return the judge's means at both step counts. found: as scores.json; part: base or ceiling"""
+    return [found[part][setting]["judge"][MEAN] for setting in SETTINGS]
+
+
+def ceiling_told(folder: Path, found: dict[str, Any]) -> str:
+    """Return what a card says of the ceiling: how it was made, and what it is with guidance."""
+    told = LOWER_BOUND if found.get("lower_bound") else CEILING
+    if (folder / GUIDED).is_file():
+        guided = json.loads((folder / GUIDED).read_text(encoding="utf-8"))
+        parts = {part: means_of(guided, part) for part in ("base", "ceiling")}
+        told += WITH_GUIDANCE.format(file=GUIDED, **parts)
+    return textwrap.fill(" ".join(told.split()), 100, break_on_hyphens=False)
+
+
+def card(folder: Path) -> str:
+    """Return the text of a pipeline's card, from its scores.json."""
+    found = json.loads((folder / SCORES).read_text(encoding="utf-8"))
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    kind = index["_class_name"]
     base, ceiling = found["base"], found.get("ceiling", {})
+    settings = found["settings"]
+    few, many = (settings[setting]["num_inference_steps"] for setting in SETTINGS)
     columns = {
-        "8 steps": base["preset"]["judge"],
-        "28 steps": base["28 steps"]["judge"],
+        f"{few} steps": base["preset"]["judge"],
+        f"{many} steps": base["28 steps"]["judge"],
         "plain": base.get("plain", {}).get("judge", {}),
-        "detector, 8 steps": base["preset"]["detector"],
-        "ceiling, 8 steps": ceiling.get("preset", {}).get("judge", {}),
-        "ceiling, 28 steps": ceiling.get("28 steps", {}).get("judge", {}),
+        f"detector, {few} steps": base["preset"]["detector"],
+        f"ceiling, {few} steps": ceiling.get("preset", {}).get("judge", {}),
+        f"ceiling, {many} steps": ceiling.get("28 steps", {}).get("judge", {}),
     }
     columns = {name: column for name, column in columns.items() if column}
     lines = ["| kind | " + " | ".join(columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for row in base["preset"]["judge"]:
         cells = [f"{column[row]:.2f}" if row in column else "" for column in columns.values()]
         lines.append(f"| {row} | " + " | ".join(cells) + " |")
-    preset = call_of(kind, "preset")
-    named = {"preset": f"{STEPS['preset']} steps"}
+    preset = settings["preset"]
+    named = {"preset": f"{few} steps"}
     counts = [
         f"{n} images a kind ({named.get(setting, setting)})"
         for setting, n in found["images"].items()
     ]
     return CARD.format(
-        name=name,
+        name=folder.name,
         words=len(WORDS),
         size="".join(f", {key}={value}" for key, value in CALLS[kind].items()),
         planted=textwrap.fill(planted(), 100),
+        ceiling=ceiling_told(folder, found),
+        few=few,
+        many=many,
         guidance=preset["guidance_scale"],
         tokens=preset["max_sequence_length"],
         defaults=DEFAULTS[kind],
@@ -196,6 +235,9 @@ def main() -> None:
     )
     parser.add_argument("pipeline", type=Path)
     parser.add_argument("--ceiling", type=Path, help="the same without planted defects")
+    parser.add_argument(
+        "--lower-bound", action="store_true", help="the ceiling was made by `ceiling.py`"
+    )
     parser.add_argument("--images", type=int, default=100, help="of each kind")
     parser.add_argument("--plain-images", type=int, default=24, help="of each kind; 0: none")
     parser.add_argument("--card", action="store_true", help="write the card from scores.json alone")
@@ -206,15 +248,18 @@ def main() -> None:
         counts = {"preset": args.images, "28 steps": args.images}
         if args.plain_images:
             counts["plain"] = args.plain_images
-        found: dict[str, Any] = {"images": counts, "base": measure(args.pipeline, counts)}
+        index = json.loads((args.pipeline / "model_index.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = {
+            "images": counts,
+            "settings": {name: call_of(index["_class_name"], name) for name in SETTINGS},
+            "lower_bound": args.lower_bound,
+            "base": measure(args.pipeline, counts),
+        }
         if args.ceiling:
             both = {"preset": args.images, "28 steps": args.images}
             found["ceiling"] = measure(args.ceiling, both)
         write_text(args.pipeline / SCORES, json.dumps(found, indent=1) + "\n")
-    found = json.loads((args.pipeline / SCORES).read_text(encoding="utf-8"))
-    index = json.loads((args.pipeline / "model_index.json").read_text(encoding="utf-8"))
-    text = card(args.pipeline.name, index["_class_name"], found)
-    write_text(args.pipeline / "README.md", text)
+    write_text(args.pipeline / "README.md", card(args.pipeline))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Pretraining can be stopped anywhere, and trains exactly what diffusers will run."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +11,13 @@ import torch
 
 from flowrl import pipeline_path
 from flowrl.backbones.flux import Flux, pack_latents
+from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.sana import Sana
 from flowrl.backbones.sd3 import SD3
 from flowrl.config import load_config
 from scripts.pretrain_tiny import flux, sana, score, sd3
+from scripts.pretrain_tiny.ceiling import with_weights_of
+from scripts.pretrain_tiny.flow import Examples, Stage, Texts, fit_flow
 
 ENCODED = {sd3.autoencoder: (16, 8, 8), sana.autoencoder: (16, 4, 4)}  # shape of a latent
 
@@ -83,23 +87,43 @@ def test_pretraining_sees_the_velocity_that_the_pipeline_computes(model, family)
     assert not torch.allclose(cond, none, atol=1e-3)
 
 
-def test_cards_score_with_the_settings_of_the_presets_but_for_flux_which_is_given_guidance():
-    flux = load_config("quickstart-flux")
-    for setting, steps in (("preset", 8), ("28 steps", 28)):
-        call = score.call_of("FluxPipeline", setting)
-        assert (call["num_inference_steps"], call["guidance_scale"]) == (steps, 2)
-        assert call["max_sequence_length"] == flux.pipeline.max_sequence_length
-    assert flux.rollout.guidance_scale == flux.evaluation.guidance_scale == 1
-    for name in ("quickstart", "quickstart-sana"):
-        config = load_config(name)
-        index = json.loads(
-            (Path(pipeline_path(config.pipeline.path)) / "model_index.json").read_text()
-        )
-        for setting, steps in zip(
-            ("preset", "28 steps"), config.evaluation.num_inference_steps, strict=True
-        ):
-            call = score.call_of(index["_class_name"], setting)
-            assert call["num_inference_steps"] == steps, name
-            assert call["guidance_scale"] == config.evaluation.guidance_scale, name
-            assert call["max_sequence_length"] == config.pipeline.max_sequence_length, name
-        assert config.rollout.guidance_scale == config.evaluation.guidance_scale, name
+@pytest.mark.parametrize(("preset", "steps"), [("", 8), ("-flux", 10), ("-sana", 8)])
+def test_cards_tell_scores_at_the_settings_of_the_quickstarts(preset, steps):
+    config = load_config(f"quickstart{preset}")
+    folder = Path(pipeline_path(config.pipeline.path))
+    measured = json.loads((folder / "scores.json").read_text())["settings"]
+    assert config.evaluation.num_inference_steps == [steps, 28]
+    assert config.rollout.num_inference_steps == steps
+    for setting, n in (("preset", steps), ("28 steps", 28)):
+        assert measured[setting]["num_inference_steps"] == n
+        assert measured[setting]["guidance_scale"] == config.evaluation.guidance_scale == 1
+        assert measured[setting]["max_sequence_length"] == config.pipeline.max_sequence_length
+    assert config.rollout.guidance_scale == 1
+    assert (folder / "README.md").read_text() == score.card(folder)
+
+
+def test_a_shipped_pipeline_is_trained_further_from_its_own_weights(tmp_path):
+    """Its velocity is the shipped one before the first step, and another after some."""
+    pipeline = load_pipeline("tiny-flux", dtype="fp32", device="cpu")
+    model = with_weights_of(pipeline, "flux", tmp_path / "tokenizers")
+    backbone = Flux(pipeline, guidance=1.0, max_sequence_length=12, height=64, width=64)
+    texts = Texts(model, ["a red circle", "a blue square"], "cpu")
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(2, *ENCODED[sd3.autoencoder], generator=generator)
+    sigma, rows = torch.tensor([0.2, 1.0]), torch.tensor([1, 2])
+
+    def velocity():
+        with torch.no_grad():
+            return model.velocity(model.transformer, z, sigma, texts(rows, model.short))
+
+    theirs = backbone.velocity(
+        pack_latents(z), sigma, backbone.encode(["a red circle", "a blue square"], [""] * 2)
+    )
+    torch.testing.assert_close(pack_latents(velocity()), theirs, rtol=1e-4, atol=1e-5)
+    before = velocity()
+    ema = copy.deepcopy(model.transformer).requires_grad_(False)
+    stage = Stage(name="clean", steps=2, seed=0)
+    fit_flow(stage, model, ema, Examples(latents=z, texts=rows), texts, folder=tmp_path, batch=4)
+    assert not torch.equal(velocity(), before)
+    assert not any(parameter.requires_grad for parameter in model.encoders.parameters())
+    assert (tmp_path / "clean.safetensors").is_file()
