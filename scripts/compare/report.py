@@ -317,7 +317,8 @@ def text_of(results: Results, data: Path) -> str:
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
     for name in dict.fromkeys((page.baseline, page.longer, *page.controls)):
         if len(table := differences_table(results, name)) > 1:
-            parts += [f"## Against {name}", markdown(table), EQUAL if name == page.baseline else ""]
+            told = EQUAL if costs(results) else ENDS
+            parts += [f"## Against {name}", markdown(table), told if name == page.baseline else ""]
     if table := guided_table(results, data):
         parts += ["## The base with guidance", markdown(table), GUIDED_SAY]
     if table := break_even_table(results):
@@ -351,6 +352,10 @@ GUIDED_SAY = (
     "number of steps, which favours the base. Aligned images are those of the table above, without "
     "guidance. The interval is over seeds alone: the base's score is one number, over as many "
     "images."
+)
+ENDS = (
+    "Differences of last scores, whatever they cost, are paired by seed, with a t-interval over "
+    "seeds and one over images. Runs are scored at their two ends alone."
 )
 EQUAL = (
     "Differences are paired by seed, with a t-interval, at the largest cost that both have "

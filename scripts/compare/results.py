@@ -104,8 +104,11 @@ def costs(results: Results) -> dict[str, Callable[[Line], float]]:
     """Return what curves are compared at, by the keys of COSTS.
 
     Wall time where rates of all were measured, iterations where methods differ in what they draft
-    and each iteration has as many updates.
+    and each iteration has as many updates. Nothing where runs were scored at their two ends alone:
+    what lies between is not known.
     """
+    if any(len(run) <= 2 for runs in results.lines.values() for run in runs.values()):
+        return {}
     found: dict[str, Callable[[Line], float]] = {}
     if results.page.longer:
         found["iterations"] = lambda line: line.iteration

@@ -21,7 +21,7 @@ from flowrl.training.evaluate import Evaluation, evaluation_file
 from flowrl.training.tracking import FILE as METRICS
 from flowrl.utils.files import write_text
 from scripts.compare import __main__ as program
-from scripts.compare import intervals, runs
+from scripts.compare import intervals, report, runs
 from scripts.compare import page as pages
 from scripts.compare.break_even import DRAFTS, break_even, speed_range
 from scripts.compare.charts import charts
@@ -265,6 +265,16 @@ def test_last_images_of_two_methods_are_compared_request_by_request(data):
     assert tree["strict above at the end"] == "+0.200 [0.200, 0.200]"
 
 
+def test_nothing_is_said_of_what_lies_between_the_two_ends_of_a_run(data):
+    results = Results.read(PAGE, data)
+    assert any("equal" in name for name in differences_table(results, "chains")[1])
+    ends = {m: {s: [run[0], run[-1]] for s, run in r.items()} for m, r in results.lines.items()}
+    results = replace(results, lines=ends)
+    _, tree = differences_table(results, "chains")
+    assert set(tree) == {"method", "strict above at the end", "strict, over images"}
+    assert report.ENDS in text_of(results, data) and report.EQUAL not in text_of(results, data)
+
+
 def test_options_that_all_methods_have_are_told_once(data):
     own = (("a=1", "b=2"), ("a=1", "c=3"), ("a=1",))
     methods = [replace(m, options=o) for m, o in zip(METHODS, own, strict=True)]
@@ -480,11 +490,13 @@ def test_presets_have_the_values_that_did_best_on_validation_prompts():
         for name, options in tuned.items():
             method = page.method(name)
             if name in names or page.name == "quickstarts":  # where others say what they have
-                own = list(method.options)
+                own = [f"run.iterations={method.iterations}", *method.options]
                 found = load_config(method.recipe, [*own, *options])
                 assert found == load_config(method.recipe, own), (name, options)
             if name in names:
-                assert load_config(method.recipe, list(options)) == load_config(method.recipe)
+                preset = load_config(method.recipe)
+                assert load_config(method.recipe, list(options)) == preset
+                assert preset.run.iterations == method.iterations
 
 
 def test_every_tuning_run_is_one_that_its_page_describes():
