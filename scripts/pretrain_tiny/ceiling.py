@@ -56,7 +56,7 @@ def main() -> None:
     pipeline = load_pipeline(args.pipeline, dtype="fp32", device="cpu")
     model = with_weights_of(pipeline, args.pipeline.removeprefix("tiny-"), args.work / "tokenizers")
     drawn, captions = images(args.work, args.images, args.seed, args.threads, defects=False)
-    latents = encode_all(pipeline.vae, drawn, args.work / "latents-clean.safetensors")
+    latents = encode_all(pipeline.vae, drawn, args.work / f"latents-clean-{args.seed}.safetensors")
     texts = Texts(model, captions, "cpu")
     ema = copy.deepcopy(model.transformer).requires_grad_(False)
     fit_flow(

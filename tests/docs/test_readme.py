@@ -59,6 +59,12 @@ def test_the_results_are_recomputed_from_the_data_in_the_gallery():
         for at in ("own steps", "28 steps"):
             low, high = map(float, re.findall(r"-?\d\.\d+", found[name][f"over images, {at}"])[1:])
             assert 0.04 < (high - low) / 2 < 0.06, (name, at)  # "some ±0.05 wide"
+            gain, least, _ = map(
+                float, re.findall(r"-?\d\.\d+", found[name][f"change over seeds, {at}"])
+            )
+            assert gain >= 0.2 and min(low, least) > 0.1, (name, at)
+        bases = [results.base(name, measure) for measure in at_steps(page, page.score).values()]
+        assert 0.45 <= min(bases) <= max(bases) <= 0.7 and abs(bases[0] - bases[1]) <= 0.05, name
     guided = guided_table(results, ROOT / "gallery" / "quickstarts")
     assert [row["method"] for row in guided] == [name for name, _ in rows]
     for row, pipeline in zip(guided, ("SD3", "FLUX", "SANA"), strict=True):
@@ -90,6 +96,7 @@ def test_the_ceilings_are_those_that_were_scored():
         scores, images = found["ceiling"], found["images"]
         assert images["preset"] == images["28 steps"] == 360 / 6  # of each of six kinds
         assert found["lower_bound"] == ("at least" in said)
+        assert min(scores[at]["judge"]["GenEval, mean"] for at in ("preset", "28 steps")) >= 0.9
         each = [scores[at]["judge"]["GenEval, mean"] for at in ("preset", "28 steps")]
         assert said.format(" and ".join(f"{score:.2f}" for score in each)) in " ".join(
             README.split()

@@ -92,9 +92,11 @@ def test_cards_tell_scores_at_the_settings_of_the_quickstarts(preset, steps):
     config = load_config(f"quickstart{preset}")
     folder = Path(pipeline_path(config.pipeline.path))
     measured = json.loads((folder / "scores.json").read_text())["settings"]
+    kind = json.loads((folder / "model_index.json").read_text())["_class_name"]
     assert config.evaluation.num_inference_steps == [steps, 28]
     assert config.rollout.num_inference_steps == steps
     for setting, n in (("preset", steps), ("28 steps", 28)):
+        assert measured[setting] == score.call_of(kind, setting)
         assert measured[setting]["num_inference_steps"] == n
         assert measured[setting]["guidance_scale"] == config.evaluation.guidance_scale == 1
         assert measured[setting]["max_sequence_length"] == config.pipeline.max_sequence_length
