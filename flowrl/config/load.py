@@ -49,6 +49,10 @@ class _Loader(yaml.SafeLoader):
         for kind in ("null", "bool", "float", "str", "seq", "map")
     }
 
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self.sizes: dict[int, int] = {}  # keys of mappings with merges, by the node's id
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
@@ -61,16 +65,22 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Lay merged mappings (`<<: *name`) into one, which copies their keys."""
-        copied = 0
+        """Lay merged mappings (`<<: *name`) into one, which copies their keys.
+
+        PyYAML leaves repeated keys out from 6.0.4 on; here they count, as in earlier versions.
+        """
+        copied = merges = 0
         for key, value in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
+                merges += 1
                 for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     if isinstance(part, yaml.MappingNode):
                         self.flatten_mapping(part)
-                        copied += len(part.value)
+                        copied += self.sizes.get(id(part), len(part.value))
                     if copied > MAX_VALUES:
                         raise _refusal(f"`<<` merges more than {MAX_VALUES:,} keys", key)
+        if merges:
+            self.sizes[id(node)] = copied + len(node.value) - merges
         super().flatten_mapping(node)
 
 
