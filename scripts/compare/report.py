@@ -315,10 +315,10 @@ def text_of(results: Results, data: Path) -> str:
     ]
     parts[-1] += " renders this page from the data beside it."
     parts += [_missing(results), "## Scores", markdown(scores_table(results)), LEGEND]
+    told = {page.baseline: EQUAL if costs(results) else ENDS}  # once, where the first table is
     for name in dict.fromkeys((page.baseline, page.longer, *page.controls)):
         if len(table := differences_table(results, name)) > 1:
-            told = EQUAL if costs(results) else ENDS
-            parts += [f"## Against {name}", markdown(table), told if name == page.baseline else ""]
+            parts += [f"## Against {name}", markdown(table), told.get(name, "")]
     if table := guided_table(results, data):
         parts += ["## The base with guidance", markdown(table), GUIDED_SAY]
     if table := break_even_table(results):

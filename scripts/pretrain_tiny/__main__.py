@@ -24,7 +24,7 @@ from flowrl.errors import UserError
 from flowrl.utils.files import load_state
 from scripts.pretrain_tiny import latents
 from scripts.pretrain_tiny.families import MODELS, save_half, track
-from scripts.pretrain_tiny.flow import Examples, Stage, Texts, TinyModel, fit_flow
+from scripts.pretrain_tiny.flow import Stage, Texts, TinyModel, fit_flow
 from scripts.pretrain_tiny.images import images
 from scripts.pretrain_tiny.text import fit_text
 
@@ -85,14 +85,6 @@ def model_with_text(args: argparse.Namespace, backbone: str, folder: Path) -> Ti
     return model
 
 
-def examples(
-    args: argparse.Namespace, vae: Any, texts: Texts, drawn: np.ndarray, captions: list[str],
-    name: str,
-) -> Examples:  # fmt: skip
-    found = latents.encode_all(vae, drawn, args.work / f"latents-{name}.safetensors")
-    return Examples(latents=found, texts=torch.tensor([texts.index[c] for c in captions]))
-
-
 def teacher_at(args: argparse.Namespace, stage: str) -> TinyModel | None:
     """Return the tiny SD3 of `--teacher` as it was after a decay; None without a teacher."""
     if args.teacher is None:
@@ -123,7 +115,12 @@ def main() -> None:
     vae = autoencoder(args, sets["clean"][0])
     model = model_with_text(args, args.backbone, args.work)
     texts = Texts(model, [c for _, captions in sets.values() for c in captions], args.device)
-    learn = {name: examples(args, vae, texts, *found, name) for name, found in sets.items()}
+    learn = {
+        name: texts.examples(
+            captions, latents.encode_all(vae, drawn, args.work / f"latents-{name}.safetensors")
+        )
+        for name, (drawn, captions) in sets.items()
+    }
 
     torch.manual_seed(args.seed + 3)
     network = model.transformer.to(args.device)

@@ -20,7 +20,7 @@ import torch
 
 from flowrl.backbones.loading import TINY, load_pipeline
 from scripts.pretrain_tiny.families import MODELS, save_half, track
-from scripts.pretrain_tiny.flow import Examples, Stage, Texts, TinyModel, fit_flow
+from scripts.pretrain_tiny.flow import Stage, Texts, TinyModel, fit_flow
 from scripts.pretrain_tiny.images import images
 from scripts.pretrain_tiny.latents import encode_all
 
@@ -61,9 +61,8 @@ def main() -> None:
     ema = copy.deepcopy(model.transformer).requires_grad_(False)
     fit_flow(
         Stage(name="clean", steps=args.steps, seed=args.seed + 13),
-        model, ema,
-        Examples(latents=latents, texts=torch.tensor([texts.index[c] for c in captions])),
-        texts, folder=args.work, batch=args.batch, track=track,
+        model, ema, texts.examples(captions, latents), texts,
+        folder=args.work, batch=args.batch, track=track,
     )  # fmt: skip
     folder = args.work / "without-defects"
     save_half(model.pipeline(ema, pipeline.vae), folder)

@@ -98,6 +98,10 @@ class Texts:
         """Return the conditioning of texts `rows` (B,) at a text length."""
         return self.model.condition({name: t[rows] for name, t in self.ids.items()}, length)
 
+    def examples(self, captions: list[str], latents: Tensor) -> Examples:
+        """Return images to learn from. captions: of each; latents: (N, *latent)."""
+        return Examples(latents=latents, texts=torch.tensor([self.index[c] for c in captions]))
+
     def __call__(self, rows: Tensor, length: int) -> Condition:
         if length == self.model.short:
             return {name: t[rows] for name, t in self.short.items()}

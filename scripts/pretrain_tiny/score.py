@@ -53,8 +53,9 @@ LOWER_BOUND = """
 planted defects (`scripts/pretrain_tiny/ceiling.py`).
 """
 WITH_GUIDANCE = """
-With guidance 2, at 8 and 28 steps, this pipeline has {base[0]:.2f} and {base[1]:.2f}, and one that
-was pretrained without the defects {ceiling[0]:.2f} and {ceiling[1]:.2f} (`{file}`).
+With guidance {guidance:g}, at {steps[0]} and {steps[1]} steps, this pipeline has {base[0]:.2f} and
+{base[1]:.2f}, and one that was pretrained without the defects {ceiling[0]:.2f} and {ceiling[1]:.2f}
+(`{file}`).
 """
 CARD = """---
 license: apache-2.0
@@ -172,17 +173,26 @@ def measure(folder: Path, counts: dict[str, int]) -> dict[str, dict[str, dict[st
 
 
 def means_of(found: dict[str, Any], part: str) -> list[float]:
-    """Return the judge's means at both step counts. found: as scores.json; part: base or ceiling"""
+    """Return the judge's means at both step counts.
+
+    found: as scores.json has it; part: base or ceiling.
+    """
     return [found[part][setting]["judge"][MEAN] for setting in SETTINGS]
 
 
 def ceiling_told(folder: Path, found: dict[str, Any]) -> str:
     """Return what a card says of the ceiling: how it was made, and what it is with guidance."""
-    told = LOWER_BOUND if found.get("lower_bound") else CEILING
+    told = LOWER_BOUND if found["lower_bound"] else CEILING
     if (folder / GUIDED).is_file():
         guided = json.loads((folder / GUIDED).read_text(encoding="utf-8"))
-        parts = {part: means_of(guided, part) for part in ("base", "ceiling")}
-        told += WITH_GUIDANCE.format(file=GUIDED, **parts)
+        settings = [guided["settings"][setting] for setting in SETTINGS]
+        told += WITH_GUIDANCE.format(
+            file=GUIDED,
+            guidance=settings[0]["guidance_scale"],
+            steps=[setting["num_inference_steps"] for setting in settings],
+            base=means_of(guided, "base"),
+            ceiling=means_of(guided, "ceiling"),
+        )
     return textwrap.fill(" ".join(told.split()), 100, break_on_hyphens=False)
 
 
