@@ -100,6 +100,16 @@ def teacher_at(args: argparse.Namespace, stage: str) -> TinyModel | None:
     return teacher
 
 
+def stages_of(args: argparse.Namespace) -> list[tuple[Stage, str]]:
+    """Return the stages of the flow, each with the kind of images that it learns from."""
+    seed, decay = args.seed, args.decay
+    return [
+        (Stage(name="plateau", steps=args.plateau, seed=seed + 10, decays=False), "clean"),
+        (Stage(name="base", steps=decay, seed=seed + 12, begin_at="plateau"), "defects"),
+        (Stage(name="ceiling", steps=decay, seed=seed + 11, begin_at="plateau"), "clean"),
+    ]
+
+
 def main() -> None:
     args = arguments()
     if (args.backbone == "flux") != (args.teacher is not None):
@@ -125,15 +135,7 @@ def main() -> None:
     torch.manual_seed(args.seed + 3)
     network = model.transformer.to(args.device)
     ema = copy.deepcopy(network).requires_grad_(False)
-    stages = (  # with the images of each
-        (
-            Stage(name="plateau", steps=args.plateau, seed=args.seed + 10, decays=False),
-            "clean",
-        ),
-        (Stage(name="base", steps=args.decay, seed=args.seed + 12, begin_at="plateau"), "defects"),
-        (Stage(name="ceiling", steps=args.decay, seed=args.seed + 11, begin_at="plateau"), "clean"),
-    )
-    for stage, kind in stages:
+    for stage, kind in stages_of(args):
         fit_flow(
             stage, model, ema, learn[kind], texts,
             folder=args.work, batch=args.batch,
