@@ -63,7 +63,7 @@ def start_on_all(
 
 def begin_session(config: Config, run: Run, start: Start, facts: Facts) -> None:
     """Write that a session begins, after all checks; from here on the folder holds a run."""
-    remove_leftovers(run.folder)
+    remove_leftovers(run.folder, "run")
     run.checkpoints.remove_unfinished()
     write_text(run.folder / CONFIG, config_yaml(config))
     run.ledger.begin(

@@ -64,7 +64,7 @@ def owned(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", blocking=False):
-            remove_leftovers(folder)
+            remove_leftovers(folder, "dataset")
             yield
     except Timeout:
         raise UserError(f"{folder} is in use by another process that collects there") from None

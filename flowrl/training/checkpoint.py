@@ -17,7 +17,14 @@ from filelock import FileLock, Timeout
 from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.owner import owned
-from flowrl.utils.files import load_state, save_state, sync_folder, write_bytes
+from flowrl.utils.files import (
+    load_state,
+    remove,
+    save_state,
+    sync_folder,
+    write_bytes,
+    written_entries,
+)
 
 LOG = logging.getLogger(__name__)
 CONFIG = "config.yaml"
@@ -184,7 +191,7 @@ def claim(run_dir: Path, *, resume: str | None) -> Iterator[None]:
             stack.enter_context(FileLock(run_dir / LOCK, blocking=False))
         except Timeout:
             raise UserError(f"{run_dir} is in use by another process that trains there") from None
-        stack.enter_context(_kept_if_run(run_dir))
+        stack.enter_context(_removed_if_refused(run_dir))
         if resume is None and (run_dir / CONFIG).exists():
             raise UserError(
                 f"{run_dir} already holds a run: continue it with --resume latest, or choose "
@@ -217,18 +224,19 @@ def _make_folder(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _kept_if_run(run_dir: Path) -> Iterator[None]:
-    """Remove what was written inside the block unless a run has begun there; needs the lock."""
-    before = {path.name for path in run_dir.iterdir()} - {LOCK}
+def _removed_if_refused(run_dir: Path) -> Iterator[None]:
+    """Remove what this start wrote unless a run has begun there; needs the lock.
+
+    Only names that a start writes: others may use the folder meanwhile, for runs below it too.
+    """
+    before = set(written_entries(run_dir, "start")) - {run_dir / LOCK}
     try:
         yield
     finally:
         if not (run_dir / CONFIG).exists():
-            for path in run_dir.iterdir():
-                if path.is_dir() and path.name not in before:
-                    shutil.rmtree(path)
-                elif path.name not in before:
-                    path.unlink()
+            for path in written_entries(run_dir, "start"):
+                if path not in before:
+                    remove(path)
 
 
 def random_state() -> dict[str, Any]:

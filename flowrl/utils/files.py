@@ -4,11 +4,13 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -18,6 +20,31 @@ from flowrl.errors import DamagedFile
 from flowrl.utils.digests import check_seal, notes_of, seal
 
 TEMPORARY = ".tmp"  # ending of files that are being written
+_HALF_WRITTEN = re.compile(rf"\.(.+)\.[a-z0-9_]{{8}}{re.escape(TEMPORARY)}")
+
+FolderKind = Literal["start", "run", "images", "leaderboard", "votes", "dataset"]
+# What a start writes in a folder before its run begins there, removed again if it is refused.
+_START = (
+    ".lock", ".owner.json", "precision.json", "training-precision.json", "metrics.jsonl",
+    "tensorboard", "wandb",
+)  # fmt: skip
+# Every name that flowrl writes at the top of a folder, as patterns. Nothing else in a folder is
+# ever deleted, and everything else there is somebody else's.
+WRITTEN: dict[FolderKind, tuple[str, ...]] = {
+    "start": _START,
+    "run": (
+        *_START, "config.yaml", "ledger.jsonl", "audits.jsonl", "reference.safetensors",
+        "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations", "stores",
+        "samples", "gallery", "card", "comparison", "set-aside",
+    ),
+    "images": (".lock", "drawn.json", "[0-9][0-9][0-9][0-9][0-9]"),
+    "leaderboard": (
+        ".lock", "drawn", "index.html", "leaderboard.png", "leaderboard.csv", "comparisons.csv",
+        "scores.csv", "kinds.csv",
+    ),
+    "votes": (".lock", "votes.jsonl", "features.safetensors"),
+    "dataset": (".lock", "store.json", "README.md", "data", "latents"),
+}  # fmt: skip
 _TENSOR = "__tensor__"
 _INT_KEYS = "__int_keys__"
 
@@ -120,13 +147,51 @@ def parse_state(data: bytes, path: Path) -> Any:
         raise DamagedFile(f"{path} is damaged: {error}") from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left half-written below a folder that nobody else writes to."""
-    for path in sorted(folder.rglob(f".*{TEMPORARY}")):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+# --- what flowrl wrote in a folder ----------------------------------------------------------------
+
+
+def name_of(path: Path) -> str:
+    """Return the name of a file; of one that is half-written, the name that it would have had."""
+    half_written = _HALF_WRITTEN.fullmatch(path.name)
+    return half_written[1] if half_written else path.name
+
+
+def written_entries(folder: Path, kind: FolderKind) -> list[Path]:
+    """Return what flowrl wrote at the top of a folder, half-written files included, sorted."""
+    return [path for path in _entries(folder) if _is_written(path, kind)]
+
+
+def foreign_entries(folder: Path, kind: FolderKind) -> list[Path]:
+    """Return what lies at the top of a folder and flowrl did not write, sorted."""
+    return [path for path in _entries(folder) if not _is_written(path, kind)]
+
+
+def remove_leftovers(folder: Path, kind: FolderKind) -> None:
+    """Remove what killed writers left half-written; needs a folder that nobody else writes to.
+
+    Folders of others below it, such as further runs, stay as they are.
+    """
+    for entry in written_entries(folder, kind):
+        below = sorted(entry.rglob(f".*{TEMPORARY}")) if entry.is_dir() else []
+        for path in (entry, *below):
+            if _HALF_WRITTEN.fullmatch(path.name):
+                remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with all it holds; one that is missing is removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def _is_written(path: Path, kind: FolderKind) -> bool:
+    return any(fnmatchcase(name_of(path), pattern) for pattern in WRITTEN[kind])
 
 
 def _flatten(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

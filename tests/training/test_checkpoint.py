@@ -202,22 +202,25 @@ def test_random_numbers_go_on_where_they_were(tmp_path):
     assert first[:4] == second[:4] and torch.equal(first[4], second[4])
 
 
-def test_a_refused_start_leaves_nothing_behind(tmp_path):
+def test_a_refused_start_removes_what_it_wrote_and_nothing_else(tmp_path):
     deep = tmp_path / "new" / "deeper" / "run"
     with pytest.raises(UserError, match="no reward"), claim(deep, resume=None):
-        (deep / "precision.json").write_text("{}")
-        (deep / "evaluations").mkdir()
+        write_text(deep / "precision.json", "{}")
+        (deep / "tensorboard").mkdir()
         raise UserError("no reward")
     assert not (tmp_path / "new").exists()
-    # What was there before stays, and so does a run that has begun.
-    own = tmp_path / "own"
-    (own / "notes").mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt), claim(own, resume=None):
-        (own / "precision.json").write_text("{}")
+    # What was there before stays, and what others write meanwhile: notes, further runs.
+    shared = tmp_path / "runs"
+    write_text(shared / "metrics.jsonl", "before")
+    with pytest.raises(KeyboardInterrupt), claim(shared, resume=None):
+        write_text(shared / "precision.json", "{}")
+        write_text(shared / "notes.txt", "mine")
+        write_text(shared / "other" / CONFIG, "run: {}")
         raise KeyboardInterrupt
-    assert [path.name for path in own.iterdir()] == ["notes"]
+    left = {path.relative_to(shared).as_posix() for path in shared.rglob("*") if path.is_file()}
+    assert left - {".lock"} == {"metrics.jsonl", "notes.txt", f"other/{CONFIG}"}
     with pytest.raises(UserError, match="out of memory"), claim(deep, resume=None):
-        (deep / CONFIG).write_text("run: {}")
+        write_text(deep / CONFIG, "run: {}")
         raise UserError("out of memory")
     assert (deep / CONFIG).exists()
 

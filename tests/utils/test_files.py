@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.utils.files import atomic_path, load_state, save_state, write_bytes, write_text
+from flowrl.utils.files import (
+    atomic_path,
+    foreign_entries,
+    load_state,
+    remove_leftovers,
+    save_state,
+    write_bytes,
+    write_text,
+    written_entries,
+)
 
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
 LEAVES = st.none() | st.booleans() | NUMBERS | st.text(max_size=8)
@@ -89,3 +98,19 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
     path = tmp_path / "a" / "b" / "file"
     write_bytes(path, b"x")
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_half_written_files_count_as_what_they_would_be_and_are_swept(tmp_path):
+    half = ".drawn.json.abc_1234.tmp"
+    inside = f"00001/{half}"
+    for name in (half, inside, "00001/a.png", "notes/.x.abc_1234.tmp", ".mine.abc_1234.tmp"):
+        write_text(tmp_path / name, "")
+    names = [path.name for path in written_entries(tmp_path, "images")]
+    assert names == [half, "00001"]
+    foreign = [path.name for path in foreign_entries(tmp_path, "images")]
+    assert foreign == [".mine.abc_1234.tmp", "notes"]
+    remove_leftovers(tmp_path, "images")
+    assert sorted(p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*.*")) == [
+        ".mine.abc_1234.tmp", "00001/a.png", "notes/.x.abc_1234.tmp",
+    ]  # fmt: skip
+    assert foreign_entries(tmp_path / "missing", "images") == []
