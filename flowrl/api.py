@@ -1,4 +1,4 @@
-"""One function a command: align, evaluate, sample, gallery, collect, score, audit, signal, export.
+"""One function a command: align, evaluate, sample, gallery, collect, score, audit, export.
 
 Each function does what the command of its name does, and takes loaded objects where that is
 useful: `align` a pipeline, prompts and rewards, `collect` and `audit` a pipeline and rewards.
@@ -87,7 +87,6 @@ from flowrl.training.checkpoint import CONFIG, LATEST, claim
 from flowrl.training.evaluate import EvaluationComparison, compare, table
 from flowrl.training.loop import Learner, train
 from flowrl.training.resume import AUTO, Facts, Start
-from flowrl.training.signal import advice, signal_rows
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
@@ -134,7 +133,7 @@ def align(
     given = ProvidedObjects(
         pipeline=pipeline, prompts=prompts, evaluation_prompts=evaluation_prompts, rewards=rewards
     )
-    runtime = _runtime(config)
+    runtime = training_runtime(config)
     start, facts = start_on_all(
         config, given, runtime, resume=resume, accept_changes=accept_changes
     )
@@ -252,7 +251,7 @@ def evaluate(
 
 def encode(config: Config) -> list[Row]:
     """Fill memory.prompt_cache with what a run of the recipe encodes; return how many prompts."""
-    return [fill_prompt_cache(config, _runtime(config))]
+    return [fill_prompt_cache(config, training_runtime(config))]
 
 
 # --- flowrl sample -----------------------------------------------------------------------------
@@ -377,7 +376,7 @@ def collect(
         )
     if lora is not None:
         config = with_lora(config, lora)
-    runtime = _runtime(config)
+    runtime = training_runtime(config)
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
     texts = TextCaches(config, pipeline)
     needed = prompts_to_encode(config, training_prompts(config, given), ())
@@ -538,7 +537,7 @@ def audit(
     if lora is not None:
         configs = [with_lora(config, lora) for config in configs]
     config = configs[0]
-    runtime = _runtime(config)
+    runtime = training_runtime(config)
     names = precisions or (_explore(config).precision,)
     resolved = [resolve(name, capability_of(runtime.device)) for name in dict.fromkeys(names)]
     given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
@@ -685,38 +684,6 @@ def _explore(config: Config) -> ExploreOptions:
     return config.rollout.explore
 
 
-# --- flowrl signal -----------------------------------------------------------------------------
-
-
-def signal(
-    config: Config,
-    *,
-    rollouts: int,
-    lora: str | None = None,
-    pipeline: Any = None,
-    rewards: Mapping[str, Reward] | None = None,
-) -> tuple[list[Row], str]:
-    """Measure the gradient signal of each trained step; return its rows and what to change.
-
-    Nothing is learned. The arguments are as in `audit`, but for rollouts: independent ones, of as
-    many iterations; at least two. Raises UserError for objectives that do not learn from steps.
-    """
-    config = with_pipeline_name(config, pipeline)
-    config = _changed(config, "evaluation", prompts=None, quality=None, paraphrases=False)
-    config = _changed(config, "run", stop_when_hacking=None)
-    if lora is not None:
-        config = with_lora(config, lora)
-    given = ProvidedObjects(pipeline=pipeline, rewards=rewards)
-    needed = prompts_of_iterations(config, given, rollouts)
-    learner = build_learner(config, _runtime(config), given, needed=needed)
-    with closing(learner.specs), layers_given_back(learner):
-        with learner.runtime.raise_on_all():
-            try_rewards(learner, training_prompts(config, given))
-        found = learner.measure_signal(rollouts)
-    r = config.rollout
-    return signal_rows(found), advice(found, r.tree, r.num_inference_steps)
-
-
 # --- flowrl export -----------------------------------------------------------------------------
 
 Format = Literal["diffusers", "comfyui", "merged", "hub"]
@@ -754,7 +721,7 @@ def export(
 # --- what several of them need -----------------------------------------------------------------
 
 
-def _runtime(config: Config) -> Runtime:
+def training_runtime(config: Config) -> Runtime:
     """Return this process's runtime; set torch's threads as `run.threads` says."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)

@@ -50,7 +50,6 @@ from flowrl.training.evaluate import Evaluation, Evaluator, PipelineCall, check_
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
 from flowrl.training.run import Run, StopRule, stop_rule
-from flowrl.training.signal import check_signal
 from flowrl.training.tracking import Report
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.progress import Steps
@@ -119,7 +118,6 @@ def build_learner(
         optim=config.optim,
         iterations=config.run.iterations,
         reward_gradient=RewardGradient(backbone, specs, p.decode_batch),
-        signal_every=config.run.signal_every,
         checks_ratio=not isinstance(source, Ahead),
     )
 
@@ -158,8 +156,6 @@ def check_parts(
         check_offline(config, needs)
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
-    if config.run.signal_every:
-        check_signal(needs.states)
     check_evaluations(config, specs, prompts, held_out)
 
 

@@ -1,5 +1,4 @@
-"""`flowrl audit` and `flowrl signal`: do cheap candidates rank as exact images do, and does the
-gradient repeat? Nothing is learned."""
+"""`flowrl audit`: do cheap candidates rank as exact images do? Nothing is learned."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -74,42 +73,6 @@ def audit(
     print_table(json_rows(rows) if as_json else table_rows(rows), as_json=as_json)
     for note in () if as_json else notes(rows):
         print(note)
-
-
-def signal(
-    words: Words = None,
-    rollouts: Annotated[
-        int, typer.Option(min=2, help="Independent rollouts, as many as iterations of training.")
-    ] = 6,
-    lora: Lora = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure how much of each trained step's gradient is signal, before you train on it.
-
-    Nothing is learned: a few iterations are sampled and differentiated at the policy as it is. A
-    row has a step's root mean square gradient, its share of the power of all steps, the share of
-    it that repeats from rollout to rollout (0 is noise alone), and the share that would repeat of
-    the gradient without that step. A step that holds most of the power and does not repeat drowns
-    the others; a sentence says how to leave it out.
-
-    Examples:
-
-      flowrl signal quickstart-grpo
-
-      flowrl signal quickstart-grpo "rollout.tree={kind: branch_grpo, splits: [0, 1, 2, 3]}"
-
-      flowrl signal my_recipe.yaml --rollouts 12 --lora runs/mine
-    """
-    request = recipe_request(words, "flowrl signal quickstart-grpo")
-    from flowrl.api import signal as measure
-    from flowrl.config import load_config
-
-    rows, sentence = measure(
-        load_config(request.recipe, request.overrides), rollouts=rollouts, lora=lora
-    )
-    print_table(rows, as_json=as_json)
-    if not as_json:
-        typer.echo(f"\n{sentence}")
 
 
 def json_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -276,12 +276,6 @@ class RunOptions(Options):
     hub_private: Flag = option(
         False, "With push_to_hub: make a new repository private; one that is there stays as it is."
     )
-    signal_every: Whole = option(
-        0,
-        "Iterations between measurements of the gradient's signal at each step, as `flowrl signal` "
-        "has it, from shares of the rollout's groups (signal/ in the metrics); each costs one more "
-        "pass over the rollout. 0 is never.",
-    )
     threads: Count | None = option(None, "CPU threads; null leaves it to torch.")
     stop_when_hacking: StopWhenHackingOptions | None = option(
         None,

@@ -27,18 +27,8 @@ from flowrl.sampling.source import Source
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.metrics import RowMeans, rollout_metrics
 from flowrl.training.run import Run, SampleGrid
-from flowrl.training.signal import (
-    Signal,
-    SignalMeter,
-    check_signal,
-    signal_metrics,
-    step_gradients,
-    trained_steps,
-)
-from flowrl.trajectory import Rollout, Transitions
+from flowrl.trajectory import Rollout
 from flowrl.utils.distributed import Runtime
-
-SIGNAL_PARTS = 8  # of a rollout's groups, as independent rollouts
 
 
 def train(learner: "Learner", run: Run, *, iterations: int) -> None:
@@ -76,7 +66,6 @@ class Learner:
     optim: OptimOptions
     iterations: int  # in which a linear schedule of the learning rate falls to 0
     reward_gradient: Callable[[Rollout], RewardField]  # of the trained reward, at its images
-    signal_every: int = 0  # iterations between measurements of the gradient's signal; 0 is never
     checks_ratio: bool = True  # rollouts are sampled by the very weights that learn from them
 
     def iterate(self, iteration: int) -> tuple[Rollout, dict[str, float]]:
@@ -100,8 +89,6 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = optim.lr_at(iteration, self.iterations)
         batch = self.objective.prepare(rollout)
-        due = self.signal_every and iteration % self.signal_every == 0
-        measured = self._signal_of_groups(rollout, batch) if due else {}
         means = RowMeans()
         means.add(batch.metrics(), 1, weight=len(rollout.tree))
         # Nothing has moved since the rollout.
@@ -125,49 +112,7 @@ class Learner:
             self.optimizer.zero_grad()
             policy.update_ema_and_count()
             means.add({"grad/norm": torch.tensor(norm)}, 1)
-        return means.of_all(runtime) | measured
-
-    def measure_signal(self, iterations: int) -> Signal:
-        """Return the gradient signal of the policy as it is, over rollouts of so many iterations.
-
-        Nothing is learned. Raises UserError unless the objective learns from denoising steps.
-        """
-        check_signal(self.objective.needs.states)
-        meter: SignalMeter | None = None
-        for iteration in range(iterations):
-            rollout = self.source.collect(iteration, Timer())
-            meter = meter or SignalMeter.of(rollout)
-            batch = self.objective.prepare(rollout)
-            meter.add(self._step_gradients(rollout, batch))
-        assert meter is not None
-        return meter.signal()
-
-    def _signal_of_groups(self, rollout: Rollout, batch: Batch) -> dict[str, float]:
-        """Return the signal of a rollout's gradient, from shares of its groups.
-
-        They are independent of each other, so that they do for independent rollouts, at one more
-        pass over the batch; the noise of the whole follows from theirs.
-        """
-        parts = min(SIGNAL_PARTS, len(rollout.group.unique()))
-        if parts < 2:
-            return {}
-        meter = SignalMeter.of(rollout)
-        for part in batch.updates(parts):
-            meter.add(self._step_gradients(rollout, part))
-        return signal_metrics(meter.signal(parts=parts))
-
-    def _step_gradients(self, rollout: Rollout, batch: Batch) -> torch.Tensor:
-        """Return the part of each trained step in the gradient of a batch. (S, D), on the CPU"""
-        assert isinstance(batch, Transitions)
-        parameters = self.policy.parameters()
-        rows = max(self.runtime.sum(len(batch)), 1)
-
-        def backward(part: Transitions) -> None:
-            with self.runtime.raise_on_all(at_once=self._in_step):
-                self.backward(part, rows, rollout, RowMeans())
-            self.runtime.reduce_gradients(parameters)
-
-        return step_gradients(batch, trained_steps(rollout), backward, parameters)
+        return means.of_all(runtime)
 
     @property
     def _in_step(self) -> bool:

@@ -156,17 +156,6 @@ METRICS: dict[str, str] = {
     ),
     "loss": "Mean of the objective's loss. Near 0 by construction: watch the rewards instead.",
     "grad/norm": "Norm of the gradient of all LoRA weights, before `optim.max_grad_norm` cuts it.",
-    "signal/repeats": (
-        "Share of the gradient's power that would be the same in another rollout, estimated from "
-        "shares of the groups, where `run.signal_every` is due. 0 is noise alone."
-    ),
-    "signal/rms": "Root mean square norm of the gradient that this was estimated for.",
-    "signal/rms/step_<i>": "The same of the part that comes from denoising step i.",
-    "signal/share/step_<i>": "Share of that step in the power of all steps.",
-    "signal/repeats/step_<i>": (
-        "Share of that step's power that repeats. A step with most of the power that does not "
-        "repeat drowns the others: `flowrl signal` says how to leave it out."
-    ),
     "latent/norm": (
         "Root mean square of the clean latents. It drifts away from its first value when "
         "images lose their natural range, often before the eye sees it."

@@ -25,7 +25,7 @@ Changes = dict[str, tuple[Any, Any]]  # by option: before, now
 # may differ between the sessions of one run. An entry stands for all below it, * for a number.
 FREE = (
     "run.output_dir", "run.iterations", "run.max_minutes", "run.checkpoint_every",
-    "run.keep_checkpoints", "run.sample_every", "run.signal_every", "run.trackers",
+    "run.keep_checkpoints", "run.sample_every", "run.trackers",
     "run.push_to_hub", "run.hub_model_id", "run.hub_private", "run.threads", "failures",
     "pipeline.device", "pipeline.decode_batch", "pipeline.attention",
     "memory.gradient_checkpointing", "memory.text_encoders", "memory.vae", "memory.prompt_cache",

@@ -352,7 +352,7 @@ def held_out_first(names: Iterable[str]) -> list[str]:
     """Return names of metrics in the order in which people should look at them."""
     order = (
         "eval/", "reward/mean", "reward/", "groups/", "policy/kl", "policy/", "explore/",
-        "signal/", "grad/", "loss", "image/", "latent/", "tree/", "time/",
+        "grad/", "loss", "image/", "latent/", "tree/", "time/",
     )  # fmt: skip
 
     def place(name: str) -> tuple[int, int, str]:

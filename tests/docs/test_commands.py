@@ -138,7 +138,7 @@ def words_of(command: str) -> list[str]:
         card = not load_config(recipe).pipeline.path.startswith("tiny-")
         words += ["--dry-run"] if card else [*SHORT, "pipeline.device=cpu"]
         words = [word for word in words if word not in ("--gpus", "auto", "8")] if card else words
-    elif words[0] in ("evaluate", "audit", "signal", "collect", "vote"):
+    elif words[0] in ("evaluate", "audit", "collect", "vote"):
         words += ["pipeline.device=cpu", "evaluation.num_images=6"]
     elif words[:2] == ["bench", "solrl"]:
         words += ["--repeats", "1", "--scale", "0.125"]

@@ -119,8 +119,7 @@ def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, 
     for name, (stop, _) in ends.items():
         make_folder_in(root, name, stop=stop)
     with open(root / "killed" / "metrics.jsonl", "a") as file:
-        signal = {"signal/rms": 2.0, "signal/repeats": 0.125, "signal/share/step_1": 0.75}
-        file.write(json.dumps({"step": 5, "reward/missing/ocr": 0.25} | signal) + "\n")
+        file.write(json.dumps({"step": 5, "reward/missing/ocr": 0.25}) + "\n")
     audit = {"iteration": 3, "precision": "nvfp4", "action": "keep", "text": "rho is 0.8"}
     (root / "killed" / "audits.jsonl").write_text(json.dumps(audit) + "\n")
     with serve(root) as address:
@@ -134,8 +133,6 @@ def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, 
             assert not page.get_by_role("button", name="Stop").is_visible()
         page.evaluate("location.hash = '#/run?run=killed'")
         for row in (
-            "1 n/a 0.75 n/a",
-            "all 2 0.125",
             "ocr 25.0 % 25.0 %",
             "3 nvfp4 keep rho is 0.8",
         ):

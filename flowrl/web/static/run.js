@@ -10,7 +10,7 @@ const FIRST_IMAGES = 8;
 export function runView(query) {
   const name = query.get("run") ?? "";
   const parts = [
-    new Head(name), new CurvesOfRun(name), new HeldOutImages(name), new Samples(name), new Signal(),
+    new Head(name), new CurvesOfRun(name), new HeldOutImages(name), new Samples(name),
     new Failures(), new Audits(), new Recipe(name), new Journal(),
   ];
   const root = el("div", {}, parts.map((part) => part.root));
@@ -205,26 +205,6 @@ class Section {
 }
 
 const sentence = (text) => el("p", { class: "muted" }, text);
-
-class Signal extends Section {
-  constructor() { super("Gradient signal"); }
-
-  content(run) {
-    const found = new Map(run.metrics.filter(([name]) => name.startsWith("signal/")));
-    const steps = [...found.keys()].map((name) => name.match(/^signal\/share\/step_(\d+)$/))
-      .filter(Boolean).map((match) => Number(match[1])).sort((a, b) => a - b);
-    const value = (name) => format(found.get(`signal/${name}`)?.last ?? null);
-    const rows = steps.map((step) => [String(step), ...["rms", "share", "repeats"].map((kind) => value(`${kind}/step_${step}`))]);
-    const all = found.has("signal/rms") ? [["all", value("rms"), "", value("repeats")]] : [];
-    const at = found.get("signal/repeats")?.last_step;
-    return {
-      key: [rows, all],
-      make: () => all.length
-        ? table(`Of the gradient at iteration ${at}, by denoising step`, ["Step", "Norm", "Share of power", "Repeats"], [...rows, ...all])
-        : sentence("Not measured: run.signal_every measures it."),
-    };
-  }
-}
 
 class Failures extends Section {
   constructor() { super("Rewards that gave no score"); }
