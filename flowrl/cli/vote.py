@@ -15,8 +15,7 @@ from flowrl.cli.ui import (
     OpenBrowser,
     Port,
     TokenVariable,
-    checked_names,
-    checked_token,
+    page_token,
     serve_page,
 )
 from flowrl.errors import UserError
@@ -112,11 +111,11 @@ def vote(  # noqa: PLR0913  # an argument for each option
     informative = pairs == "informative"
     candidates = read_candidates(folder, encoder_of(_config(words)) if informative else None)
     questions = Questions(candidates, Ballot(folder), goal=goal, informative=informative, seed=seed)
-    token = checked_token(host, token_env)
+    token = page_token(host, token_env)
     serve_page(
         lambda hosts: make_app(questions, token=token, hosts=hosts),
         f"images in {os.fspath(folder)}", host, port, token, open_browser,
-        checked_names(allow_host or ()),
+        allow_host or (),
     )  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from flowrl.errors import UserError
+from flowrl.utils.serving import Guard, json_body
 from flowrl.voting.ballot import ANSWERS, CHOICES, Ballot, Vote
 from flowrl.voting.candidates import Candidates
 from flowrl.voting.choose import Pair, all_pairs, next_pair
-from flowrl.web.app import Guard, json_answer
+from flowrl.web.app import json_answer, page_access
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -94,7 +95,7 @@ def make_app(questions: Questions, *, token: str, hosts: Sequence[str]) -> "Fast
     _add_page(app)
     _add_questions(app, questions)
     _add_errors(app)
-    app.add_middleware(Guard, token=token, hosts=frozenset(hosts), program="flowrl vote")
+    app.add_middleware(Guard, access=page_access("flowrl vote", token, hosts))
     return app
 
 
@@ -120,7 +121,7 @@ def _add_questions(app: "FastAPI", questions: Questions) -> None:
 
     @app.post("/api/vote")
     async def vote(request: Request) -> Response:
-        told = await request.json()
+        told = await json_body(request)
         told = told if isinstance(told, dict) else {}
         questions.cast(told.get("first"), told.get("second"), told.get("choice"))
         return json_answer(questions.next())

@@ -9,7 +9,6 @@ load from this server alone.
 A page asks again and again; an answer that would be the same is 304 without a body.
 """
 
-import hmac
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flowrl.config.load import preset_names
 from flowrl.errors import UserError
 from flowrl.utils.digests import digest
+from flowrl.utils.serving import Access, Guard, json_body
 from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import MetricsLog, chosen_first, held_out_first
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.requests import Request
     from starlette.responses import Response
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 STATIC = {
     "/": ("page.html", "text/html"),
@@ -76,66 +75,18 @@ def make_app(root: Path, *, token: str, hosts: Sequence[str]) -> "FastAPI":
     _add_tables(app, folders, jobs)
     _add_curves(app, folders)
     _add_images(app, folders)
-    _add_acting(app, folders, jobs)
+    _add_actions(app, folders, jobs)
     _add_errors(app)
-    app.add_middleware(Guard, token=token, hosts=frozenset(hosts), program="flowrl ui")
+    app.add_middleware(Guard, access=page_access("flowrl ui", token, hosts))
     return app
 
 
-class Guard:
-    """Refuses requests of others before anything reads them, and adds HEADERS to every answer.
-
-    program: the command that printed the page's address, for what is refused.
-    """
-
-    def __init__(self, app: "ASGIApp", token: str, hosts: frozenset[str], program: str):
-        self.app, self.token, self.hosts = app, f"Bearer {token}".encode(), hosts
-        self.program = program
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] == "lifespan":
-            return await self.app(scope, receive, send)
-
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                added = [(n.lower().encode(), v.encode()) for n, v in HEADERS.items()]
-                message = message | {"headers": [*message.get("headers", ()), *added]}
-            await send(message)
-
-        if scope["type"] != "http":  # a websocket: there are none
-            raise RuntimeError("this server speaks HTTP alone")
-        refusal = self._refusal(scope)
-        answer = self.app if refusal is None else json_answer({"error": refusal[1]}, refusal[0])
-        await answer(scope, receive, with_headers)
-
-    def _refusal(self, scope: "Scope") -> tuple[int, str] | None:
-        """Return a status and a sentence for a request that is refused."""
-        given = {name.decode("latin-1"): value for name, value in scope["headers"]}
-        host = given.get("host", b"").decode("latin-1")
-        if host_name(host) not in self.hosts:
-            return 421, f"this page answers under the address that {self.program} printed"
-        if not scope["path"].startswith("/api"):
-            return None
-        if not hmac.compare_digest(given.get("authorization", b""), self.token):
-            return 401, f"this page asks for the token that {self.program} printed"
-        if scope["method"] in ("GET", "HEAD"):
-            return None
-        origin = given.get("origin", b"").decode("latin-1")
-        if origin and origin.partition("://")[2] != host:
-            return 403, "another site's page sent this"
-        if given.get("content-type", b"").partition(b";")[0] != b"application/json":
-            return 415, "expected application/json"
-        size = given.get("content-length", b"")
-        if not size.isdigit() or int(size) > MAX_BODY:
-            return 413, f"expected a body of at most {MAX_BODY} bytes"
-        return None
-
-
-def host_name(host: str) -> str:
-    """Return the name in a Host header, without its port and brackets, in lower case."""
-    name, _, port = host.rpartition(":")
-    known = name if name and port.isdigit() and not name.endswith(":") else host
-    return known.strip("[]").lower()
+def page_access(server: str, token: str, hosts: Sequence[str]) -> Access:
+    """Return whom a page of flowrl answers: with the token, on these hosts, JSON bodies alone."""
+    return Access(
+        server=server, hosts=frozenset(hosts), token=token, private="/api", max_body=MAX_BODY,
+        json_only=True, headers=HEADERS,
+    )  # fmt: skip
 
 
 # --- answers -------------------------------------------------------------------------------------
@@ -279,32 +230,39 @@ class Wish:
     folder: str = ""
 
 
-def _add_acting(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
+def _add_actions(app: "FastAPI", folders: RunFolders, jobs: Jobs) -> None:
+    from pydantic import TypeAdapter
+    from starlette.concurrency import run_in_threadpool
+    from starlette.requests import Request
     from starlette.responses import Response
 
-    @app.post("/api/stop")
-    def stop(wish: Wish) -> Response:
+    wishes = TypeAdapter(Wish)
+
+    def stop(wish: Wish) -> dict[str, Any]:
         if wish.job:
             jobs.end(wish.job)
         else:
             jobs.stop(folders.run(wish.run))
-        return json_answer({})
+        return {}
 
-    @app.post("/api/resume")
-    def resume(wish: Wish) -> Response:
-        return json_answer(jobs.resume(folders.run(wish.run)).told())
+    actions: dict[str, Callable[[Wish], dict[str, Any]]] = {
+        "stop": stop,
+        "resume": lambda wish: jobs.resume(folders.run(wish.run)).told(),
+        "plan": lambda wish: jobs.plan(wish.recipe, wish.changes).told(),
+        "start": lambda wish: jobs.start(wish.job, wish.folder).told(),
+    }
+    for name, act in actions.items():
 
-    @app.post("/api/plan")
-    def plan(wish: Wish) -> Response:
-        return json_answer(jobs.plan(wish.recipe, wish.changes).told())
+        async def action(request: Request, act: Any = act) -> Response:
+            wish = wishes.validate_python(await json_body(request))
+            return json_answer(await run_in_threadpool(act, wish))
 
-    @app.post("/api/start")
-    def start(wish: Wish) -> Response:
-        return json_answer(jobs.start(wish.job, wish.folder).told())
+        app.add_route(f"/api/{name}", action, methods=["POST"])
 
 
 def _add_errors(app: "FastAPI") -> None:
     from fastapi.exceptions import RequestValidationError
+    from pydantic import ValidationError
     from starlette.exceptions import HTTPException
 
     def answered(status: int, sentence: Callable[[Any], str]) -> Callable[..., Any]:
@@ -318,6 +276,7 @@ def _add_errors(app: "FastAPI") -> None:
         KeyError: (404, lambda _: "there is no such run here"),
         FileNotFoundError: (404, lambda _: "this file is missing or cannot be read"),
         RequestValidationError: (422, lambda _: "this is not a request of the page"),
+        ValidationError: (422, lambda _: "this is not a request of the page"),
         Exception: (500, lambda error: f"{type(error).__name__} in the server"),
     }
     for kind, (status, sentence) in kinds.items():

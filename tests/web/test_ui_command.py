@@ -1,7 +1,5 @@
 """`flowrl ui` and `flowrl bench ui` as commands."""
 
-import ipaddress
-import json
 import os
 import signal
 import socket
@@ -19,9 +17,7 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from flowrl.bench.ui import find_chromium
 from flowrl.cli import main
-from flowrl.cli.ui import names_of
 from flowrl.web import app
 
 COMMAND = [sys.executable, "-m", "flowrl"]
@@ -107,22 +103,6 @@ def test_a_wildcard_listens_for_the_names_of_this_machine_and_prints_one_of_them
         assert client.get("/api/runs", headers={"host": host}).status_code == 421, host
 
 
-def test_an_address_of_this_machine_is_found_for_every_wildcard():
-    for wildcard in ("0.0.0.0", "::"):
-        reachable, names = names_of(wildcard, wildcard)
-        assert not ipaddress.ip_address(reachable).is_unspecified
-        assert reachable in names and (":" in reachable) == (":" in wildcard)
-    assert names_of("Box", "192.0.2.7") == (
-        "Box",
-        ["127.0.0.1", "localhost", "::1", "box", "192.0.2.7"],
-    )
-
-
-def test_a_name_to_allow_has_neither_scheme_nor_port(capsys):
-    for name in ("http://example.com", "box:8401", "", " box"):
-        assert "is no name of a machine" in refused(capsys, "--allow-host", name)
-
-
 @pytest.mark.slow
 def test_it_prints_an_address_whose_token_opens_it_and_ends_with_ctrl_c(make_folder):
     folder = make_folder()
@@ -138,18 +118,3 @@ def test_it_prints_an_address_whose_token_opens_it_and_ends_with_ctrl_c(make_fol
             assert child.wait(60) == 0
         finally:
             child.kill()
-
-
-@pytest.mark.slow
-def test_the_bench_measures_paint_and_memory_of_what_it_writes():
-    if find_chromium() is None:
-        pytest.skip("needs Chromium, as Debian's package chromium")
-    sizes = ["--runs", "2", "--steps", "200", "--metrics", "5", "--seconds", "1", "--samples", "1"]
-    command = [*COMMAND, "bench", "ui", *sizes, "--json"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    rows = {row["what"]: row for row in map(json.loads, found.splitlines())}
-    assert rows["first paint"]["is"] > 0 and rows["first paint"]["expected"] == "< 1"
-    assert rows["all runs listed"]["is"] >= rows["first paint"]["is"]
-    assert rows["all of them read"]["is"] >= rows["first curves of all runs"]["is"]
-    assert rows["memory of the server, most"]["is"] > 10 and rows["memory of the page, most"]["is"]
-    assert rows["iterations that came meanwhile"]["is"] > 0
