@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from flowrl.errors import UserError
+from flowrl.utils.journal import seal_line
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BODIES = 400  # different lines of a run, which repeat
@@ -67,11 +68,14 @@ def write_run(folder: Path, steps: int, metrics: int, seed: int) -> None:
     with open(folder / "metrics.jsonl", "w", encoding="utf-8") as file:
         for step in range(steps + 1):
             if step % 100 == 0:
-                file.write(
-                    json.dumps({"step": step, "eval/geneval": 0.4 + step / steps / 4}) + "\n"
-                )
+                row = {"step": step, "eval/geneval": 0.4 + step / steps / 4}
+                file.write(seal_line(row).decode() + "\n")
             if step:
-                file.write(f'{{"step": {step}, {bodies[step % BODIES]}\n')
+                file.write(_line(step, bodies[step % BODIES]))
+
+
+def _line(step: int, body: str) -> str:
+    return seal_line(json.loads(f'{{"step": {step}, {body}')).decode() + "\n"
 
 
 def _body(metrics: int, seed: int, number: int) -> str:
@@ -173,7 +177,7 @@ def _growth(
         while time.monotonic() < until:
             step += 1
             with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(f'{{"step": {step}, {body}\n')
+                file.write(_line(step, body))
             page.wait_for_timeout(100)
         devtools.send("HeapProfiler.collectGarbage")
         values = {m["name"]: m["value"] for m in devtools.send("Performance.getMetrics")["metrics"]}

@@ -100,23 +100,25 @@ def vote(  # noqa: PLR0913  # an argument for each option
             typer.launch(trained.gallery.resolve().as_uri())
         return
     from flowrl.voting.app import Questions, make_app
-    from flowrl.voting.ballot import Ballot
+    from flowrl.voting.ballot import Ballot, locked_folder
     from flowrl.voting.candidates import read_candidates
     from flowrl.voting.learn import draw_candidates, encoder_of
 
-    if images is None:
-        draw_candidates(
-            _config(words), folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
+    with locked_folder(folder):
+        if images is None:
+            draw_candidates(
+                _config(words), folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed
+            )
+        informative = pairs == "informative"
+        candidates = read_candidates(folder, encoder_of(_config(words)) if informative else None)
+        questions = Questions(
+            candidates, Ballot(folder), goal=goal, informative=informative, seed=seed
         )
-    informative = pairs == "informative"
-    candidates = read_candidates(folder, encoder_of(_config(words)) if informative else None)
-    questions = Questions(candidates, Ballot(folder), goal=goal, informative=informative, seed=seed)
-    token = page_token(host, token_env)
-    serve_page(
-        lambda hosts: make_app(questions, token=token, hosts=hosts),
-        f"images in {os.fspath(folder)}", host, port, token, open_browser,
-        allow_host or (),
-    )  # fmt: skip
+        token = page_token(host, token_env)
+        serve_page(
+            lambda hosts: make_app(questions, token=token, hosts=hosts),
+            f"images in {os.fspath(folder)}", host, port, token, open_browser, allow_host or (),
+        )  # fmt: skip
 
 
 def _target(

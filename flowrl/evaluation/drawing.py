@@ -22,7 +22,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.files import METADATA, SAMPLES
 from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import name_of, write_bytes, write_text
 from flowrl.utils.images import png
 from flowrl.utils.progress import Steps
 
@@ -129,7 +129,12 @@ def draw_prompts(
             f"{folder} was drawn with another pipeline, LoRA, prompts or settings, see {saved}: "
             "give another folder, or remove it"
         )
-    if not saved.is_file() and folder.is_dir() and any(folder.iterdir()):
+    ours = (".lock", SETTINGS)  # half-written, too, by a process that was killed
+    if (
+        not saved.is_file()
+        and folder.is_dir()
+        and any(name_of(path) not in ours for path in folder.iterdir())
+    ):
         raise UserError(f"{folder} holds other files: give -o a new folder")
     write_text(saved, text)
     missing = list(_missing(prompts, folder, per_prompt))

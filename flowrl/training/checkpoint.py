@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.errors import DamagedFile, UserError
-from flowrl.training.owner import owned
+from flowrl.training.owner import LOCK, owned
 from flowrl.utils.files import (
     load_state,
     remove,
@@ -28,7 +28,6 @@ from flowrl.utils.files import (
 
 LOG = logging.getLogger(__name__)
 CONFIG = "config.yaml"
-LOCK = ".lock"
 STATE = "state.safetensors"
 LATEST = "latest"
 ASIDE = "set-aside"

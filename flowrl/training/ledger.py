@@ -5,22 +5,18 @@
     aside           where later checkpoints went when the run went back to an older one
     stop            the iteration, the reason, and whether LoRA, gallery and card were finished
 
-Each line carries a digest of its content, and a line that a killed process left unfinished is no
-event.
+Each line carries a digest (`flowrl.utils.journal`); a line that a killed process left unfinished is
+no event.
 """
 
-import json
-import logging
-import os
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flowrl.utils.digests import content_digest
+from flowrl.utils.journal import append_line, read_lines
 
-LOG = logging.getLogger(__name__)
 FILE = "ledger.jsonl"
 Event = dict[str, Any]
 
@@ -35,7 +31,9 @@ class Ledger:
     def events(self) -> list[Event]:
         """Return what is written, oldest first; empty for a run of an earlier version."""
         if self._events is None:
-            self._events = _read(self.path)
+            lines = read_lines(self.path)
+            lines.warn(self.path)
+            self._events = [entry for entry in lines.entries if "event" in entry]
         return self._events
 
     def append(self, event: str, **content: Any) -> None:
@@ -43,7 +41,7 @@ class Ledger:
         time = datetime.now(UTC).isoformat(timespec="seconds")
         entry = {"event": event, "time": time, **content}
         known = self.events()
-        _append_line(self.path, json.dumps(entry | {"digest": content_digest(entry)}))
+        append_line(self.path, entry)
         known.append(entry)
 
     def last(self, *names: str) -> Event | None:
@@ -78,33 +76,3 @@ class Ledger:
         name = "start" if step is None else "resume"
         self.append(name, run=known, flowrl=version, step=step, recipe=dict(recipe),
                     facts=dict(facts), changed=dict(changed))  # fmt: skip
-
-
-def _read(path: Path) -> list[Event]:
-    if not path.exists():
-        return []
-    found = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-        if not line:
-            continue
-        try:
-            entry = json.loads(line)
-            intact = entry.pop("digest") == content_digest(entry) and "event" in entry
-        except (ValueError, KeyError, TypeError, AttributeError):
-            intact, entry = False, {}
-        if intact:
-            found.append(entry)
-        else:
-            LOG.warning("line %d of %s is damaged or unfinished: it is left out", number, path)
-    return found
-
-
-def _append_line(path: Path, line: str) -> None:
-    """Add a line below the last one, which a killed process may have left without its end."""
-    with open(path, "ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            line = line if file.read(1) == b"\n" else "\n" + line
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())

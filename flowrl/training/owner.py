@@ -1,7 +1,8 @@
 """Which process trains in a run's folder: `.owner.json` beside the lock, for others to read.
 
 The lock alone keeps a second process out; this file says whom to ask to stop. A killed process
-leaves it behind, so that a reader looks whether that very process is still there.
+leaves it behind, and a stranger's folder may name any process, so that a reader looks whether that
+very process has the folder's lock open.
 """
 
 import json
@@ -13,7 +14,10 @@ from pathlib import Path
 
 import psutil
 
-FILE = ".owner.json"
+from flowrl.errors import UserError
+from flowrl.utils.untrusted import read_json
+
+FILE, LOCK = ".owner.json", ".lock"
 CLOCK_S = 2.0  # by which the time that a process began may seem to move with the machine's clock
 
 
@@ -30,15 +34,21 @@ class Owner:
         """Whether it is, or was, a process of this machine."""
         return self.host == socket.gethostname()
 
-    def process(self) -> psutil.Process | None:
-        """Return the process; None when it has ended, or runs on another machine."""
+    def process(self, run_dir: Path) -> psutil.Process | None:
+        """Return the process that holds the lock of the run folder.
+
+        None when it has ended, runs on another machine, or has not opened this folder's lock.
+        """
         if not self.is_here or self.pid <= 0:
             return None
+        lock = str(Path(run_dir).resolve() / LOCK)  # of the lock itself no link is followed
         try:
-            found = psutil.Process(self.pid)
-            same = abs(found.create_time() - self.began) < CLOCK_S
-            return found if same and found.status() != psutil.STATUS_ZOMBIE else None
-        except (psutil.Error, OverflowError):
+            process = psutil.Process(self.pid)
+            same = abs(process.create_time() - self.began) < CLOCK_S
+            if not same or process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return process if any(file.path == lock for file in process.open_files()) else None
+        except (psutil.Error, OSError, OverflowError):
             return None
 
 
@@ -60,8 +70,8 @@ def owned(run_dir: Path) -> Iterator[None]:
 def owner_of(run_dir: Path) -> Owner | None:
     """Return who trains in a folder, or did when it was killed; None for nobody."""
     try:
-        said = json.loads((run_dir / FILE).read_bytes()[:4096])
+        said = read_json(run_dir / FILE, inside=run_dir, limit=4096)
         owner = Owner(pid=int(said["pid"]), began=float(said["began"]), host=str(said["host"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, UserError, OverflowError, ValueError, KeyError, TypeError):
         return None
     return owner

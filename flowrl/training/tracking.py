@@ -5,7 +5,6 @@ that each iteration is in them once, whatever happened to the process before.
 """
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -18,8 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from flowrl.errors import UserError
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import write_bytes
 from flowrl.utils.images import Stack, image_grid, png, to_pil
+from flowrl.utils.journal import read_lines, seal_line
 from flowrl.utils.templates import known
 
 FILE = "metrics.jsonl"
@@ -145,16 +145,15 @@ class Report:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
-            kept = [line for line in read_lines(path) if line["step"] <= resume_step]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+            lines = [line for line in read_rows(self.folder) if line["step"] <= resume_step]
+            write_bytes(path, b"".join(seal_line(line) + b"\n" for line in lines))
         self._trackers = [make_tracker(name, self.folder, resume_step) for name in trackers]
-        self._file = open(path, "a", encoding="utf-8")
+        self._file = open(path, "ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one line. NaN and infinities become null there and are kept from the trackers."""
         clean = {name: known(float(value)) for name, value in metrics.items()}
-        line = json.dumps({"step": step} | clean, allow_nan=False)
-        self._file.write(line + "\n")
+        self._file.write(seal_line({"step": step} | clean) + b"\n")
         self._file.flush()
         finite = {name: value for name, value in clean.items() if value is not None}
         for tracker in self._trackers:
@@ -198,30 +197,13 @@ def read_metrics(folder: Path | str) -> list[dict[str, Any]]:
     list is empty.
     """
     steps: dict[int, dict[str, Any]] = {}
-    for line in read_lines(Path(folder) / FILE):
+    for line in read_rows(Path(folder)):
         steps.setdefault(line["step"], {}).update(line)
     return [steps[step] for step in sorted(steps)]
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return every line of a metrics file; a last one that a crash cut short is left out.
-
-    Raises UserError, with the line's number, for anything else that is not a metrics line.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().splitlines()
-    found = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row["step"], int):
-                raise TypeError
-        except (ValueError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise UserError(
-                f"line {number} of {path} is not a line of metrics: remove it by hand."
-            ) from error
-        found.append(row)
-    return found
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return every line of a run's metrics in the file's order; damaged ones are logged."""
+    lines = read_lines(folder / FILE)
+    lines.warn(folder / FILE)
+    return [entry for entry in lines.entries if type(entry.get("step")) is int]

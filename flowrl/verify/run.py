@@ -1,6 +1,5 @@
 """Is a run what its folder says? Its files are read, and one iteration is executed again."""
 
-import json
 import math
 import tempfile
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from flowrl.scoring.spec import closing
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
 from flowrl.training.ledger import Ledger
 from flowrl.training.loop import Learner
-from flowrl.training.tracking import FILE as METRICS
+from flowrl.training.tracking import read_rows
 from flowrl.utils.digests import sealed_digest
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state
@@ -132,16 +131,7 @@ def _check_exported(
 
 def read_metrics(folder: Path) -> dict[int, dict[str, Any]]:
     """Return what was logged of training, by the number of iterations done."""
-    path = folder / METRICS
-    found: dict[int, dict[str, Any]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "loss" in row:
-            found[int(row["step"])] = row
-    return found
+    return {row["step"]: row for row in read_rows(folder) if "loss" in row}
 
 
 def _compared(step: int, found: dict[str, float], logged: dict[str, Any]) -> CheckResult:

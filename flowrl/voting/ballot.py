@@ -3,13 +3,15 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from flowrl.errors import UserError
-from flowrl.utils.files import write_text
+from flowrl.utils.files import remove_leftovers, write_text
+from flowrl.utils.journal import append_line, read_lines
 
 FILE = "votes.jsonl"
 Choice = Literal["first", "second", "tie", "skip"]
@@ -34,15 +36,44 @@ class Vote:
         return decided.get(self.choice)
 
 
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder of votes; remove what a killed process left half-written.
+
+    Raises UserError when another process has the lock.
+    """
+    from filelock import FileLock, Timeout
+
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", blocking=False):
+            for kind in ("images", "votes"):
+                remove_leftovers(folder, kind)
+            yield
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use by another flowrl vote: end that one, or give -o another folder"
+        ) from None
+
+
 class Ballot:
     """The journal of votes in a folder. A line is on disk before `cast` returns.
 
-    `{"undo": true}` takes the last vote back; a line that a killed process left unfinished is none.
+    `{"undo": true}` takes the last vote back. Damaged lines (see `flowrl.utils.journal`) are logged
+    and count as no vote.
     """
 
     def __init__(self, folder: Path):
         self.path = folder / FILE
-        self._votes = list(_read(self.path))
+        self._votes: list[Vote] = []
+        lines = read_lines(self.path)
+        lines.warn(self.path)
+        for entry in lines.entries:
+            if entry.get("undo"):
+                del self._votes[-1:]
+            elif entry.get("choice") in CHOICES:
+                names = ("prompt", "first", "second", "choice")
+                self._votes.append(Vote(**{name: entry[name] for name in names}))
 
     @property
     def votes(self) -> Sequence[Vote]:
@@ -51,45 +82,15 @@ class Ballot:
 
     def cast(self, vote: Vote) -> None:
         """Write a vote."""
-        self._append(asdict(vote) | {"time": round(time.time(), 3)})
+        append_line(self.path, asdict(vote) | {"time": round(time.time(), 3)})
         self._votes.append(vote)
 
     def undo(self) -> Vote | None:
         """Take the last vote back and return it; None where there is none."""
         if not self._votes:
             return None
-        self._append({"undo": True})
+        append_line(self.path, {"undo": True})
         return self._votes.pop()
-
-    def _append(self, row: dict[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab") as file:
-            if file.tell() and not _ends_a_line(self.path):
-                file.write(b"\n")  # after a line that was cut off
-            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _ends_a_line(path: Path) -> bool:
-    with open(path, "rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _read(path: Path) -> list[Vote]:
-    found: list[Vote] = []
-    for line in path.read_bytes().split(b"\n") if path.is_file() else ():
-        try:
-            row = json.loads(line)
-            if row.get("undo"):
-                found[-1:] = []
-            elif row["choice"] in CHOICES:
-                names = ("prompt", "first", "second", "choice")
-                found.append(Vote(**{name: row[name] for name in names}))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # a line that was cut off
-    return found
 
 
 def write_pairs(votes: Iterable[Vote], folder: Path, path: Path, kind: PairFormat) -> int:

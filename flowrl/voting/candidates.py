@@ -15,6 +15,7 @@ from flowrl.scoring.files import labelled_images
 from flowrl.utils.files import load_state, save_state
 from flowrl.utils.images import to_tensor
 from flowrl.utils.progress import Steps
+from flowrl.utils.untrusted import is_readable
 
 FEATURES = "features.safetensors"
 KIND = "cells, whole and palette"  # of features that were saved
@@ -52,6 +53,9 @@ def read_candidates(folder: Path, autoencoder: Any | None) -> Candidates:
             f"{folder} does not say what its images show: expected 00000/metadata.jsonl beside "
             "00000/samples, or metadata.jsonl with file_name and prompt"
         )
+    for image in images:
+        if not is_readable(image.path, inside=folder):
+            raise UserError(f"{image.path} is no image file inside of {folder}: leave its row out")
     texts = tuple(image.prompt for image in images)
     order = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     numbers = tuple(order[text] for text in texts)

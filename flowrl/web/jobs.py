@@ -101,7 +101,7 @@ class Jobs:
         Raises UserError when nothing trains there, or nothing that a signal reaches.
         """
         owner = owner_of(run.path)
-        process = None if owner is None else owner.process()
+        process = None if owner is None else owner.process(run.path)
         if owner is None or process is None:
             raise UserError(f"no process of this machine trains in {run.name}")
         _need_signals()

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from pydantic_core import from_json
+
+from flowrl.utils.journal import open_line
+from flowrl.utils.untrusted import RefusedFile, open_regular
 
 LIMIT = 1000  # buckets of a metric
 MOST_NAMES = 2000  # metrics of a run; further ones are left out
@@ -172,14 +174,14 @@ class MetricsLog:
     def _read_piece(self) -> bool:
         """Parse one piece; return whether there may be more."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path, inside=self.path.parent) as file:
                 status = os.fstat(file.fileno())
                 known = (status.st_dev, status.st_ino)
                 if known != self._file or status.st_size < self.offset:
                     self._forget(known)
                 file.seek(self.offset)
                 data = file.read(PIECE)
-        except OSError:
+        except (OSError, RefusedFile):
             if self.offset:
                 self._forget((0, 0))
             return False
@@ -239,21 +241,11 @@ def _finite(value: float | None) -> float | None:
 
 
 def parse_lines(lines: Sequence[bytes]) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of metrics among `lines`, and how many others there are."""
+    """Return the lines of metrics among `lines`, and how many are damaged."""
     lines = [line for line in lines if line.strip()]
-    try:
-        found = from_json(b"[" + b",".join(lines) + b"]")
-    except ValueError:
-        found = [_parsed(line) for line in lines]
-    rows = [_numbers(row) for row in found if _has_step(row)]
-    return rows, max(0, len(lines) - len(rows))
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return from_json(line)
-    except ValueError:
-        return None
+    entries = [entry for line in lines if (entry := open_line(line)) is not None]
+    rows = [_numbers(entry) for entry in entries if _has_step(entry)]
+    return rows, len(lines) - len(rows)
 
 
 def _has_step(row: Any) -> bool:
@@ -290,7 +282,7 @@ class Glance:
     def look(self) -> None:
         """Read what was written since the last look."""
         try:
-            with open(self.path, "rb") as file:
+            with open_regular(self.path, inside=self.path.parent) as file:
                 status = os.fstat(file.fileno())
                 known = (status.st_dev, status.st_ino)
                 if known != self._file or status.st_size < self._offset:
@@ -304,7 +296,7 @@ class Glance:
                 self._offset = max(self._offset, status.st_size - TAIL)
                 file.seek(self._offset)
                 self._take(file.read(TAIL))
-        except OSError:
+        except (OSError, RefusedFile):
             self._forget((0, 0))
 
     def _forget(self, file: tuple[int, int]) -> None:

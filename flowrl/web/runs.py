@@ -22,6 +22,13 @@ from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.ledger import Event, Ledger
 from flowrl.training.owner import FILE as OWNER
 from flowrl.training.owner import owner_of
+from flowrl.utils.untrusted import (
+    RefusedFile,
+    is_readable,
+    open_regular,
+    parse_json,
+    read_tail,
+)
 from flowrl.web.metrics_log import Glance, MetricsLog, held_out_first
 
 CONFIG, METRICS, AUDITS = "config.yaml", "metrics.jsonl", "audits.jsonl"
@@ -68,7 +75,7 @@ class RunFiles:
         """Return what changes whenever something that people see here changes."""
         names = (METRICS, LEDGER, CONFIG, AUDITS, OWNER, "samples", "evaluations", "checkpoints")
         owner = owner_of(self.path)
-        alive = owner is not None and owner.process() is not None
+        alive = owner is not None and owner.process(self.path) is not None
         return (self.name, alive, *(_stamp(self.path / name) for name in names))
 
     def events(self) -> list[Event]:
@@ -77,9 +84,10 @@ class RunFiles:
         now = _stamp(path)
         if self._ledger[0] != now:
             try:
-                known = Ledger(self.path).events() if now[1] <= MOST_LEDGER else []
+                fits = now[1] <= MOST_LEDGER and is_readable(path, inside=self.path)
+                known = Ledger(self.path).events() if fits else []
                 found = [event for event in known if isinstance(event["event"], str)]
-            except OSError:
+            except (OSError, RefusedFile):
                 found = []
             self._ledger = now, found
         return self._ledger[1]
@@ -90,7 +98,7 @@ class RunFiles:
 
     def state(self) -> RunState:
         owner = owner_of(self.path)
-        if owner is not None and owner.process() is not None:
+        if owner is not None and owner.process(self.path) is not None:
             return RunState(name="running", pid=owner.pid)
         last = self.last("start", "resume", "stop")
         if last.get("event") == "stop":
@@ -115,15 +123,15 @@ class RunFiles:
         if found is None:
             try:
                 found = load_yaml(self.recipe_text(), CONFIG)
-            except UserError:
+            except (UserError, RecursionError):
                 found = None
         return found if isinstance(found, dict) else {}
 
     def recipe_text(self) -> str:
         try:
-            with open(self.path / CONFIG, "rb") as file:
+            with open_regular(self.path / CONFIG, inside=self.path) as file:
                 return file.read(100_000).decode(errors="replace")
-        except OSError:
+        except (OSError, RefusedFile):
             return ""
 
     def summary(self) -> dict[str, Any]:
@@ -246,18 +254,17 @@ class RunFiles:
     def audits(self) -> list[dict[str, Any]]:
         """Return the latest audits of cheap candidates, newest first."""
         try:
-            with open(self.path / AUDITS, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_AUDITS))
-                lines = file.read().splitlines()
-        except OSError:
+            data = read_tail(self.path / AUDITS, inside=self.path, limit=MOST_AUDITS)
+            lines = data.splitlines()
+        except (OSError, RefusedFile):
             return []
         found = []
         for line in lines[-MOST_ROWS:]:
             try:
-                audit = json.loads(line)
+                audit = parse_json(line, AUDITS)
                 told = {name: _text(audit[name], 400) for name in ("precision", "action", "text")}
                 found.append(told | {"iteration": _whole(audit["iteration"])})
-            except (ValueError, KeyError, TypeError, RecursionError):
+            except (UserError, KeyError, TypeError):
                 continue
         return found[::-1]
 
@@ -358,10 +365,11 @@ class _opened:
 
         try:
             self._file = safe_open(self.path, framework="np").__enter__()
-            said = json.loads((self._file.metadata() or {})["state"])
+            said = parse_json((self._file.metadata() or {})["state"], str(self.path))
             assert isinstance(said["prompts"], list) and isinstance(said["names"], list)
             return self._file, said
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, AssertionError,
+                UserError) as error:  # fmt: skip
             raise FileNotFoundError(str(self.path)) from error
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, trace: Any) -> None:

@@ -9,6 +9,7 @@ from flowrl.cli import main
 from flowrl.training.checkpoint import STATE
 from flowrl.training.ledger import Ledger
 from flowrl.utils.files import save_state
+from flowrl.utils.journal import seal_line
 
 
 def run(capsys, *words: str) -> tuple[int, str, str]:
@@ -72,7 +73,7 @@ def test_scores_are_shown_by_their_names_before_and_after(tmp_path, capsys, monk
     monkeypatch.setenv("COLUMNS", "150")
     write_run(tmp_path / "done", finished=True)
     lines = [{"step": 0, "eval/geneval": 0.25, "eval/ocr": 0.5}, {"step": 3, "eval/geneval": 0.75}]
-    text = "".join(json.dumps(line) + "\n" for line in lines)
+    text = "".join(seal_line(line).decode() + "\n" for line in lines)
     (tmp_path / "done" / "metrics.jsonl").write_text(text)
     out = run(capsys, "runs", str(tmp_path))[1]
     assert "geneval 0.250, ocr 0.500" in out and "geneval 0.750" in out and "{" not in out

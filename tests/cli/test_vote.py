@@ -8,6 +8,7 @@ from PIL import Image
 from flowrl.cli import main
 from flowrl.cli.vote import _target
 from flowrl.errors import UserError
+from flowrl.utils.journal import append_line
 
 
 def test_the_first_word_names_a_recipe_a_run_or_a_folder_of_images(tmp_path, monkeypatch):
@@ -32,7 +33,7 @@ def write_votes(folder):
         Image.new("RGB", (8, 8), (k, k, k)).save(samples / f"{k:04d}.png")
     names = [f"00000/samples/{k:04d}.png" for k in range(2)]
     vote = {"prompt": "a star", "first": names[0], "second": names[1], "choice": "second"}
-    (folder / "votes.jsonl").write_text(json.dumps(vote) + "\n")
+    append_line(folder / "votes.jsonl", vote)
 
 
 def test_votes_are_exported_without_a_recipe_and_trained_on_with_one(tmp_path, monkeypatch, capsys):

@@ -179,9 +179,9 @@ def test_a_folder_in_use_names_its_process_and_is_refused_to_another_until_that_
             with pytest.raises(UserError, match="in use"), claim(tmp_path, resume=resume):
                 pass
         owner = owner_of(tmp_path)
-        assert owner and owner.pid == holder.pid and owner.process() is not None
+        assert owner and owner.pid == holder.pid and owner.process(tmp_path) is not None
         holder.kill()
-    assert owner_of(tmp_path) == owner and owner.process() is None
+    assert owner_of(tmp_path) == owner and owner.process(tmp_path) is None
     with claim(tmp_path, resume=None):
         own = owner_of(tmp_path)
         assert own and own.pid == os.getpid()

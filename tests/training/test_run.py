@@ -20,7 +20,7 @@ from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG, STATE
 from flowrl.training.evaluate import Evaluation
-from flowrl.training.tracking import read_lines, read_metrics
+from flowrl.training.tracking import read_metrics, read_rows
 from flowrl.utils.distributed import Runtime
 from flowrl.utils.files import load_state, write_text
 
@@ -82,7 +82,7 @@ def assert_same_run(folder: Path, expected: Path) -> None:
     ours, theirs = lora(folder), lora(expected)
     assert ours.keys() == theirs.keys()
     assert [k for k in ours if not torch.equal(ours[k], theirs[k])] == []
-    lines = read_lines(folder / "metrics.jsonl")
+    lines = read_rows(folder)
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == list(range(1, ITERATIONS + 1))
     for a, b in zip(read_metrics(folder), read_metrics(expected), strict=True):

@@ -1,6 +1,7 @@
 """A vote that was cast is there, whatever happens to the program."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,8 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.offline.pairs import read_pairs
-from flowrl.voting.ballot import FILE, Ballot, Vote, write_pairs
+from flowrl.voting.ballot import FILE, Ballot, Vote, locked_folder, write_pairs
+from flowrl.voting.candidates import read_candidates
 
 
 def vote(choice, number=0):
@@ -28,14 +30,33 @@ def test_votes_are_read_back_and_the_last_can_be_taken_back(tmp_path):
     assert Ballot(tmp_path / "none").undo() is None
 
 
-def test_a_line_that_was_cut_off_is_no_vote_and_spoils_none(tmp_path):
-    ballot = Ballot(tmp_path)
-    ballot.cast(vote("first", 1))
-    with open(tmp_path / FILE, "ab") as file:
-        file.write(b'{"prompt": "a ca')
-    again = Ballot(tmp_path)
-    again.cast(vote("second", 2))
-    assert [v.first for v in Ballot(tmp_path).votes] == ["1.png", "2.png"]
+def test_a_second_vote_on_one_folder_is_refused_and_leftovers_are_swept(tmp_path):
+    folder = tmp_path / "votes"
+    folder.mkdir()
+    half = folder / ".features.safetensors.abcd1234.tmp"
+    half.touch()
+    with locked_folder(folder):
+        assert not half.exists()
+        hold = "import sys, pathlib; from flowrl.voting.ballot import locked_folder\n"
+        hold += "with locked_folder(pathlib.Path(sys.argv[1])): pass"
+        second = subprocess.run([sys.executable, "-c", hold, str(folder)], capture_output=True)
+        assert second.returncode and b"in use by another flowrl vote" in second.stderr
+    with locked_folder(folder):
+        pass
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/dev/zero", "pipe.png", "link.png"])
+def test_images_outside_of_the_folder_and_pipes_are_refused(tmp_path, name):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "secret.png")
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    os.mkfifo(folder / "pipe.png")
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    rows = [{"file_name": file, "prompt": "a cat"} for file in ("a.png", name)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=name.rpartition("/")[2]):
+        read_candidates(folder, None)
 
 
 def test_a_killed_program_loses_no_vote_that_it_had_answered(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from PIL import Image
 from flowrl.bench.ui import chromium, find_chromium
 from flowrl.training.evaluate import Evaluation
 from flowrl.training.ledger import Ledger
+from flowrl.utils.journal import seal_line
 
 RECIPE = {
     "pipeline": {"path": "tiny-sd3"},
@@ -47,7 +47,7 @@ def make_folder_in() -> Callable[..., Path]:
         lines = [{"step": 0, "eval/brightness": 0.25}]
         lines += [{"step": i, "reward/mean": i / 10, "loss": 0.5} for i in range(1, 5)]
         lines += [{"step": 4, "eval/brightness": 0.75}]
-        text = "".join(json.dumps(line) + "\n" for line in lines)
+        text = "".join(seal_line(line).decode() + "\n" for line in lines)
         (folder / "metrics.jsonl").write_text(text)
         (folder / "config.yaml").write_text("run:\n  iterations: 8\n")
         for step in (0, 4):

@@ -5,6 +5,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from flowrl.bench.ui import write_run
+from flowrl.utils.journal import seal_line
 from flowrl.web.app import POLICY, STATIC, make_app
 
 TOKEN = "a-token"
@@ -88,14 +89,14 @@ def test_what_has_not_changed_is_not_sent_again(client, tmp_path):
         again = ask(client, path, headers=tag)
         assert (again.status_code, again.content) == (304, b""), path
         with open(tmp_path / "runs" / "run" / "metrics.jsonl", "a") as file:
-            file.write('{"step": 5, "loss": 0.25}\n')
+            file.write(seal_line({"step": 5, "loss": 0.25}).decode() + "\n")
         now = ask(client, path, headers=tag)
         assert now.status_code == (304 if path == "/api/jobs" else 200), path
 
 
 def test_a_long_file_is_read_over_several_answers(client, tmp_path, monkeypatch):
     monkeypatch.setattr("flowrl.web.app.BUDGET", 1)
-    monkeypatch.setattr("flowrl.web.metrics_log.PIECE", 100)
+    monkeypatch.setattr("flowrl.web.metrics_log.PIECE", 200)
     found = [ask(client, "/api/curves?run=run&metric=reward/mean").json() for _ in range(6)]
     assert [one["whole"] for one in found] == sorted(one["whole"] for one in found)
     assert not found[0]["whole"] and found[-1]["whole"]

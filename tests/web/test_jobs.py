@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from flowrl.errors import UserError
-from flowrl.training.owner import owned
+from flowrl.training.checkpoint import LATEST, claim
 from flowrl.web import jobs as module
 from flowrl.web.jobs import Jobs, checked_changes, checked_recipe
 from flowrl.web.runs import RunFiles
@@ -22,6 +22,7 @@ import json, os, psutil, signal, socket, sys, time
 folder, got = sys.argv[1], []
 signal.signal(signal.SIGTERM, lambda number, frame: got.append(number))
 own = {"pid": os.getpid(), "began": psutil.Process().create_time(), "host": socket.gethostname()}
+lock = open(folder + "/.lock", "w")
 open(folder + "/.owner.json", "w").write(json.dumps(own))
 open(folder + "/ready", "w").close()
 while not os.path.exists(folder + "/enough"):
@@ -135,7 +136,7 @@ def test_a_run_is_resumed_from_its_checkpoint_unless_it_trains_or_has_none(make_
     with pytest.raises(UserError, match="is being resumed"):
         jobs.resume(run)
     resumed.process.ended = 0
-    with owned(run.path), pytest.raises(UserError, match="is running"):
+    with claim(run.path, resume=LATEST), pytest.raises(UserError, match="is running"):
         jobs.resume(run)
     (run.path / "checkpoints" / "step-000004" / "state.safetensors").unlink()
     with pytest.raises(UserError, match="no checkpoint"):

@@ -17,6 +17,7 @@ from flowrl.training.ledger import Ledger
 from flowrl.training.owner import owner_of
 from flowrl.training.tracking import read_metrics
 from flowrl.utils.files import load_state
+from flowrl.utils.journal import seal_line
 from flowrl.web import app
 from flowrl.web.app import BUDGET
 from flowrl.web.metrics_log import PIECE
@@ -91,7 +92,7 @@ def test_a_value_appears_after_it_is_logged_and_its_curve_ends_there(
         assert names[0] == "brightness, held-out"  # before those of training
         for step in (5, 6):
             with open(folder / "metrics.jsonl", "a") as file:
-                file.write(json.dumps({"step": step, "reward/mean": step / 8}) + "\n")
+                file.write(seal_line({"step": step, "reward/mean": step / 8}).decode() + "\n")
             events.append("written")
             want = f"at {step}: {step / 8}"
             page.wait_for_function(
@@ -119,7 +120,7 @@ def test_a_run_tells_how_it_ended_and_what_to_worry_about(page, make_folder_in, 
     for name, (stop, _) in ends.items():
         make_folder_in(root, name, stop=stop)
     with open(root / "killed" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 5, "reward/missing/ocr": 0.25}) + "\n")
+        file.write(seal_line({"step": 5, "reward/missing/ocr": 0.25}).decode() + "\n")
     audit = {"iteration": 3, "precision": "nvfp4", "action": "keep", "text": "rho is 0.8"}
     (root / "killed" / "audits.jsonl").write_text(json.dumps(audit) + "\n")
     with serve(root) as address:
@@ -150,7 +151,7 @@ def test_hostile_names_prompts_and_words_are_text_and_what_is_missing_is_said(
     name = HOSTILE.replace("/", "")
     folder = make_folder_in(root, name, prompts=prompts, stop=stop)
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": 5, f"eval/{HOSTILE[:40]}": 1.0}) + "\n")
+        file.write(seal_line({"step": 5, f"eval/{HOSTILE[:40]}": 1.0}).decode() + "\n")
     (folder / "samples" / "step-000004.png").write_bytes(b"\x89PNG\r\n\x1a\nno image")
     (folder / "samples" / "step-000006.png").write_text(HOSTILE)
     (folder / "evaluations" / "step-000008.safetensors").write_text(HOSTILE)
@@ -450,7 +451,7 @@ def test_a_recipe_is_planned_started_watched_stopped_and_resumed_bit_for_bit(pag
             stop_by_the_button(page, "reward/mean", first + 1)
             last = stopped_at(folder, 2)
     finally:
-        if (owner := owner_of(folder)) and (process := owner.process()):
+        if (owner := owner_of(folder)) and (process := owner.process(folder)):
             process.send_signal(signal.SIGKILL)
     assert last > first + 1 >= 3
     whole = tmp_path / "whole"

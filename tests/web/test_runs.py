@@ -9,8 +9,10 @@ import sys
 import psutil
 import pytest
 
+from flowrl.errors import UserError
+from flowrl.training.checkpoint import LATEST, claim
 from flowrl.training.owner import FILE as OWNER
-from flowrl.training.owner import owned
+from flowrl.web.jobs import Jobs
 from flowrl.web.metrics_log import MetricsLog
 from flowrl.web.runs import RunFiles, RunFolders, recipe_differences
 
@@ -29,7 +31,7 @@ def test_the_state_is_what_ledger_and_process_say(make_folder):
     for name, stop in ends.items():
         run = run_of(make_folder(name, stop=stop))
         assert run.state().name == name
-        with owned(run.path):
+        with claim(run.path, resume=LATEST):
             assert run.state().name == "running" and run.state().pid == os.getpid()
         assert run.state().name == name
     assert run_of(make_folder("again", stop=ends["failed"])).state().detail == "ValueError: no"
@@ -141,3 +143,48 @@ def test_long_texts_are_cut(make_folder):
                                                            "detail": "y" * 10**6}))  # fmt: skip
     assert len(run.held_out(4)["prompts"][0]) < 2100 and len(run.state().detail) < 2100
     assert all(len(json.dumps(event)) < 5000 for event in run.told_events())
+
+
+def test_pipes_and_links_out_of_a_run_stop_nothing_and_show_nothing(make_folder, tmp_path):
+    names = ("metrics.jsonl", "config.yaml", "ledger.jsonl", "audits.jsonl", OWNER)
+    secret = tmp_path / "secret"
+    secret.write_text("secret: 1\n")
+    for kind in ("pipe", "link"):
+        folder = make_folder(kind)
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            if kind == "pipe":
+                os.mkfifo(folder / name)
+            else:
+                (folder / name).symlink_to(secret)
+        run = run_of(folder)
+        log = MetricsLog(folder / "metrics.jsonl")
+        assert log.read(10**6) and not log.series
+        text = json.dumps([run.stamp(), run.summary(), run.details(log), run.recipe_text()])
+        assert "secret" not in text
+
+
+def test_a_forged_owner_names_no_process_that_has_not_the_runs_lock(make_folder):
+    folder = make_folder()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        try:
+            began = psutil.Process(child.pid).create_time()
+            owner = {"pid": child.pid, "began": began, "host": socket.gethostname()}
+            (folder / OWNER).write_text(json.dumps(owner))
+            (folder / ".lock").touch()
+            assert run_of(folder).state().name != "running"
+            with pytest.raises(UserError, match=folder.name):
+                Jobs(folder.parent).stop(run_of(folder))
+            assert child.poll() is None
+        finally:
+            child.kill()
+
+
+def test_deep_yaml_and_json_are_left_out(make_folder):
+    folder = make_folder()
+    (folder / "ledger.jsonl").unlink()
+    (folder / "config.yaml").write_text("[" * 90_000)
+    (folder / "audits.jsonl").write_text("[" * 10**6)
+    (folder / OWNER).write_text("[" * 4000)
+    run = run_of(folder)
+    assert run.recipe() == {} and run.audits() == [] and run.state().name != "running"

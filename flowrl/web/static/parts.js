@@ -65,11 +65,16 @@ export function signed(change) {
   return `${change < 0 ? "" : "+"}${format(change)}`;
 }
 
+// A value by its name. A metric may be called constructor, which every object has.
+export function lookup(values, name) {
+  return values && Object.hasOwn(values, name) ? values[name] : undefined;
+}
+
 // Base and last value of what was measured on held-out prompts.
 export function heldOut(run, most = 3) {
   const names = Object.keys(run.held_out).filter((name) => name.split("/").length === 2);
   return names.slice(0, most).map((name) => {
-    const [base, last] = [run.base[name], run.held_out[name]];
+    const [base, last] = [lookup(run.base, name), run.held_out[name]];
     const known = typeof base === "number" && typeof last === "number";
     const change = known && run.held_out_step > 0 ? ` (${signed(last - base)})` : "";
     const text = run.held_out_step > 0 ? `${format(base)} to ${format(last)}${change}` : format(base);
@@ -144,7 +149,7 @@ export class Curves {
       }
       if (!this.last) continue;
       const series = this.runs.map((run, index) => {
-        const found = this.last.runs[run]?.[name];
+        const found = lookup(lookup(this.last.runs, run), name);
         return found ? { label: run, index, ...found } : null;
       }).filter(Boolean);
       this.charts.get(name).show(series, this.smooth.checked && !name.startsWith("eval/"));

@@ -212,7 +212,7 @@ class Failures extends Section {
   content(run) {
     const words = { "reward/invalid": "left out of training", "reward/stand_in": "with a stand-in" };
     const rows = run.metrics
-      .filter(([name, its]) => (name.startsWith("reward/missing/") || name in words) && its.mean > 0)
+      .filter(([name, its]) => (name.startsWith("reward/missing/") || Object.hasOwn(words, name)) && its.mean > 0)
       .map(([name, its]) => [words[name] ?? name.slice("reward/missing/".length), share(its.mean), share(its.last)]);
     return {
       key: rows,
