@@ -36,7 +36,9 @@ class PromptRecord:
 def load_prompts(
     source: str | Path, *, limit: int | None = None, split: str = "train"
 ) -> list[PromptRecord]:
-    """Load a .txt file (one prompt a line), a .jsonl file, a data set or "tiny:KIND:SPLIT".
+    """Load a .txt file (one prompt a line), a table, a data set or "tiny:KIND:SPLIT".
+
+    A table is a .jsonl, .json, .csv or .tsv file; "FILE.csv:COLUMN" names the column of texts.
 
     A JSONL row has "prompt" (or "text") and may have "negative" (or "negative_prompt") and a list
     "paraphrases"; its other keys become metadata, those in an object "metadata" too. A folder with

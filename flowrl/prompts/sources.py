@@ -1,10 +1,12 @@
-"""Where prompts come from: .txt and .jsonl files, data sets, the tiny world. Rows are dicts.
+"""Read prompts from text files, tables, data sets and the tiny world. Rows are dicts.
 
 Text and JSON lines are not read by `datasets`: it gives a column one type, so 2024-01-01 becomes a
 date and 2 becomes 2.0, prompts change their uids, and errors lose their line numbers.
 """
 
+import csv
 import functools
+import io
 import json
 import re
 import tempfile
@@ -15,10 +17,14 @@ from typing import Any
 
 from flowrl.errors import UserError
 from flowrl.utils.fields import check_unicode
+from flowrl.utils.untrusted import parse_json, read_text
 
 TINY, HUB = "tiny:", "hf:"
 SPLITS = ("train", "test")
-COLUMNS = ("prompt", "text", "caption")  # the first of these that there is
+COLUMNS = ("prompt", "text", "caption", "prompts", "prompt_en")  # the first of these, in any case
+TABLES = (".jsonl", ".json", ".csv", ".tsv")  # text files with columns
+WITH_COLUMN = re.compile(r"(.+\.(?:jsonl|json|csv|tsv)):([^:/\\]+)", re.IGNORECASE)
+MAX_FILE = 2**30  # bytes of a file of prompts
 JSON_TYPES = ("string", "large_string", "bool", "int", "uint", "float", "null")  # Arrow's names
 
 
@@ -32,11 +38,13 @@ def read_rows(source: str | Path, *, split: str = "train") -> Iterator[dict]:
     name, path = str(source), Path(source)
     if name.startswith(TINY):
         return _tiny(name)
-    if (found := _of_split(path, split)) is not None:
-        return _file(found)
+    if match := WITH_COLUMN.fullmatch(name):
+        return _file(Path(match[1]), match[2])
+    if (file := _of_split(path, split)) is not None:
+        return _file(file)
     if path.is_dir() and (table := path / f"{split}.parquet").is_file():  # verl's folders
         name, path = str(table), table
-    if name.startswith(HUB) or path.suffix in (".parquet", ".arrow") or path.is_dir():
+    if name.startswith(HUB) or path.suffix.lower() in (".parquet", ".arrow") or path.is_dir():
         rows = read_dataset(name.removeprefix(HUB), hub=name.startswith(HUB))
         return (check_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1))
     return _file(path)
@@ -78,33 +86,83 @@ def _tiny(source: str) -> Iterator[dict]:
     return (prompt for prompt in chain.from_iterable(turns) if prompt is not None)
 
 
-def _file(path: Path) -> Iterator[dict]:
-    if path.suffix not in (".txt", ".jsonl"):
+def _file(path: Path, column: str = "") -> Iterator[dict]:
+    """Yield the rows of a text file; column: of its texts, "" for the first of COLUMNS."""
+    kind = path.suffix.lower()
+    if kind not in (".txt", *TABLES):
         raise UserError(
-            f"cannot read prompts {str(path)!r}: use a .txt file (one prompt a line), a .jsonl "
-            "file (one object with 'prompt' a line), a data set (hf:NAME, or a .parquet file) or "
+            f"cannot read prompts {str(path)!r}: use a .txt file (one prompt a line), a .jsonl, "
+            ".json, .csv or .tsv file, a data set (hf:NAME, or a .parquet file) or "
             "tiny:geneval:train"
         )
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(f"cannot read prompts {path}: {reason}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            is_text = path.suffix == ".txt"
-            yield {"prompt": line.strip()} if is_text else _json(line, f"{path}, line {number}")
+        text = read_text(path, limit=MAX_FILE)
+    except OSError as error:
+        raise UserError(f"cannot read prompts {path}: {error.strerror}") from error
+    except UserError as error:
+        raise UserError(f"cannot read prompts: {error}") from error
+    if kind == ".txt":
+        yield from ({"prompt": line.strip()} for line in text.split("\n") if line.strip())
+        return
+    read = {".jsonl": _json_lines, ".json": _json_rows}.get(kind, _table_rows)
+    for where, row in read(text, path):
+        yield check_row(_with_prompt(row, where, column), where)
 
 
-def _json(line: str, where: str) -> dict:
+def _json_lines(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            yield where, json.loads(line)
+        except (ValueError, RecursionError) as error:  # or a number of very many digits
+            reason = getattr(error, "msg", "a value is nested too deeply, or a number too long")
+            raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
+
+
+def _json_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a list of prompts (HPDv2) or objects (HPDv3), or the objects by name (GenAI-Bench)."""
+    content = parse_json(text, str(path))
+    if isinstance(content, dict):
+        content = list(content.values())
+    if not isinstance(content, list):
+        raise UserError(f"{path}: expected a list of prompts or of objects")
+    for number, row in enumerate(content, start=1):
+        yield f"{path}, row {number}", {"prompt": row} if isinstance(row, str) else row
+
+
+def _table_rows(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a .csv or .tsv file (DrawBench, Parti, OneIG); empty cells are left out."""
+    tabs = path.suffix.lower() == ".tsv"
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # or of very many digits, or nested very deeply
-        reason = getattr(error, "msg", "a value is nested too deeply, or a number too long")
-        raise UserError(f"{where}: not valid JSON ({reason}), expected an object") from error
-    if isinstance(row, dict) and "prompt" not in row and "text" in row:
-        row["prompt"] = row.pop("text")
-    return check_row(row, where)
+        # A .tsv file has no quoting: Parti's prompts begin with quotes that never end.
+        quoting = csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL
+        rows = csv.DictReader(
+            io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", quoting=quoting
+        )
+        for number, row in enumerate(rows, start=1):
+            where = f"{path}, row {number}"
+            if None in row:
+                raise UserError(f"{where}: it has more cells than the header: quote its commas")
+            yield where, {name: cell for name, cell in row.items() if cell}
+    except csv.Error as error:
+        raise UserError(f"{path}: not a table that can be read: {error}") from error
+
+
+def _with_prompt(row: Any, where: str, column: str) -> Any:
+    """Return a row with its text under "prompt". Raises UserError for several that could be it."""
+    if not isinstance(row, dict) or (not column and "prompt" in row):
+        return row
+    names = [column] if column in row else []
+    for usual in () if column else COLUMNS:
+        names = names or [name for name in row if name.lower() == usual]
+    if len(names) != 1:
+        columns = ", ".join(map(str, row))
+        which = f"no {column!r}" if column else "no column of texts, or several,"
+        raise UserError(f"{where}: {which} among {columns}: name the column, as in FILE.csv:COLUMN")
+    rest = {name: value for name, value in row.items() if name not in (names[0], "prompt")}
+    return {"prompt": row[names[0]]} | rest
 
 
 def check_row(row: object, where: str) -> dict:
@@ -249,7 +307,8 @@ def _open(place: str, split: str, cache: str) -> Any:
 def _select(table: Any, place: str, split: str, column: str) -> tuple[Any, str]:
     """Return the table with only columns that JSON can hold, and the name of that of texts."""
     names = list(table.features)
-    chosen = column or next((c for c in COLUMNS if c in names), "")
+    usual = (name for c in COLUMNS for name in names if name.lower() == c)
+    chosen = column or next(usual, "")
     if chosen not in names:
         wanted = f"{column!r}" if column else f"one of {', '.join(COLUMNS)}"
         raise UserError(

@@ -51,7 +51,7 @@ def test_prompts_that_cannot_be_read_or_used_are_refused(tmp_path):
     # A malformed file is an error that says where.
     for name, content, message in [
         ("p.jsonl", '{"prompt": "a"}\n{"prompt": ', "line 2: not valid JSON"),
-        ("p.jsonl", '{"caption": "a"}', 'line 1: expected an object with a text under "prompt"'),
+        ("p.jsonl", '{"title": "a"}', "line 1: no column"),
         ("p.jsonl", "[1]", "expected an object"),
         ("p.jsonl", '{"prompt": " "}', "expected an object"),
         ("p.jsonl", '{"prompt": "a", "negative": 3}', "must be a text"),
@@ -60,7 +60,8 @@ def test_prompts_that_cannot_be_read_or_used_are_refused(tmp_path):
         ("p.jsonl", '{"prompt": "a", "paraphrases": [" "]}', "that are not empty"),
         ("p.jsonl", '{"prompt": "a", "paraphrases": null}', "must be a list of texts"),
         ("p.txt", "\n\n", "holds no prompts"),
-        ("p.csv", "a", ".txt file"),
+        ("p.csv", "prompt", "holds no prompts"),
+        ("p.xls", "a", ".txt file"),
     ]:
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError) as error:
