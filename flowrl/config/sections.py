@@ -124,8 +124,8 @@ class PromptOptions(Options):
 
     train: Text = option(
         ...,
-        "A .txt file (one prompt a line), a .jsonl file (`prompt` and metadata), or a built-in "
-        "split such as tiny:geneval:train.",
+        "A .txt file (one prompt a line), a .jsonl, .json, .csv or .tsv file (`prompt` and "
+        "metadata; FILE.csv:COLUMN names another column), or a split such as tiny:geneval:train.",
     )
     balance: Text | None = option(
         None, "A metadata key, for example tag, whose values are sampled equally often."
