@@ -17,8 +17,8 @@ from torch import Tensor
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
-from flowrl.build.backbone import with_pipeline_family
-from flowrl.build.learner import (
+from flowrl.assembly.backbone import with_pipeline_family
+from flowrl.assembly.learner import (
     PRECISION,
     ProvidedObjects,
     all_prompts_to_encode,
@@ -37,11 +37,11 @@ from flowrl.build.learner import (
     training_prompts,
     with_pipeline_name,
 )
-from flowrl.build.offline import dataset_metadata
-from flowrl.build.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
-from flowrl.build.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
-from flowrl.build.text import TextCaches, prompts_to_encode
-from flowrl.build.worker import build_pool
+from flowrl.assembly.offline import dataset_metadata
+from flowrl.assembly.rollout import RolloutParts, build_preview_generator, plan_at, preview_layers
+from flowrl.assembly.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
+from flowrl.assembly.text import TextCaches, prompts_to_encode
+from flowrl.assembly.worker import build_pool
 from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from flowrl.build.backbone import call_settings
+from flowrl.assembly.backbone import call_settings
 from flowrl.config import Config, load_config
 from flowrl.evaluation.drawing import Drawing, DrawingOptions
 from flowrl.prompts.records import PromptRecord, PromptSampler, load_prompts

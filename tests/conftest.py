@@ -134,7 +134,7 @@ def make_learner(
     tiny_config: Callable[..., Config], load_tiny: Callable[..., Any]
 ) -> Callable[..., Learner]:
     """A learner on a fresh tiny pipeline, changed as `tiny_config` is."""
-    from flowrl.build.learner import ProvidedObjects, build_learner
+    from flowrl.assembly.learner import ProvidedObjects, build_learner
     from flowrl.utils.distributed import Runtime
 
     def make(
@@ -158,7 +158,7 @@ def make_run(
 
     resume: the state of the checkpoint that it goes on from; evaluator: in place of its own.
     """
-    from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner, build_run
+    from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
     from flowrl.config import config_yaml
     from flowrl.training.checkpoint import CONFIG
     from flowrl.utils.distributed import Runtime

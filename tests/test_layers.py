@@ -22,7 +22,7 @@ LAYERS = [
     {"scoring"},
     {"sampling", "objectives"},
     {"training", "offline"},
-    {"build"},
+    {"assembly"},
     {"export", "planning"},
     {"evaluation", "web"},
     {"bench", "api", "verify"},

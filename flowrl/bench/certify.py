@@ -295,7 +295,7 @@ def _rewards() -> Result:
 
     A process for each GPU, which sees that one alone; all places have to give the same scores.
     """
-    from flowrl.build.learner import build_rewards
+    from flowrl.assembly.learner import build_rewards
     from flowrl.config import parse_config
 
     cards, target = torch.cuda.device_count(), f"{__name__}:NetworkReward"

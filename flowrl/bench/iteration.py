@@ -26,8 +26,8 @@ from flowrl.bench.timing import (
     spread,
     watched,
 )
-from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.build.work_split import split_work
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
+from flowrl.assembly.work_split import split_work
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.duration import forward_of, forward_operations

@@ -20,7 +20,7 @@ from flowrl.bench.iteration import RandomTexts
 from flowrl.bench.random_model import move
 from flowrl.bench.rollout import sampler, with_random_rewards
 from flowrl.bench.timing import TimedTurn, TimedTurns, compare_turns, device_name, time_turns
-from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.config import Config, parse_config
 from flowrl.planning.model_specs import build_pipeline, model_spec
 from flowrl.sampling.rollout import Timer, decode

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
-from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.functional.full_batches import RowCount, counted_rows

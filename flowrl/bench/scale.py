@@ -22,8 +22,8 @@ import torch
 from flowrl.backbones.policy import POLICY
 from flowrl.bench.rollout import training_passes, with_random_rewards
 from flowrl.bench.timing import best_of
-from flowrl.build.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.build.worker import build_pool
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
+from flowrl.assembly.worker import build_pool
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer

@@ -29,7 +29,7 @@ from flowrl.bench.timing import (
     spread,
     watched,
 )
-from flowrl.build.rollout import EXPLORING
+from flowrl.assembly.rollout import EXPLORING
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.planning.model_specs import model_spec

@@ -160,7 +160,7 @@ def _rows(found: "Plan") -> str:
 
 
 def _uneven(found: "Plan") -> str:
-    from flowrl.build.work_split import nearest_gpus, nearest_prompts
+    from flowrl.assembly.work_split import nearest_gpus, nearest_prompts
 
     geometry = found.geometry
     busy = ", ".join(f"{share:.0%} of {phase}" for phase, share in geometry.busy.items())
@@ -173,7 +173,7 @@ def _uneven(found: "Plan") -> str:
 
 
 def _padded(found: "Plan") -> str:
-    from flowrl.build.work_split import nearest_batches
+    from flowrl.assembly.work_split import nearest_batches
 
     geometry = found.geometry
     sizes = " or ".join(map(str, nearest_batches(geometry.load, geometry.gpus)))

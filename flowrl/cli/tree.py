@@ -10,11 +10,9 @@ from flowrl.cli._console import print_table
 from flowrl.errors import UserError
 
 if TYPE_CHECKING:
-    from flowrl.trees.optimal import Choice
     from flowrl.trees.plan import TreePlan
 
 PLAIN = {"gain": 1.0, "length": 1, "strides": "1"}  # columns left out where all rows have these
-WITH_SPLITS = ("branch_grpo", "branch_grpo_mix")
 
 
 def tree(
@@ -37,10 +35,6 @@ def tree(
     prompts: Annotated[int, typer.Option(min=1, help="Prompts, in the numbers.")] = 1,
     iteration: Annotated[int, typer.Option(min=0, help="Of the training; windows move.")] = 0,
     seed: Annotated[int, typer.Option(help="Of random windows.")] = 0,
-    budget: Annotated[
-        int | None,
-        typer.Option(min=1, help="Forwards of a prompt: choose the best splits within it."),
-    ] = None,
     image: Annotated[Path | None, typer.Option(help="Also draw the tree as this PNG.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -56,8 +50,6 @@ def tree(
 
       flowrl tree branch_grpo splits=[0,5,10,15] --steps 20 --leaves 16
 
-      flowrl tree branch_grpo --leaves 16 --budget 160
-
       flowrl tree tree_grpo branch=3 window.size=2 --leaves 9 --iteration 5
 
       flowrl tree tempflow at=[0,4,8] width=4 --leaves 24 --image comb.png
@@ -70,17 +62,13 @@ def tree(
         return
     options = _options(preset, changes or [])
     try:
-        chosen = None if budget is None else _choose(preset, options, steps, leaves or 16, budget)
-        splits = {} if chosen is None else {"splits": list(chosen.splits)}
-        section: Any = _section(preset, options | splits)
+        section: Any = _section(preset, options)
         plan = _plan(section, leaves, iteration=iteration, steps=steps, seed=seed)
     except PlanError as error:
         raise UserError(f"{error}.") from error
     if as_json:
         print(json.dumps(_as_json(section, plan, prompts)))
     else:
-        if chosen is not None:
-            _show_choice(chosen, budget, steps)
         _show(plan, prompts)
         _show_recipe(section, plan)
     if image is not None:
@@ -138,26 +126,6 @@ def _section(preset: str, options: dict[str, Any]) -> Any:
         raise UserError(format_errors(kind, error)) from error
 
 
-def _choose(preset: str, options: dict[str, Any], steps: int, leaves: int, budget: int) -> "Choice":
-    """Return the best splits. Raises UserError where there are none to choose."""
-    from flowrl.trees.optimal import best_splits
-
-    if preset not in WITH_SPLITS:
-        raise UserError(
-            f"--budget chooses splits, and {preset} has none: use {' or '.join(WITH_SPLITS)}."
-        )
-    if "splits" in options:
-        raise UserError("Got splits and --budget, which chooses them: leave one of them out.")
-    branch = _section(preset, options).branch
-    found = best_splits(steps, leaves, budget, branch=branch, roots=None)
-    if not found.splits:
-        raise UserError(
-            f"Within {budget} forwards {leaves} separate chains are the best: use flow_grpo, or a "
-            f"--budget below {found.forwards}."
-        )
-    return found
-
-
 def _totals(plan: "TreePlan", prompts: int) -> dict[str, float]:
     from dataclasses import asdict
 
@@ -180,15 +148,6 @@ def _as_json(section: Any, plan: "TreePlan", prompts: int) -> dict[str, Any]:
         "rows": table(plan, prompts),
         "totals": _totals(plan, prompts),
     }
-
-
-def _show_choice(chosen: "Choice", budget: int | None, steps: int) -> None:
-    trees = "1 tree" if chosen.roots == 1 else f"{chosen.roots} trees"
-    typer.echo(
-        f"The best within {budget} forwards: splits={list(chosen.splits)}, {trees} a prompt; "
-        f"siblings differ\nin {chosen.unshared:.3g} of {steps} steps, the harmonic mean over "
-        "splits.\n"
-    )
 
 
 def _show_recipe(section: Any, plan: "TreePlan") -> None:

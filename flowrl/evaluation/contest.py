@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
-from flowrl.build.learner import (
+from flowrl.assembly.learner import (
     ProvidedObjects,
     build_evaluated_pipeline,
     build_evaluator,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flowrl.backbones.loading import DTYPES
-from flowrl.build.text import ROWS, rows_first
+from flowrl.assembly.text import ROWS, rows_first
 from flowrl.errors import UserError
 from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
 from flowrl.planning.model_specs import ModelSpec, build_network

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.loading import TINY, pipeline_path
-from flowrl.build.backbone import FAMILIES
+from flowrl.assembly.backbone import FAMILIES
 from flowrl.errors import UserError
 
 CLIP_TOKENS = 77

@@ -12,8 +12,8 @@ from typing import Any
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.sd3 import dual_targets
 from flowrl.backbones.text_cache import CAPACITY
-from flowrl.build.backbone import backbone_class
-from flowrl.build.work_split import (
+from flowrl.assembly.backbone import backbone_class
+from flowrl.assembly.work_split import (
     IterationWork,
     WorkSplit,
     iteration_work,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowrl.build.work_split import IterationWork
+from flowrl.assembly.work_split import IterationWork
 from flowrl.config import Config
 from flowrl.config.rewards import HTTPOptions, InlineOptions, PoolOptions, RewardOptions
 from flowrl.planning.dry_run import inspect_reward

@@ -3,7 +3,7 @@
 `WorkerPool` keeps so many workers, asks each unit of one of them, and of another one when that one
 dies or is slow: an answer is a function of its unit, so that the first one counts and the others
 are dropped. `RemoteGenerator` is a `RolloutGenerator` that asks a pool. Who the workers are is told
-by a `Cluster`; Ray's is in `flowrl/build/worker.py`.
+by a `Cluster`; Ray's is in `flowrl/assembly/worker.py`.
 """
 
 import functools

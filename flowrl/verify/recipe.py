@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from flowrl.build.backbone import build_backbone
-from flowrl.build.learner import (
+from flowrl.assembly.backbone import build_backbone
+from flowrl.assembly.learner import (
     ProvidedObjects,
     build_learner,
     layers_given_back,

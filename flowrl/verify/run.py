@@ -11,7 +11,7 @@ import torch
 
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.lora_formats import FILE
-from flowrl.build.learner import (
+from flowrl.assembly.learner import (
     ProvidedObjects,
     build_learner,
     build_run,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flowrl.api import align, collect_pairs
 from flowrl.backbones.loading import load_pipeline
-from flowrl.build.backbone import call_settings
-from flowrl.build.learner import ProvidedObjects, build_backbone, training_prompts
+from flowrl.assembly.backbone import call_settings
+from flowrl.assembly.learner import ProvidedObjects, build_backbone, training_prompts
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import SETTINGS, DrawingOptions, draw_prompts

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flowrl.build.learner import ProvidedObjects, evaluation_prompts
+from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts
 from flowrl.config import Config
 from flowrl.prompts.overlap import plain_text, request_of
 from flowrl.prompts.records import PromptSampler

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from flowrl import api
 from flowrl.backbones.loading import load_pipeline
-from flowrl.build.learner import ProvidedObjects, build_evaluator, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.contest import BASE, hold_contest
@@ -107,7 +107,7 @@ def test_evaluate_and_gallery_measure_pefts_pictures(
     compared = {}
     monkeypatch.setattr(api, "gallery_rows", lambda a, b: compared.update(after=b) or [])
     monkeypatch.setattr(api, "write_gallery", lambda *args, **how: (tmp_path, tmp_path))
-    monkeypatch.setattr("flowrl.build.start._base_recipe", lambda *args: config)
+    monkeypatch.setattr("flowrl.assembly.start._base_recipe", lambda *args: config)
     api.gallery(
         None, base="tiny-sd3", lora=str(trained), prompts=EVALUATION["prompts"], count=4,
         seed=config.evaluation.seed, output_dir=tmp_path,
@@ -197,7 +197,7 @@ def test_every_command_refuses_a_cut_file_before_a_pipeline_is_loaded(
         raise AssertionError("a pipeline was loaded")
 
     monkeypatch.setattr("flowrl.evaluation.drawing.load_pipeline", never)
-    monkeypatch.setattr("flowrl.build.learner.build_pipeline", never)
+    monkeypatch.setattr("flowrl.assembly.learner.build_pipeline", never)
     cut, out = tmp_path / "cut", tmp_path / "out"
     shutil.copytree(trained / "checkpoint-3" / "lora", cut)
     file = cut / "adapter_model.safetensors"

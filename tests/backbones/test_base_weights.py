@@ -20,8 +20,8 @@ from flowrl.backbones.quantized_base import (
     quantise_in_place,
 )
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build.backbone import BACKBONES
-from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.assembly.backbone import BACKBONES
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import Plain

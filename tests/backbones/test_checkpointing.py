@@ -6,7 +6,7 @@ import torch
 from flowrl.backbones.loading import enable_gradient_checkpointing, load_pipeline
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build.backbone import BACKBONES
+from flowrl.assembly.backbone import BACKBONES
 from flowrl.prompts.records import load_prompts
 
 

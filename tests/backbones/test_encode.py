@@ -20,7 +20,7 @@ from flowrl.backbones.text_cache import (
     identify_by_weights,
     index_file,
 )
-from flowrl.build import text
+from flowrl.assembly import text
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning

@@ -20,7 +20,7 @@ from flowrl.backbones.lora_files import (
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
-from flowrl.build.learner import build_backbone, build_policy
+from flowrl.assembly.learner import build_backbone, build_policy
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 

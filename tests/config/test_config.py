@@ -158,7 +158,7 @@ def test_every_option_is_read():
     several others hold, or inherit from, is one: what reads it reads it for all.
     """
     package = Path(__file__).parents[2] / "flowrl"
-    files = [*package.glob("build/*.py"), *package.glob("config/*.py"), package / "api.py"]
+    files = [*package.glob("assembly/*.py"), *package.glob("config/*.py"), package / "api.py"]
     files += [package / "trees" / "windows.py", *package.glob("export/*.py")]
     files += [package / "training" / name for name in ("loop.py", "run.py")]
     trees = [ast.parse(path.read_text()) for path in files]

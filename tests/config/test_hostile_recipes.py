@@ -69,7 +69,7 @@ def test_what_a_long_run_comes_to_late_is_looked_at(plans_made):
 
 
 def test_work_and_prompts_of_a_billion_iterations_are_counted_in_little_time():
-    from flowrl.build.text import prompts_to_encode
+    from flowrl.assembly.text import prompts_to_encode
     from flowrl.planning.plan import count_work
     from flowrl.prompts.records import load_prompts
 

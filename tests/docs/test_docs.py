@@ -11,7 +11,7 @@ import torch
 import yaml
 from PIL import Image
 
-from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.cli import main
 from flowrl.config import Config, load_config, parse_config
 from flowrl.config.load import preset_folder, preset_names, sort_arguments

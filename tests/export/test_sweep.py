@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import ProvidedObjects, build_evaluator
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.export.gallery import write_gallery
 from flowrl.export.summary import (
     evaluate_strengths,

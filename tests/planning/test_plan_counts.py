@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowrl.build.work_split import split_work
+from flowrl.assembly.work_split import split_work
 from flowrl.config import load_config
 from flowrl.planning.plan import UpdateWork, count_work, doubles
 from flowrl.sampling.rollout import Timer

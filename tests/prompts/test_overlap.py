@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.prompts.generate.geneval import KINDS, geneval_kinds
 from flowrl.prompts.overlap import (

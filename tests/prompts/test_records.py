@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowrl.build.learner import build_prompts
+from flowrl.assembly.learner import build_prompts
 from flowrl.errors import UserError
 from flowrl.prompts.records import (
     PromptRecord,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowrl.backbones.policy import OLD, POLICY
-from flowrl.build.learner import check_work_split
+from flowrl.assembly.learner import check_work_split
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.sampling.rollout import Timer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flowrl.sampling.rollout
-from flowrl.build.offline import dataset_metadata
+from flowrl.assembly.offline import dataset_metadata
 from flowrl.errors import UserError
 from flowrl.offline.format import rows_file
 from flowrl.offline.writer import write_groups

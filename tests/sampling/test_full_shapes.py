@@ -51,7 +51,7 @@ def test_the_check_of_the_ratio_sees_a_partial_batch(make_learner, rounding, mon
 
 
 def test_an_evaluation_makes_calls_of_one_shape(make_learner, rounding, tiny_config, load_tiny):
-    from flowrl.build.learner import ProvidedObjects, build_evaluator, build_rewards
+    from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_rewards
     from flowrl.utils.distributed import Runtime
 
     config = tiny_config(

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import ProvidedObjects, build_learner
-from flowrl.build.worker import Worker, build_pool
+from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.assembly.worker import Worker, build_pool
 from flowrl.errors import MachineFailure, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.sampling import workers as module
@@ -371,7 +371,7 @@ def trained(config, pipeline, cluster=None) -> tuple[list, list]:
 def test_weights_and_scores_are_those_of_one_process_bit_for_bit(
     tiny_config, load_tiny, tmp_path, monkeypatch, case
 ):
-    monkeypatch.setattr("flowrl.build.worker.build_pipeline", lambda *_, **__: load_tiny())
+    monkeypatch.setattr("flowrl.assembly.worker.build_pipeline", lambda *_, **__: load_tiny())
     config = recipe(tiny_config, case)
     config = config.model_copy(
         update={"run": config.run.model_copy(update={"output_dir": str(tmp_path)})}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.learner import ProvidedObjects, build_evaluator
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, reworded
 from flowrl.scoring.executors.base import RewardFailure

@@ -10,8 +10,8 @@ import yaml
 
 from flowrl.api import align
 from flowrl.backbones.lora_files import FILE
-from flowrl.build.learner import ProvidedObjects
-from flowrl.build.start import recipe_facts
+from flowrl.assembly.learner import ProvidedObjects
+from flowrl.assembly.start import recipe_facts
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
 from flowrl.training.ledger import FILE as LEDGER

@@ -11,7 +11,7 @@ import torch
 
 from flowrl.api import align
 from flowrl.backbones.lora_files import FILE
-from flowrl.build.learner import ProvidedObjects, build_learner
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Ahead

@@ -23,13 +23,13 @@ from pathlib import Path
 import torch
 
 torch.set_num_threads(1)
-from flowrl.build.learner import (
+from flowrl.assembly.learner import (
     ProvidedObjects,
     all_prompts_to_encode,
     build_evaluator,
     build_learner,
 )
-from flowrl.build.text import TextCaches
+from flowrl.assembly.text import TextCaches
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.backbones.offload import encoders_of

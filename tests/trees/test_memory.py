@@ -3,7 +3,7 @@ import re
 import pytest
 import torch
 
-from flowrl.build import rollout as build_rollout
+from flowrl.assembly import rollout as build_rollout
 from flowrl.errors import UserError
 from flowrl.trees.memory import check_memory, free_bytes, rollout_bytes
 from flowrl.trees.plan import Step, TreePlan

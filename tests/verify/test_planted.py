@@ -72,7 +72,7 @@ def test_a_good_backbone_passes(good, load_tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux", "sana"])
 def test_good_backbones_of_other_families_pass(family, load_tiny):
-    from flowrl.build.backbone import BACKBONES
+    from flowrl.assembly.backbone import BACKBONES
 
     pipeline, make = load_tiny("fp32", family), BACKBONES[family]
     results = check_backbone(lambda g: make(pipeline, guidance=g, max_sequence_length=12), 1.0)

@@ -15,7 +15,7 @@ from flowrl_rewards.pickscore import PickScore
 from torch import nn
 from transformers import CLIPModel
 
-from flowrl.build.learner import build_rewards
+from flowrl.assembly.learner import build_rewards
 from flowrl.config import load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.scoring.scorer import score

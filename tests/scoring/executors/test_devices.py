@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from flowrl.build.learner import build_rewards
+from flowrl.assembly.learner import build_rewards
 from flowrl.cli.rewards import _gpu_numbers, _shared_gpus
 from flowrl.config import parse_config
 from flowrl.errors import UserError

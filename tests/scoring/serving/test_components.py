@@ -7,7 +7,7 @@ import pytest
 import torch
 from component_reward import Parts
 
-from flowrl.build.learner import build_rewards
+from flowrl.assembly.learner import build_rewards
 from flowrl.config import load_config
 from flowrl.config.rewards import RewardOptions
 from flowrl.errors import UserError

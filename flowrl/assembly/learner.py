@@ -14,7 +14,7 @@ from flowrl.backbones.cpu_layers import restore_layers
 from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
-from flowrl.build.backbone import (
+from flowrl.assembly.backbone import (
     adapted_layers,
     build_backbone,
     build_pipeline,
@@ -23,10 +23,10 @@ from flowrl.build.backbone import (
     rounding_key,
     set_precision,
 )
-from flowrl.build.offline import build_stored, check_offline
-from flowrl.build.rollout import RolloutParts, build_sampler, check_rollout_memory
-from flowrl.build.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
-from flowrl.build.work_split import check_split, iteration_work
+from flowrl.assembly.offline import build_stored, check_offline
+from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_memory
+from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
+from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states

@@ -9,7 +9,7 @@ from pathlib import Path
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build.backbone import rounding_key
+from flowrl.assembly.backbone import rounding_key
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_noising

@@ -8,8 +8,8 @@ from torch import nn
 
 from flowrl.api import align
 from flowrl.backbones.lora_files import load_lora
-from flowrl.build import backbone as build_precision
-from flowrl.build.learner import ProvidedObjects, build_evaluator, build_rewards
+from flowrl.assembly import backbone as build_precision
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_rewards
 from flowrl.errors import UserError
 from flowrl.quantization import rollout_model as prepare
 from flowrl.quantization.linear import exact_weights, same_precision_layers
@@ -39,10 +39,10 @@ def ratio_errors(learner, iterations):
 
 @pytest.mark.parametrize("guidance", [1.0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_the_ratio_is_1_when_both_compute_in_low_precision(learner, guidance):
-    """Bit for bit, though a micro-batch has other rows than a batch of the rollout; and
-    merge_lora is auto: folded into the exact weights, the second rollout would lack the adapter."""
+    """Bit for bit where both call the network with the same number of rows. merge_lora is auto:
+    folded into the exact weights, the second rollout would lack the adapter."""
     one = learner(
-        rollout={"num_inference_steps": 3, "guidance_scale": guidance}, optim={"micro_batch": 4}
+        rollout={"num_inference_steps": 3, "guidance_scale": guidance}, optim={"micro_batch": 8}
     )
     assert ratio_errors(one, 2) == [0, 0]
 

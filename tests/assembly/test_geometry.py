@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from flowrl.bench.rollout import bench_padding
-from flowrl.build.work_split import (
+from flowrl.assembly.work_split import (
     IterationWork,
     check_split,
     deal,

@@ -12,17 +12,17 @@ from flowrl.api import align, encode
 from flowrl.backbones.lora_files import read_lora
 from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
 from flowrl.backbones.text_cache import TextCache
-from flowrl.build import backbone as build_memory
-from flowrl.build import text
-from flowrl.build.backbone import build_pipeline, rounding_key
-from flowrl.build.learner import (
+from flowrl.assembly import backbone as build_memory
+from flowrl.assembly import text
+from flowrl.assembly.backbone import build_pipeline, rounding_key
+from flowrl.assembly.learner import (
     ProvidedObjects,
     all_prompts_to_encode,
     build_evaluator,
     build_learner,
     evaluation_key,
 )
-from flowrl.build.text import TextCaches, prompts_to_encode
+from flowrl.assembly.text import TextCaches, prompts_to_encode
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning

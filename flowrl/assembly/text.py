@@ -30,7 +30,7 @@ from flowrl.backbones.text_cache import (
     identify_by_weights,
     index_file,
 )
-from flowrl.build.backbone import encoding_backbone, load_without_transformer
+from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset

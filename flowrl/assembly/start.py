@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowrl import __version__
-from flowrl.build.learner import ProvidedObjects, evaluation_prompts, training_prompts
+from flowrl.assembly.learner import ProvidedObjects, evaluation_prompts, training_prompts
 from flowrl.config import Config, config_yaml, load_config, parse_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from flowrl.build.learner import build_rewards
+from flowrl.assembly.learner import build_rewards
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.scoring.combine import rank

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.build.offline import REFERENCE, STORES, build_stored, dataset_metadata
-from flowrl.build.rollout import plan_at
+from flowrl.assembly.offline import REFERENCE, STORES, build_stored, dataset_metadata
+from flowrl.assembly.rollout import plan_at
 from flowrl.config.rollout import StoreOptions
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset

@@ -26,15 +26,15 @@ from flowrl import __version__
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import free_encoders
 from flowrl.backbones.text_cache import TextCache, encoder_names, index_file
-from flowrl.build.backbone import build_backbone, build_pipeline, set_precision
-from flowrl.build.learner import (
+from flowrl.assembly.backbone import build_backbone, build_pipeline, set_precision
+from flowrl.assembly.learner import (
     PRECISION,
     ProvidedObjects,
     build_policy,
     build_rewards,
     starting_lora,
 )
-from flowrl.build.rollout import (
+from flowrl.assembly.rollout import (
     WHERE,
     RolloutParts,
     build_generator,
