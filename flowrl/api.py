@@ -14,9 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from flowrl.backbones.loading import load_pipeline
-from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
 from flowrl.assembly.backbone import with_pipeline_family
 from flowrl.assembly.learner import (
     PRECISION,
@@ -42,6 +39,9 @@ from flowrl.assembly.rollout import RolloutParts, build_preview_generator, plan_
 from flowrl.assembly.start import begin_session, recipe_to_show, runtime_to_evaluate, start_on_all
 from flowrl.assembly.text import TextCaches, prompts_to_encode
 from flowrl.assembly.worker import build_pool
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.lora_files import load_lora
+from flowrl.backbones.lora_formats import check_fits, lora_of_main, open_lora
 from flowrl.config import Config, load_config
 from flowrl.config.load import load_recipe
 from flowrl.config.rewards import RewardOptions

@@ -7,9 +7,9 @@ import argparse
 
 import torch
 
-from flowrl.backbones.loading import load_pipeline
 from flowrl.assembly.backbone import FAMILIES
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator
+from flowrl.backbones.loading import load_pipeline
 from flowrl.config import parse_config
 from flowrl.sampling.rollout import sample_request
 from flowrl.scoring.spec import RewardSpec

@@ -74,7 +74,7 @@ def step_signals(gradients: Tensor) -> list[StepSignal]:
 def measure(config: Any, rollouts: int, pipeline: Any = None) -> list[dict[str, Any]]:
     """Return a row for each trained step of a recipe, and one for the whole gradient."""
     from flowrl.api import training_runtime
-    from flowrl.build.learner import ProvidedObjects, build_learner
+    from flowrl.assembly.learner import ProvidedObjects, build_learner
     from flowrl.sampling.rollout import Timer
     from flowrl.scoring.spec import closing
     from flowrl.training.metrics import RowMeans

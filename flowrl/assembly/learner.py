@@ -9,11 +9,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flowrl.backbones.base import Backbone
-from flowrl.backbones.cpu_layers import restore_layers
-from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.backbones.lora_formats import LoRA, lora_of_main
-from flowrl.backbones.policy import Policy
 from flowrl.assembly.backbone import (
     adapted_layers,
     build_backbone,
@@ -27,6 +22,11 @@ from flowrl.assembly.offline import build_stored, check_offline
 from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_memory
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.cpu_layers import restore_layers
+from flowrl.backbones.loading import pipeline_call_arguments
+from flowrl.backbones.lora_formats import LoRA, lora_of_main
+from flowrl.backbones.policy import Policy
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states

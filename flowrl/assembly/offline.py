@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
+from flowrl.assembly.backbone import rounding_key
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
-from flowrl.assembly.backbone import rounding_key
 from flowrl.config import Config
 from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_noising

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from flowrl.assembly.backbone import layer_rules
 from flowrl.backbones.base import Backbone, VelocityField
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.quantized_base import is_quantised
 from flowrl.backbones.text_cache import TextCache
-from flowrl.assembly.backbone import layer_rules
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS

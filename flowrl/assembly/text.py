@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import pipeline_path
 from flowrl.backbones.offload import (
@@ -30,7 +31,6 @@ from flowrl.backbones.text_cache import (
     identify_by_weights,
     index_file,
 )
-from flowrl.assembly.backbone import encoding_backbone, load_without_transformer
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.offline.format import open_dataset

@@ -23,9 +23,6 @@ import numpy as np
 import torch
 
 from flowrl import __version__
-from flowrl.backbones.loading import pipeline_path
-from flowrl.backbones.offload import free_encoders
-from flowrl.backbones.text_cache import TextCache, encoder_names, index_file
 from flowrl.assembly.backbone import build_backbone, build_pipeline, set_precision
 from flowrl.assembly.learner import (
     PRECISION,
@@ -41,6 +38,9 @@ from flowrl.assembly.rollout import (
     build_preview_generator,
     preview_layers,
 )
+from flowrl.backbones.loading import pipeline_path
+from flowrl.backbones.offload import free_encoders
+from flowrl.backbones.text_cache import TextCache, encoder_names, index_file
 from flowrl.config import Config, parse_config
 from flowrl.config.rollout import WorkerOptions
 from flowrl.errors import MachineFailure, UserError, as_failure

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
+from flowrl.assembly.work_split import split_work
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
@@ -26,8 +28,6 @@ from flowrl.bench.timing import (
     spread,
     watched,
 )
-from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.assembly.work_split import split_work
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.planning.duration import forward_of, forward_operations

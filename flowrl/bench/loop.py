@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
@@ -20,7 +21,6 @@ from flowrl.bench.iteration import RandomTexts
 from flowrl.bench.random_model import move
 from flowrl.bench.rollout import sampler, with_random_rewards
 from flowrl.bench.timing import TimedTurn, TimedTurns, compare_turns, device_name, time_turns
-from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
 from flowrl.config import Config, parse_config
 from flowrl.planning.model_specs import build_pipeline, model_spec
 from flowrl.sampling.rollout import Timer, decode

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl.assembly.backbone import BACKBONES
 from flowrl.backbones.base import Backbone
 from flowrl.backbones.policy import Policy
-from flowrl.assembly.backbone import BACKBONES
 from flowrl.planning.model_specs import ModelSpec, build_pipeline, model_spec
 from flowrl.sampling.rollout import with_network
 from flowrl.trajectory import Conditioning

@@ -24,8 +24,8 @@ import yaml
 from PIL import Image
 from torch import Tensor
 
-from flowrl.bench.timing import Seconds, best_parts
 from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.bench.timing import Seconds, best_parts
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, load_prompts

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
 from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.bench.timing import TimedTurns, compare_turns, time_turns
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.functional.full_batches import RowCount, counted_rows

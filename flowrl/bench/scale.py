@@ -19,11 +19,11 @@ from typing import Any
 import psutil
 import torch
 
+from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
+from flowrl.assembly.worker import build_pool
 from flowrl.backbones.policy import POLICY
 from flowrl.bench.rollout import training_passes, with_random_rewards
 from flowrl.bench.timing import best_of
-from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.assembly.worker import build_pool
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer

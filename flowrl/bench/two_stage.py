@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flowrl.assembly.rollout import EXPLORING
 from flowrl.backbones.loading import TINY
 from flowrl.backbones.policy import OLD, POLICY, Policy
 from flowrl.backbones.text_cache import TextCache
@@ -29,7 +30,6 @@ from flowrl.bench.timing import (
     spread,
     watched,
 )
-from flowrl.assembly.rollout import EXPLORING
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.planning.model_specs import model_spec

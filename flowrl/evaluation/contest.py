@@ -16,8 +16,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowrl.backbones.lora_files import load_lora
-from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
 from flowrl.assembly.learner import (
     ProvidedObjects,
     build_evaluated_pipeline,
@@ -28,6 +26,8 @@ from flowrl.assembly.learner import (
     evaluation_key,
     evaluation_prompts,
 )
+from flowrl.backbones.lora_files import load_lora
+from flowrl.backbones.lora_formats import LoRA, check_fits, open_lora
 from flowrl.config import Config
 from flowrl.errors import UserError
 from flowrl.evaluation.benchmark import kind_of

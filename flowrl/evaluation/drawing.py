@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from PIL import Image
 
+from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import load_pipeline, pipeline_call_arguments
 from flowrl.backbones.lora_files import load_lora
 from flowrl.backbones.lora_formats import LoRA, open_lora
-from flowrl.assembly.backbone import call_settings
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord

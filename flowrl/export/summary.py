@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flowrl.assembly.backbone import FILE as TRAINING
+from flowrl.assembly.backbone import call_settings
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import TINY, pipeline_call_arguments
 from flowrl.backbones.lora_files import FILE as LORA
 from flowrl.backbones.policy import EMA
-from flowrl.assembly.backbone import FILE as TRAINING
-from flowrl.assembly.backbone import call_settings
 from flowrl.config import Config, config_yaml
 from flowrl.errors import DamagedFile, phase
 from flowrl.export.gallery import GalleryRow, fair_sample, write_gallery

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from flowrl.backbones.loading import DTYPES
 from flowrl.assembly.text import ROWS, rows_first
+from flowrl.backbones.loading import DTYPES
 from flowrl.errors import UserError
 from flowrl.planning.activations import Forward, decode_peak, encode_peak, nbytes, transformer_peak
 from flowrl.planning.model_specs import ModelSpec, build_network

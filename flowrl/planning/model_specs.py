@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.assembly.backbone import FAMILIES
+from flowrl.backbones.loading import TINY, pipeline_path
 from flowrl.errors import UserError
 
 CLIP_TOKENS = 77

@@ -9,9 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from flowrl.backbones.loading import DTYPES
-from flowrl.backbones.sd3 import dual_targets
-from flowrl.backbones.text_cache import CAPACITY
 from flowrl.assembly.backbone import backbone_class
 from flowrl.assembly.work_split import (
     IterationWork,
@@ -20,6 +17,9 @@ from flowrl.assembly.work_split import (
     micro_batches,
     split_work,
 )
+from flowrl.backbones.loading import DTYPES
+from flowrl.backbones.sd3 import dual_targets
+from flowrl.backbones.text_cache import CAPACITY
 from flowrl.config import Config
 from flowrl.config.load import find_recipe
 from flowrl.config.rewards import HTTPOptions, PoolOptions, RewardOptions

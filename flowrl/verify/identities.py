@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl.assembly.backbone import build_backbone
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora, read_lora, save_lora
 from flowrl.backbones.policy import POLICY
 from flowrl.backbones.text_cache import TextCache
-from flowrl.assembly.backbone import build_backbone
-from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.config import Config, parse_config
 from flowrl.config.sections import PipelineOptions
 from flowrl.errors import CheckResult

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from flowrl.backbones.lora_files import read_lora
-from flowrl.backbones.lora_formats import FILE
 from flowrl.assembly.learner import (
     ProvidedObjects,
     build_learner,
@@ -18,6 +16,8 @@ from flowrl.assembly.learner import (
     layers_given_back,
     prompts_of_iterations,
 )
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.lora_formats import FILE
 from flowrl.config import Config, load_config
 from flowrl.errors import CheckResult, UserError
 from flowrl.scoring.spec import closing

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flowrl.api import align, collect_pairs
-from flowrl.backbones.loading import load_pipeline
 from flowrl.assembly.backbone import call_settings
 from flowrl.assembly.learner import ProvidedObjects, build_backbone, training_prompts
+from flowrl.backbones.loading import load_pipeline
 from flowrl.config import Config, parse_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import SETTINGS, DrawingOptions, draw_prompts

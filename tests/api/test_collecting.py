@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flowrl.api import collect, with_lora
-from flowrl.backbones.lora_files import save_lora
 from flowrl.assembly import backbone as build_memory
 from flowrl.assembly.offline import dataset_metadata
+from flowrl.backbones.lora_files import save_lora
 from flowrl.errors import UserError
 from flowrl.offline.format import latents_file, open_dataset, rows_file
 from flowrl.offline.source import StoredGroups

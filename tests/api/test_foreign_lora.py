@@ -10,8 +10,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from flowrl import api
-from flowrl.backbones.loading import load_pipeline
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner
+from flowrl.backbones.loading import load_pipeline
 from flowrl.cli import main
 from flowrl.errors import UserError
 from flowrl.evaluation.contest import BASE, hold_contest

@@ -3,9 +3,9 @@
 import pytest
 
 from flowrl import api
-from flowrl.backbones import cpu_layers, policy
 from flowrl.assembly import learner as build
 from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.backbones import cpu_layers, policy
 from flowrl.config import config_yaml
 from flowrl.utils.distributed import Runtime
 from flowrl.verify.recipe import verify_recipe

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from flowrl.api import align, encode
-from flowrl.backbones.lora_files import read_lora
-from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
-from flowrl.backbones.text_cache import TextCache
 from flowrl.assembly import backbone as build_memory
 from flowrl.assembly import text
 from flowrl.assembly.backbone import build_pipeline, rounding_key
@@ -23,6 +20,9 @@ from flowrl.assembly.learner import (
     evaluation_key,
 )
 from flowrl.assembly.text import TextCaches, prompts_to_encode
+from flowrl.backbones.lora_files import read_lora
+from flowrl.backbones.offload import ENCODER, are_freed, encoders_of
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord, PromptSampler
 from flowrl.trajectory import Conditioning

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from flowrl.api import align
-from flowrl.backbones.lora_files import load_lora
 from flowrl.assembly import backbone as build_precision
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_rewards
+from flowrl.backbones.lora_files import load_lora
 from flowrl.errors import UserError
 from flowrl.quantization import rollout_model as prepare
 from flowrl.quantization.linear import exact_weights, same_precision_layers

@@ -8,7 +8,6 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from flowrl.bench.rollout import bench_padding
 from flowrl.assembly.work_split import (
     IterationWork,
     check_split,
@@ -21,6 +20,7 @@ from flowrl.assembly.work_split import (
     split_work,
     units,
 )
+from flowrl.bench.rollout import bench_padding
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.functional.full_batches import even_rows

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.assembly.backbone import BACKBONES
+from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.backbones import quantized_base as base_weights
 from flowrl.backbones.loading import load_pipeline
 from flowrl.backbones.lora_files import load_lora, save_lora
@@ -20,8 +22,6 @@ from flowrl.backbones.quantized_base import (
     quantise_in_place,
 )
 from flowrl.backbones.text_cache import TextCache
-from flowrl.assembly.backbone import BACKBONES
-from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.errors import UserError
 from flowrl.prompts.records import load_prompts
 from flowrl.quantization.backends import Plain

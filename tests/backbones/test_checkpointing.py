@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from flowrl.assembly.backbone import BACKBONES
 from flowrl.backbones.loading import enable_gradient_checkpointing, load_pipeline
 from flowrl.backbones.policy import Policy
 from flowrl.backbones.text_cache import TextCache
-from flowrl.assembly.backbone import BACKBONES
 from flowrl.prompts.records import load_prompts
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from flowrl.assembly import text
 from flowrl.backbones import offload
 from flowrl.backbones import text_cache as encode
 from flowrl.backbones.loading import pipeline_path
@@ -20,7 +21,6 @@ from flowrl.backbones.text_cache import (
     identify_by_weights,
     index_file,
 )
-from flowrl.assembly import text
 from flowrl.errors import UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.trajectory import Conditioning

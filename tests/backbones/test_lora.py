@@ -8,6 +8,7 @@ from peft import get_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from flowrl.assembly.learner import build_backbone, build_policy
 from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_files import (
     FILE,
@@ -20,7 +21,6 @@ from flowrl.backbones.lora_files import (
 from flowrl.backbones.lora_formats import open_lora
 from flowrl.backbones.policy import EMA, POLICY
 from flowrl.backbones.sd3 import DUAL_TARGETS
-from flowrl.assembly.learner import build_backbone, build_policy
 from flowrl.config import parse_config
 from flowrl.errors import UserError
 

@@ -9,9 +9,9 @@ from families import FAMILIES, OTHERS
 from PIL import Image
 
 from flowrl.api import align, evaluate, gallery, sample
+from flowrl.assembly.learner import build_backbone
 from flowrl.backbones.guidance import RLG
 from flowrl.backbones.loading import pipeline_call_arguments
-from flowrl.assembly.learner import build_backbone
 from flowrl.config import load_config
 from flowrl.errors import UserError
 from flowrl.evaluation.drawing import DrawingOptions

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flowrl.api import align
-from flowrl.backbones.lora_files import count_layers
-from flowrl.backbones.text_cache import TextCache
 from flowrl.assembly.backbone import backbone_class
 from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.backbones.lora_files import count_layers
+from flowrl.backbones.text_cache import TextCache
 from flowrl.errors import UserError
 from flowrl.functional.sde import KERNELS
 from flowrl.prompts.records import PromptRecord

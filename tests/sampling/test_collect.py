@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowrl.backbones.policy import OLD, POLICY
 from flowrl.assembly.learner import check_work_split
+from flowrl.backbones.policy import OLD, POLICY
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
 from flowrl.sampling.rollout import Timer

@@ -17,8 +17,8 @@ from accelerate.state import AcceleratorState
 torch.set_num_threads(1)
 
 import flowrl.api  # noqa: E402, F401  # first, as everybody does
-from flowrl.backbones.loading import load_pipeline  # noqa: E402
 from flowrl.assembly.learner import ProvidedObjects, build_learner  # noqa: E402
+from flowrl.backbones.loading import load_pipeline  # noqa: E402
 from flowrl.config import parse_config  # noqa: E402
 from flowrl.offline import source  # noqa: E402
 from flowrl.sampling.source import Sampler  # noqa: E402

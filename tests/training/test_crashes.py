@@ -20,9 +20,9 @@ import torch
 from crashes import Tally, copies, fork, kill_at
 
 from flowrl.api import align, collect
-from flowrl.backbones.lora_files import FILE
 from flowrl.assembly.learner import ProvidedObjects, with_pipeline_name
 from flowrl.assembly.start import recipe_facts
+from flowrl.backbones.lora_files import FILE
 from flowrl.config import config_yaml
 from flowrl.training.checkpoint import STATE
 from flowrl.training.evaluate import Interval

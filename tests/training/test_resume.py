@@ -9,9 +9,9 @@ import torch
 import yaml
 
 from flowrl.api import align
-from flowrl.backbones.lora_files import FILE
 from flowrl.assembly.learner import ProvidedObjects
 from flowrl.assembly.start import recipe_facts
+from flowrl.backbones.lora_files import FILE
 from flowrl.errors import DamagedFile, UserError
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
 from flowrl.training.ledger import FILE as LEDGER

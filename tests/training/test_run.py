@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 
 from flowrl.api import align
+from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.lora_files import FILE, read_lora
-from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
 from flowrl.training.checkpoint import CONFIG, STATE

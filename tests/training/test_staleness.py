@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flowrl.api import align
-from flowrl.backbones.lora_files import FILE
 from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.backbones.lora_files import FILE
 from flowrl.errors import UserError
 from flowrl.sampling.rollout import Timer
 from flowrl.sampling.source import Ahead
