@@ -4,9 +4,8 @@
 
 Read it from top to bottom: it is the algorithm that `flowrl train` runs, without recipes, trees,
 checkpoints and several processes, and with the same numbers: without the average over updates
-(`ema.decay=null`, `rollout.merge_lora=false`) and with PEFT's own layers (`lora.fused=false`) its
-losses and its LoRA are those of `flowrl train`, bit for bit
-(tests/examples/test_grpo_from_scratch.py).
+(`ema.decay=null`, `rollout.merge_lora=false`) its losses and its LoRA are those of `flowrl train`,
+bit for bit (tests/examples/test_grpo_from_scratch.py).
 
 The idea. A flow model turns noise (sigma = 1) into an image (sigma = 0) along an ODE, which leaves
 reinforcement learning nothing to choose. Flow-GRPO adds noise to some of the denoising steps and

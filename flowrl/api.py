@@ -29,7 +29,6 @@ from flowrl.assembly.learner import (
     check_unseen,
     evaluation_prompts,
     fill_prompt_cache,
-    layers_given_back,
     prompts_of_iterations,
     training_prompts,
     with_pipeline_name,
@@ -166,7 +165,7 @@ def _train(
     pool = build_pool(config, runtime, given)
     with phase("load"), told(f"loading {config.pipeline.path}", show=runtime.is_main):
         learner = build_learner(config, runtime, given, texts, needed, pool)
-    with closing(learner.specs), layers_given_back(learner), pool or nullcontext():
+    with closing(learner.specs), pool or nullcontext():
         pipeline = learner.policy.backbone.pipeline
         evaluator = build_evaluator(config, pipeline, learner.specs, given, texts)
         held_out = evaluator.prompts if evaluator else ()
@@ -390,8 +389,7 @@ def collect(
         if steps is not None:
             steps.advance({"reward": rollout.reward.nanmean().item()})
 
-    given_back = layers_given_back(learner)
-    with closing(learner.specs), given_back, steps or nullcontext(), pool or nullcontext():
+    with closing(learner.specs), steps or nullcontext(), pool or nullcontext():
         with runtime.raise_on_all():
             try_rewards(learner, training_prompts(config, given))
         metadata = dataset_metadata(config, sampler)
@@ -546,7 +544,7 @@ def audit(
         _changed(config, "rollout", explore=None), runtime, given, needed=needed
     )
     bar = Steps("auditing", len(configs) * len(resolved) + 1) if runtime.is_main else None
-    with closing(learner.specs), layers_given_back(learner), bar or nullcontext():
+    with closing(learner.specs), bar or nullcontext():
         for one in resolved:
             preview_layers(_drawing(config, learner), one)  # refuses what cannot work
         with runtime.raise_on_all():

@@ -2,8 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -23,7 +22,6 @@ from flowrl.assembly.rollout import RolloutParts, build_sampler, check_rollout_m
 from flowrl.assembly.text import GuidedPrompts, TextCaches, prompts_to_encode, stored_prompts
 from flowrl.assembly.work_split import check_split, iteration_work
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.cpu_layers import restore_layers
 from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
@@ -38,7 +36,6 @@ from flowrl.offline.format import open_dataset
 from flowrl.prompts.overlap import check_overlap, hold_out
 from flowrl.prompts.records import PromptRecord, PromptSampler, check_paraphrases, load_prompts
 from flowrl.prompts.sources import check_row
-from flowrl.quantization.linear import restore_linear
 from flowrl.sampling.sampler import Schedule
 from flowrl.sampling.source import Ahead, Sampler, Source
 from flowrl.sampling.workers import WorkerPool
@@ -99,15 +96,12 @@ def build_learner(
     learning = backbone
     if r.training_guidance_scale is not None:
         learning = build_backbone(p, pipeline, guidance=r.training_guidance_scale)
-    with ExitStack() as undo:  # an error leaves the caller's layers as they were
-        undo.callback(restore_layers, learning.transformer)
-        policy = build_policy(config, learning, start, keep_old=needs.old is not None)
-        parts = RolloutParts(
-            config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
-            needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
-        )  # fmt: skip
-        source = build_source(parts, prompts, caches)
-        undo.pop_all()
+    policy = build_policy(config, learning, start, keep_old=needs.old is not None)
+    parts = RolloutParts(
+        config=config, runtime=runtime, specs=specs, policy=policy, backbone=backbone,
+        needs=needs, text_cache=caches.get(backbone, r.guidance_scale), pool=pool,
+    )  # fmt: skip
+    source = build_source(parts, prompts, caches)
     return Learner(
         source=source,
         specs=specs,
@@ -157,16 +151,6 @@ def check_parts(
     if needs.reward_grad:
         check_differentiable(specs, config.objective.kind)
     check_evaluations(config, specs, prompts, held_out)
-
-
-@contextmanager
-def layers_given_back(learner: Learner) -> Iterator[None]:
-    """Run a block, and leave the layers as torch and PEFT have them: they are the caller's."""
-    try:
-        yield
-    finally:
-        restore_linear(learner.policy.network)
-        restore_layers(learner.policy.network)
 
 
 def check_unseen(config: Config, held_out: Sequence[PromptRecord]) -> None:
@@ -243,7 +227,6 @@ def build_policy(
     policy = Policy(
         backbone, rank=lora.rank, alpha=lora.alpha, targets=adapted_layers(lora, backbone),
         seed=config.run.seed, ema_decay=config.ema.decay, keep_old=keep_old,
-        fused=lora.fused and config.runtime.shard is None,
     )  # fmt: skip
     if start is not None:
         policy.start_from(start.state)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from flowrl.backbones.base import Backbone
-from flowrl.backbones.cpu_layers import fuse_layers
 from flowrl.backbones.guidance import switched_off
 from flowrl.backbones.quantized_base import check_mergeable
 from flowrl.errors import UserError
@@ -30,7 +29,6 @@ class Policy:
     Args:
         ema_decay: share of the average kept at each update, or None for no average.
         keep_old: also hold a policy that lags behind, see `update_old`.
-        fused: compute layers with their adapter as `fuse_layers` does, where that is possible.
 
     Raises:
         UserError: `targets` match no layer, or the network has such adapters already.
@@ -46,7 +44,6 @@ class Policy:
         targets: Sequence[str] | None = None,
         ema_decay: float | None = None,
         keep_old: bool = False,
-        fused: bool = False,
     ):
         self.backbone = backbone
         self.network = backbone.transformer
@@ -68,8 +65,6 @@ class Policy:
             self._copy(POLICY, name)
             for parameter in self._by_name[name]:
                 parameter.requires_grad_(False)
-        if fused:
-            fuse_layers(self.network)
         self.use(POLICY)
 
     def _add(self, name: str, rank: int, alpha: float, targets: tuple[str, ...]) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flowrl.assembly.learner import PRECISION, ProvidedObjects, build_learner
-from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.loading import DTYPES
 from flowrl.backbones.text_cache import TextCache
 from flowrl.bench.iteration import RandomTexts
@@ -119,18 +118,16 @@ class _BarePasses:
 
     @torch.no_grad()
     def sample(self) -> None:
-        with ordinary_layers(self.learner.policy.network):
-            for _ in range(self.steps):
-                self._velocity()
+        for _ in range(self.steps):
+            self._velocity()
         generator = sampler(self.learner).generator
         with self.autocast():
             for _ in decode(generator.backbone, self.x0, generator.decode_batch):
                 pass
 
     def learn(self) -> None:
-        with ordinary_layers(self.learner.policy.network):
-            for _ in range(self.steps - 1):
-                self._velocity().float().square().mean().backward()
+        for _ in range(self.steps - 1):
+            self._velocity().float().square().mean().backward()
         self.learner.optimizer.zero_grad()
 
 

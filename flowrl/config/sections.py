@@ -108,12 +108,6 @@ class LoRAOptions(Options):
         "blocks, beside whatever targets names.",
         f"frozen in {FLOW_GRPO_CODE}: the list there does not match its name",
     )
-    fused: Flag = option(
-        True,
-        "On a CPU, in fp32 or under bf16's autocast: compute each layer and its adapter as one, by "
-        "the fastest matmul that torch has for this CPU. false computes as PEFT and torch do, "
-        "which differs in the last bits and is slower; it is so wherever runtime.shard is set.",
-    )
     init_from: Text | None = option(
         None, "A LoRA file or folder to start from; null starts from no change."
     )

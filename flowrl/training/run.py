@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.lora_files import FILE, save_lora
 from flowrl.backbones.policy import Policy
 from flowrl.config.sections import RunOptions
@@ -225,7 +224,7 @@ class Run:
         # Its own backbone: the same network, with the guidance of evaluation; and the weights
         # that the LoRA meets elsewhere, whatever it was trained beside.
         network = self._policy.network
-        with phase("evaluate"), exact_weights(network), ordinary_layers(network):
+        with phase("evaluate"), exact_weights(network):
             velocity = self.evaluator.backbone.velocity
             evaluation = self.evaluator(velocity, self.runtime, whole=whole)
         if self.runtime.is_main:

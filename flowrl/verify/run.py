@@ -13,7 +13,6 @@ from flowrl.assembly.learner import (
     ProvidedObjects,
     build_learner,
     build_run,
-    layers_given_back,
     prompts_of_iterations,
 )
 from flowrl.backbones.lora_files import read_lora
@@ -92,7 +91,7 @@ def _replayed(
             torch.set_num_threads(config.run.threads)
         needed = prompts_of_iterations(config, given, first + 1, first)
         learner = build_learner(config, runtime, given, needed=needed)
-        with closing(learner.specs), layers_given_back(learner):
+        with closing(learner.specs):
             newest = load_state(Checkpoints(folder, keep=1).path(steps[-1]) / STATE)
             yield from _check_exported(learner, newest, folder)
             run = build_run(config, learner, None, state, resumed=True)

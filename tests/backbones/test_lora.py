@@ -33,7 +33,7 @@ def recipe(family="sd3", **lora):
     return parse_config(
         {
             "pipeline": {"backbone": family, "max_sequence_length": 12},
-            "lora": {"rank": 4, "alpha": 6, "fused": False} | lora,  # as diffusers computes
+            "lora": {"rank": 4, "alpha": 6} | lora,  # as diffusers computes
             "ema": {"decay": 0.5},
             "prompts": {"train": "tiny:all:train"},
             "rewards": [{"name": "brightness"}],

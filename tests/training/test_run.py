@@ -14,7 +14,6 @@ from safetensors import safe_open
 
 from flowrl.api import align
 from flowrl.assembly.learner import ProvidedObjects, build_evaluator, build_learner, build_run
-from flowrl.backbones.cpu_layers import ordinary_layers
 from flowrl.backbones.lora_files import FILE, read_lora
 from flowrl.config import config_yaml
 from flowrl.errors import UserError
@@ -272,7 +271,7 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
         run.begin(learner.policy, learner.optimizer)
     base = Evaluation.load(run.evaluation_path(0))
     plain, _ = build(config, pipeline=load_tiny())
-    with plain.policy.disabled(), ordinary_layers(plain.policy.network):  # as a run evaluates
+    with plain.policy.disabled():  # as a run evaluates
         expected = build_evaluator(
             config, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
         )
@@ -284,7 +283,7 @@ def test_evaluation_has_its_own_guidance_and_the_base_is_without_adapter(
         unguided, plain.policy.backbone.pipeline, learner.specs, ProvidedObjects()
     )
     assert other is not None
-    with plain.policy.disabled(), ordinary_layers(plain.policy.network):
+    with plain.policy.disabled():
         assert not torch.equal(other(other.backbone.velocity, run.runtime).scores, scores)
 
 
