@@ -467,7 +467,6 @@ def score(
     prompts: str | None,
     args: Sequence[Mapping[str, Any] | None] = (),
     servers: Sequence[str] = (),
-    dialect: str = "flowrl",
 ) -> ScoredFiles:
     """Score image files, or the images in folders.
 
@@ -478,7 +477,6 @@ def score(
             the order of their names. Images of one prompt are a group, for rewards that compare.
         args: arguments of each reward, or nothing.
         servers: reward servers that know the rewards by name, in place of this process.
-        dialect: what the servers speak.
 
     Raises:
         UserError: when there are more or fewer prompts than images, and for a reward that cannot
@@ -488,7 +486,7 @@ def score(
     entries = [
         {"name": name, "label": name}
         | (
-            {"executor": {"kind": "http", "urls": list(servers), "dialect": dialect}}
+            {"executor": {"kind": "http", "urls": list(servers)}}
             if servers
             else {"args": dict(its or {})}
         )

@@ -12,6 +12,13 @@ def red_and_blue() -> list[dict]:
     ]  # fmt: skip
 
 
+def quality() -> list[dict]:
+    """A clean image and a noisy one, for rewards that do not read the prompt."""
+    from .fixtures import fixture, noise, square
+
+    return [fixture("a clean square is of better quality than noise", square("red"), noise())]
+
+
 def tiny_world() -> list[dict]:
     """Prompts of the tiny world in GenEval's form."""
     from .fixtures import blank, fixture, shapes

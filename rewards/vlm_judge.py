@@ -1,140 +1,128 @@
-"""A vision-language model says how well an image shows its prompt.
-
-Three ways to ask, all with a template of one's own: the expectation over score tokens (continuous,
-one token), yes or no (VQAScore, arXiv 2404.01291), or a text that ends in a score.
-"""
+"""A vision-language model scores images by a rubric of `rubrics.RUBRICS`."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from .chat.client import Chat, connected
-from .chat.messages import Reply, check_template, digest, questions_of, scored, text_score
-from .chat.token_mass import (
-    ALTERNATIVES,
-    LEAST_MASS,
-    check_first_tokens,
-    expectation,
-    spelled,
-)
-from .prompt_fixtures import red_and_blue
-
-ASK_SCORE = (
-    'Somebody asked for a picture of this: "{prompt}"\nHow well does the picture do it? Look at '
-    "what is asked for first, at how well it is made second. Answer with exactly one of {answers} "
-    "and nothing else; {answers} go from the worst to the best."
-)
-ASK_YES = 'Does this picture show "{prompt}"? Answer with yes or no and nothing else.'
-ASK_TEXT = (
-    'Somebody asked for a picture of this: "{prompt}"\nSay in a few sentences what of it the '
-    "picture shows, what is missing and how well it is made. Then end with a whole number from "
-    "{lowest} (useless) to {highest} (perfect), written as <Score>number</Score>."
-)
-# What Flow-GRPO's reward `qwenvl` asks, in other words: 0 to 5 for all that the caption mentions,
-# thoughts first, and the score in the same tags.
-ASK_QWENVL = (
-    "Here is a generated picture and its caption. Judge how well they match on 0 to 5: 5, every "
-    "object, attribute and relation of the caption is there, and exact; 4, a small detail is off; "
-    "3, the main things are right, several details are not; 2, a main thing is wrong; 1, little of "
-    "it; 0, nothing.\nWrite what you see in <Thought> </Thought>, and then the number in <Score> "
-    "</Score>.\nText Caption: [{prompt}]"
-)
-MODES = {
-    "expectation": ASK_SCORE,
-    "yes_no": ASK_YES,
-    "text": ASK_TEXT,
-    "qwenvl": ASK_QWENVL,
-}
-READS_TEXT = ("text", "qwenvl")
-PATTERN = r"<Score>\s*([^<]*?)\s*</Score>"
-TO_FIVE: Mapping[str, float] = {str(n): float(n) for n in range(6)}
-YES: Mapping[str, float] = {"yes": 1.0, "no": 0.0}
-
-
-def _check_pattern(pattern: str) -> None:
-    """Raises ValueError unless it is a regular expression with one group."""
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"pattern is {pattern!r}, no regular expression: {error}") from error
-    if groups != 1:
-        raise ValueError(f"pattern must have one group, around the score, not {groups}")
+from .chat.messages import Question, Reply, digest, scored, scored_parts, text_score
+from .chat.token_mass import ALTERNATIVES, LEAST_MASS, check_first_tokens, expectation, spelled
+from .images import pngs
+from .prompt_fixtures import quality, red_and_blue
+from .rubrics import RUBRICS, Rubric, changed_rubric, mean
 
 
 class VLMJudge:
-    """The model's score divided by the best possible one; NaN with a reason where it gives none.
+    """The model's score by a rubric, between 0 and 1; NaN with a reason where it gives none.
 
-    server: what `chat.client.Chat` takes, at least the model. mode: "expectation" over the
-    tokens of `scores`, by default 0 to 5 (each must be one token, which letters are; none may begin
-    as another does, since "10" may arrive as "1");
-    "yes_no", P(yes) of what lies on yes and no (VQAScore takes P(yes) of everything: the same where
-    nothing else is said); "text", the score that `pattern` finds; "qwenvl", the same with the
-    rubric of Flow-GRPO's reward of that name. template: the question, with
-    {prompt} where the prompt goes. longest: pixels of an image's longer side, at most. min_mass:
-    the least probability that must lie on accepted tokens.
+    Args:
+        server: arguments of `chat.client.Chat`, at least the model.
+        rubric: a name in RUBRICS, or changes of one: its name as `base`, and fields of `Rubric`,
+            such as {base: expectation, tokens: {A: 4, B: 2, C: 0}}. Rubrics of answer tokens take
+            the expectation over the tokens' probabilities; the others read scores in a text.
+        longest: longer side of the images sent, in pixels; larger ones are shrunk.
+        max_tokens: of a text answer; None is the rubric's.
+        min_mass: least probability that must lie on the answer tokens.
+
+    Raises:
+        ValueError: for an unknown rubric, and for one that no model can be asked by.
     """
 
-    requests_per_image = 1
     differentiable = False
-    deterministic = False  # greedy answers still depend on what else a server works on
+    deterministic = False  # greedy answers still depend on the other requests of a server's batch
 
     def __init__(
         self,
         server: Chat | Mapping[str, Any] | None = None,
-        mode: str = "expectation",
+        rubric: str | Mapping[str, Any] = "expectation",
         *,
-        scores: Mapping[str, float] | None = None,
-        template: str | None = None,
-        pattern: str = PATTERN,
         longest: int = 512,
-        max_tokens: int = 256,
+        max_tokens: int | None = None,
         min_mass: float = LEAST_MASS,
     ):
-        if mode not in MODES:
-            raise ValueError(f"VLM judge mode is one of {', '.join(MODES)}, not {mode!r}")
-        given = YES if mode == "yes_no" else scores or TO_FIVE
-        self.scores = {str(answer): float(score) for answer, score in given.items()}
-        if len({spelled(answer) for answer in self.scores}) < max(2, len(self.scores)):
-            raise ValueError(f"scores need two or more different answers, not {self.scores}")
-        if mode not in READS_TEXT:
-            check_first_tokens(self.scores)
-        _check_pattern(pattern)
-        self.lowest, self.highest = min(self.scores.values()), max(self.scores.values())
-        if self.highest <= 0:
-            raise ValueError(f"the best of the scores must be above 0, not {self.highest:g}")
-        self.chat, self.mode, self.min_mass = connected(server), mode, min_mass
-        self.pattern, self.longest, self.max_tokens = pattern, longest, max_tokens
-        self.template = (template or MODES[mode]).replace(
-            "{answers}", ", ".join(sorted(self.scores, key=self.scores.__getitem__))
-        )
-        for key, value in (("{lowest}", self.lowest), ("{highest}", self.highest)):
-            self.template = self.template.replace(key, f"{value:g}")
-        check_template(self.template)
-        self.name = "vlm_judge" if mode == "expectation" else f"vlm_judge_{mode}"
-        self.bounds = (self.lowest / self.highest, 1.0)
-        said = digest(self.template, self.scores, pattern, max_tokens, min_mass)
-        self.version = f"vlm_judge-1/{mode}/{said}/{longest}px/{self.chat.version}"
+        name = rubric if isinstance(rubric, str) else str(rubric.get("base", "text"))
+        if name not in RUBRICS:
+            raise ValueError(f"rubric is one of {', '.join(RUBRICS)}, not {name!r}")
+        changes = {} if isinstance(rubric, str) else dict(rubric)
+        changes.pop("base", None)
+        self.rubric = changed_rubric(RUBRICS[name], changes)
+        _check_rubric(self.rubric)
+        self.chat, self.longest, self.min_mass = connected(server), longest, min_mass
+        self.max_tokens = max_tokens or self.rubric.max_tokens
+        self.name = "vlm_judge" if name == "expectation" else f"vlm_judge_{name}"
+        self.components = self.rubric.components
+        self.requests_per_image = len(self.rubric.questions)
+        self.bounds = (self.rubric.normalise(self.rubric.lowest), 1.0)
+        settings = digest(replace(self.rubric, combine=mean), self.max_tokens, min_mass)
+        self.version = f"vlm_judge-2/{name}/{settings}/{longest}px/{self.chat.version}"
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict]) -> Any:
-        """images (B, 3, H, W) in [0, 1] -> (B scores, reasons of those that are missing)."""
-        text = self.mode in READS_TEXT
-        questions = questions_of(
-            images, prompts, self.template, self.longest,
-            max_tokens=self.max_tokens if text else 1, alternatives=0 if text else ALTERNATIVES,
-        )  # fmt: skip
-        return scored(self.judge, self.chat.ask(questions))
+        """images (B, 3, H, W) in [0, 1] -> (B scores, or by component; reasons of missing ones)."""
+        rubric, count = self.rubric, len(self.rubric.questions)
+        answers = ", ".join(sorted(rubric.tokens, key=rubric.tokens.__getitem__))
+        questions = [
+            Question(
+                images=(image,),
+                text=template.replace("{answers}", answers).replace("{prompt}", prompt),
+                max_tokens=self.max_tokens if rubric.reads_text else 1,
+                alternatives=0 if rubric.reads_text else ALTERNATIVES,
+                begins=rubric.begins,
+            )
+            for image, prompt in zip(pngs(images, self.longest), prompts, strict=True)
+            for template in rubric.questions
+        ]
+        replies = self.chat.ask(questions)
+        rows = [replies[start : start + count] for start in range(0, len(replies), count)]
+        if self.components:
+            return scored_parts(self.judge, rows, self.components)
+        return scored(lambda row: self.judge(row)["score"], rows)
 
-    def judge(self, reply: Reply) -> float:
-        """The score of one reply. Raises ValueError when it has none."""
-        reply.heard()
-        if self.mode in READS_TEXT:
-            score = text_score(reply.text, self.pattern, self.lowest, self.highest)
-        else:
-            score = expectation(reply.first, self.scores, self.min_mass)
-        return score / self.highest
+    def judge(self, replies: Sequence[Reply]) -> dict[str, float]:
+        """Return the scores of one image by component, the combined one as "score".
+
+        Raises ValueError when an answer is missing or has no score.
+        """
+        rubric = self.rubric
+        if not rubric.reads_text:
+            score = expectation(replies[0].heard().first, rubric.tokens, self.min_mass)
+            return {"score": rubric.normalise(score)}
+        scores = {}
+        for name, pattern in rubric.patterns.items():
+            text = replies[pattern.question].heard().text
+            score = text_score(
+                text, pattern.regex, rubric.lowest, rubric.highest, optional=pattern.optional
+            )
+            if score is not None:
+                scores[name] = score
+        combined = rubric.combine(scores)
+        return {k: rubric.normalise(v) for k, v in (scores | {"score": combined}).items()}
 
     def fixtures(self) -> list[dict]:
-        """What `flowrl reward-check` shows the model."""
-        return red_and_blue()
+        """Return images of known order, for `flowrl reward-check`."""
+        reads_prompt = any("{prompt}" in question for question in self.rubric.questions)
+        return red_and_blue() if reads_prompt else quality()
+
+
+def _check_rubric(rubric: Rubric) -> None:
+    """Raise ValueError for a rubric that no model can be asked by."""
+    if bool(rubric.tokens) == bool(rubric.patterns):
+        raise ValueError("a rubric has either tokens (answers of one token) or patterns")
+    if rubric.tokens:
+        if len({spelled(answer) for answer in rubric.tokens}) < max(2, len(rubric.tokens)):
+            raise ValueError(f"tokens need two or more different answers, not {rubric.tokens}")
+        check_first_tokens(rubric.tokens)
+    if rubric.highest <= max(rubric.zero, rubric.lowest):
+        raise ValueError(
+            f"the rubric's highest score is {rubric.highest:g}, expected one above lowest "
+            f"({rubric.lowest:g}) and zero ({rubric.zero:g})"
+        )
+    for name, pattern in rubric.patterns.items():
+        try:
+            groups = re.compile(pattern.regex).groups
+        except re.error as error:
+            raise ValueError(f"pattern {name!r} is no regular expression: {error}") from error
+        if groups != 1:
+            raise ValueError(f"pattern {name!r} has {groups} groups, expected one: the score")

@@ -1,11 +1,10 @@
-"""`flowrl reward-check`, `reward-serve` and `golden`: try rewards, serve them, compare scores."""
+"""`flowrl reward-check` and `reward-serve`: try rewards, and serve them over HTTP."""
 
 import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -386,62 +385,3 @@ def _serve(
         app, log_level="warning", timeout_graceful_shutdown=5, http=guarded_http(connections)
     )
     uvicorn.Server(config).run(sockets=[listening])
-
-
-def golden(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Rewards; none takes all with reference scores."),
-    ] = None,
-    record: Annotated[
-        bool,
-        typer.Option("--record", "--write", help="Write down what these rewards score here."),
-    ] = False,
-    file: Annotated[
-        Path | None,
-        typer.Option(metavar="JSON", help="Reference scores; flowrl's own unless given."),
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(min=0, help="With --record: allowed, as a share of the largest score.")
-    ] = 0.003,
-) -> None:
-    """Compare the scores of rewards with reference scores, measured with the real weights.
-
-    Shows that another machine, another version or a change of the code gives the same scores. A
-    reward without reference scores never passes. Those that download weights have none until
-    --record measures them, on a machine that can download: it writes a file (recorded-scores.json
-    unless --file says otherwise) that a pull request can add to rewards/golden. Without names it
-    takes the built-in rewards that have no reference scores yet.
-
-    ok agrees, or was recorded; !! does not; -- was not compared: no reference scores yet, or
-    weights are missing. Exits with 1 after a !!, after a -- of a reward that was named, and when
-    nothing was recorded.
-
-    Examples:
-
-      flowrl golden
-
-      flowrl golden pickscore hpsv2
-
-      flowrl golden --record
-    """
-    chosen = list(dict.fromkeys(names or []))
-    from flowrl.scoring import golden as references
-
-    if record:
-        path = file or references.RECORDED
-        results = references.record(path, chosen, tolerance)
-    else:
-        if file and not file.exists():
-            raise UserError(f"There is no file {file}; flowrl golden --record --file makes one.")
-        entries = references.read_references(file) if file else references.shipped_references()
-        results = [found.result for found in references.compare_all(chosen, entries)]
-    print_checks(results, max((len(result.topic) for result in results), default=0))
-    done = {result.topic for result in results if result.state == "ok"}
-    if record and done:
-        typer.echo(f"To share them, add {path} to {references.FOLDER}/ in a pull request.")
-    stop_unless_fine(
-        {result.topic: {result.state} for result in results},
-        wrong="These rewards do not score as recorded",
-        absent="These rewards were not compared" if chosen or (record and not done) else None,
-    )

@@ -1,7 +1,7 @@
 """`flowrl sample`, `flowrl score` and `flowrl gallery`: commands about images."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -98,9 +98,6 @@ def score(
         list[str] | None,
         typer.Option(metavar="URL", help="Ask this reward server instead; may be repeated."),
     ] = None,
-    dialect: Annotated[
-        Literal["flowrl", "unirl", "flow_factory"], typer.Option(help="What --server speaks.")
-    ] = "flowrl",
     as_json: AsJson = False,
 ) -> None:
     """Score images with any reward.
@@ -127,12 +124,10 @@ def score(
         raise UserError(f"--reward {twice} is given twice, expected once: score them in turn.")
     from flowrl.api import score as score_images
 
-    if dialect != "flowrl" and not server:
-        raise UserError(f"--dialect {dialect} is given without --server: add its address.")
     if server and args:
         raise UserError("--args are given with --server, which makes the reward: leave them out.")
     scored = score_images(
-        images, reward, prompts or prompt or None, arguments_of(reward, args), server or (), dialect
+        images, reward, prompts or prompt or None, arguments_of(reward, args), server or ()
     )
     print_scores(scored.rows, scored.missing, scored.rows, reward, as_json=as_json)
 

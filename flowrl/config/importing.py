@@ -92,7 +92,7 @@ REWARDS: dict[str, Tree] = {  # their names -> ours
     "hpsv3": {"name": "hpsv3"},
     "ocr": {"name": "ocr"},
     "geneval": {"name": "geneval", "args": {"detector": "mask2former", "colors": "clip"}},
-    "unifiedreward": {"name": "unified_reward"},
+    "unifiedreward": {"name": "vlm_judge", "args": {"rubric": "unified_reward"}},
 }
 
 
@@ -684,7 +684,7 @@ def _flow_factory_rewards(values: Tree, s: _Source) -> list[Tree]:
         name = one.get("name") or one.get("reward_model") or f"reward_{number + 1}"
         weight = 1.0 if one.get("weight") is None else float(one["weight"])
         if url := one.get("server_url"):
-            executor = {"kind": "http", "urls": [url], "dialect": "flow_factory"}
+            executor = {"kind": "http", "urls": [url]}
             own: Tree = {"name": str(name), "executor": executor}
             found.append(own | ({"weight": weight} if weight != 1 else {}))
         else:

@@ -171,11 +171,6 @@ class HTTPOptions(Options):
     token_env: Text | None = option(
         None, "Name of the environment variable that holds the servers' token; null sends none."
     )
-    dialect: Literal["flowrl", "unirl", "flow_factory"] = option(
-        "flowrl",
-        "Whose reward servers they are: flowrl's own (or any that speaks its protocol), UniRL's "
-        "reward service (a reward with several parts is named REWARD/PART), or Flow-Factory's.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> "HTTPOptions":

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any, Literal, TypeVar
 
-from torch import Tensor
-
-from ..images import pngs
-
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 LEAST_SECRET = 8  # characters of a key that are never shown in a row
 MESSAGE = 200  # characters of what a server says that are shown
@@ -59,30 +55,6 @@ def check_template(template: str, field: str = "prompt") -> None:
     """Raises ValueError unless the question that a judge asks holds {field}."""
     if f"{{{field}}}" not in template:
         raise ValueError(f"template must hold {{{field}}} where the {field} goes")
-
-
-def questions_of(
-    images: Tensor,
-    prompts: Sequence[str],
-    template: str,
-    longest: int,
-    *,
-    max_tokens: int,
-    alternatives: int = 0,
-) -> list[Question]:
-    """One question an image, the template with its prompt in the place of {prompt}.
-
-    images: (B, 3, H, W) in [0, 1]; longest: pixels of the longer side that is sent, at most.
-    """
-    return [
-        Question(
-            images=(image,),
-            text=template.replace("{prompt}", prompt),
-            max_tokens=max_tokens,
-            alternatives=alternatives,
-        )
-        for image, prompt in zip(pngs(images, longest), prompts, strict=True)
-    ]
 
 
 def digest(*said: Any) -> str:
@@ -304,21 +276,26 @@ def scored_parts(
     return {name: [one.get(name, math.nan) for one in found] for name in components}, reasons
 
 
-def text_score(text: str, pattern: str, lowest: float, highest: float) -> float:
-    """The number in what `pattern`'s group finds last in `text`.
+def text_score(
+    text: str, pattern: str, lowest: float, highest: float, *, optional: bool = False
+) -> float | None:
+    """Return the number that `pattern`'s group matches last in `text`, None for an optional "N/A".
 
-    Raises ValueError when it finds nothing, and when the last find is no number ("4/10", "1-5") or
-    lies outside [lowest, highest]: what was said before it does not count.
+    Raises ValueError when nothing matches, and when the last match is no number ("4/10", "1-5") or
+    lies outside [lowest, highest]; earlier matches do not count.
     """
-    found = re.findall(pattern, text)
-    if not found:
+    matches = re.findall(pattern, text)
+    if not matches:
         raise ValueError(
-            f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see template and "
-            "max_tokens"
+            f"the answer has no score as {pattern} (it ends in {text[-80:]!r}): see the rubric's "
+            "question, and max_tokens"
         )
-    number = found[-1].rstrip(".,")  # of the sentence around it
+    number = matches[-1].rstrip(".,")  # of the sentence around it
+    if optional and number.upper() == "N/A":
+        return None
     if not _NUMBER.fullmatch(number) or not lowest <= float(number) <= highest:
         raise ValueError(
-            f"the answer's score is {found[-1]!r}, expected a number from {lowest:g} to {highest:g}"
+            f"the answer's score is {matches[-1]!r}, expected a number from {lowest:g} to "
+            f"{highest:g}"
         )
     return float(number)

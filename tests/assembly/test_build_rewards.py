@@ -139,7 +139,7 @@ def test_a_server_is_reward_and_executor_and_gets_the_token_of_the_environment(m
     assert made[0].options == {
         "urls": ["http://127.0.0.1:1"],
         "timeout": 30.0, "deadline": 60.0, "micro_batch": 16, "in_flight": 4, "codec": "jpeg",
-        "dialect": "flowrl", "token": "secret",
+        "token": "secret",
     }  # fmt: skip
 
 

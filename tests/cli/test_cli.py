@@ -53,7 +53,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check "
-    "reward-serve recipes init runs golden prompts explain doctor verify bench geneval "
+    "reward-serve recipes init runs prompts explain doctor verify bench geneval "
     "benchmark calibrate import vote"
 ).split()
 

@@ -148,7 +148,7 @@ def test_a_flow_factory_recipe_is_read_with_its_window_and_server(flow_factory):
     assert (rollout["prompts_per_iteration"], rollout["group_size"]) == (48, 24)
     assert objective["kl_form"] == "velocity" and objective["credit"]["scale"] == "global"
     mine, pick = found.recipe["rewards"]
-    assert mine["executor"]["dialect"] == "flow_factory" and pick["name"] == "pickscore"
+    assert mine["executor"]["kind"] == "http" and pick["name"] == "pickscore"
     assert "train.magic = 7: no counterpart" in found.left_out
 
 

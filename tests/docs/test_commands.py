@@ -56,7 +56,6 @@ ELSEWHERE = {  # how a command begins that is not run here, and what it needs
     "python -m scripts.pretrain_tiny": "hours",
     "ray start": "several machines",
     "ray job": "several machines",
-    "python pickle_bridge.py": "a server of flow_grpo: tests/scripts has a stand-in",
     "flowrl reward-check ocr geneval": "weights",
     "flowrl plan flux.1-dev-nft-24gb --measure": "a GPU",
 }  # fmt: skip

@@ -48,7 +48,7 @@ def test_a_judge_is_asked_once_an_image_where_it_is_asked_at_all(when, expected)
 
 def test_other_judges_ask_as_often_as_they_say():
     twice, pairs, rivals, unknown = planned(
-        judge("viescore"),
+        judge(args={"rubric": "viescore"}),
         judge("pairwise"),
         judge("pairwise", args={"rivals": 1, "both_orders": False}, label="few"),
         judge("vlm_questions"),
@@ -61,9 +61,10 @@ def test_other_judges_ask_as_often_as_they_say():
 
 
 def test_components_are_one_request_and_a_budget_is_kept_beside_it():
+    limited = {"rubric": "viescore", "server": HERE | {"max_requests": 9}}
     whole, part = planned(
-        judge("viescore", args={"server": HERE | {"max_requests": 9}}),
-        judge("viescore", args={"server": HERE | {"max_requests": 9}}, component="semantic"),
+        judge(args=limited),
+        judge(args=limited, component="semantic"),
     )
     assert whole.requests == 2 * (IMAGES + EVALUATED) and whole.budget == 9
     assert part.requests == 0

@@ -65,10 +65,7 @@ def test_a_reward_applies_where_metadata_and_recipe_say():
     assert RewardSpec(name="r", reward=constant, executor=own).get_executor() is own
 
 
-JUDGES = (
-    "vlm_judge", "vlm_questions", "unified_reward", "pairwise", "deqa", "rational_rewards",
-    "viescore",
-)  # fmt: skip
+JUDGES = ("vlm_judge", "vlm_questions", "pairwise")
 SERVER = {"server": {"model": "judge", "base_url": "http://127.0.0.1:8000/v1"}}
 
 

@@ -1,27 +1,22 @@
-"""The servers that run elsewhere: the bridge to servers of pickles, GenEval's own detector."""
+"""The reward server for GenEval's own detector, which runs in an environment of its own."""
 
 import ast
 import importlib.util
-import io
-import pickle
 import random
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from flowrl.scoring.executors.http import HTTPExecutor
 from flowrl.tiny.world import split_prompts
 from flowrl_rewards import geneval_rules as rules
 
 SERVERS = Path(__file__).parents[2] / "scripts" / "servers"
-IMAGES = torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
-METADATA = [{"tag": "counting", "include": []}, {"tag": "colors", "include": []}]
 
 
 def server(name: str) -> ModuleType:
@@ -32,101 +27,6 @@ def server(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-class Running:
-    """A server of the standard library, in a thread."""
-
-    def __init__(self, handler: type):
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def __enter__(self) -> str:
-        return self.url
-
-    def __exit__(self, *error: object) -> None:
-        self.server.shutdown()
-        self.thread.join()
-        self.server.server_close()
-
-
-class Theirs(BaseHTTPRequestHandler):
-    """flow_grpo's servers: a pickle in, a pickle out."""
-
-    answer: object = None
-
-    def do_POST(self):
-        asked = pickle.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pixels = [
-            Image.open(io.BytesIO(data)).getpixel((0, 0))[0] / 255 for data in asked["images"]
-        ]
-        if "meta_datas" in asked:
-            assert [m["tag"] for m in asked["meta_datas"]] == ["counting", "colors"]
-            assert [m["prompt"] for m in asked["meta_datas"]] == ["a", "b"]
-            answer = {"scores": [-10, 0.75], "strict_rewards": pixels}
-        else:
-            answer = {"outputs": pixels}
-        data = pickle.dumps(self.answer or answer)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *args):
-        pass
-
-
-def asked(module: ModuleType, name: str, url: str, *words: str):
-    """What flowrl gets through the bridge from the server of pickles at `url`."""
-    from argparse import Namespace
-
-    options = Namespace(kind=name, theirs=url, strict="--strict" in words, name=name, version="1")
-    handler = type("Own", (module.Handler,), {"options": options})
-    with Running(handler) as bridge:
-        executor = HTTPExecutor(name, [bridge], timeout=5, deadline=10)
-        try:
-            return executor.submit(IMAGES, ["a", "b"], METADATA).result()
-        finally:
-            executor.close()
-
-
-def test_the_bridge_gives_what_their_servers_answer_and_absent_scores_as_missing():
-    module = server("pickle_bridge")
-    with Running(Theirs) as url:
-        found = asked(module, "geneval", url)
-        assert found.scores[0].isnan() and found.scores[1] == 0.75
-        assert asked(module, "geneval", url, "--strict").scores.tolist() == [0.0, 1.0]
-        assert asked(module, "unified", url).scores.tolist() == [0.0, 1.0]
-        assert asked(module, "deqa", url).scores.tolist() == [0.0, 1.0]
-
-
-def test_the_bridge_runs_nothing_that_a_pickle_asks_for(tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (Path.touch, (tmp_path / "ran",))
-
-    module = server("pickle_bridge")
-    bad = type("Bad", (Theirs,), {"answer": Trap()})
-    with Running(bad) as url:
-        found = asked(module, "deqa", url)
-    assert found.scores.isnan().all() and "their answer asks for" in found.reasons[0]
-    assert not (tmp_path / "ran").exists()
-    short = type("Short", (Theirs,), {"answer": {"outputs": [1.0]}})
-    with Running(short) as url:
-        assert "answered for 1 of 2" in asked(module, "deqa", url).reasons[0]
-
-
-@pytest.mark.parametrize("answer", [{"rewards": [1, 2]}, {"outputs": ["x", "y"]}])
-def test_an_answer_of_another_kind_is_missing_with_its_reason(answer):
-    other = type("Other", (Theirs,), {"answer": answer})
-    with Running(other) as url:
-        found = asked(server("pickle_bridge"), "deqa", url)
-    assert found.scores.isnan().all() and found.reasons[0]
-
-
-# --- GenEval with mmdet ---------------------------------------------------------------------------
 
 
 def scenes(count: int):
@@ -188,14 +88,21 @@ def test_the_mmdet_server_speaks_the_protocol_and_gives_reasons():
     module = server("geneval_mmdet")
     cat = {"tag": "single_object", "include": [{"class": "cat", "count": 1}]}
     found = [rules.Detection(box=(0, 0, 9, 9), score=0.9, name="cat")]
-    own = type("Own", (module.Handler,), {"judge": Scripted(module, found), "mode": "strict"})
-    with Running(own) as url:
+    attributes = {"judge": Scripted(module, found), "mode": "strict"}
+    handler = type("ScriptedHandler", (module.Handler,), attributes)
+    images = torch.stack([torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{serving.server_port}"
         executor = HTTPExecutor("geneval_mmdet", [url], timeout=5, deadline=10)
         try:
-            result = executor.submit(IMAGES, ["a cat", "x"], [cat, {"tag": "ocr", "include": []}])
-            answer = result.result()
+            other = {"tag": "ocr", "include": []}
+            answer = executor.submit(images, ["a cat", "x"], [cat, other]).result()
             assert executor.version == "mask2former_swin-s/clip-L/strict"
         finally:
             executor.close()
+            serving.shutdown()
+            thread.join()
     assert answer.scores[0] == 1 and answer.scores[1].isnan()
     assert "the tag 'ocr' is none of single_object" in answer.reasons[1]

@@ -58,7 +58,7 @@ def config_for(tiny_config, tmp_path, monkeypatch):
     def make(name: str, server: Scripted, staleness: int = 0, limits: dict | None = None, **more):
         chat = {"model": "m", "base_url": server.url, "api_key_env": "JUDGE_KEY", "in_flight": 1}
         chat |= {"cache": str(tmp_path / "answers" / name)} | (limits or {})
-        reward = {"name": "vlm_judge", "args": {"mode": "text", "server": chat}}
+        reward = {"name": "vlm_judge", "args": {"rubric": "text", "server": chat}}
         rollout = {
             "prompts_per_iteration": 1, "group_size": 4, "num_inference_steps": 2,
             "batch_size": 4, "tree": {"kind": "ode"}, "staleness": staleness,

@@ -41,7 +41,6 @@ from flowrl.scoring.executors.base import (
     read_answer,
     to_levels,
 )
-from flowrl.scoring.executors.dialects import DIALECTS, DialectTransport
 from flowrl.scoring.protocol import (
     CODECS,
     PROTOCOL,
@@ -56,7 +55,6 @@ from flowrl.scoring.protocol import (
     is_sendable,
 )
 
-OWN = "flowrl"  # the dialect of flowrl's own servers
 CONNECT = 5.0  # seconds
 OPENS_AFTER = 3  # failures in a row
 BACKOFF = tenacity.wait_exponential(multiplier=0.1, max=5.0) + tenacity.wait_random(0.0, 0.1)
@@ -96,7 +94,6 @@ class HTTPExecutor:
         codec: how images travel; auto is raw to servers of this machine and webp-lossless to
             others, if they take it.
         token: the servers' bearer token.
-        dialect: "flowrl", or whose servers these are, a key of DIALECTS.
 
     Raises:
         UserError: for invalid addresses, limits, codecs and tokens.
@@ -121,7 +118,6 @@ class HTTPExecutor:
         in_flight: int = 4,
         codec: Codec | Literal["auto"] = "auto",
         token: str | None = None,
-        dialect: str = OWN,
     ):
         if not urls or any(not url.startswith(("http://", "https://")) for url in urls):
             raise UserError(f"reward {name!r}: got urls {list(urls)}; expected http://HOST:PORT")
@@ -134,14 +130,11 @@ class HTTPExecutor:
                 raise UserError(
                     f"reward {name!r}: {option} is {value}, expected a finite number more than 0"
                 )
-        if dialect not in (OWN, *DIALECTS):
-            known = ", ".join((OWN, *DIALECTS))
-            raise UserError(f"reward {name!r}: dialect is one of {known}, not {dialect!r}")
         if token and not is_sendable(token):
             raise UserError(f"reward {name!r}: its token {TOKEN_RULE}")
         self.name, self.deadline, self.micro_batch = name, deadline, micro_batch
         self._make_client = functools.partial(
-            Client, name, list(urls), **limits, codec=codec, token=token, dialect=dialect
+            Client, name, list(urls), **limits, codec=codec, token=token
         )
         self._opening = Lock()
         self._session: _Session | None = None
@@ -355,7 +348,6 @@ class Client:
     codec: Codec | Literal["auto"]
     token: str | None
     in_flight: int
-    dialect: str = OWN
 
     def __post_init__(self) -> None:
         self.servers = [Server(url=url.rstrip("/")) for url in self.urls]
@@ -367,9 +359,6 @@ class Client:
             headers={"Accept-Encoding": "identity", "X-Client": uuid.uuid4().hex} | headers,
             timeout=httpx.Timeout(self.timeout, connect=self._pause, pool=None),
             trust_env=False,
-            transport=None
-            if self.dialect == OWN
-            else DialectTransport(DIALECTS[self.dialect], self.name),
         )
         self._next = 0
         self._known: RewardInfo | None = None

@@ -64,7 +64,7 @@ def test_an_answer_that_was_cut_asks_for_more_tokens_with_and_without_thoughts()
 
 def test_a_text_is_worth_the_last_number_that_the_pattern_finds():
     assert text_score("first 3/10, then rated 7/10", r"(\d+)/10", 0, 10) == 7
-    with pytest.raises(ValueError, match="see template"):
+    with pytest.raises(ValueError, match="max_tokens"):
         text_score("rated 7/10", r"<Score>(.*)</Score>", 0, 10)
     for last in ("a lot", "11", "7-8"):
         with pytest.raises(ValueError, match="expected a number from 0 to 10"):

@@ -27,11 +27,7 @@ LACKING = {  # what the others say on a machine without weights, packages and se
     "mps": "run `hf download RE-N-Y/mpsv1 model.safetensors`",
     "vlm_judge": "a judge needs the server",
     "vlm_questions": "a judge needs the server",
-    "unified_reward": "a judge needs the server",
     "pairwise": "a judge needs the server",
-    "deqa": "a judge needs the server",
-    "rational_rewards": "a judge needs the server",
-    "viescore": "a judge needs the server",
     "preference": "read from a store of pairs",
 }
 
@@ -98,7 +94,7 @@ def test_arguments_that_a_reward_must_have_are_named(tmp_path, monkeypatch):
 
 
 def test_a_judge_without_a_server_shows_the_argument_that_it_needs():
-    for name in ["vlm_judge", "vlm_questions", "unified_reward", "pairwise"]:
+    for name in ["vlm_judge", "vlm_questions", "pairwise"]:
         (finding,) = check_named(name).results
         assert finding.state == "missing"
         words = shlex.split(finding.remedy)
