@@ -67,7 +67,7 @@ from flowrl.offline.format import (
     open_dataset,
 )
 from flowrl.offline.pairs import pairs_digest, read_pairs
-from flowrl.offline.writer import REWARD, SHARD, owned, write_groups, write_pairs
+from flowrl.offline.writer import REWARD, SHARD, write_groups, write_pairs
 from flowrl.prompts.records import PromptRecord
 from flowrl.quantization.backends import Resolved, capability_of, precision_name, resolve
 from flowrl.quantization.layer_rules import quantised_share
@@ -89,7 +89,7 @@ from flowrl.training.resume import AUTO, Facts, Start
 from flowrl.trajectory import Rollout
 from flowrl.trees.plan import TreePlan, count
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import unused, write_bytes
+from flowrl.utils.files import locked_folder, unused, write_bytes
 from flowrl.utils.images import png
 from flowrl.utils.progress import Steps, told
 
@@ -245,7 +245,7 @@ def evaluate(
         return table(compare(base, after, evaluator.quality)) if runtime.is_main else []
 
 
-# --- flowrl encode -----------------------------------------------------------------------------
+# --- flowrl train --encode-only ----------------------------------------------------------------
 
 
 def encode(config: Config) -> list[Row]:
@@ -415,7 +415,7 @@ def collect_pairs(
         pipeline = load_pipeline(p.path, dtype=p.dtype, device=runtime.device, revision=p.revision)
     backbone = build_backbone(config.pipeline, pipeline, guidance=1.0)
     unusable = len(left_out)
-    with owned(folder):
+    with locked_folder(folder, "dataset"):
         create_dataset(
             folder,
             DatasetMetadata(

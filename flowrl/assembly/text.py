@@ -199,7 +199,7 @@ class TextCaches:
         share = texts[runtime.rank :: runtime.world_size] if on_disk else texts
         for part, whole in ((share, True), (texts, False)):
             with runtime.raise_on_all():
-                missing = [(cache, p) for cache, p in part if not cache.has(p, whole=whole)]
+                missing = _incomplete_batches(part, whole=whole)
                 _encode(missing, show=runtime.is_main, all_must_fit=free)
             runtime.wait()
         if free:
@@ -232,6 +232,23 @@ class TextCaches:
     def _index(self) -> Path | None:
         p = self.config.pipeline
         return None if self.pipeline is not None else index_file(pipeline_path(p.path), p.revision)
+
+
+def _incomplete_batches(
+    texts: Sequence[tuple[TextCache, PromptRecord]], *, whole: bool
+) -> list[tuple[TextCache, PromptRecord]]:
+    """Return the batches of each cache that lack a prompt, with all of their prompts.
+
+    A text's last bits depend on its batch: a run that was killed encodes the same batches again.
+    """
+    found = []
+    for cache in dict.fromkeys(cache for cache, _ in texts):
+        prompts = [prompt for other, prompt in texts if other is cache]
+        for start in range(0, len(prompts), cache.batch_size):
+            batch = prompts[start : start + cache.batch_size]
+            if not all([cache.has(prompt, whole=whole) for prompt in batch]):
+                found += [(cache, prompt) for prompt in batch]
+    return found
 
 
 def _encode(

@@ -6,33 +6,10 @@ from typing import Annotated, Literal
 import typer
 
 from flowrl.cli._console import AsJson, Lora, print_table
-from flowrl.cli.train import Words, recipe_request
+from flowrl.cli.train import Words
 from flowrl.errors import UserError
 
 SHOWN = 5  # pairs left out that are reported one by one
-
-
-def encode(words: Words = None, as_json: AsJson = False) -> None:
-    """Encode a recipe's prompts into memory.prompt_cache, ahead of training.
-
-    Loads text encoders alone, onto the GPU or, without one, the CPU, so that it may run on another
-    machine: then copy the folder. A run with memory.text_encoders=free that finds all its prompts
-    there does not load the encoders. Versions of diffusers and transformers have to be the same,
-    and the pipeline one of the Hub, known by its commit, or the same files.
-
-    Examples:
-
-      flowrl encode flux.1-dev-nft-12gb prompts.train=my_prompts.txt
-
-      flowrl encode quickstart memory.prompt_cache=prompts/encoded
-    """
-    from flowrl.api import encode as fill
-    from flowrl.config import load_config
-
-    request = recipe_request(words, "flowrl encode quickstart")
-    config = load_config(request.recipe, request.overrides)
-    rows = fill(config)
-    print_table([{**row, "folder": config.memory.prompt_cache} for row in rows], as_json=as_json)
 
 
 def collect(

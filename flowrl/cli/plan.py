@@ -287,7 +287,7 @@ def _show_verdict(found: "Plan") -> None:
     if found.peak.phase == "encode" and rest and max(rest) <= (found.memory or 0):
         typer.echo(
             f"\nEverything but encoding fits, with {_gb(max(rest))} GB: encode on the CPU or on "
-            "another machine, with\nflowrl encode RECIPE memory.prompt_cache=prompts/encoded "
+            "another machine, with\nflowrl train RECIPE --encode-only memory.prompt_cache=PATH "
             "pipeline.device=cpu, and train with\nmemory.text_encoders=free "
             "memory.prompt_cache=prompts/encoded."
         )

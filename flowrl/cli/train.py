@@ -71,6 +71,14 @@ def train(
             help="Rehearse the recipe on the tiny pipeline of its family, in a minute on a CPU.",
         ),
     ] = False,
+    encode_only: Annotated[
+        bool,
+        typer.Option(
+            "--encode-only",
+            help="Encode the recipe's prompts into memory.prompt_cache, and stop: on any machine, "
+            "with the text encoders alone.",
+        ),
+    ] = False,
     gpus: Annotated[
         str | None,
         typer.Option(
@@ -100,6 +108,8 @@ def train(
 
       flowrl train sd3.5-medium-grpo-24gb --dry-run
 
+      flowrl train flux.1-dev-nft-12gb --encode-only
+
       flowrl train flux.1-dev-grpo-80gb --gpus auto
 
     `flowrl explain KEY` says what an option means.
@@ -117,6 +127,12 @@ def train(
         return
     if dry_run:
         _rehearse(config, resume)
+        return
+    if encode_only:
+        from flowrl.api import encode
+
+        folder = config.memory.prompt_cache
+        print_table([row | {"folder": folder} for row in encode(config)])
         return
     if gpus is not None and _started(gpus, config, words or [], resume, accept_changes):
         return

@@ -99,12 +99,13 @@ def vote(  # noqa: PLR0913  # an argument for each option
         if open_browser and trained.gallery is not None:
             typer.launch(trained.gallery.resolve().as_uri())
         return
+    from flowrl.utils.files import locked_folder
     from flowrl.voting.app import Questions, make_app
-    from flowrl.voting.ballot import Ballot, locked_folder
+    from flowrl.voting.ballot import Ballot
     from flowrl.voting.candidates import read_candidates
     from flowrl.voting.learn import draw_candidates, encoder_of
 
-    with locked_folder(folder):
+    with locked_folder(folder, "images", "votes"):
         if images is None:
             draw_candidates(
                 _config(words), folder, prompts=prompts, per_prompt=per_prompt, lora=lora, seed=seed

@@ -1,1 +1,1 @@
-"""Measure LoRAs and pipelines side by side: leaderboard, benchmarks, calibration of detectors."""
+"""Measure LoRAs and pipelines side by side: leaderboards and benchmarks."""

@@ -40,8 +40,9 @@ from flowrl.scoring.files import ImageFile, score_files
 from flowrl.scoring.spec import RewardResult, RewardSpec, closing
 from flowrl.training.evaluate import NO_ITERATION, Evaluator
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import write_bytes, write_text
+from flowrl.utils.files import locked_folder, write_bytes
 from flowrl.utils.images import png, to_pil, to_tensor
+from flowrl.utils.journal import append_line, read_lines
 from flowrl.utils.progress import Steps
 
 BASE, OVERALL, DIVERSITY = "base", "overall", "diversity"
@@ -155,9 +156,11 @@ def hold_contest(
         evaluator = replace(evaluator, prompts=prompts, specs=asked)
         key = evaluation_key(config, (), evaluator.prompts)
         entries = _entries(opened, key)
-        found = [
-            _measured(name, lora, own, evaluator, runtime, folder) for name, lora, own in entries
-        ]
+        with locked_folder(folder, "leaderboard"):
+            found = [
+                _measured(name, lora, lora_key, evaluator, runtime, folder)
+                for name, lora, lora_key in entries
+            ]
     return _judged(found, evaluator, config.pipeline.path)
 
 
@@ -314,9 +317,10 @@ def _columns(
                 scored = score_files([spec], files)
                 missing += [f"{name}: {line}" for line in scored.missing]
                 values = [row[spec.name] for row in scored.rows]
-                scores |= {r: v for r, v in zip(part, values, strict=True) if math.isfinite(v)}
-                if cache is not None:
-                    write_text(cache, json.dumps(scores) + "\n")
+                new = {r: v for r, v in zip(part, values, strict=True) if math.isfinite(v)}
+                scores |= new
+                if cache is not None and new:
+                    append_line(cache, {"scores": new})
             for row in part:
                 column[row] = scores.get(row, math.nan)
         found[spec.name] = column
@@ -329,13 +333,16 @@ def _cache(folder: Path, spec: RewardSpec) -> Path | None:
     if not version:
         return None
     text = json.dumps([spec.name, version])
-    return folder / f"scores-{blake2b(text.encode(), digest_size=8).hexdigest()}.json"
+    return folder / f"scores-{blake2b(text.encode(), digest_size=8).hexdigest()}.jsonl"
 
 
 def _saved(cache: Path | None) -> dict[int, float]:
-    if cache is None or not cache.is_file():
+    """Return the saved scores by row; those of a damaged line are missing, and computed again."""
+    if cache is None:
         return {}
-    return {int(row): value for row, value in json.loads(cache.read_text("utf-8")).items()}
+    lines = read_lines(cache)
+    lines.warn(cache)
+    return {int(row): value for line in lines.entries for row, value in line["scores"].items()}
 
 
 def _chunks(rows: Sequence[int], prompts: Sequence[PromptRecord]) -> Iterator[list[int]]:

@@ -22,7 +22,7 @@ from flowrl.prompts.records import PromptRecord
 from flowrl.scoring.files import METADATA, SAMPLES
 from flowrl.training.checkpoint import CONFIG
 from flowrl.utils.distributed import Runtime
-from flowrl.utils.files import name_of, write_bytes, write_text
+from flowrl.utils.files import foreign_entries, write_bytes, write_text
 from flowrl.utils.images import png
 from flowrl.utils.progress import Steps
 
@@ -114,7 +114,8 @@ def draw_prompts(
     """Draw images of each prompt in GenEval's official layout; go on where an earlier call ended.
 
     `00000/metadata.jsonl` is the prompt's row, `00000/samples/0000.png` has the seed `seed`, the
-    next image the next one. Raises UserError for a folder that was drawn in another way.
+    next image the next one. The caller holds the folder's lock, see `locked_folder`. Raises
+    UserError for a folder that was drawn in another way.
 
     Args:
         own_noise: seeds go on from prompt to prompt. Otherwise they begin anew at each, as GenEval
@@ -129,18 +130,12 @@ def draw_prompts(
             f"{folder} was drawn with another pipeline, LoRA, prompts or settings, see {saved}: "
             "give another folder, or remove it"
         )
-    ours = (".lock", SETTINGS)  # half-written, too, by a process that was killed
-    if (
-        not saved.is_file()
-        and folder.is_dir()
-        and any(name_of(path) not in ours for path in folder.iterdir())
-    ):
+    if not saved.is_file() and foreign_entries(folder, "images"):
         raise UserError(f"{folder} holds other files: give -o a new folder")
     write_text(saved, text)
     missing = list(_missing(prompts, folder, per_prompt))
-    with Steps(
-        "drawing", len(prompts) * per_prompt, start=len(prompts) * per_prompt - len(missing)
-    ) as steps:
+    count = len(prompts) * per_prompt
+    with Steps("drawing", count, start=count - len(missing)) as steps:
         for record, path, index, number in missing:
             first = seed + index * per_prompt if own_noise else seed
             image = drawing.image(record.text, first + number, record.negative)

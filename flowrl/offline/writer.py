@@ -4,13 +4,12 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from PIL import Image, ImageOps
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from flowrl.sampling.rollout import Timer, occurrences
 from flowrl.sampling.source import Sampler
 from flowrl.training.checkpoint import step_of
 from flowrl.trajectory import Rollout
-from flowrl.utils.files import remove_leftovers
+from flowrl.utils.files import locked_folder
 from flowrl.utils.images import to_tensor
 
 
@@ -51,23 +50,8 @@ def write_groups(
     All processes call this; the main one writes. advance: called after each new shard.
     """
     runtime = sampler.generator.runtime
-    with owned(folder) if runtime.is_main else nullcontext():
+    with locked_folder(folder, "dataset") if runtime.is_main else nullcontext():
         return _write_missing(folder, metadata, sampler, shards, first, advance)
-
-
-@contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Own a data set while inside, rid of what a killed writer left half-written.
-
-    Raises UserError when another process writes it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", blocking=False):
-            remove_leftovers(folder, "dataset")
-            yield
-    except Timeout:
-        raise UserError(f"{folder} is in use by another process that collects there") from None
 
 
 def _write_missing(

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from flowrl.errors import DamagedFile
+from flowrl.errors import DamagedFile, UserError
 from flowrl.utils.digests import check_seal, notes_of, seal
 
 TEMPORARY = ".tmp"  # ending of files that are being written
@@ -37,7 +38,9 @@ WRITTEN: dict[FolderKind, tuple[str, ...]] = {
         "pytorch_lora_weights.safetensors", "README.md", "checkpoints", "evaluations", "stores",
         "samples", "gallery", "card", "comparison", "set-aside",
     ),
-    "images": (".lock", "drawn.json", "[0-9][0-9][0-9][0-9][0-9]"),
+    "images": (
+        ".lock", "drawn.json", "results.jsonl", "scores.csv", "[0-9][0-9][0-9][0-9][0-9]",
+    ),
     "leaderboard": (
         ".lock", "drawn", "index.html", "leaderboard.png", "leaderboard.csv", "comparisons.csv",
         "scores.csv", "kinds.csv",
@@ -176,6 +179,24 @@ def remove_leftovers(folder: Path, kind: FolderKind) -> None:
         for path in (entry, *below):
             if _HALF_WRITTEN.fullmatch(path.name):
                 remove(path)
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, *kinds: FolderKind) -> Iterator[None]:
+    """Hold the lock of a folder; remove files that a killed process left half-written.
+
+    Raises UserError when another process has the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", blocking=False):
+            for kind in kinds:
+                remove_leftovers(folder, kind)
+            yield
+    except Timeout:
+        raise UserError(
+            f"{folder} is in use by another flowrl process: end that one, or give another folder"
+        ) from None
 
 
 def remove(path: Path) -> None:

@@ -3,14 +3,13 @@
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
 from flowrl.errors import UserError
-from flowrl.utils.files import remove_leftovers, write_text
+from flowrl.utils.files import write_text
 from flowrl.utils.journal import append_line, read_lines
 
 FILE = "votes.jsonl"
@@ -34,26 +33,6 @@ class Vote:
         """Return (better, worse), None for a tie and for a pair that was skipped."""
         decided = {"first": (self.first, self.second), "second": (self.second, self.first)}
         return decided.get(self.choice)
-
-
-@contextmanager
-def locked_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder of votes; remove what a killed process left half-written.
-
-    Raises UserError when another process has the lock.
-    """
-    from filelock import FileLock, Timeout
-
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(folder / ".lock", blocking=False):
-            for kind in ("images", "votes"):
-                remove_leftovers(folder, kind)
-            yield
-    except Timeout:
-        raise UserError(
-            f"{folder} is in use by another flowrl vote: end that one, or give -o another folder"
-        ) from None
 
 
 class Ballot:

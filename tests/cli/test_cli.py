@@ -53,8 +53,7 @@ def built(monkeypatch):
 
 COMMANDS = (
     "train sample score collect gallery export evaluate tree plan audit reward-check "
-    "reward-serve recipes init runs prompts explain doctor verify bench geneval "
-    "benchmark calibrate import vote"
+    "reward-serve recipes init runs prompts explain doctor verify bench benchmark import vote"
 ).split()
 
 
@@ -170,7 +169,7 @@ def test_sample_passes_on_the_strength_of_a_lora_and_refuses_one_without(run, bu
 def test_score_prints_a_missing_score_as_missing(run, built):
     code, out, err = run("score", "a.png", "--reward", "ocr", "--reward", "brightness")
     assert code == 0
-    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], (), "flowrl")
+    assert built[0][0][1:] == (["ocr", "brightness"], None, [None, None], ())
     assert out.splitlines()[-1].split() == ["a.png", "n/a", "0.25"]
     assert err == "reward 'ocr' does not apply\n"
     out = run("score", "a.png", "--reward", "ocr", "--json")[1]

@@ -16,12 +16,9 @@ from flowrl.evaluation.benchmark import (
     geneval_table,
     judge_geneval,
     kind_of,
-    write_results,
 )
-from flowrl.evaluation.calibrate import verdicts
 from flowrl.evaluation.drawing import DrawingOptions, draw_prompts
 from flowrl.prompts.records import load_prompts
-from flowrl.scoring.executors.base import InlineExecutor
 from flowrl.tiny.draw import draw
 from flowrl.tiny.world import GENEVAL_TAGS, split_prompts
 
@@ -41,9 +38,9 @@ def drawn(tmp_path_factory):
     rows = [split_prompts(tag, "test")[0] for tag in GENEVAL_TAGS]
     (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = run(
-        "geneval", "tiny-sd3", "--prompts", root / "rows.jsonl", "--args", "{detector: tiny}",
-        "-o", root / "images", "--per-prompt", 2, "--steps", 8, "--guidance", 1,
-        "--max-sequence-length", 12, "--device", "cpu",
+        "benchmark", "geneval", "tiny-sd3", "--prompts", root / "rows.jsonl",
+        "--args", "{detector: tiny}", "-o", root / "images", "--per-prompt", 2, "--steps", 8,
+        "--guidance", 1, "--max-sequence-length", 12, "--device", "cpu",
     )  # fmt: skip
     assert code == 0
     return root / "images", rows
@@ -122,7 +119,7 @@ def test_results_and_table_are_the_published_rule_applied_by_hand(drawn, capsys)
     }
     assert table[-1]["accuracy"] == pytest.approx(sum(r["accuracy"] for r in table[:-1]) / 6)
     assert 0 < table[-1]["correct"] < 12  # both verdicts occur
-    assert run("geneval", folder, "--args", "{detector: tiny}", "--json") == 0
+    assert run("benchmark", "geneval", folder, "--args", "{detector: tiny}", "--json") == 0
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
     assert printed == table
 
@@ -170,7 +167,7 @@ def test_what_cannot_be_judged_is_missing_or_refused(tmp_path):
     (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(row))
     (found,) = judge_geneval(tmp_path, TINY)
     assert found["correct"] is None and "cannot be read" in found["reason"]
-    assert run("geneval", tmp_path, "--args", "{detector: tiny}") == 1
+    assert run("benchmark", "geneval", tmp_path, "--args", "{detector: tiny}") == 1
     other = row | {"include": [{"class": "zebra", "count": 1, "color": "red"}]}
     (tmp_path / "00000" / "metadata.jsonl").write_text(json.dumps(other))
     with pytest.raises(UserError, match="does not know 'zebra'"):
@@ -207,44 +204,21 @@ def test_prompts_without_genevals_metadata_are_refused(tmp_path):
         geneval_prompts(None)
 
 
-def test_two_judges_are_compared_image_by_image(tmp_path, capsys):
-    tags = ["colors"] * 4 + ["counting"] * 2
-    rows = []
-    for index, tag in enumerate(tags):
-        folder = tmp_path / "images" / f"{index:05d}" / "samples"
-        folder.mkdir(parents=True)
-        row = split_prompts(tag, "test")[index]
-        (folder.parent / "metadata.jsonl").write_text(json.dumps(row))
-        Image.fromarray(draw(row, random.Random(index))).save(folder / "0000.png")
-        # Another machine's file: two of six verdicts are the other way round, one is missing.
-        correct = {1: False, 4: False, 5: None}.get(index, True)
-        name = f"/elsewhere/{index:05d}/samples/0000.png"
-        rows.append({"filename": name, "tag": tag, "prompt": "", "correct": correct, "reason": ""})
-    theirs = write_results(rows, tmp_path / "results.jsonl")
-    assert run("calibrate", "tiny", theirs, tmp_path / "images", "--json") == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line[0] == "{"]
-    colors, counting, everything = printed
-    assert (colors["task"], colors["images"], colors["agreement"]) == ("colors", 4, 0.75)
-    assert (colors["A"], colors["B"], colors["only A"], colors["only B"]) == (1.0, 0.75, 1, 0)
-    assert (counting["images"], counting["agreement"]) == (1, 0.0)
-    assert everything["agreement"] == 0.6 and everything["kappa"] == pytest.approx(0.0)
-    (tmp_path / "results.jsonl").write_text("{}")
-    assert run("calibrate", "tiny", theirs, tmp_path / "images") == 1
-    assert "is no results.jsonl of GenEval" in capsys.readouterr().err
-    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
-    assert "is no results.jsonl of GenEval" in capsys.readouterr().err
-    write_results(rows, theirs)
-    assert run("calibrate", theirs, theirs, tmp_path / "nowhere") == 1
-    assert "nowhere is not in GenEval's layout" in capsys.readouterr().err
-
-
 def test_a_judge_that_cannot_be_made_is_refused_before_anything_is_drawn(monkeypatch, tmp_path):
     def never(self):
         raise AssertionError("the pipeline was loaded")
 
     monkeypatch.setattr(DrawingOptions, "build", never)
     (tmp_path / "rows.jsonl").write_text(json.dumps(split_prompts("colors", "test")[0]) + "\n")
-    words = ["geneval", "tiny-sd3", "--prompts", tmp_path / "rows.jsonl", "-o", tmp_path / "out"]
+    words = [
+        "benchmark",
+        "geneval",
+        "tiny-sd3",
+        "--prompts",
+        tmp_path / "rows.jsonl",
+        "-o",
+        tmp_path / "out",
+    ]
     assert run(*words, "--args", "{detector: mask2formr}") == 1
 
 
@@ -287,35 +261,3 @@ def test_drawbench_is_read_from_the_hub_with_its_categories(monkeypatch):
     assert asked == [("sayakpaul/drawbench", "train")]
     assert [record.text for record in records] == rows["Prompts"]
     assert [kind_of(record.metadata) for record in records] == rows["Category"]
-
-
-def test_verdicts_of_a_server_are_asked_of_geneval_in_mode_official_alone(monkeypatch, tmp_path):
-    folder = tmp_path / "00000" / "samples"
-    folder.mkdir(parents=True)
-    row = split_prompts("colors", "test")[0]
-    (folder.parent / "metadata.jsonl").write_text(json.dumps(row))
-    for index in range(2):
-        Image.new("RGB", (8, 8), (255 * index,) * 3).save(folder / f"000{index}.png")
-
-    class Server(InlineExecutor):
-        served = "geneval-2/official/tiny/own/clean"
-
-        def __init__(self, name, urls):
-            super().__init__(lambda images, prompts, metadata: images.mean((1, 2, 3)), name)
-            self.asked = name
-
-        @property
-        def version(self):
-            if self.asked != "geneval":
-                raise UserError(f"{self.asked}: it does not serve it; it serves geneval")
-            return self.served
-
-    monkeypatch.setattr("flowrl.scoring.executors.http.HTTPExecutor", Server)
-    assert verdicts("http://127.0.0.1:1", tmp_path) == {
-        "00000/samples/0000.png": False, "00000/samples/0001.png": True,
-    }  # fmt: skip
-    Server.served = "geneval-2/strict/tiny/own/clean"
-    with pytest.raises(UserError, match="in version geneval-2/strict/.*, expected geneval in mode"):
-        verdicts("http://127.0.0.1:1", tmp_path)
-    with pytest.raises(UserError, match="--args are given for http"):
-        verdicts("http://127.0.0.1:1", tmp_path, {"colors": "clip"})

@@ -67,13 +67,13 @@ def test_the_head_of_a_recipe_tells_what_it_is_and_how_to_run_it():
             words[len(start) :]
             for words in commands(name)
             for start in starts
-            if words[: len(start)] == start
+            if words[: len(start)] == start and "--encode-only" not in words
         ]
         request = sort_arguments(words)
         assert request.recipe == name and load_config(name, tuple(request.overrides))
     for name in REAL:
         for words in commands(name):
-            if {"collect", "audit", "encode"} & set(words):
+            if {"collect", "audit", "--encode-only"} & set(words):
                 assert name in words
                 changes = [word for word in words if re.match(r"[a-z.]+\w+=", word)]
                 assert load_config(name, tuple(changes))

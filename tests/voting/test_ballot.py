@@ -10,7 +10,8 @@ from PIL import Image
 
 from flowrl.errors import UserError
 from flowrl.offline.pairs import read_pairs
-from flowrl.voting.ballot import FILE, Ballot, Vote, locked_folder, write_pairs
+from flowrl.utils.files import locked_folder
+from flowrl.voting.ballot import FILE, Ballot, Vote, write_pairs
 from flowrl.voting.candidates import read_candidates
 
 
@@ -35,13 +36,13 @@ def test_a_second_vote_on_one_folder_is_refused_and_leftovers_are_swept(tmp_path
     folder.mkdir()
     half = folder / ".features.safetensors.abcd1234.tmp"
     half.touch()
-    with locked_folder(folder):
+    with locked_folder(folder, "images", "votes"):
         assert not half.exists()
-        hold = "import sys, pathlib; from flowrl.voting.ballot import locked_folder\n"
+        hold = "import sys, pathlib; from flowrl.utils.files import locked_folder\n"
         hold += "with locked_folder(pathlib.Path(sys.argv[1])): pass"
         second = subprocess.run([sys.executable, "-c", hold, str(folder)], capture_output=True)
-        assert second.returncode and b"in use by another flowrl vote" in second.stderr
-    with locked_folder(folder):
+        assert second.returncode and b"in use by another flowrl process" in second.stderr
+    with locked_folder(folder, "images", "votes"):
         pass
 
 
