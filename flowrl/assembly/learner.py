@@ -26,7 +26,6 @@ from flowrl.backbones.loading import pipeline_call_arguments
 from flowrl.backbones.lora_formats import LoRA, lora_of_main
 from flowrl.backbones.policy import Policy
 from flowrl.config import Config
-from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_states
 from flowrl.errors import UserError, phase
 from flowrl.functional.sde import KERNELS
@@ -362,17 +361,11 @@ def build_call(config: Config, pipeline: Any) -> PipelineCall:
     return PipelineCall(settings=settings, negative=negative)
 
 
-# Options of evaluation that earlier versions did not have, by their values then.
-ADDED = {"height": None, "width": None, "as_deployed": False}
-
-
 def evaluation_key(
     config: Config, specs: Sequence[RewardSpec], prompts: Sequence[PromptRecord]
 ) -> str:
     """Return a digest of all that two evaluations must share to be compared."""
     how = config.evaluation.model_dump(exclude={"every", "batch_size", "quality"})
-    how = {k: v for k, v in how.items() if k not in ADDED or v != ADDED[k]}
-    how = with_old_names("evaluation", how)
     what = config.pipeline.model_dump(exclude=INDIFFERENT) | rounding_key(config.memory)
     unasked = {s.name: [s.when] for s in specs if not s.asked_in("evaluation")}
     rewards = [

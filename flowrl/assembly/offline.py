@@ -11,7 +11,6 @@ from flowrl.backbones.base import Backbone
 from flowrl.backbones.lora_formats import lora_file
 from flowrl.backbones.text_cache import TextCache
 from flowrl.config import Config
-from flowrl.config.load import with_old_names
 from flowrl.config.validate import check_noising
 from flowrl.errors import UserError
 from flowrl.objectives.base import Needs
@@ -132,7 +131,7 @@ def _reference_key(config: Config) -> str:
     """Return a digest of all but the data set that decides the reference's errors, or may."""
     pipeline = config.pipeline.model_dump(exclude={"device", "decode_batch"})
     pipeline |= rounding_key(config.memory)
-    objective = with_old_names("objective", config.objective.model_dump(mode="json"))
+    objective = config.objective.model_dump(mode="json")
     guidance, negative = config.rollout.learning_guidance_scale, config.rollout.negative_prompt
     return _digest([json.dumps([pipeline, objective, guidance, negative], sort_keys=True)])
 

@@ -32,8 +32,6 @@ from flowrl.cli._console import print_error
 from flowrl.errors import CODES, Interrupted, as_failure, exit_code
 from flowrl.utils.stopping import at_once
 
-OLD_FLAGS = {"--picture": "--image", "--pictures": "--images"}  # still understood
-
 app = typer.Typer(
     name="flowrl",
     no_args_is_help=True,
@@ -58,7 +56,6 @@ app.command(context_settings=train.RECIPE_COMMAND)(audit.audit)
 app.command("reward-check")(rewards.reward_check)
 app.command("reward-serve")(rewards.reward_serve)
 app.command()(data.prompts)
-app.command("import")(data.import_recipe)
 app.command()(ui.ui)
 app.command()(info.explain)
 app.command()(info.doctor)
@@ -104,8 +101,7 @@ def _program(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the program; errors are one sentence, a traceback only with --debug."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    named = (word.partition("=") for word in words if word != "--debug")
-    rest = [OLD_FLAGS.get(flag, flag) + equals + value for flag, equals, value in named]
+    rest = [word for word in words if word != "--debug"]
     report_errors(lambda: app(rest, prog_name="flowrl"), debug="--debug" in words)
 
 

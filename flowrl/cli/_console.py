@@ -122,7 +122,7 @@ def arguments_of(rewards: Sequence[str], texts: Sequence[str] | None) -> list[di
 
     Raises UserError unless there is one YAML mapping for each reward, or none at all.
     """
-    from flowrl.config.load import load_yaml
+    from flowrl.config.yaml12 import load_yaml
 
     if texts and len(texts) != len(rewards):
         raise UserError(f"--args was given {len(texts)} times for {len(rewards)} rewards.")

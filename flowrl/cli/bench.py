@@ -90,7 +90,7 @@ def padding(
     """
     from flowrl.bench.rollout import bench_padding
     from flowrl.config import load_config
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     request = sort_arguments(words or [])
     config = load_config(request.recipe or "quickstart", request.overrides)

@@ -45,7 +45,7 @@ def collect(
       flowrl collect quickstart -o stores/pairs --pairs pairs.jsonl
     """
     from flowrl.config import load_config
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     request = sort_arguments(words or [])
     if not request.recipe or output_dir is None:
@@ -71,47 +71,6 @@ def collect(
     for reason in [*left_out[:SHOWN], *([f"{more} more pairs"] if more > 0 else [])]:
         typer.echo(f"left out: {reason}", err=True)
     print_table(rows, as_json=as_json)
-
-
-def import_recipe(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="FILE", help="Flow-Factory's FILE.yaml, or flow_grpo's config/grpo.py:NAME."
-        ),
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Recipe to write; else it is printed.")
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=1, help="GPUs that a flow_grpo config was made for.")
-    ] = None,
-) -> None:
-    """Turn another project's recipe into one of flowrl's, with a list of what has no counterpart.
-
-    The file is parsed, never run. The list stands at the head of the recipe, as comments.
-
-    Examples:
-
-      flowrl import examples/grpo/lora/sd3_5/default.yaml -o recipe.yaml
-
-      flowrl import config/grpo.py:general_ocr_sd3 -o recipe.yaml
-    """
-    from flowrl.config.importing import import_recipe as read_recipe
-    from flowrl.config.importing import recipe_text
-    from flowrl.utils.files import write_text
-
-    imported = read_recipe(source, gpus=gpus)
-    text = recipe_text(imported)
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    if output.exists():
-        raise UserError(f"{output} is there already: give -o another file, or remove it.")
-    write_text(output, text)
-    typer.echo(output)
-    for line in imported.left_out:
-        typer.echo(f"left out: {line}", err=True)
 
 
 def prompts(

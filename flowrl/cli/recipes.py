@@ -222,7 +222,7 @@ def parent_of(family: str, memory: int, model: str) -> str:
 
 def recipe_text(file: Path, parent: str, model: str, prompts: str, rewards: Sequence[str]) -> str:
     """Return a commented recipe."""
-    from flowrl.config.load import dump_yaml
+    from flowrl.config.yaml12 import dump_yaml
 
     def scalar(text: str) -> str:
         return dump_yaml([text]).removeprefix("- ").strip()

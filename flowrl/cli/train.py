@@ -16,7 +16,7 @@ from flowrl.errors import UserError
 
 if TYPE_CHECKING:
     from flowrl.config import Config
-    from flowrl.config.load import CommandArguments
+    from flowrl.config.arguments import CommandArguments
     from flowrl.export.summary import TrainedRun
 
 # Options that typer does not know reach the words, where `sort_arguments` sorts them.
@@ -35,7 +35,7 @@ Words = Annotated[
 
 def recipe_request(words: Sequence[str] | None, example: str) -> "CommandArguments":
     """Sort the words of a command line into recipe and changes. Raises UserError without recipe."""
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     request = sort_arguments(words or [])
     if not request.recipe:
@@ -117,7 +117,7 @@ def train(
     Names from diffusers' training scripts (--learning_rate, --rank, --seed, ...) are understood.
     """
     from flowrl.config import config_yaml, load_config
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     request = sort_arguments(words or [])
     resume = resume or request.resume
@@ -315,7 +315,7 @@ def launch(words: Sequence[str], *, family: str, recipe: str) -> None:
     Raises UserError for a recipe of another family.
     """
     from flowrl.config import load_config
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     rest = [word for word in words if word.replace("_", "-") not in FLAGS]
     flags = {word.replace("_", "-") for word in words if word not in rest}

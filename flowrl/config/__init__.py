@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, model_validator
 
 from flowrl.config import validate
-from flowrl.config.load import check_size, dump_yaml, load_recipe, texts_in, with_new_names
+from flowrl.config.load import load_recipe
 from flowrl.config.messages import format_errors, name_of
 from flowrl.config.objectives import GRPOOptions, Objective
 from flowrl.config.rewards import FailureOptions, RewardOptions, check_rewards
@@ -22,12 +22,14 @@ from flowrl.config.sections import (
     RunOptions,
     RuntimeOptions,
 )
+from flowrl.config.yaml12 import check_size, dump_yaml, texts_in
 from flowrl.errors import UserError
 from flowrl.trees.plan import TreePlan
 from flowrl.utils.fields import Options, check_unicode, option
 
-LOOKED_AT = 3_000  # iterations
-MOVES = 150_000  # in all of them, which takes less than a second
+# Trees that are checked before a run: so many that it takes less than a second.
+CHECKED_ITERATIONS = 3_000
+CHECKED_MOVES = 150_000
 
 
 class Config(Options):
@@ -76,24 +78,24 @@ class Config(Options):
     @property
     def held_out(self) -> str | None:
         """The source that the held-out prompts are taken from; None without any."""
-        kept = self.prompts.train if self.prompts.held_out is not None else None
-        return self.evaluation.prompts or kept
+        split = self.prompts.train if self.prompts.held_out is not None else None
+        return self.evaluation.prompts or split
 
     def plans(self) -> dict[TreePlan, int]:
-        """Return the trees that the run samples, each with the first iteration that does.
+        """Return the trees that the run samples, each with the first iteration that samples it.
 
-        All of them for up to `LOOKED_AT` iterations; of longer runs those that the recipe moves
-        to, and those of the first iterations where chance chooses.
+        Of runs above `CHECKED_ITERATIONS`: those of the first iterations, and those at which the
+        recipe says that trees change.
         """
-        found: dict[TreePlan, int] = {}
+        plans: dict[TreePlan, int] = {}
         for iteration in self.iterations_with_plans():
-            found.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
-        return found
+            plans.setdefault(self.rollout.plan(iteration, self.run.seed), iteration)
+        return plans
 
     def iterations_with_plans(self) -> Sequence[int]:
-        """Return the iterations whose trees are looked at before the first: of most runs all."""
+        """Return the iterations whose trees are checked before the first: of most runs all."""
         last, work = self.run.iterations, len(self.rollout.plan(0, self.run.seed).moves)
-        first = range(min(last, LOOKED_AT, max(20, MOVES // work)))
+        first = range(min(last, CHECKED_ITERATIONS, max(20, CHECKED_MOVES // work)))
         if len(first) == last:
             return first
         turns = (t for t in self.rollout.turns() if len(first) <= t < last)
@@ -108,9 +110,8 @@ def parse_config(data: Mapping[str, Any]) -> Config:
             check_unicode(text)
         except ValueError as error:
             raise UserError(f"Option {name_of(path)}: {error}.") from error
-    (data,) = with_new_names([dict(data)])
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(dict(data))
     except ValidationError as error:
         raise UserError(format_errors(Config, error)) from error
 

@@ -3,7 +3,7 @@
 import difflib
 
 from flowrl.config import Config
-from flowrl.config.load import ALIASES, OLD_NAMES
+from flowrl.config.arguments import ALIASES
 from flowrl.config.messages import Option, show, walk
 from flowrl.errors import UserError
 from flowrl.utils.fields import Options
@@ -19,20 +19,19 @@ def explain(key: str = "") -> str:
         top = [option for option in options if "." not in option.path]
         return "\n".join(f"{option.path:<12}{option.meaning}" for option in top)
     path = _path(key)
-    found = [option for option in options if _plain(option.path) == path]
-    if not found:
+    same_path = [option for option in options if _plain(option.path) == path]
+    if not same_path:
         raise UserError(_unknown(key, path, options))
-    if found[0].is_section:
-        return _section(found[0], options)
+    if same_path[0].is_section:
+        return _section(same_path[0], options)
     # One text for what several kinds share, such as the windows of several trees.
-    return "\n\n".join(dict.fromkeys(_one(option) for option in found))
+    return "\n\n".join(dict.fromkeys(_one(option) for option in same_path))
 
 
 def _path(key: str) -> str:
     name = key.removeprefix("--").replace("-", "_")
     sections = {option.path for option in walk(Config) if "." not in option.path}
-    path = _plain(name if name in sections else ALIASES.get(name, name))
-    return f"{path.rpartition('.')[0]}.{OLD_NAMES[path]}" if path in OLD_NAMES else path
+    return _plain(name if name in sections else ALIASES.get(name, name))
 
 
 def _plain(path: str) -> str:
@@ -72,9 +71,11 @@ def default_text(option: Option) -> str:
 
 
 def _unknown(key: str, path: str, options: list[Option]) -> str:
-    known = {_plain(option.path): option.path for option in options}
-    ends = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(path, known, 1, 0.6)
-    near = near or [ends[k] for k in difflib.get_close_matches(path.split(".")[-1], ends, 1, 0.7)]
+    paths = {_plain(option.path): option.path for option in options}
+    last_parts = {name.rpartition(".")[2]: name for name in paths}
+    near = difflib.get_close_matches(path, [*paths, *ALIASES], 1, 0.6) or [
+        last_parts[name]
+        for name in difflib.get_close_matches(path.split(".")[-1], last_parts, 1, 0.7)
+    ]
     hint = f" Did you mean {near[0]}?" if near else " `flowrl explain` lists the sections."
     return f"There is no option {key!r}.{hint}"

@@ -37,8 +37,8 @@ def find_recipe(source: str | Path, beside: Path | None = None) -> Path:
     near = difflib.get_close_matches(str(source)[:100], preset_names(), 1, 0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(
-        f"There is no recipe {show(str(source))}: expected a YAML file or one of the presets "
-        f"{', '.join(preset_names())}.{hint}"
+        f"There is no recipe {show(str(source))}.{hint} A recipe is a YAML file or one of the "
+        "presets that `flowrl recipes` lists."
     )
 
 
@@ -85,11 +85,11 @@ def differences(before: Any, now: Any, name: str = "") -> dict[str, tuple[Any, A
         return {name: (before, now)}
     if before.get("kind") != now.get("kind"):
         return {f"{name}.kind": (before.get("kind"), now.get("kind"))}
-    found: dict[str, tuple[Any, Any]] = {}
+    changed: dict[str, tuple[Any, Any]] = {}
     for key in {**now, **before}:
         inner = f"{name}.{key}" if name else key
-        found |= differences(before.get(key), now.get(key), inner)
-    return found
+        changed |= differences(before.get(key), now.get(key), inner)
+    return changed
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
                 f"Cannot read {show(override)}: expected KEY=VALUE, as in optim.lr=1e-4."
             )
         if len(parts) > MAX_DEPTH:
-            raise UserError(_too_deep(f"The option {name_of(key)}"))
+            raise UserError(f"The option {name_of(key)} is nested more than {MAX_DEPTH} deep.")
         if "[" in key:
             dotted = re.sub(r"\[(\w+)\]", r".\1", key)
             raise UserError(
@@ -134,13 +134,13 @@ def _override_value(key: str, text: str) -> Any:
 def load_recipe(source: str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a preset or file, its parents (`extends`, at most three deep), then the overrides.
 
-    `source` "" stands for an empty recipe. Old option names become the new ones, with a warning.
+    `source` "" stands for an empty recipe.
     Raises UserError for unreadable files, duplicate keys and circular parents.
     """
-    with_new_names([parse_overrides(overrides)], warn=False)  # refuses two names of one option
     parts = _read(find_recipe(source), []) if source else []
-    parts += [parse_overrides([override]) for override in overrides]  # null clears what is below
-    return functools.reduce(merge, with_new_names(parts), {})
+    # One by one, so that a null clears what stands below it before the next override.
+    parts += [parse_overrides([override]) for override in overrides]
+    return functools.reduce(merge, parts, {})
 
 
 def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
@@ -157,7 +157,7 @@ def _read(path: Path, children: list[Path]) -> list[dict[str, Any]]:
         with open(path, encoding="utf-8") as file:
             data = load_yaml(file.read(MAX_TEXT + 1), path.name)
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the recipe {path}: {_short(error)}.") from error
+        raise UserError(f"Cannot read the recipe {path}: {shorten(error)}.") from error
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise UserError(f"{path.name} holds a {type(data).__name__}, expected keys and values.")

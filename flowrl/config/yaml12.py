@@ -19,7 +19,7 @@ MAX_VALUES = 20_000
 MAX_DEPTH = 40
 MAX_DIGITS = 40
 
-# The scalars of YAML 1.2's core schema. The last field lists the characters that one may start with.
+# The scalars of YAML 1.2's core schema; the last field lists the characters that may start one.
 _SCALARS = [
     ("bool", r"true|false", "tf"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -15,7 +15,7 @@ from typing import Any
 
 from flowrl.backbones.loading import is_offline
 from flowrl.backbones.lora_files import FILE
-from flowrl.config.load import dump_yaml, load_yaml
+from flowrl.config.yaml12 import dump_yaml, load_yaml
 from flowrl.errors import UserError
 from flowrl.training.run import Run
 

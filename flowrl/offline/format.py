@@ -25,7 +25,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from flowrl.config.load import with_new_names
 from flowrl.errors import DamagedFile, UserError
 from flowrl.prompts.records import PromptRecord
 from flowrl.utils.digests import content_digest, digest
@@ -85,7 +84,6 @@ class DatasetMetadata:
             _check_digest(found, path, needed=found["format"] != 1)
             if found["format"] not in (1, FORMAT):
                 raise ValueError(f"its format is {found['format']}, not {FORMAT}")
-            (found["recipe"],) = with_new_names([found["recipe"]], warn=False)
             return DatasetMetadata(**found)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(

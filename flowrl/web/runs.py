@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from flowrl.config.load import differences, load_yaml
+from flowrl.config.load import differences
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 from flowrl.training.ledger import FILE as LEDGER
 from flowrl.training.ledger import Event, Ledger

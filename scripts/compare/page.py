@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl.config import Config, load_config
-from flowrl.config.load import load_yaml
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 
 FOLDER = Path(__file__).parent / "pages"

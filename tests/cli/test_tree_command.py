@@ -74,7 +74,6 @@ def test_json_and_windows(run):
     assert found["totals"]["saving"] == pytest.approx(40 / found["totals"]["forwards"])
 
 
-
 def test_refusals_are_one_sentence(run):
     for words, said in [
         (("brnch_grpo",), "Did you mean 'branch_grpo'?"),

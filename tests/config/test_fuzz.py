@@ -21,9 +21,10 @@ import pytest
 
 from flowrl.cli import main
 from flowrl.config import Config
-from flowrl.config.load import dump_yaml, load_recipe, load_yaml, preset_folder, preset_names
+from flowrl.config.load import load_recipe, preset_folder, preset_names
 from flowrl.config.messages import name_of, walk
 from flowrl.config.rollout import RolloutOptions
+from flowrl.config.yaml12 import dump_yaml, load_yaml
 from flowrl.errors import UserError
 
 CASES = 5000
@@ -57,34 +58,9 @@ ODD = [
     "[" + ", ".join(["{name: a:b}"] * 300) + "]",
 ]  # fmt: skip
 SPECIAL = [
-    "\t",
-    ":",
-    "- ",
-    "#",
-    "&a ",
-    "*a",
-    "{",
-    "}",
-    "[",
-    "]",
-    "'",
-    '"',
-    "!!set ",
-    "%",
-    "\x00",
-    "\ud7ff",
-    "\u2028",
-    "\ufeff",
-    "<<: ",
-    "? ",
-    "|",
-    ">",
-    "---\n",
-    "...\n",
-    "\r",
-    "0",
-    "true",
-]
+    "\t", ":", "- ", "#", "&a ", "*a", "{", "}", "[", "]", "'", '"', "!!set ", "%", "\x00",
+    "\ud7ff", "\u2028", "\ufeff", "<<: ", "? ", "|", ">", "---\n", "...\n", "\r", "0", "true",
+]  # fmt: skip
 
 
 @dataclass

@@ -21,7 +21,7 @@ from PIL import Image
 
 from flowrl.cli import app, main
 from flowrl.config import load_config
-from flowrl.config.load import sort_arguments
+from flowrl.config.arguments import sort_arguments
 from flowrl.voting.ballot import Ballot, Vote
 
 ROOT = Path(__file__).parents[2]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowrl.config import load_config
-from flowrl.config.load import sort_arguments
+from flowrl.config.arguments import sort_arguments
 from flowrl.config.trees import CustomTreeOptions
 from flowrl.scoring.check import check_named
 from flowrl.scoring.scorer import score

@@ -14,7 +14,8 @@ from PIL import Image
 from flowrl.assembly.learner import ProvidedObjects, build_learner
 from flowrl.cli import main
 from flowrl.config import Config, load_config, parse_config
-from flowrl.config.load import preset_folder, preset_names, sort_arguments
+from flowrl.config.arguments import sort_arguments
+from flowrl.config.load import preset_folder, preset_names
 from flowrl.config.messages import walk
 from flowrl.config.objectives import Objective
 from flowrl.config.sections import MemoryOptions

@@ -10,7 +10,7 @@ import yaml
 
 from flowrl.cli import app
 from flowrl.config import load_config, parse_config
-from flowrl.config.load import sort_arguments
+from flowrl.config.arguments import sort_arguments
 from flowrl.planning.model_specs import MODEL_SPECS, build_transformer
 from flowrl.quantization.backends import FP8Dequantised, NVFP4Emulated
 from flowrl.quantization.layer_rules import choose_layers, quantised_share, rules_of

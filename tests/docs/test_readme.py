@@ -15,7 +15,8 @@ from flowrl.backbones.lora_files import read_lora
 from flowrl.bench.certify import not_run_sentence
 from flowrl.cli import app
 from flowrl.config import load_config
-from flowrl.config.load import preset_names, sort_arguments
+from flowrl.config.arguments import sort_arguments
+from flowrl.config.load import preset_names
 from flowrl.planning.duration import RATES
 from flowrl.training.tracking import read_metrics
 from scripts.compare.data import TIMES, read_rows

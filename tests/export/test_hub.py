@@ -11,7 +11,7 @@ from flowrl.api import align, repository_of
 from flowrl.backbones.lora_files import FILE
 from flowrl.cli import main
 from flowrl.config import config_yaml, load_config, parse_config
-from flowrl.config.load import load_yaml
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 from flowrl.export.hub import open_repository, public, public_config, publish, push, push_later
 
@@ -219,7 +219,7 @@ def test_a_finished_run_is_pushed_by_the_command(hub, tmp_path, capsys):
 
 
 def test_options_have_the_names_of_diffusers_scripts():
-    from flowrl.config.load import sort_arguments
+    from flowrl.config.arguments import sort_arguments
 
     words = [
         "quickstart",

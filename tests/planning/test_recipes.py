@@ -11,7 +11,8 @@ import yaml
 
 from flowrl.config import Config
 from flowrl.config import load_config as load
-from flowrl.config.load import MAX_PARENTS, preset_folder, sort_arguments
+from flowrl.config.arguments import sort_arguments
+from flowrl.config.load import MAX_PARENTS, preset_folder
 from flowrl.planning.model_specs import MODEL_SPECS, spec_name
 
 ROOT = Path(__file__).parents[2]

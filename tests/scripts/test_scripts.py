@@ -14,7 +14,8 @@ import pytest
 
 from flowrl.cli import train as training
 from flowrl.config import load_config
-from flowrl.config.load import load_yaml, sort_arguments
+from flowrl.config.arguments import sort_arguments
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"

@@ -6,7 +6,7 @@ import pytest
 
 from flowrl.config import config_yaml, parse_config
 from flowrl.config.explain import explain
-from flowrl.config.load import load_yaml, merge, parse_overrides
+from flowrl.config.load import merge, parse_overrides
 from flowrl.config.rewards import (
     FailureOptions,
     HTTPOptions,
@@ -16,6 +16,7 @@ from flowrl.config.rewards import (
     check_rewards,
 )
 from flowrl.config.rewards import RewardOptions as Section
+from flowrl.config.yaml12 import load_yaml
 from flowrl.errors import UserError
 from flowrl.scoring.protocol import Codec
 
