@@ -721,12 +721,11 @@ def training_runtime(config: Config) -> Runtime:
     """Return this process's runtime; set torch's threads as `run.threads` says."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
-    precision = PRECISION[config.pipeline.dtype]
     return Runtime(
         device=config.pipeline.device,
-        mixed_precision=precision,
-        peer_timeout=config.runtime.peer_timeout,
-        answer_timeout=config.runtime.answer_timeout,
+        mixed_precision=PRECISION[config.pipeline.dtype],
+        timeout=config.runtime.timeout,
+        seed=config.run.seed,
     )
 
 

@@ -8,7 +8,7 @@ and the command line prints both and ends with `exit_code`. All else is a mistak
 
 import errno
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -121,13 +121,10 @@ CODES: dict[Cause, int] = {"pipe": 141, "peer": 75}  # as of SIGPIPE; "try again
 
 
 class MachineFailure(UserError):
-    """A failure of the machine. `ranks`: the processes that are lost, for "peer"."""
+    """A failure of the machine."""
 
-    def __init__(
-        self, cause: Cause, detail: str, mark: Mark | None = None, *, ranks: Collection[int] = ()
-    ):
+    def __init__(self, cause: Cause, detail: str, mark: Mark | None = None):
         self.cause: Cause = cause
-        self.mark, self.ranks = mark, frozenset(ranks)
         where = f" in phase {mark}" if mark else ""
         remedy = MEMORY[mark.name] if cause == "memory" and mark else REMEDIES[cause]
         about = f'"{SECTIONS[cause]}" in {PAGE}'

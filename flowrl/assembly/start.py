@@ -100,11 +100,8 @@ def recipe_to_show(
 
 def runtime_to_evaluate(config: Config) -> Runtime:
     """Return this process's runtime without autocast: images are those of the pipeline's dtype."""
-    limits = config.runtime
     return Runtime(
-        device=config.pipeline.device,
-        peer_timeout=limits.peer_timeout,
-        answer_timeout=limits.answer_timeout,
+        device=config.pipeline.device, timeout=config.runtime.timeout, seed=config.run.seed
     )
 
 

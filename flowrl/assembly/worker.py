@@ -170,7 +170,9 @@ def _for_worker(config: Config, folder: str) -> Config:
 
 def _build_parts(config: Config) -> RolloutParts:
     p, r = config.pipeline, config.rollout
-    runtime = Runtime(device=p.device, mixed_precision=PRECISION[p.dtype])
+    runtime = Runtime(
+        device=p.device, mixed_precision=PRECISION[p.dtype], seed=config.run.seed
+    )
     index = index_file(pipeline_path(p.path), p.revision)
     without = encoder_names(index) if index is not None else []
     start = starting_lora(config)

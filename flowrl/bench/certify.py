@@ -251,7 +251,7 @@ def _quickstart(name: str) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         changes = [
             f"run.iterations={ITERATIONS}", f"run.output_dir={folder}/run", "run.trackers=[]",
-            "run.max_minutes=null", "evaluation.prompts=null",
+            "evaluation.prompts=null",
         ]  # fmt: skip
         began = time.perf_counter()
         align(load_config(name, changes))

@@ -329,13 +329,8 @@ class RuntimeOptions(Options):
         "Split the frozen transformer over the processes of a machine (node) or over all (all), "
         "with torch's FSDP2; null keeps a copy on every GPU. Slower, for networks that do not fit.",
     )
-    peer_timeout: Positive = option(
-        120.0,
-        "Seconds without a sign of life after which another process counts as frozen or cut off: "
-        "the others save what is whole and end with exit code 75.",
-    )
-    answer_timeout: Positive = option(
-        3600.0,
-        "Seconds that a process which is alive may keep the others waiting, for a reward that "
-        "does not answer, for example. The timeouts of the launcher and of NCCL do not matter.",
+    timeout: Positive = option(
+        1800.0,
+        "Seconds that a process may keep the others waiting, for a slow reward, say. After them, "
+        "and at once when one has ended, the run saves, names it and ends with exit code 75.",
     )

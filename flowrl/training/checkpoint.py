@@ -241,7 +241,7 @@ def _removed_if_refused(run_dir: Path) -> Iterator[None]:
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and torch's global generators.
 
-    flowrl uses keyed noise and none of them; a user's reward or libraries may.
+    flowrl draws keyed noise and uses none of them; a user's reward or a library may.
     """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)

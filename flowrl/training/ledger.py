@@ -29,7 +29,7 @@ class Ledger:
         self._events: list[Event] | None = None
 
     def events(self) -> list[Event]:
-        """Return what is written, oldest first; empty for a run of an earlier version."""
+        """Return what is written, oldest first."""
         if self._events is None:
             lines = read_lines(self.path)
             lines.warn(self.path)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import logging
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -155,9 +154,7 @@ def _read_named(path: Path, folder: Path) -> dict[str, Any]:
 def _finished(folder: Path, config: Config) -> str:
     """Return why the run in a folder has nothing left to do under a recipe, "" if it has."""
     last = Ledger(folder).last("start", "resume", "stop")
-    if last is None:
-        last = _stop_without_ledger(folder)
-    if last["event"] != "stop" or not last["complete"]:
+    if last is None or last["event"] != "stop" or not last["complete"]:
         return ""
     step, minutes = last["step"], last["seconds"] / 60
     if step >= config.run.iterations:
@@ -170,16 +167,6 @@ def _finished(folder: Path, config: Config) -> str:
     if last["reason"] == "hacking" and config.run.stop_when_hacking is not None:
         return f"{folder} holds this recipe's run, which run.stop_when_hacking ended at {step}"
     return ""
-
-
-def _stop_without_ledger(folder: Path) -> dict[str, Any]:
-    """Return what the ledger of an earlier version's run would say of its end."""
-    found = _newest_whole(folder) if (folder / "README.md").exists() else None
-    if found is None:
-        return {"event": "start"}
-    state = found[1]
-    return {"event": "stop", "complete": True, "reason": "", "step": state["iteration"],
-            "seconds": state["elapsed"]}  # fmt: skip
 
 
 # --- a path of the user --------------------------------------------------------------------------
@@ -221,9 +208,8 @@ def changes(folder: Path, config: Config, facts: Facts) -> Changes:
     ledger = Ledger(folder)
     last = ledger.last("start", "resume")
     try:
-        with warnings.catch_warnings():  # of old names, which the user has not written
-            warnings.simplefilter("ignore")
-            before = parse_config(last["recipe"]) if last else load_config(folder / CONFIG)
+        # A process that is killed while it begins a run leaves a configuration and no ledger.
+        before = parse_config(last["recipe"]) if last else load_config(folder / CONFIG)
     except UserError as error:
         raise UserError(
             f"the recipe of the run in {folder} cannot be read ({error}): choose another "

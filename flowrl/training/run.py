@@ -390,7 +390,7 @@ class Run:
             policy = self._policy
         except AttributeError:  # before `begin`
             return "Nothing was done yet, and nothing is changed."
-        if self.saved == self.done or not self.runtime.saves_after(error):
+        if self.saved == self.done or not self.runtime.is_main:
             return self._go_on()
         if not policy.whole:
             return f"Iteration {self.done + 1} had begun to train and is not saved. {self._go_on()}"

@@ -6,10 +6,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from flowrl.errors import DamagedFile, UserError
+from flowrl.errors import DamagedFile
 
-FORMAT = 1  # of the files that are sealed; a higher one is a newer flowrl's
-SEAL, VERSION = "flowrl_digest", "flowrl_format"  # in the header, beside what others keep there
+SEAL = "flowrl_digest"  # in the header, beside what others keep there
 NOTES = "__metadata__"  # safetensors' name for the texts in a header
 _HEX = 32
 _PLACE = f'"{SEAL}":"'.encode()  # in a header that `seal` wrote; quotes inside a text are escaped
@@ -31,7 +30,7 @@ def seal(data: bytes) -> bytes:
     The digest is that of the whole file with zeros in the place of the digest.
     """
     header, start = _header(data)
-    notes = header.pop(NOTES, {}) | {SEAL: "0" * _HEX, VERSION: str(FORMAT)}
+    notes = header.pop(NOTES, {}) | {SEAL: "0" * _HEX}
     whole = {NOTES: dict(sorted(notes.items()))} | header
     text = json.dumps(whole, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -45,28 +44,19 @@ def seal(data: bytes) -> bytes:
 
 
 def check_seal(data: bytes, path: Path) -> bool:
-    """Return whether the file has a seal: those of others and of earlier versions have none.
+    """Return whether the file has a seal, which files of other programs have not.
 
-    Raises DamagedFile when the bytes are not those that were sealed, and UserError for the file of
-    a newer version.
+    Raises DamagedFile when the bytes are not those that were sealed.
     """
     try:
         header, _ = _header(data)
         notes = header.get(NOTES, {})
-        sealed = SEAL in notes or VERSION in notes
     except (ValueError, TypeError, AttributeError) as error:
         raise DamagedFile(f"{path} is not a safetensors file, or damaged: {error}") from error
-    if not sealed:
+    if SEAL not in notes:
         return False
-    newer = _is_newer(notes.get(VERSION))
-    if not _is_intact(data, notes.get(SEAL)):
-        other = ", or a newer flowrl wrote it" if newer else ""
-        raise DamagedFile(f"{path} is damaged: it is not what its digest was taken of{other}")
-    if newer:
-        raise UserError(
-            f"{path} was written by a newer flowrl (format {notes[VERSION]}, this one reads up to "
-            f"{FORMAT}): update flowrl"
-        )
+    if not _is_intact(data, notes[SEAL]):
+        raise DamagedFile(f"{path} is damaged: its digest does not match its content")
     return True
 
 
@@ -81,10 +71,6 @@ def sealed_digest(path: Path) -> str | None:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     return header.get(NOTES, {}).get(SEAL)
-
-
-def _is_newer(version: Any) -> bool:
-    return isinstance(version, str) and version.isdecimal() and int(version) > FORMAT
 
 
 def _is_intact(data: bytes, wanted: Any) -> bool:

@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowrl.errors import Interrupted, MachineFailure, UserError, as_failure
-from flowrl.utils.peers import Peers, agent_has_store, launchers_store, meet
+from flowrl.utils.peers import Peers
 
-PEER_TIMEOUT = 120.0  # seconds
-ANSWER_TIMEOUT = 3600.0
+TIMEOUT = 1800.0  # seconds that one process may keep the others waiting
 # What launchers ask for by the environment, and accelerate would wrap the network in.
 WRAPPERS = {
     "ACCELERATE_USE_FSDP": "FSDP",
@@ -33,7 +32,9 @@ class Runtime:
     a launcher asks for in vain: see `_check_launcher`.
 
     Args:
-        peer_timeout, answer_timeout: see `Peers`.
+        timeout: see `Peers`.
+        seed: of Python's, NumPy's and torch's global generators, which flowrl does not use, but a
+            reward or a library may.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class Runtime:
         *,
         device: str = "auto",
         mixed_precision: str = "no",
-        peer_timeout: float = PEER_TIMEOUT,
-        answer_timeout: float = ANSWER_TIMEOUT,
+        timeout: float = TIMEOUT,
+        seed: int = 0,
     ):
         from accelerate import Accelerator
+        from accelerate.utils import set_seed
 
         _check_launcher()
-        asked = device == "auto" and _is_on("ACCELERATE_USE_CPU")  # by the launcher
-        on_cpu = device == "cpu" or asked
-        _join_attempt(on_cpu)
+        set_seed(seed % 2**32)  # NumPy takes no more
+        on_cpu = device == "cpu" or device == "auto" and _is_on("ACCELERATE_USE_CPU")
         try:
             self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=mixed_precision)
         except ValueError as error:  # accelerate keeps one state a process
@@ -70,17 +71,15 @@ class Runtime:
                 "each would train alone: set pipeline.device=cpu to train on CPUs, or start one "
                 "process"
             )
-        self.peers = _peers() if self.world_size > 1 else None  # None for a process alone
-        if self.peers is not None:
-            self.peers.peer_timeout, self.peers.answer_timeout = peer_timeout, answer_timeout
+        self.peers = _peers(timeout) if self.world_size > 1 else None  # None for a process alone
 
     @property
     def idle_gpus(self) -> int:
         """The number of this machine's GPUs that no process of the run has."""
         if self.device.type != "cuda":
             return 0
-        own = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        return max(0, torch.cuda.device_count() - own)
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        return max(0, torch.cuda.device_count() - processes)
 
     @property
     def gpu(self) -> int | None:
@@ -121,8 +120,8 @@ class Runtime:
         padded = torch.zeros(max(counts), *rows.shape[1:], dtype=rows.dtype)
         padded[: len(rows)] = rows.cpu()
         parts = self._gather(padded.byte() if rows.dtype == torch.bool else padded)
-        kept = [part[:n] for part, n in zip(parts, counts, strict=True)]
-        return torch.cat(kept).to(device=rows.device, dtype=rows.dtype)
+        parts = [part[:n] for part, n in zip(parts, counts, strict=True)]
+        return torch.cat(parts).to(device=rows.device, dtype=rows.dtype)
 
     def merge(self, texts: dict[str, str]) -> dict[str, str]:
         """Return the texts of all processes by name, sent as JSON: nothing is unpickled."""
@@ -143,10 +142,10 @@ class Runtime:
                 data = read()
         if self.peers is None:
             return data
-        found = torch.zeros(int(self.sum(float(len(data)))), dtype=torch.uint8)
+        buffer = torch.zeros(int(self.sum(float(len(data)))), dtype=torch.uint8)
         if data:
-            found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return self.peers.broadcast(found).numpy().tobytes()
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        return self.peers.broadcast(buffer).numpy().tobytes()
 
     def same_as_main(self, tensor: Tensor) -> Tensor:
         """Return the main process's tensor on the device; a tensor on meta gives its shape."""
@@ -177,33 +176,24 @@ class Runtime:
             where = (
                 f"rank {self.rank}: " if isinstance(failure, MachineFailure) and self.peers else ""
             )
-            own = {} if failure is None else {f"{self.rank:06d}": f"{where}{failure}"}
-            message = min(self.merge(own).items())[1]
+            text = {} if failure is None else {f"{self.rank:06d}": f"{where}{failure}"}
+            message = min(self.merge(text).items())[1]
         except MachineFailure as lost:  # its own is the first cause
             raise failure or lost from None
-        if failure is not None and own.get(f"{self.rank:06d}") == message:
+        if failure is not None and text.get(f"{self.rank:06d}") == message:
             failure.args = (message,)  # with the rank, as the others say it
             raise failure
         raise UserError(message)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
-        """Tell the other processes when this one ends with an error inside the block."""
+        """Say that nothing is lost when an error ends this process before training."""
         try:
             yield
         except BaseException as error:
             if isinstance(error, MachineFailure | Interrupted) and not hasattr(error, "__notes__"):
                 error.add_note("Training had not begun: nothing is saved, and nothing is changed.")
-            if self.peers is not None:
-                self.peers.leave(str(error) or type(error).__name__)
             raise
-
-    def saves_after(self, error: BaseException) -> bool:
-        """Return whether this process saves after an error: the first one that is not lost."""
-        if self.peers is None:
-            return True
-        lost = error.ranks if isinstance(error, MachineFailure) else ()
-        return self.rank == min(set(self.peers.recent()) - set(lost) | {self.rank})
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         assert self.peers is not None
@@ -219,8 +209,8 @@ class Runtime:
         """Return the mean of one value a row (N,) over the rows of all processes that count. ()"""
         if self.peers is None:
             return values.mean()
-        own = torch.tensor([values.double().sum().item(), len(values)], dtype=torch.float64)
-        total, rows = self.peers.sum(own if counted else torch.zeros_like(own))
+        part = torch.tensor([values.double().sum().item(), len(values)], dtype=torch.float64)
+        total, rows = self.peers.sum(part if counted else torch.zeros_like(part))
         return (total / rows).to(values)
 
     def rounds(self, count: int) -> int:
@@ -263,8 +253,7 @@ class Runtime:
         if self.accelerator.scaler is not None:  # which must have scaled something, rows or none
             self.accelerator.scaler.scale(torch.zeros((), device=self.device))
         flat = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
-        # The back end's own group, but waited for as messages are.
-        self.peers.wait(dist.all_reduce(flat, async_op=True))
+        self.peers.call(dist.all_reduce, flat)
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
 
@@ -288,23 +277,9 @@ class Runtime:
 
 
 @functools.cache
-def _peers() -> Peers:
-    """Return the processes that the launcher started, with one group and one beat for all."""
-    return Peers(peer_timeout=PEER_TIMEOUT, answer_timeout=ANSWER_TIMEOUT)
-
-
-def _join_attempt(on_cpu: bool) -> None:
-    """Join the processes of this attempt, where a launcher may start them again after a failure."""
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if dist.is_initialized() or not (restarts and agent_has_store()):
-        return
-    if not on_cpu and not torch.cuda.is_available():
-        return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = launchers_store()
-    own = dist.PrefixStore(meet(store, rank, size), store)
-    backend = "gloo" if on_cpu else "nccl"
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+def _peers(timeout: float) -> Peers:
+    """Return the processes that the launcher started, with one group for all runtimes."""
+    return Peers(timeout=timeout)
 
 
 def _check_launcher() -> None:

@@ -135,15 +135,15 @@ def state_bytes(state: Any) -> bytes:
 def load_state(path: Path) -> Any:
     """Return the state that `save_state` wrote, with the tensors on the CPU.
 
-    Raises DamagedFile when the file is not what was written, and UserError when a newer flowrl
-    wrote it.
+    Raises DamagedFile when the file is not what was written.
     """
     return parse_state(Path(path).read_bytes(), path)
 
 
 def parse_state(data: bytes, path: Path) -> Any:
     """Return the state in the bytes of a file that `save_state` wrote; see `load_state`."""
-    check_seal(data, path)
+    if not check_seal(data, path):
+        raise DamagedFile(f"{path} is damaged: it has no digest")
     try:
         return _unflatten(json.loads(notes_of(data)["state"]), load(data))
     except (SafetensorError, ValueError, KeyError, TypeError) as error:

@@ -61,7 +61,7 @@ class Page:
         """Return the recipe of a run. It stops by iterations, never by minutes."""
         options = [*method.options, *changes, f"run.seed={seed}", f"run.output_dir={folder}"]
         steps = f"evaluation.num_inference_steps={list(method.steps or self.steps)}"
-        own = [f"run.iterations={method.iterations}", "run.max_minutes=null", "run.trackers=[]"]
+        own = [f"run.iterations={method.iterations}", "run.trackers=[]"]
         return load_config(method.recipe, [steps, *own, *options])
 
     @property

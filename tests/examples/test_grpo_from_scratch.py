@@ -32,7 +32,7 @@ def test_its_losses_and_lora_are_those_of_flowrl_train(example, tmp_path):
         [
             "rollout.prompts_per_iteration=2", "rollout.group_size=4", "rollout.merge_lora=false",
             "optim.micro_batch=8", "ema.decay=null", "evaluation.prompts=null",
-            "run.iterations=2", "run.max_minutes=null", "run.trackers=[]", "run.sample_every=0",
+            "run.iterations=2", "run.trackers=[]", "run.sample_every=0",
             "pipeline.device=cpu", f"run.output_dir={tmp_path / 'run'}",
         ],
     )  # fmt: skip

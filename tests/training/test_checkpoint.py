@@ -128,14 +128,6 @@ def test_weights_that_are_not_finite_are_not_loaded(checkpoints):
         read_checkpoint(checkpoints.path(1))
 
 
-def test_a_checkpoint_of_a_newer_version_is_refused_by_name(checkpoints, monkeypatch):
-    monkeypatch.setattr("flowrl.utils.digests.FORMAT", 7)
-    checkpoints.save(1, state(1))
-    monkeypatch.undo()
-    with pytest.raises(UserError, match="state.safetensors was written by a newer flowrl"):
-        checkpoints.newest()
-
-
 def test_one_that_is_being_removed_is_no_checkpoint_any_more(checkpoints, monkeypatch):
     checkpoints.save(1, state(1))
     monkeypatch.setattr("flowrl.training.checkpoint.shutil.rmtree", _crash)

@@ -1,7 +1,6 @@
 """Two real processes of one run, of which one is slow, frozen, killed or fails."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -74,7 +73,6 @@ report_errors(lambda: align(config, rewards={"mine": mine}), debug=False)
 
 # The same without a run: messages outlast the group's timeout, and end by name.
 MESSAGES = """
-import sys
 import time
 from datetime import timedelta
 
@@ -82,20 +80,18 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=2))
-from flowrl.errors import MachineFailure, phase
+from flowrl.errors import MachineFailure
 from flowrl.utils.distributed import Runtime
 
-runtime = Runtime(device="cpu", peer_timeout=60.0, answer_timeout=5.0)
+runtime = Runtime(device="cpu", timeout=5.0)
 last = runtime.rank == 1
-with phase("score", "reward 'mine'"):
-    time.sleep(4.0 * last)  # longer than the group waits
+time.sleep(4.0 * last)  # longer than the group waits
 print(runtime.any(last), runtime.gather(torch.tensor([runtime.rank])).tolist(), flush=True)
-with phase("score", "reward 'mine'"):
-    time.sleep(1000.0 * last)
+time.sleep(1000.0 * last)
 try:
     runtime.any(False)
-except MachineFailure as lost:
-    print(lost, lost.ranks, runtime.saves_after(lost), flush=True)
+except MachineFailure as failure:
+    print(failure, flush=True)
 """
 
 
@@ -163,12 +159,11 @@ def saved(folder: Path) -> int:
     return newest
 
 
-def test_messages_outlast_the_groups_timeout_and_name_who_does_not_answer(launch):
+def test_messages_outlast_the_groups_timeout_and_name_the_silent_process(launch):
     code, output = ended(launch(MESSAGES)[0])
     assert code == 0, output
     assert "True [0, 1]" in output  # though the group's timeout had passed
-    assert re.search(r"wait for rank 1 \(in phase score \(reward 'mine'\) for \d+ s\)", output)
-    assert "frozenset({1}) True" in output
+    assert "rank 1" in output and "runtime.timeout = 5 s" in output
 
 
 @pytest.mark.slow
@@ -180,35 +175,28 @@ def test_a_reward_slower_than_the_groups_timeout_does_not_end_the_run(start, tmp
 
 
 @pytest.mark.slow
-def test_a_reward_that_never_answers_ends_the_run_by_name_and_with_a_checkpoint(start, tmp_path):
-    code, output = ended(start("hangs", answer_timeout=6.0)[0])
+@pytest.mark.parametrize("does", ["hangs", "stops", "dies", "breaks"])
+def test_a_lost_process_is_named_and_the_first_one_saves(start, tmp_path, does):
+    timeout = 1800.0 if does in ("dies", "breaks") else 20.0  # noticed at once
+    first, second = start(does, timeout=timeout)
+    code, output = ended(first)
     assert code == 75, output
-    assert re.search(r"all wait for rank 1 \(in phase score \(reward 'mine'\) for \d+ s\)", output)
-    assert "runtime.answer_timeout = 6 s" in output and "step-000001, after 1 of 3" in output
-    assert saved(tmp_path) == 1
+    assert "rank 1" in output and "A process is lost" in output
+    assert "step-000001, after 1 of 3" in output and saved(tmp_path) == 1
+    if does == "breaks":
+        code, output = ended(second)
+        assert code == 1 and "SystemError" in output and "not expected" in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_frozen_process_is_named_and_the_other_saves(start, tmp_path, victim):
-    processes = start("stops", victim, peer_timeout=4.0)
-    code, output = ended(processes[1 - victim])
-    assert code == 75, output
-    assert f"rank {victim}" in output and "frozen" in output and "A process is lost" in output
-    assert saved(tmp_path) == 1
-
-
-@pytest.mark.slow
-def test_a_killed_process_is_named_and_the_other_saves(start, tmp_path):
-    code, output = ended(start("dies")[0])
-    assert code == 75, output
-    assert "rank 1" in output and "step-000001, after 1 of 3" in output
-    assert saved(tmp_path) == 1
+def test_a_frozen_first_process_ends_the_others(start, tmp_path):
+    code, output = ended(start("stops", 0, timeout=20.0)[1])
+    assert code == 75 and "rank 0" in output, output
 
 
 @pytest.mark.slow
 def test_sigterm_ends_a_process_that_waits_for_a_frozen_one(start, tmp_path):
-    first, second = start("stops", peer_timeout=1000.0)
+    first, second = start("stops")
     until = time.monotonic() + 300
     while not stopped(second.pid) and time.monotonic() < until:
         time.sleep(0.1)
@@ -216,7 +204,7 @@ def test_sigterm_ends_a_process_that_waits_for_a_frozen_one(start, tmp_path):
     first.send_signal(signal.SIGTERM)
     code, output = ended(first)
     assert code == 143, output
-    assert "SIGTERM while it waited for rank 1" in output and "step-000001" in output
+    assert "SIGTERM while it waited" in output and "step-000001" in output
     assert saved(tmp_path) == 1
 
 
@@ -230,15 +218,4 @@ def test_out_of_memory_on_one_process_ends_both_with_one_sentence(start, tmp_pat
         code, output = ended(process)
         assert code == 1, output
         assert "rank 1: out of memory in phase score (reward 'mine')" in output
-    assert saved(tmp_path) == 1
-
-
-@pytest.mark.slow
-def test_a_mistake_in_one_process_is_told_to_the_other(start, tmp_path):
-    first, second = start("breaks")
-    code, output = ended(second)
-    assert code == 1 and "SystemError" in output and "not expected" in output
-    code, output = ended(first)
-    assert code == 75, output
-    assert "rank 1 has ended: SystemError" in output
     assert saved(tmp_path) == 1

@@ -2,12 +2,14 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -298,3 +300,18 @@ def test_a_checkpoint_of_other_adapters_cannot_be_resumed(whole, config_for, loa
     with pytest.raises(UserError, match="objective.kind"):
         build_run(config, learner, evaluator, state, resumed=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_run_seed_seeds_the_global_generators_that_a_reward_may_use(tiny_config, tmp_path):
+    def luck(images, prompts, metadata):
+        return [random.random() + np.random.rand() + torch.rand(()).item() for _ in images]
+
+    luck.deterministic = False
+
+    def rewards_of(name: str, seed: int) -> list[float]:
+        run = {"iterations": 1, "seed": seed, "output_dir": str(tmp_path / name)}
+        align(tiny_config(run=run), rewards={"luck": luck})
+        return [line["reward/mean"] for line in read_metrics(tmp_path / name)]
+
+    first = rewards_of("first", 3)
+    assert rewards_of("again", 3) == first != rewards_of("other", 4)

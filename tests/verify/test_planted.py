@@ -21,7 +21,7 @@ from flowrl.config import Config
 from flowrl.offline.format import latents_file, rows_file
 from flowrl.scoring.spec import RewardSpec
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
-from flowrl.utils.digests import SEAL, VERSION
+from flowrl.utils.digests import SEAL
 from flowrl.utils.files import load_state, save_state
 from flowrl.verify.backbone import check_backbone
 from flowrl.verify.files import check_lora, check_store
@@ -186,7 +186,7 @@ def rewrite(path, change, header=None):
     """Write a LoRA again with other tensors, or another header, and without a digest."""
     tensors = load_file(path)
     change(tensors)
-    header = {k: v for k, v in (header or header_of(path)).items() if k not in (SEAL, VERSION)}
+    header = {k: v for k, v in (header or header_of(path)).items() if k != SEAL}
     save_file(tensors, path, metadata=header)
 
 
