@@ -1,9 +1,10 @@
-"""Parts with one planted fault each, as a user might write them, and good ones."""
+"""The contract tests for users: each planted fault is named, and what is good passes."""
 
 import copy
 import math
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 
 from flowrl.backbones.base import guided
@@ -15,13 +16,10 @@ from flowrl.objectives.batches import Endpoints
 from flowrl.objectives.grpo import GRPO
 from flowrl.objectives.noising import Noising, UniformTimes
 from flowrl.objectives.tree_credit import TreeCredit
+from flowrl.testing import check_backbone, check_objective, check_reward
 from flowrl.trajectory import Conditioning
 
 # --- backbones ----------------------------------------------------------------------------------
-
-
-class GoodBackbone(SD3):
-    pass
 
 
 class RowsMixed(SD3):
@@ -82,10 +80,10 @@ class TextsOfOneLength(SD3):
     """Pads to the longest text of the batch."""
 
     def encode(self, prompts, negatives):
-        found, longest = super().encode(prompts, negatives), max(len(p.split()) for p in prompts)
+        texts, longest = super().encode(prompts, negatives), max(len(p.split()) for p in prompts)
         return Conditioning(
             tensors={
-                name: t[:, :longest] if t.ndim == 3 else t for name, t in found.tensors.items()
+                name: t[:, :longest] if t.ndim == 3 else t for name, t in texts.tensors.items()
             }
         )
 
@@ -112,7 +110,7 @@ class Dropout(SD3):
         return super().velocity(x, sigma, cond) * (1 + 0.01 * torch.rand(()))
 
 
-class OwnGuidance(SD3):
+class WrittenOutGuidance(SD3):
     """Good: guidance written out, one forward for each half."""
 
     def velocity(self, x, sigma, cond):
@@ -178,11 +176,6 @@ def raises(images, prompts, metadata):
 
 def all_missing(images, prompts, metadata):
     return [math.nan] * len(images)
-
-
-def silent(images, prompts, metadata):
-    blank = torch.tensor([bool(image.std() < 0.01) for image in images])
-    return redness(images, prompts, metadata).masked_fill(blank, math.nan)
 
 
 REWARDS = (batch_size, against_the_batch, wrong_length, order, mutates, chance, raises, all_missing)
@@ -320,10 +313,87 @@ class CutGradient(Weighted):
         return 2 * loss.detach() - loss, metrics
 
 
-OBJECTIVES = {  # the fault, the topic that names it, and the recipe's trees
-    GraphInMetrics: "objective", ComparedWithItself: "objective", WrongDirection: "direction",
-    GroupsMixed: "groups", MaskIgnored: "missing", NaNLearned: "missing",
-    MicroBatchMean: "micro-batches", WritesIntoRollout: "objective", ByChance: "objective",
-    OtherKernel: "ratio", Undeclared: "objective", CutGradient: "gradient",
-}  # fmt: skip
-ON_STEPS = (ComparedWithItself, OtherKernel)
+OBJECTIVES = {  # the fault, and the words that name it
+    GraphInMetrics: "objective: detach",
+    ComparedWithItself: "objective: the gradient's norm",
+    WrongDirection: "direction",
+    GroupsMixed: "groups",
+    MaskIgnored: "missing",
+    NaNLearned: "missing",
+    MicroBatchMean: "micro-batches",
+    WritesIntoRollout: "changes the rollout",
+    ByChance: "the same rollout twice",
+    OtherKernel: "ratio",
+    Undeclared: "models.old",
+    CutGradient: "gradient",
+}
+
+# --- facts --------------------------------------------------------------------------------------
+
+
+def some(faults, sample):
+    """Those of the sample in the default tests, all with --slow."""
+    return [
+        pytest.param(f, marks=() if f in sample else pytest.mark.slow, id=f.__name__)
+        for f in faults
+    ]
+
+
+def check_tiny(kind, load_tiny, family="sd3"):
+    pipeline = load_tiny(family=family)
+    check_backbone(lambda guidance: kind(pipeline, guidance=guidance, max_sequence_length=12))
+
+
+@pytest.mark.parametrize("fault", BACKBONES)
+def test_a_backbones_fault_is_named(fault, load_tiny):
+    with pytest.raises(AssertionError, match=f"^{BACKBONES[fault]}: "):
+        check_tiny(fault, load_tiny)
+
+
+@pytest.mark.parametrize("good", [SD3, WrittenOutGuidance])
+def test_a_good_backbone_passes(good, load_tiny):
+    check_tiny(good, load_tiny)
+
+
+@pytest.mark.parametrize("fault", REWARDS)
+def test_a_rewards_fault_is_named(fault):
+    with pytest.raises(AssertionError, match=f"^{fault.__name__}: "):
+        check_reward(fault, size=(32, 32))
+
+
+@pytest.mark.parametrize("good", [redness, with_reasons])
+def test_a_good_reward_passes(good):
+    check_reward(good, size=(32, 32))
+
+
+def custom(kind):
+    """The recipe's `objective` for a class of this file."""
+    return {"kind": "custom", "target": f"{__name__}:{kind.__name__}"}
+
+
+SAMPLE = (WrongDirection, OtherKernel, MaskIgnored)
+
+
+@pytest.mark.parametrize("fault", some(OBJECTIVES, SAMPLE))
+def test_an_objectives_fault_is_named(fault):
+    tree = "flow_grpo" if fault in (ComparedWithItself, OtherKernel) else "ode"
+    with pytest.raises((AssertionError, ValueError), match=OBJECTIVES[fault]):
+        check_objective(custom(fault), tree)
+
+
+@pytest.mark.parametrize("good", [Weighted])
+def test_a_good_objective_passes(good):
+    check_objective(custom(good))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    ["grpo", "nft", "dpo", "gdro", "lair", "dgpo", "kto", "awm", "rwr", "sft", "refl", "srpo"],
+)
+def test_objectives_of_flowrl_pass(kind):
+    options = {"kl_coef": 0.1} if kind == "grpo" else {}
+    if kind in ("awm", "kto", "nft", "rwr", "sft"):  # whose default noise levels are few
+        options = {"noising": {"count": 8}}
+    tree = "flow_grpo" if kind == "grpo" else "ode"
+    check_objective({"kind": kind} | options, tree)

@@ -1,0 +1,579 @@
+"""Contract tests for a backbone, an objective or a reward of your own; call them from pytest.
+
+Each raises AssertionError with one sentence: the fact that does not hold, its figure, and what to
+change. They run on a CPU in seconds, on the tiny SD3 where they need a pipeline of their own.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl.assembly.learner import ProvidedObjects, build_learner
+from flowrl.backbones.base import Backbone
+from flowrl.backbones.loading import load_pipeline
+from flowrl.backbones.policy import POLICY
+from flowrl.config import parse_config
+from flowrl.objectives.base import Models, Needs, Objective
+from flowrl.objectives.batches import Endpoints
+from flowrl.objectives.noising import Noising, UniformTimes, velocity_error
+from flowrl.prompts.records import PromptRecord
+from flowrl.sampling.rollout import Timer
+from flowrl.scoring import check as scoring
+from flowrl.scoring.executors.base import read_answer
+from flowrl.scoring.scorer import quantise
+from flowrl.scoring.spec import RewardSpec
+from flowrl.training.loop import Learner
+from flowrl.training.metrics import RowMeans
+from flowrl.trajectory import Conditioning, Metrics, Rollout
+from flowrl.utils.distributed import Runtime
+
+ROWS = 4
+PROMPTS = ("a red circle", "two blue stars", "a green square and a yellow triangle", "the word OK")
+NEAR_NOISE = 0.9  # sigma at which a trained network predicts little but the noise
+# Largest relative distance between two computations of one velocity, by the network's dtype.
+ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+SUM_ORDER = 1e-3  # largest relative distance between gradients whose sums differ in order
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    """Return |actual - expected| / |expected|: 0 for equal tensors, inf where one has NaN."""
+    actual, expected = actual.double(), expected.double()
+    if torch.equal(actual, expected):
+        return 0.0
+    relative = (actual - expected).norm() / expected.norm().clamp(min=1e-30)
+    return relative.item() if relative.isfinite() else float("inf")
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    """Return the cosine of the angle between two tensors, 0 where one is 0."""
+    a, b = a.double().flatten(), b.double().flatten()
+    return (a @ b / (a.norm() * b.norm()).clamp(min=1e-30)).item()
+
+
+def _expect(holds: bool, topic: str, sentence: str) -> None:
+    if not holds:
+        raise AssertionError(f"{topic}: {sentence}")
+
+
+# --- backbones ----------------------------------------------------------------------------------
+
+
+def check_backbone(make: Callable[[float], Backbone], guidance: float = 1.0) -> None:
+    """Check a backbone against `flowrl/backbones/base.py`.
+
+    Args:
+        make: guidance -> a backbone around the same loaded pipeline.
+        guidance: scale at which velocities are checked; 2 and 5 are tried besides.
+
+    Raises:
+        AssertionError: the first fact that does not hold.
+    """
+    backbone = make(guidance)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, *backbone.latent_shape(), generator=generator)
+    x = x.to(backbone.device, backbone.dtype)
+    sigma = torch.full((ROWS,), NEAR_NOISE, device=backbone.device)
+    cond = backbone.encode(PROMPTS, [""] * ROWS)
+    with torch.no_grad():
+        _check_texts(backbone, cond)
+        _check_velocity(backbone, x, sigma, cond)
+        _check_rows(backbone, x, sigma, cond)
+        _check_inputs(backbone, x, sigma, cond)
+        _check_network(backbone, x, sigma, cond)
+        _check_guidance(make, x, sigma)
+        _check_schedule(backbone)
+    _check_gradient("velocity", lambda z: backbone.velocity(z, sigma, cond), x)
+    _check_images(backbone, x)
+
+
+def _check_texts(backbone: Backbone, cond: Conditioning) -> None:
+    """Texts have one row per prompt, whose shape and values do not depend on other prompts."""
+    alone = backbone.encode(PROMPTS[:1], [""])  # the shortest prompt
+    shapes = [{name: t.shape[1:] for name, t in c.tensors.items()} for c in (cond, alone)]
+    _expect(
+        shapes[0] == shapes[1] and len(cond) == ROWS, "texts",
+        f"`encode` returns shapes {shapes[0]} for {ROWS} prompts and {shapes[1]} for one: pad to "
+        "max_sequence_length, and return a mask or a length",
+    )  # fmt: skip
+    moved = max(distance(t[:1].float(), alone.tensors[n].float()) for n, t in cond.tensors.items())
+    _expect(
+        moved <= ROUNDING[backbone.dtype], "texts",
+        f"a prompt alone and among {ROWS} differs by {moved:.1e}: encode each prompt by itself",
+    )  # fmt: skip
+
+
+def _check_velocity(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
+    v, again = (backbone.velocity(x, sigma, cond) for _ in range(2))
+    _expect(
+        v.shape == x.shape and v.dtype in (backbone.dtype, torch.float32)
+        and bool(v.isfinite().all()), "velocity",
+        f"expected finite numbers of shape {tuple(x.shape)} in {backbone.dtype} or fp32, got "
+        f"{tuple(v.shape)} in {v.dtype}, finite: {bool(v.isfinite().all())}",
+    )  # fmt: skip
+    _expect(
+        torch.equal(v, again), "velocity",
+        f"two equal calls differ by {distance(v, again):.1e}: call .eval(), and draw no random "
+        "numbers",
+    )  # fmt: skip
+    moved = distance(backbone.velocity(x, sigma[0], cond), v)
+    _expect(
+        moved <= ROUNDING[backbone.dtype], "velocity",
+        f"one sigma for all rows and the same one per row differ by {moved:.1e}: expand sigma",
+    )  # fmt: skip
+    _expect(
+        cosine(v, x) >= 0, "velocity",
+        f"its cosine with the noise at sigma {NEAR_NOISE:g} is {cosine(v, x):.2f}: expected noise "
+        "minus data, turn its sign",
+    )  # fmt: skip
+    if backbone.dtype == torch.float32:
+        moved = distance(backbone.velocity(x.bfloat16().float(), sigma, cond), v)
+        _expect(
+            moved > 1e-6, "velocity",
+            "latents rounded to 16 bits give the same velocity: pass them on in `dtype`",
+        )  # fmt: skip
+
+
+def _check_rows(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
+    """A row must depend neither on the other rows nor on their number."""
+    v, close = backbone.velocity(x, sigma, cond), ROUNDING[backbone.dtype]
+    other_x, other_sigma = x.clone(), sigma.clone()
+    other_x[-1], other_sigma[-1] = 3 * x[0] + 1, 0.2
+    other_cond = cond.take(torch.tensor([0, 1, 2, 0], device=x.device))
+    moved = distance(backbone.velocity(other_x, other_sigma, other_cond)[:-1], v[:-1])
+    _expect(
+        moved <= close / 10, "rows",
+        f"another last row changes the other rows by {moved:.1e}: average nothing over the batch",
+    )  # fmt: skip
+    first = cond.take(torch.tensor([0], device=x.device))
+    moved = distance(backbone.velocity(x[:1], sigma[:1], first), v[:1])
+    _expect(moved <= close, "rows", f"a row alone and among {ROWS} differs by {moved:.1e}")
+
+
+def _check_inputs(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
+    """Each row's text and sigma must reach the network."""
+    v = backbone.velocity(x, sigma, cond)
+    other = cond.take(torch.tensor([0, 1, 2, 0], device=x.device))
+    moved = distance(backbone.velocity(x, sigma, other)[-1], v[-1])
+    _expect(moved > 1e-5, "texts", "another prompt does not change a row's velocity")
+    lower = sigma.clone()
+    lower[-1] /= 3
+    moved = distance(backbone.velocity(x, lower, cond)[-1], v[-1])
+    _expect(moved > 1e-5, "sigma", "another sigma does not change a row's velocity")
+
+
+class _Called(Exception):
+    """The network of a copy was called."""
+
+
+class _Probe(nn.Module):
+    """A stand-in for a network with its attributes, which raises when it is called."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.__dict__["network"] = network
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["network"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Called
+
+
+def _check_network(backbone: Backbone, x: Tensor, sigma: Tensor, cond: Conditioning) -> None:
+    """`velocity` must call `self.transformer` as it is now: copies hold other networks."""
+    other = copy.copy(backbone)
+    other.transformer = _Probe(backbone.transformer)
+    try:
+        other.velocity(x, sigma, cond)
+    except _Called:
+        return
+    raise AssertionError(
+        "network: `velocity` of a copy calls another network than its `transformer`: read "
+        "self.transformer in every call"
+    )
+
+
+def _check_guidance(make: Callable[[float], Backbone], x: Tensor, sigma: Tensor) -> None:
+    weak, strong = make(2.0), make(5.0)
+    if getattr(getattr(weak.transformer, "config", None), "guidance_embeds", None) is False:
+        return  # the network takes a guidance scale as an input, and this one has no such input
+    v = [b.velocity(x, sigma, b.encode(PROMPTS, [""] * ROWS)) for b in (weak, strong)]
+    _expect(
+        distance(v[1], v[0]) > 1e-5, "guidance",
+        "guidance 5 and 2 give the same velocity: the constructor's `guidance` is ignored",
+    )  # fmt: skip
+
+
+def _check_schedule(backbone: Backbone) -> None:
+    sigmas = backbone.sigmas(6)
+    falls = bool((sigmas.diff() < 0).all()) and 0.9 < sigmas[0].item() <= 1 and not sigmas[-1]
+    _expect(
+        sigmas.shape == (7,) and sigmas.dtype == torch.float32 and falls, "schedule",
+        f"6 steps are {sigmas.tolist()}: expected 7 falling fp32 numbers from about 1 to 0",
+    )  # fmt: skip
+
+
+def _check_gradient(topic: str, function: Callable[[Tensor], Tensor], at: Tensor) -> None:
+    """Compare autograd with central differences along the gradient, in fp32 only."""
+    if at.dtype != torch.float32:
+        return  # differences are smaller than the rounding
+    point = at.clone().requires_grad_()
+    out = function(point)
+    _expect(out.requires_grad, topic, "has no gradient: use no no_grad, detach or .data in it")
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    (gradient,) = torch.autograd.grad((out * weight).sum(), point)
+    size = max(gradient.norm().item(), 1e-30)
+    slopes = []
+    with torch.no_grad():
+        for step in (0.1, 0.03, 0.01):
+            ends = [((function(at + s * gradient / size) * weight).double()).sum().item()
+                    for s in (step, -step)]  # fmt: skip
+            slopes.append((ends[0] - ends[1]) / (2 * step))
+    error = min(abs(slope - size) / max(size, abs(slope)) for slope in slopes)
+    _expect(
+        error < 0.05, topic,
+        f"its gradient and finite differences differ by {error:.1e}: a part of it is cut off from "
+        "the gradient (detach, .data, no_grad)",
+    )  # fmt: skip
+
+
+def _check_images(backbone: Backbone, x: Tensor) -> None:
+    """`decode` gives images in [0, 1] of the promised size, and `encode_images` inverts it."""
+    with torch.no_grad():
+        images = backbone.decode(x[:2])
+    expected, shape = (3, *backbone.image_size()), tuple(images.shape[1:])
+    low, high = images.min().item(), images.max().item()
+    _expect(
+        shape == expected and images.dtype == torch.float32 and 0 <= low <= high <= 1, "images",
+        f"decoded to {shape} in {images.dtype} within [{low:.2f}, {high:.2f}], expected {expected} "
+        "in fp32 within [0, 1]",
+    )  # fmt: skip
+    squares = scoring.plain_images(*backbone.image_size())[:2]
+    latents = backbone.encode_images(squares)
+    _expect(
+        tuple(latents.shape[1:]) == tuple(backbone.latent_shape()), "images",
+        f"encoded to {tuple(latents.shape[1:])}, expected latent_shape()",
+    )  # fmt: skip
+    with torch.no_grad():
+        back = backbone.decode(latents).cpu()
+    likeness = cosine(back - back.mean(), squares - squares.mean())
+    _expect(
+        likeness > 0.5, "images",
+        f"an image encoded and decoded has the correlation {likeness:.2f} with itself: compare "
+        "scale, shift and range of `encode_images` and `decode`",
+    )  # fmt: skip
+    _check_gradient("images", backbone.decode, latents.to(backbone.dtype))
+
+
+# --- rewards ------------------------------------------------------------------------------------
+
+
+def check_reward(
+    reward: Any, prompts: Sequence[PromptRecord] = (), size: tuple[int, int] = scoring.SIZE
+) -> None:
+    """Check a reward as training does before it starts, and that it leaves its inputs unchanged.
+
+    Args:
+        reward: callable (images, prompts, metadata) -> scores, or (scores, reasons).
+        prompts: for a reward without fixtures; generic ones where empty.
+        size: height and width of the images, in pixels.
+
+    Raises:
+        AssertionError: what is wrong, or missing on this machine.
+    """
+    spec = RewardSpec(name=getattr(reward, "__name__", type(reward).__name__), reward=reward)
+    for result in scoring.check_reward(spec, prompts, size=size).results:
+        _expect(
+            result.state not in ("problem", "missing"), spec.name,
+            f"{result.detail} {result.remedy}".rstrip(),
+        )  # fmt: skip
+    for trial in scoring.trials_of(spec, reward, prompts, size)[:1]:
+        images = quantise(trial.images)
+        before, texts = images.clone(), [trial.prompt] * len(images)
+        metadata = [dict(trial.metadata) for _ in images]
+        with torch.no_grad():
+            read_answer(reward(images, texts, metadata), len(images))
+        same = torch.equal(images, before) and all(m == trial.metadata for m in metadata)
+        _expect(
+            same and texts == [trial.prompt] * len(images), spec.name,
+            "it changes its images, prompts or metadata: work on copies, other rewards get them",
+        )  # fmt: skip
+
+
+# --- objectives ---------------------------------------------------------------------------------
+
+
+def check_objective(section: Mapping[str, Any], tree: str = "ode") -> None:
+    """Check that an objective learns towards high rewards, on a rollout of the tiny SD3.
+
+    Args:
+        section: the recipe's `objective`: `{"kind": "custom", "target": "my_module:MyObjective"}`.
+        tree: `rollout.tree.kind`; "flow_grpo" for an objective that learns from stochastic steps.
+
+    Raises:
+        AssertionError: the first fact that does not hold.
+    """
+    config = parse_config(_recipe(tree, section))
+    pipeline = load_pipeline("tiny-sd3", dtype="fp32", device="cpu")
+    pipeline.set_progress_bar_config(disable=True)
+    learner = build_learner(config, Runtime(device="cpu"), ProvidedObjects(pipeline=pipeline))
+    _move_off_base(learner)
+    rollout, needs = learner.source.collect(0, Timer()), learner.objective.needs
+    if needs.reward_grad:  # its loss carries gradients of rewards, and is not a number that falls
+        _check_micro_batches(learner, rollout, _check_first_gradient(learner, rollout))
+        return
+    rollout = _with_rewards(rollout, _distinct_rewards(rollout))
+    first = _check_first_gradient(learner, rollout)
+    _check_micro_batches(learner, rollout, first)
+    _check_slope(learner, rollout, first)
+    if needs.states != "path":
+        _check_direction(learner, rollout, tree)
+    if not (needs.whole_update or needs.update_mean):
+        _check_groups(learner, rollout)
+    _check_missing(learner, rollout)
+
+
+def _recipe(tree: str, objective: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "pipeline": {"path": "tiny-sd3", "device": "cpu", "max_sequence_length": 12},
+        "lora": {"rank": 2, "alpha": 4},
+        "prompts": {"train": "tiny:color_attr:train"},
+        "rollout": {"prompts_per_iteration": 2, "group_size": 4, "num_inference_steps": 4,
+                    "tree": {"kind": tree}},
+        "rewards": [{"name": "tiny_colors"}],
+        "objective": dict(objective),
+        "run": {"trackers": []},
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _move_off_base(learner: Learner) -> None:
+    """Change every adapter, so that no ratio is 1 and no difference 0 for lack of training."""
+    generator = torch.Generator().manual_seed(0)
+    for adapter in learner.policy.state_dict()["adapters"].values():
+        for tensor in adapter:
+            tensor += 0.02 * torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+def _distinct_rewards(rollout: Rollout) -> Tensor:
+    """Return rewards (N,) that differ within and between groups."""
+    generator, count = torch.Generator().manual_seed(1), len(rollout.group)
+    return torch.randperm(count, generator=generator) / count + rollout.group.cpu() / 2
+
+
+def _with_rewards(rollout: Rollout, reward: Tensor) -> Rollout:
+    """Return the rollout with other rewards (N,), NaN where one is missing."""
+    kinds = max(len(rollout.names), 1)
+    scores = reward[:, None].expand(-1, kinds).clone()
+    return replace(
+        rollout, reward=reward, valid=reward.isfinite(), scores=scores, terms=scores,
+        applicable=torch.ones_like(scores, dtype=torch.bool),
+        weights=torch.full((kinds,), 1 / kinds),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradient:
+    """The gradient of one update's loss."""
+
+    value: Tensor  # (parameters,) fp32
+    loss: float
+    metrics: dict[str, float]
+    attached: frozenset[str]  # names of metrics that still hold a graph
+
+    @property
+    def norm(self) -> float:
+        return self.value.double().norm().item()
+
+
+class _Watched:
+    """An objective that records which of its metrics hold a graph."""
+
+    def __init__(self, objective: Objective):
+        self.objective, self.attached = objective, set[str]()
+        self.needs, self.prepare = objective.needs, objective.prepare
+
+    def loss(self, models: Models, batch: Any) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.objective.loss(models, batch)
+        self.attached |= {name for name, value in metrics.items() if value.requires_grad}
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def gradient(learner: Learner, rollout: Rollout, parts: int = 1, part: int = 0) -> Gradient:
+    """Return the gradient of the loss on a rollout, or on one of several parts of it."""
+    watched, means = _Watched(learner.objective), RowMeans()
+    learner = replace(learner, objective=watched)
+    batch: Any = watched.prepare(rollout).updates(parts)[part]
+    if len(batch):
+        learner.backward(batch, len(batch), rollout, means)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.policy.parameters()]
+    learner.optimizer.zero_grad()
+    metrics = means.result()
+    return Gradient(
+        value=torch.cat([g.detach().flatten().cpu() for g in grads]),
+        loss=metrics.get("loss", 0.0), metrics=metrics, attached=frozenset(watched.attached),
+    )  # fmt: skip
+
+
+def _check_first_gradient(learner: Learner, rollout: Rollout) -> Gradient:
+    """Check that a gradient is finite, repeatable and starts at ratio 1; return it."""
+    before = _content(rollout)
+    first = gradient(learner, rollout)
+    topic = "objective"
+    _expect(before == _content(rollout), topic, "`prepare` or `loss` changes the rollout's tensors")
+    _expect(
+        bool(first.value.isfinite().all()) and first.norm > 0, topic,
+        f"the gradient's norm is {first.norm:.3g}: a part is detached that must not be, or the "
+        "policy is compared with itself without detach",
+    )  # fmt: skip
+    _expect(not first.attached, topic, f"detach these metrics: {', '.join(sorted(first.attached))}")
+    moved = distance(gradient(learner, rollout).value, first.value)
+    _expect(
+        moved <= SUM_ORDER, topic,
+        f"the same rollout twice gives gradients that differ by {moved:.1e}: random numbers must "
+        "be a function of the batch's seed",
+    )  # fmt: skip
+    if learner.objective.needs.ratio:
+        error = first.metrics.get("policy/ratio_error_max", float("inf"))
+        _expect(
+            error <= learner.optim.ratio_tolerance, "ratio",
+            f"policy/ratio_error_max is {error:.1e} before any update: compute the step with the "
+            "sampler's kernel, sigmas and dtype",
+        )  # fmt: skip
+    return first
+
+
+def _content(rollout: Rollout) -> list[bytes]:
+    tensors = [rollout.tree.x, rollout.tree.mean_old, rollout.tree.log_prob, rollout.reward,
+               rollout.scores, rollout.terms, rollout.valid]  # fmt: skip
+    return [t.detach().cpu().double().numpy().tobytes() for t in tensors]
+
+
+def _check_micro_batches(learner: Learner, rollout: Rollout, first: Gradient) -> None:
+    """The size of micro-batches must not change the gradient."""
+    for size in (1, 3):
+        small = replace(learner, optim=learner.optim.model_copy(update={"micro_batch": size}))
+        moved = distance(gradient(small, rollout).value, first.value)
+        _expect(
+            moved <= SUM_ORDER, "micro-batches",
+            f"optim.micro_batch {size} changes the gradient by {moved:.1e}: the loss must be a "
+            "mean over independent rows, or the batch must keep together what is compared",
+        )  # fmt: skip
+
+
+def _check_slope(learner: Learner, rollout: Rollout, first: Gradient) -> None:
+    """The loss must not fall along its own gradient."""
+    direction, slopes = first.value / first.norm, []
+    for step in (3e-2, 1e-2, 3e-3, 1e-3):
+        ends = []
+        for sign in (1, -1):
+            with _shifted(learner, sign * step * direction):
+                ends.append(gradient(learner, rollout).loss)
+        slopes.append((ends[0] - ends[1]) / (2 * step))
+    slope = min(slopes, key=lambda s: abs(s - first.norm))
+    _expect(
+        slope > -0.05 * first.norm, "gradient",
+        f"the loss falls along its gradient (slope {slope:.3g}, norm {first.norm:.3g}): turn a "
+        "sign",
+    )  # fmt: skip
+
+
+@contextmanager
+def _shifted(learner: Learner, by: Tensor) -> Iterator[None]:
+    """Add a vector (parameters,) to the policy's parameters inside the block."""
+    parameters = learner.policy.parameters()
+    saved = [p.detach().clone() for p in parameters]
+    sizes = [p.numel() for p in parameters]
+    with torch.no_grad():
+        for parameter, part in zip(parameters, by.split(sizes), strict=True):
+            parameter += part.view_as(parameter).to(parameter)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, saved, strict=True):
+            parameter.data.copy_(data)
+
+
+class _RewardWeighted:
+    """Flow matching weighted by the reward minus its group's mean: the plainest objective."""
+
+    needs = Needs(states="endpoints")
+    noising = Noising(times=UniformTimes(), count=4)
+
+    def prepare(self, rollout: Rollout) -> Endpoints:
+        reward, group = rollout.reward.cpu(), rollout.group.cpu()
+        count = group.bincount()
+        mean = torch.zeros(len(count)).index_add(0, group, reward) / count
+        return Endpoints.from_rollout(
+            rollout, reward - mean[group], rollout.valid.cpu(), forwards=4, compared="image"
+        )
+
+    def loss(self, models: Models, batch: Endpoints) -> tuple[Tensor, Metrics]:
+        points = self.noising(batch)
+        error = velocity_error(points.velocity(models.policy), points.target)
+        return (batch.signal.repeat_interleave(points.count) * error).mean(), {}
+
+
+def _check_direction(learner: Learner, rollout: Rollout, tree: str) -> None:
+    """Images with high rewards must become more likely, as with the plainest objective."""
+    plain: Any = _RewardWeighted()
+    if learner.objective.needs.states == "transitions":
+        plain = parse_config(_recipe(tree, {"kind": "grpo"})).objective.build("flow_sde")
+    # What turning the rewards around changes: what does not depend on them cancels.
+    turned = _with_rewards(rollout, -rollout.reward)
+    change, expected = (
+        gradient(o, rollout).value - gradient(o, turned).value
+        for o in (learner, replace(learner, objective=plain))
+    )
+    likeness = cosine(change, expected)
+    _expect(
+        likeness > -0.05, "direction",
+        f"the cosine with a plain objective's gradient is {likeness:.2f}: turn its sign, or "
+        "draw more noise levels for each image (noising.count)",
+    )  # fmt: skip
+
+
+def _check_groups(learner: Learner, rollout: Rollout) -> None:
+    """Higher rewards for all images of one prompt must not change another prompt's gradient."""
+    groups = len(rollout.group.unique())
+    before = gradient(learner, rollout, groups, 0)
+    reward, elsewhere = rollout.reward.cpu(), rollout.group.cpu() % groups != 0
+    # This shift keeps the standard deviation over all images, by which some objectives divide.
+    shift = 2 * (reward[~elsewhere].mean() - reward[elsewhere].mean())
+    shifted = _with_rewards(rollout, reward + shift * elsewhere)
+    moved = distance(gradient(learner, shifted, groups, 0).value, before.value)
+    _expect(
+        moved <= SUM_ORDER, "groups",
+        f"higher rewards of other prompts change a prompt's gradient by {moved:.1e}: compare "
+        "images within their group (`rollout.group`)",
+    )  # fmt: skip
+
+
+def _check_missing(learner: Learner, rollout: Rollout) -> None:
+    """An image without a reward must not be learned from, whatever it shows."""
+    lost, reward = 1, rollout.reward.cpu().clone()
+    reward[lost] = torch.nan
+    without = _with_rewards(rollout, reward)
+    # At the base model, where a KL penalty, which needs no reward, has no gradient.
+    with _shifted(learner, torch.zeros(sum(p.numel() for p in learner.policy.parameters()))):
+        for name, parameter in learner.policy.network.named_parameters():
+            if f".lora_B.{POLICY}." in name:
+                parameter.data.zero_()
+        first, tree = gradient(learner, without), without.tree
+        _expect(bool(first.value.isfinite().all()), "missing", "a missing reward gives NaN")
+        if len(tree.leaf) > 1:
+            return  # its latents are also those of other images
+        x, mean = tree.x.clone(), tree.mean_old.clone()
+        x[lost], mean[lost] = 3 * x[lost] + 1, 3 * mean[lost] + 1
+        changed = replace(without, tree=replace(tree, x=x, mean_old=mean))
+        moved = distance(gradient(learner, changed).value, first.value)
+    _expect(
+        moved <= SUM_ORDER, "missing",
+        f"the image without a reward changes the gradient by {moved:.1e}: leave out images whose "
+        "`valid` is false",
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""Check with figures what `flowrl verify` is given: files, a run, a recipe, this installation."""

@@ -1,0 +1,183 @@
+"""`flowrl verify`: damage and changes of a run, a store and a LoRA are named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from flowrl.api import align, collect
+from flowrl.backbones.lora_formats import FILE, METADATA
+from flowrl.backbones.policy import POLICY
+from flowrl.cli import main
+from flowrl.offline.format import latents_file, rows_file
+from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
+from flowrl.utils.digests import SEAL, VERSION
+from flowrl.utils.files import load_state, save_state
+from flowrl.verify import verify
+
+
+def problems(results):
+    return {result.topic for result in results if result.state == "problem"}
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_config, load_tiny, tmp_path_factory):
+    """A run of three iterations with an evaluation, and checkpoints of the last two."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    config = tiny_config(
+        run={"iterations": 3, "checkpoint_every": 1, "output_dir": str(folder)},
+        evaluation={"prompts": "tiny:colors:test", "num_images": 4, "num_inference_steps": 2},
+    )
+    align(config, pipeline=load_tiny())
+    text = (folder / CONFIG).read_text()
+    (folder / CONFIG).write_text(text.replace("the pipeline that was given", config.pipeline.path))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def newest(run):
+    checkpoints = Checkpoints(run, keep=1)
+    return checkpoints.path(checkpoints.steps()[-1]) / STATE
+
+
+def rewrite(path, change, header=None):
+    """Write a LoRA again with other tensors, or another header, and without a digest."""
+    tensors = load_file(path)
+    change(tensors)
+    with safe_open(path, "pt") as file:
+        header = dict(file.metadata()) | (header or {})
+    header = {k: v for k, v in header.items() if k not in (SEAL, VERSION)}
+    save_file(tensors, path, metadata=header)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def nan_in_lora(run):
+    rewrite(run / FILE, lambda tensors: next(iter(tensors.values())).view(-1)[:1].fill_(torch.nan))
+
+
+def wrong_alpha(run):
+    with safe_open(run / FILE, "pt") as file:
+        inner = json.loads(file.metadata()[METADATA])
+    inner["transformer.lora_alpha"] *= 2
+    rewrite(run / FILE, lambda tensors: None, {METADATA: json.dumps(inner)})
+
+
+def missing_layer(run):
+    def change(tensors):
+        layer = sorted(tensors)[0].partition(".lora_")[0]
+        for name in [name for name in tensors if name.startswith(f"{layer}.lora_")]:
+            del tensors[name]
+
+    rewrite(run / FILE, change)
+
+
+def flipped_bit_in_lora(run):
+    flip(run / FILE, -4)
+
+
+def flipped_bit_in_checkpoint(run):
+    flip(newest(run), -100)
+
+
+def checkpoint_of_another_iteration(run):
+    state = load_state(newest(run))
+    save_state(newest(run), state | {"iteration": 1})
+
+
+def truncated_evaluation(run):
+    path = sorted(run.glob("evaluations/*"))[0]
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def another_lora(run):
+    shutil.copy(sorted(run.glob(f"checkpoints/*/{FILE}"))[0], run / FILE)
+
+
+def changed_recipe(run):
+    text = (run / CONFIG).read_text()
+    assert "noise_level: 0.7" in text
+    (run / CONFIG).write_text(text.replace("noise_level: 0.7", "noise_level: 0.9"))
+
+
+def changed_adapter(run):
+    """In every checkpoint, and the LoRA too: only the ledger and the replay can tell."""
+    for path in run.glob(f"checkpoints/*/{STATE}"):
+        state = load_state(path)
+        for tensor in state["policy"]["adapters"][POLICY]:
+            tensor.mul_(1.5)
+        save_state(path, state)
+    rewrite(run / FILE, lambda tensors: [t.mul_(1.5) for t in tensors.values()])
+
+
+@pytest.mark.parametrize(
+    ("fault", "topic"),
+    [
+        (nan_in_lora, "lora"), (wrong_alpha, "lora"), (flipped_bit_in_lora, "lora"),
+        (missing_layer, "lora"), (another_lora, "lora"), (flipped_bit_in_checkpoint, "step-000003"),
+        (checkpoint_of_another_iteration, "ledger"), (truncated_evaluation, "evaluation"),
+        (changed_adapter, "ledger"), (changed_recipe, "replay"),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_run_is_named(fault, topic, run, load_tiny):
+    fault(run)
+    assert topic in problems(verify(run, pipeline=load_tiny()))
+
+
+def test_a_good_run_passes_and_its_iteration_repeats_bit_for_bit(run, load_tiny):
+    results = list(verify(run, pipeline=load_tiny()))
+    assert {r.topic for r in results if r.state != "ok"} == set()
+    (replay,) = [result for result in results if result.topic == "replay"]
+    assert "iteration 3 again" in replay.detail
+
+
+@pytest.fixture(scope="module")
+def good_store(tiny_config, load_tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stores") / "store"
+    collect(tiny_config(), folder, groups=2, pipeline=load_tiny())
+    return folder
+
+
+def blank_latent(store):
+    tensors = load_file(latents_file(store, 0))
+    tensors["x0"][2] = 0
+    save_file(tensors, latents_file(store, 0))
+
+
+def changed_score(store):
+    path = rows_file(store, 0)
+    path.write_text(path.read_text().replace('"reward/brightness": 0.', '"reward/brightness": 1.'))
+
+
+def test_faults_of_a_store_are_named_and_a_good_one_passes(good_store, tmp_path):
+    assert problems(verify(good_store)) == set()
+    for fault in (blank_latent, changed_score, lambda store: flip(latents_file(store, 0), -7)):
+        store = Path(shutil.copytree(good_store, tmp_path / "store", dirs_exist_ok=True))
+        fault(store)
+        assert problems(verify(store)) & {"store", "latents"}
+
+
+def test_the_command_names_what_is_wrong_and_exits_with_1(run, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(run / FILE)])
+    assert not caught.value.code and "rank 4, scale 1.5" in capsys.readouterr().out
+    nan_in_lora(run)
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(run / FILE)])
+    out, err = capsys.readouterr()
+    assert caught.value.code == 1 and "lora" in err and "!!  lora" in out
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path)])
+    assert str(tmp_path) in capsys.readouterr().err
