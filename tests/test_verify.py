@@ -15,7 +15,7 @@ from flowrl.backbones.policy import POLICY
 from flowrl.cli import main
 from flowrl.offline.format import latents_file, rows_file
 from flowrl.training.checkpoint import CONFIG, STATE, Checkpoints
-from flowrl.utils.digests import SEAL, VERSION
+from flowrl.utils.digests import SEAL
 from flowrl.utils.files import load_state, save_state
 from flowrl.verify import verify
 
@@ -54,7 +54,7 @@ def rewrite(path, change, header=None):
     change(tensors)
     with safe_open(path, "pt") as file:
         header = dict(file.metadata()) | (header or {})
-    header = {k: v for k, v in header.items() if k not in (SEAL, VERSION)}
+    header = {k: v for k, v in header.items() if k != SEAL}
     save_file(tensors, path, metadata=header)
 
 
